@@ -1,0 +1,37 @@
+# `make demo` and `make test` do all the set-up: they make .venv once and reuse it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activation_extraction tests benchmarks
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.runtime
+	JAX_PLATFORMS=cpu $(BIN)/python extract_activations.py --demo --output_dir demo_activations --overwrite
+
+test: $(VENV)/.dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy $(SOURCES)
+
+
+bench: $(VENV)/.dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.end_to_end
+
+clean:
+	rm -rf $(VENV) demo_activations .mypy_cache .pytest_cache .ruff_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: requirements.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	touch $@
+
+$(VENV)/.dev: requirements-dev.txt $(VENV)/.runtime
+	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
+	touch $@

@@ -1,0 +1,1 @@
+"""Everything of the extraction tool that is neither the model nor the command line."""

@@ -1,0 +1,146 @@
+"""The embedded default: a small Qwen2 checkpoint and sample documents, made on the spot.
+
+Files have the form of real ones (config.json, safetensors, tokenizer.json; Parquet in the
+FineWeb-Edu schema) and are the same bytes every time. The weights are random: the demo shows that
+the pipeline works, not what a trained model represents.
+"""
+
+import dataclasses
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from safetensors.numpy import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from activation_extraction.config import Config
+from activation_extraction.storage import check_output_dir
+from activation_extraction.weights import SINGLE_FILE, WeightSpec
+
+VOCAB_SIZE = 2048
+DOCUMENTS = 300
+MEDIAN_SENTENCES, SPREAD = 6, 0.8  # of the documents' log-normal lengths
+END_OF_TEXT = "<|endoftext|>"
+MODEL_CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": VOCAB_SIZE,
+}
+# How Qwen2 splits text before byte-level BPE (its tokenizer.json).
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def prepare(config: Config, weights_of: Callable[[dict[str, Any]], Iterable[WeightSpec]]) -> Config:
+    """Makes model and documents in `output_dir`/demo_inputs; the config that extracts from them.
+
+    weights_of: config.json -> the model's weights. Raises InputError as `check_output_dir` does.
+    """
+    check_output_dir(config.output_dir, config.overwrite)
+    folder = config.output_dir / "demo_inputs"
+    model, documents = folder / "model", folder / "documents.parquet"
+    model.mkdir(parents=True, exist_ok=True)
+    paragraphs = _paragraphs()
+    write_documents(documents, paragraphs)
+    write_tokenizer(model, paragraphs)
+    (model / "config.json").write_text(json.dumps(MODEL_CONFIG, indent=2) + "\n")
+    write_weights(model / SINGLE_FILE, weights_of(MODEL_CONFIG))
+    return dataclasses.replace(config, model_path=str(model), dataset_path=str(documents))
+
+
+def _paragraphs() -> list[str]:
+    text = resources.files(__package__).joinpath("demo_texts.txt").read_text(encoding="utf-8")
+    return text.strip().split("\n\n")
+
+
+def write_documents(path: Path, paragraphs: list[str]) -> None:
+    """Runs of consecutive sentences, of log-normal length, under FineWeb-Edu's columns."""
+    chance = random.Random(0)
+    sentences = [s for paragraph in paragraphs for s in re.split(r"(?<=[.!?]) ", paragraph)]
+    rows = []
+    for number in range(DOCUMENTS):
+        count = math.ceil(chance.lognormvariate(math.log(MEDIAN_SENTENCES), SPREAD))
+        start = chance.randrange(len(sentences))
+        text = " ".join(sentences[start : start + count])
+        score = chance.uniform(3, 5)
+        rows.append(
+            {
+                "text": text,
+                "id": f"<urn:demo:{number:04d}>",
+                "dump": "DEMO",
+                "url": f"https://example.org/{number:04d}",
+                "file_path": "demo_texts.txt",
+                "language": "en",
+                "language_score": 0.99,
+                "token_count": len(text.split()),
+                "score": score,
+                "int_score": round(score),
+            }
+        )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=100)
+
+
+def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
+    """A byte-level BPE with Qwen2's way of splitting words, trained on the sample text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(paragraphs, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "model_max_length": MODEL_CONFIG["max_position_embeddings"],
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
+    """Random bfloat16 weights: norms near 1, matrices scaled by their fan-in."""
+    chance = np.random.default_rng(0)
+    tensors = {}
+    for spec in table:
+        for name in spec.hf_names:
+            values = chance.standard_normal(spec.hf_shape, np.float32)
+            values /= math.sqrt(spec.hf_shape[-1])
+            if name.endswith("norm.weight"):
+                values += 1
+            tensors[name] = values.astype(ml_dtypes.bfloat16)
+    save_file(tensors, path, metadata={"format": "pt"})

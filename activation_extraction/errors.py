@@ -1,0 +1,14 @@
+"""The two ways a run may fail, and the exit status of each.
+
+`InputError`: the request cannot be met; found before anything expensive starts (status 2).
+`RunError`: the request was sound and something failed on the way (status 1).
+Both carry one line for the user; anything else that escapes is a defect of this program.
+"""
+
+
+class InputError(Exception):
+    """Bad input. The message names the flag or file, what was found and what was expected."""
+
+
+class RunError(Exception):
+    """A failure at run time. The message says what failed; the caller adds what is safe on disk."""

@@ -1,0 +1,71 @@
+"""Statistics of activations that merge exactly: per sample, shard, host, machine or run."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of activations (tokens, hidden): over all values the mean and the (population) variance,
+    over tokens the mean and the largest Euclidean norm."""
+
+    tokens: int = 0
+    values: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    mean_norm: float = 0.0
+    max_norm: float = 0.0
+
+    @classmethod
+    def of(cls, activation: np.ndarray) -> "Statistics":
+        """Statistics of one (tokens, hidden) array of any float dtype, computed in float32/64."""
+        wide = np.asarray(activation, np.float32)
+        with np.errstate(invalid="ignore"):  # see `finite`
+            squares = np.einsum("td,td->t", wide, wide, dtype=np.float64)
+            mean = float(wide.mean(dtype=np.float64))
+            norms = np.sqrt(squares)
+        return cls(
+            tokens=wide.shape[0],
+            values=wide.size,
+            mean=mean,
+            variance=max(0.0, float(squares.sum()) / wide.size - mean * mean),
+            mean_norm=float(norms.mean()),
+            max_norm=float(norms.max()),
+        )
+
+    @property
+    def finite(self) -> bool:
+        """False when any value was NaN or infinite."""
+        return math.isfinite(self.max_norm)
+
+    def merge(self, other: "Statistics") -> "Statistics":
+        """Statistics of both together (Chan, Golub and LeVeque 1979, pairwise update)."""
+        if not self.values or not other.values:
+            return self if self.values else other
+        share = other.values / (self.values + other.values)
+        delta = other.mean - self.mean
+        return Statistics(
+            tokens=self.tokens + other.tokens,
+            values=self.values + other.values,
+            mean=self.mean + delta * share,
+            variance=self.variance * (1 - share)
+            + other.variance * share
+            + delta * delta * share * (1 - share),
+            mean_norm=(self.mean_norm * self.tokens + other.mean_norm * other.tokens)
+            / (self.tokens + other.tokens),
+            max_norm=max(self.max_norm, other.max_norm),
+        )
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def merge_all(parts: Iterable[Statistics]) -> Statistics:
+    """Statistics of all parts together, merged from left to right."""
+    total = Statistics()
+    for part in parts:
+        total = total.merge(part)
+    return total

@@ -1,0 +1,322 @@
+"""ActivationStorage: collects activations, cuts them into shards and commits these one by one.
+
+A shard is committed by its JSON: first the shard file is complete under its final name, then the
+JSON appears. A shard without JSON does not exist. One background thread writes while the caller
+goes on; at most one shard is being written while the next one fills.
+"""
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from activation_extraction.errors import InputError, RunError
+from activation_extraction.packing import Batch, Cursor
+from activation_extraction.shards import Record, Shard, write_json, write_shard
+from activation_extraction.statistics import Statistics, merge_all
+
+FORMAT_VERSION = 1
+METADATA = "metadata.json"
+GIGABYTE = 10**9
+
+Key = int | str  # of a hook in the shard: the layer, or the hook's name
+
+
+class StorageError(RunError):
+    """A shard could not be committed, so nothing after it may be; what came before is safe."""
+
+
+@dataclass
+class Totals:
+    """What is committed, and the seconds that the background spent on it."""
+
+    shards: int = 0
+    samples: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    compress_seconds: float = 0.0
+    write_seconds: float = 0.0
+    statistics: dict[Key, Statistics] = field(default_factory=dict)
+
+
+@dataclass
+class _Pending:
+    """Samples on their way into one shard."""
+
+    shard: Shard
+    cursor: Cursor | None = None  # where a run that has stored these continues
+    bytes: int = 0
+    tokens: int = 0
+
+
+def check_output_dir(folder: Path, overwrite: bool) -> None:
+    """Raises InputError unless shards can be written to `folder`. Leaves nothing behind.
+
+    A folder that already holds an extraction is refused unless `overwrite`.
+    """
+    name = f"--output_dir {folder}"
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{name}: is a file, expected a folder")
+    if not overwrite and _own_files(folder):
+        raise InputError(f"{name}: already holds an extraction; --overwrite replaces it")
+    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    probe = folder / ".probe.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+    except OSError as error:
+        raise InputError(f"{name}: cannot be written to: {error.strerror}") from error
+    finally:
+        if probe.exists():
+            probe.unlink()
+        for path in made:
+            if path.exists():
+                path.rmdir()
+
+
+def _own_files(folder: Path) -> list[Path]:
+    """The extraction's files in a folder, in an order in which they may be deleted."""
+    if not folder.is_dir():
+        return []
+    commits = [p for p in (folder / METADATA, *sorted(folder.glob("shard_*.json"))) if p.exists()]
+    return commits + sorted(folder.glob("shard_*.pkl*"))
+
+
+class ActivationStorage:
+    """Writes activations to `shard_0001.pkl.gz`, ... in a folder; a context manager.
+
+    hooks: key of the hook in the shards (layer number or hook name) -> the hook's full name.
+    A sample is complete when it has an activation for every key; samples must become complete in
+    ascending order. `shard_size_gb` counts the activations' bytes before compression; a shard
+    holds at least one sample. `metadata` is recorded in metadata.json.
+
+    Leaving the context commits what is complete, also after an exception or Ctrl-C; metadata.json
+    then says "interrupted". Raises InputError when the folder holds an extraction and `overwrite`
+    is false, StorageError when writing fails (at the next call after it did).
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        hooks: Mapping[Key, str],
+        shard_size_gb: float = 1.0,
+        compress: bool = True,
+        overwrite: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = Path(output_dir)
+        self.totals = Totals(statistics={key: Statistics() for key in hooks})
+        self._hooks = dict(hooks)
+        self._limit = shard_size_gb * GIGABYTE
+        self._suffix = ".pkl.gz" if compress else ".pkl"
+        self._compress = compress
+        self._metadata = dict(metadata or {})
+        self._incomplete: dict[int, dict[Key, Record]] = {}
+        self._last_sample = -1
+        self._cursor: Cursor | None = None
+        self._shards_cut = 0
+        self._pending = self._new_pending()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
+        self._writing: Future[None] | None = None
+        self._finalized = False
+        self._began = time.perf_counter()
+        check_output_dir(self.folder, overwrite)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in _own_files(self.folder):
+                path.unlink()
+            self._write_metadata("running")
+        except OSError as error:
+            raise StorageError(f"{self.folder}: {error}") from error
+
+    def __enter__(self) -> "ActivationStorage":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, StorageError):
+            self._writer.shutdown()
+        else:
+            self.finalize(complete=error is None)
+
+    def add_batch(self, batch: Batch, activations: np.ndarray) -> None:
+        """Adds every sample of a batch. activations: (hooks, B, T, D), hooks in this storage's
+        order; kept by reference until their shard is written."""
+        self._cursor = batch.cursor
+        for sample, row, start in batch.samples:
+            stop = start + len(sample.token_ids)
+            for key, activation in zip(self._hooks, activations, strict=True):
+                self.add_activation(
+                    key,
+                    activation[row, start:stop],
+                    sample.sample_idx,
+                    sample.text_preview,
+                    token_ids=sample.token_ids,
+                    doc_id=sample.doc_id,
+                )
+        self._cursor = batch.next_cursor
+
+    def add_activation(
+        self,
+        layer_idx: Key,
+        activation: np.ndarray,
+        sample_idx: int,
+        text_preview: str,
+        token_ids: np.ndarray | None = None,
+        doc_id: str | int | None = None,
+    ) -> None:
+        """Adds one sample's activation (tokens, hidden) at one hook.
+
+        The array is kept by reference until its shard is written. Raises KeyError for an unknown
+        hook, ValueError for a sample that is out of order, given twice, or not two-dimensional.
+        """
+        if layer_idx not in self._hooks:
+            raise KeyError(f"hook {layer_idx!r} is not one of {list(self._hooks)}")
+        activation = np.asarray(activation)
+        if activation.ndim != 2 or (token_ids is not None and len(token_ids) != len(activation)):
+            raise ValueError(
+                f"sample {sample_idx}: activation of shape {activation.shape} does not fit "
+                "(tokens, hidden) and the token ids"
+            )
+        if sample_idx <= self._last_sample or layer_idx in self._incomplete.get(sample_idx, {}):
+            raise ValueError(
+                f"sample {sample_idx}, hook {layer_idx!r}: given twice or out of order"
+            )
+        records = self._incomplete.setdefault(sample_idx, {})
+        records[layer_idx] = {
+            "sample_idx": int(sample_idx),
+            "activation": activation,
+            "shape": activation.shape,
+            "text_preview": text_preview,
+            "token_ids": token_ids,
+            "doc_id": doc_id,
+        }
+        if len(records) == len(self._hooks):
+            self._complete(sample_idx, self._incomplete.pop(sample_idx))
+
+    def _complete(self, sample_idx: int, records: dict[Key, Record]) -> None:
+        size = sum(record["activation"].nbytes for record in records.values())
+        if self._pending.bytes and self._pending.bytes + size > self._limit:
+            self._cut_shard(partial=False)
+        for key, record in records.items():
+            self._pending.shard[key].append(record)
+        self._pending.bytes += size
+        self._pending.tokens += next(iter(records.values()))["shape"][0]
+        self._last_sample = sample_idx
+
+    def finalize(self, complete: bool = True) -> None:
+        """Commits every complete sample and metadata.json, and waits until all is on disk.
+
+        complete: False when the run ends before its data does. Calling it again does nothing.
+        Raises ValueError, after committing, when a complete run leaves a sample incomplete.
+        """
+        if self._finalized:
+            return
+        self._finalized = True
+        try:
+            if self._pending.bytes:
+                self._cut_shard(partial=not complete)
+            self._wait()
+            self._write_metadata("complete" if complete else "interrupted")
+        except OSError as error:
+            raise StorageError(f"{self.folder}: {error}") from error
+        finally:
+            self._writer.shutdown()
+        if complete and self._incomplete:
+            sample, records = next(iter(self._incomplete.items()))
+            missing = [key for key in self._hooks if key not in records]
+            raise ValueError(f"sample {sample} has no activation for {missing}; it is not stored")
+
+    def _new_pending(self) -> _Pending:
+        return _Pending({key: [] for key in self._hooks})
+
+    def _cut_shard(self, partial: bool) -> None:
+        """Hands the pending samples to the writer, after the previous shard is committed."""
+        self._wait()
+        pending, self._pending = self._pending, self._new_pending()
+        pending.cursor = self._cursor
+        self._shards_cut += 1
+        self._writing = self._writer.submit(self._commit, pending, self._shards_cut, partial)
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _commit(self, pending: _Pending, number: int, partial: bool) -> None:
+        """Runs in the writer thread: the shard file first, its JSON last."""
+        path = self.folder / f"shard_{number:04d}{self._suffix}"
+        statistics = {key: _statistics(key, records) for key, records in pending.shard.items()}
+        indices = [record["sample_idx"] for record in next(iter(pending.shard.values()))]
+        began = time.perf_counter()
+        try:
+            written = write_shard(path, pending.shard, self._compress)
+            seconds = time.perf_counter() - began
+            commit = {
+                "format_version": FORMAT_VERSION,
+                "file": path.name,
+                "sha256": written["sha256"],
+                "bytes": written["bytes"],
+                "samples": {"first": indices[0], "last": indices[-1], "count": len(indices)},
+                "tokens": pending.tokens,
+                "partial": partial,
+                "cursor": pending.cursor,
+                "hooks": self._describe(statistics),
+            }
+            write_json(self.folder / f"shard_{number:04d}.json", commit)
+        except OSError as error:
+            raise StorageError(f"{path}: {error.strerror}") from error
+        totals = self.totals
+        totals.shards += 1
+        totals.samples += len(indices)
+        totals.tokens += pending.tokens
+        totals.bytes += written["bytes"]
+        totals.write_seconds += written["write_seconds"]
+        totals.compress_seconds += seconds - written["write_seconds"]
+        for key, part in statistics.items():
+            totals.statistics[key] = totals.statistics[key].merge(part)
+
+    def _describe(self, statistics: Mapping[Key, Statistics]) -> list[dict[str, Any]]:
+        return [
+            {"key": key, "name": self._hooks[key], **part.to_json()}
+            for key, part in statistics.items()
+        ]
+
+    def _write_metadata(self, status: str) -> None:
+        totals = self.totals
+        content = {
+            "format_version": FORMAT_VERSION,
+            "status": status,
+            "shards": totals.shards,
+            "samples": totals.samples,
+            "tokens": totals.tokens,
+            "bytes": totals.bytes,
+            "seconds": round(time.perf_counter() - self._began, 3),
+            "hooks": self._describe(totals.statistics),
+            **self._metadata,
+        }
+        write_json(self.folder / METADATA, content)
+
+
+def _statistics(key: Key, records: list[Record]) -> Statistics:
+    """Of one hook in one shard. Raises StorageError, naming the sample, for NaN or infinity."""
+    parts = []
+    for record in records:
+        part = Statistics.of(record["activation"])
+        if not part.finite:
+            dtype = record["activation"].dtype
+            hint = "; float16 ends at 65504, try bfloat16" if dtype == np.float16 else ""
+            raise StorageError(
+                f"sample {record['sample_idx']}, hook {key}: NaN or infinite {dtype} values{hint}"
+            )
+        parts.append(part)
+    return merge_all(parts)

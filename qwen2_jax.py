@@ -1,0 +1,380 @@
+"""Qwen2 and Qwen2.5 in Flax: configuration, modules, and where each weight comes from.
+
+The parameter tree mirrors the Hugging Face checkpoint, in names and orientation: its tensor
+`model.layers.7.self_attn.q_proj.weight` is row 7 of `layers/self_attn/q_proj/weight`, stacked over
+layers for `scan`, its flat head axis split in two. So every module declares a weight once (shape,
+logical axes, initialiser) and `weight_table` derives the rest. Reading files is weights.py's part,
+sharding mesh.py's, capturing activations qwen2_jax_with_hooks.py's.
+
+Letters: B rows, T tokens per row, D hidden, N query heads, K key/value heads, H head size,
+F MLP width, V vocabulary, L layers.
+
+Reference: `transformers.models.qwen2.modeling_qwen2` and the Qwen2 report (arXiv:2407.10671).
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import Array
+
+from activation_extraction.attention import Attention, blocked_attention, einsum
+from activation_extraction.errors import InputError
+from activation_extraction.weights import WeightSpec
+
+LOGICAL_AXES = {
+    "D": "embed",
+    "N": "heads",
+    "K": "kv_heads",
+    "H": "head_dim",
+    "F": "mlp",
+    "V": "vocab",
+}
+HookValues = dict[str, Array]  # kind of hook ("attn", "mlp", "residual") -> (B, T, D)
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenConfig:
+    """Shape and constants of a Qwen2 model, under the names of its config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Letter -> size, for the axes that weights have."""
+        return {
+            "D": self.hidden_size,
+            "N": self.num_attention_heads,
+            "K": self.num_key_value_heads,
+            "H": self.head_dim,
+            "F": self.intermediate_size,
+            "V": self.vocab_size,
+        }
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "QwenConfig":
+        """Reads a config.json. Raises InputError as `from_hf` does, and for a file without JSON."""
+        try:
+            raw = json.loads(Path(path).read_text())
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise InputError(f"{path}: cannot be read as JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+        return cls.from_hf(raw, source=str(path))
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], source: str = "config.json") -> "QwenConfig":
+        """From the contents of a config.json, in the layout of transformers 4 or 5.
+
+        Raises InputError, naming field and value, for what this model would compute wrongly:
+        another model_type or activation, sliding-window layers, scaled or partial rotary embedding.
+        """
+        _refuse_other_architectures(raw, source)
+        rope = _rope_parameters(raw)
+        heads = _positive_int(raw, "num_attention_heads", source)
+        hidden = _positive_int(raw, "hidden_size", source)
+        config = cls(
+            vocab_size=_positive_int(raw, "vocab_size", source),
+            hidden_size=hidden,
+            intermediate_size=_positive_int(raw, "intermediate_size", source),
+            num_hidden_layers=_positive_int(raw, "num_hidden_layers", source),
+            num_attention_heads=heads,
+            num_key_value_heads=_positive_int(raw, "num_key_value_heads", source, heads),
+            head_dim=_positive_int(raw, "head_dim", source, hidden // heads),
+            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0))),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            max_position_embeddings=_positive_int(raw, "max_position_embeddings", source, 32_768),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        )
+        if config.num_attention_heads % config.num_key_value_heads:
+            raise InputError(
+                f"{source}: num_attention_heads {config.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {config.num_key_value_heads}"
+            )
+        if config.head_dim % 2:
+            raise InputError(f"{source}: head_dim {config.head_dim} is odd; rotary needs it even")
+        return config
+
+
+def _positive_int(raw: Mapping[str, Any], field: str, source: str, default: int = 0) -> int:
+    value = raw.get(field)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        found = repr(value) if field in raw else "nothing"
+        raise InputError(f"{source}: {field} must be a positive integer, found {found}")
+    return value
+
+
+def _rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """transformers 5 writes `rope_parameters`, transformers 4 `rope_scaling` beside rope_theta."""
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
+def _refuse_other_architectures(raw: Mapping[str, Any], source: str) -> None:
+    rope = _rope_parameters(raw)
+    expected = {
+        "model_type": (raw.get("model_type"), "qwen2"),
+        "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
+        "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
+        "partial_rotary_factor": (
+            rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)),
+            1.0,
+        ),
+    }
+    for field, (found, wanted) in expected.items():
+        if found != wanted:
+            raise InputError(f"{source}: {field} {found!r} is not supported, only {wanted!r} is")
+    sliding = _sliding_layers(raw)
+    if sliding:
+        raise InputError(
+            f"{source}: sliding-window attention is not supported, and layer {sliding[0]} uses it "
+            f"(use_sliding_window, layer_types, max_window_layers)"
+        )
+
+
+def _sliding_layers(raw: Mapping[str, Any]) -> list[int]:
+    if raw.get("layer_types") is not None:
+        return [k for k, kind in enumerate(raw["layer_types"]) if kind != "full_attention"]
+    if not raw.get("use_sliding_window") or raw.get("sliding_window") is None:
+        return []
+    return list(range(raw.get("max_window_layers", 28), raw.get("num_hidden_layers", 0)))
+
+
+class Linear(nn.Module):
+    """A projection named by its letters: `D->NH` maps (B, T, D) to (B, T, N, H).
+
+    The weight has the checkpoint's orientation, output axes first. Products accumulate in float32,
+    the bias is added there, and the result is float32: the caller rounds once, where it stores.
+    """
+
+    config: QwenConfig
+    mapping: str
+    use_bias: bool = False
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        inputs, outputs = self.mapping.split("->")
+        weight = _parameter(self, "weight", outputs + inputs, nn.initializers.normal(0.02))
+        y = einsum(f"BT{inputs},{outputs}{inputs}->BT{outputs}", x, weight)
+        if self.use_bias:
+            y += _parameter(self, "bias", outputs, nn.initializers.zeros).astype(jnp.float32)
+        return y
+
+
+def _parameter(module: Any, name: str, letters: str, init: Callable[..., Array]) -> Array:
+    """Declares a weight: its shape and logical axes follow from its letters."""
+    axes = tuple(LOGICAL_AXES[letter] for letter in letters)
+    shape = tuple(module.config.sizes[letter] for letter in letters)
+    return module.param(name, nn.with_logical_partitioning(init, axes), shape, module.dtype)
+
+
+class Embedding(nn.Module):
+    """Token embedding: (B, T) int32 -> (B, T, D)."""
+
+    config: QwenConfig
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, token_ids: Array) -> Array:
+        return _parameter(self, "weight", "VD", nn.initializers.normal(0.02))[token_ids]
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (arXiv:1910.07467), computed in float32, rounded once at the end."""
+
+    config: QwenConfig
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        scale = _parameter(self, "weight", "D", nn.initializers.ones)
+        wide = x.astype(jnp.float32)
+        inverse_rms = jax.lax.rsqrt(
+            jnp.mean(wide * wide, axis=-1, keepdims=True) + self.config.rms_norm_eps
+        )
+        return (wide * inverse_rms * scale.astype(jnp.float32)).astype(self.dtype)
+
+
+def rotary_table(positions: Array, config: QwenConfig) -> tuple[Array, Array]:
+    """Cosine and sine of the rotary embedding (arXiv:2104.09864).
+
+    positions: (B, T) int32. Returns two float32 arrays (B, T, 1, H/2), the 1 standing for heads.
+    """
+    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    angles = positions[:, :, None, None].astype(jnp.float32) / (config.rope_theta**exponents)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Array, rotary: tuple[Array, Array]) -> Array:
+    """Rotates (B, T, heads, H) float32; dimension i pairs with i + H/2, as Hugging Face has it."""
+    cos, sin = rotary
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with biases on q, k and v."""
+
+    config: QwenConfig
+    dtype: Any
+    attention: Attention
+
+    def setup(self) -> None:
+        self.q_proj = Linear(self.config, "D->NH", use_bias=True, dtype=self.dtype)
+        self.k_proj = Linear(self.config, "D->KH", use_bias=True, dtype=self.dtype)
+        self.v_proj = Linear(self.config, "D->KH", use_bias=True, dtype=self.dtype)
+        self.o_proj = Linear(self.config, "NH->D", dtype=self.dtype)
+
+    def __call__(self, x: Array, rotary: tuple[Array, Array], segment_ids: Array) -> Array:
+        q = rotate(self.q_proj(x), rotary).astype(self.dtype)
+        k = rotate(self.k_proj(x), rotary).astype(self.dtype)
+        v = self.v_proj(x).astype(self.dtype)
+        with jax.named_scope("attention"):
+            heads = self.attention(q, k, v, segment_ids)
+        return self.o_proj(heads).astype(self.dtype)
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
+
+    config: QwenConfig
+    dtype: Any
+
+    def setup(self) -> None:
+        self.gate_proj = Linear(self.config, "D->F", dtype=self.dtype)
+        self.up_proj = Linear(self.config, "D->F", dtype=self.dtype)
+        self.down_proj = Linear(self.config, "F->D", dtype=self.dtype)
+
+    def __call__(self, x: Array) -> Array:
+        gated = jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(gated.astype(self.dtype)).astype(self.dtype)
+
+
+class DecoderLayer(nn.Module):
+    """One block. Returns the residual stream after it and everything a hook may ask for."""
+
+    config: QwenConfig
+    dtype: Any
+    attention: Attention
+
+    def setup(self) -> None:
+        self.input_layernorm = RMSNorm(self.config, self.dtype)
+        self.self_attn = SelfAttention(self.config, self.dtype, self.attention)
+        self.post_attention_layernorm = RMSNorm(self.config, self.dtype)
+        self.mlp = MLP(self.config, self.dtype)
+
+    def __call__(
+        self, x: Array, rotary: tuple[Array, Array], segment_ids: Array
+    ) -> tuple[Array, HookValues]:
+        attn = self.self_attn(self.input_layernorm(x), rotary, segment_ids)
+        x = x + attn
+        mlp = self.mlp(self.post_attention_layernorm(x))
+        x = x + mlp
+        return x, {"attn": attn, "mlp": mlp, "residual": x}
+
+
+def scan_layers(
+    layer: DecoderLayer, length: int, body: Callable, carry: Any, per_layer: Any = None
+):
+    """Runs `body(layer, carry, per_layer[k]) -> carry` for k in range(length), as one XLA loop.
+
+    The layer's parameters gain a leading axis named "layers". Returns the last carry.
+    """
+
+    def step(layer: DecoderLayer, carry: Any, xs: Any) -> tuple[Any, None]:
+        return body(layer, carry, xs), None
+
+    scan = nn.scan(
+        step,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=length,
+        metadata_params={nn.meta.PARTITION_NAME: "layers"},
+    )
+    return scan(layer, carry, per_layer)[0]
+
+
+class Qwen2(nn.Module):
+    """The whole language model: token ids to next-token logits."""
+
+    config: QwenConfig
+    dtype: Any = jnp.float32
+    attention: Attention = blocked_attention
+
+    def setup(self) -> None:
+        self.embed_tokens = Embedding(self.config, self.dtype)
+        self.layers = DecoderLayer(self.config, self.dtype, self.attention)
+        self.norm = RMSNorm(self.config, self.dtype)
+        self.lm_head = Linear(self.config, "D->V", dtype=self.dtype)
+
+    def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> Array:
+        """All (B, T) int32. Returns logits (B, T, V), float32; those of padding mean nothing."""
+        rotary = rotary_table(positions, self.config)
+
+        def block(layer: DecoderLayer, x: Array, _: None) -> Array:
+            return layer(x, rotary, segment_ids)[0]
+
+        x = self.embed_tokens(token_ids)
+        x = scan_layers(self.layers, self.config.num_hidden_layers, block, x)
+        return self.lm_head(self.norm(x))
+
+
+def weight_table(model: nn.Module) -> dict[tuple[str, ...], WeightSpec]:
+    """Parameter path -> shape, logical axes and checkpoint tensors, for every weight of `model`.
+
+    Works for any module that follows this file's naming; nothing is computed or allocated.
+    """
+    token_ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    abstract = jax.eval_shape(model.init, jax.random.key(0), token_ids, token_ids, token_ids)
+    return {
+        path: WeightSpec(
+            shape=boxed.value.shape,
+            axes=boxed.names,
+            hf_names=_hf_names(path, boxed.value.shape, model.config.tie_word_embeddings),
+        )
+        for path, boxed in flatten_dict(abstract["params"]).items()
+    }
+
+
+def _hf_names(path: tuple[str, ...], shape: tuple[int, ...], tied: bool) -> tuple[str, ...]:
+    if path[0] == "layers":
+        return tuple(f"model.layers.{k}.{'.'.join(path[1:])}" for k in range(shape[0]))
+    if path[0] == "lm_head":
+        return ("model.embed_tokens.weight" if tied else "lm_head.weight",)
+    return (f"model.{'.'.join(path)}",)
+
+
+def convert_hf_to_jax_weights(
+    hf_weights: Mapping[str, np.ndarray], model: nn.Module, dtype: Any = jnp.float32
+) -> dict[str, Any]:
+    """Hugging Face tensors in memory -> the parameters of `model`, as NumPy arrays.
+
+    For checkpoints on disk use `activation_extraction.weights`, which never holds them whole.
+    Raises InputError when a tensor is missing or has another shape.
+    """
+
+    def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        return np.asarray(hf_weights[name])[index]
+
+    table = weight_table(model)
+    for spec in table.values():
+        spec.check({name: np.shape(tensor) for name, tensor in hf_weights.items()}, "hf_weights")
+    return unflatten_dict({path: spec.assemble(read, dtype) for path, spec in table.items()})

@@ -1,0 +1,367 @@
+"""The command line as users meet it: separate processes, exit statuses, bad input, Ctrl-C."""
+
+import gzip
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import make_reference
+from safetensors.numpy import load_file, save_file
+
+import extract_activations
+from activation_extraction.config import build_parser
+
+SCRIPT = Path(extract_activations.__file__)
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
+
+
+def start(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        **options,
+    )
+
+
+def records_of(folder):
+    """Every record of an extraction: key -> list, shards in order."""
+    found = {}
+    for path in sorted(folder.glob("shard_*.pkl.gz")):
+        for key, records in pickle.load(gzip.open(path)).items():
+            found.setdefault(key, []).extend(records)
+    return found
+
+
+def main(*arguments):
+    """Runs in this process (quicker than a new one); the exit status."""
+    return extract_activations.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def inputs(demo_inputs):
+    return [
+        "--model_path",
+        demo_inputs / "model",
+        "--dataset_path",
+        demo_inputs / "documents.parquet",
+        "--max_seq_length",
+        64,
+    ]
+
+
+def test_demo_in_a_new_process_reads_back_as_it_says(tmp_path):
+    process = start("--demo", "--output_dir", tmp_path / "out")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "done: 300 samples" in out and "compress" in out and "tokens/s" in out
+    two_lines = [line.strip() for line in out.splitlines()[-2:]]
+    scope: dict = {}
+    exec("\n".join(two_lines), scope)
+    assert list(scope["records"]) == [10, 11] and len(scope["records"][10]) == 300
+    assert scope["records"][11][0]["activation"].shape[1] == 128
+    metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
+    assert metadata["status"] == "complete" and metadata["samples"] == 300
+    assert metadata["hooks"][0]["name"] == "blocks.10.hook_resid_post"
+
+
+def test_demo_inputs_are_the_same_bytes_every_time(demo_inputs, tmp_path):
+    assert main("--demo", "--max_samples", 1, "--output_dir", tmp_path) == 0
+    again = tmp_path / "demo_inputs"
+    names = sorted(path.relative_to(again) for path in again.rglob("*") if path.is_file())
+    assert len(names) == 5
+    for name in names:
+        assert (again / name).read_bytes() == (demo_inputs / name).read_bytes(), name
+
+
+def test_machines_together_store_what_one_machine_stores(inputs, tmp_path):
+    shared = [*inputs, "--layers_to_extract", 2, "--activation_type", "mlp"]
+    assert main(*shared, "--output_dir", tmp_path / "one") == 0
+    for machine in range(3):
+        where = ["--machine_id", machine, "--total_machines", 3]
+        assert main(*shared, *where, "--output_dir", tmp_path / str(machine)) == 0
+    one = {record["doc_id"]: record for record in records_of(tmp_path / "one")[2]}
+    parts = [record for m in range(3) for record in records_of(tmp_path / str(m))[2]]
+    assert len({record["sample_idx"] for record in parts}) == len(parts) == len(one) == 300
+    for record in parts:
+        expected = one[record["doc_id"]]
+        np.testing.assert_array_equal(record["token_ids"], expected["token_ids"])
+        np.testing.assert_allclose(
+            record["activation"], expected["activation"], rtol=1e-4, atol=1e-4
+        )
+
+
+def test_options_change_what_they_say(inputs, tmp_path):
+    options = ["--hook_names", "blocks.[13].hook_attn_out", "blocks.0.hook_mlp_out"]
+    options += ["--activation_dtype", "bfloat16", "--dtype", "bfloat16", "--no_data_parallel"]
+    options += ["--max_samples", 20, "--batch_size", 3, "--shard_size_gb", 1e-4, "--verbose"]
+    assert main(*inputs, *options, "--output_dir", tmp_path) == 0
+    found = records_of(tmp_path)
+    assert list(found) == [
+        "blocks.0.hook_mlp_out",
+        "blocks.1.hook_attn_out",
+        "blocks.3.hook_attn_out",
+    ]
+    assert [record["sample_idx"] for record in found["blocks.1.hook_attn_out"]] == [*range(20)]
+    assert found["blocks.1.hook_attn_out"][0]["activation"].dtype.name == "bfloat16"
+    assert len(list(tmp_path.glob("*.pkl.gz"))) > 1
+    assert json.loads((tmp_path / "metadata.json").read_text())["mesh"] == {"data": 1}
+
+
+def test_float16_overflow_is_told_and_not_stored(inputs, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(inputs[1], model)
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"] *= 1e5
+    save_file(weights, model / "model.safetensors")
+    options = ["--activation_dtype", "float16", "--layers_to_extract", 1]
+    out = tmp_path / "out"
+    assert main(*inputs, *options, "--model_path", model, "--output_dir", out) == 1
+    assert "float16 ends at 65504" in capsys.readouterr().err
+    assert not list(out.glob("shard_*.json"))
+
+
+def test_a_bad_row_on_the_way_keeps_what_came_before(inputs, texts, tmp_path, capsys):
+    path = texts([{"text": f"text {n} " * 30} for n in range(400)])
+    with open(path, "a") as file:
+        file.write('{"text": "cut')
+    out = tmp_path / "out"
+    options = ["--layers_to_extract", 0, "--dataset_path", path, "--output_dir", out]
+    assert main(*inputs, *options, "--batch_size", 8) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "line 401: not JSON" in message and "shard(s)" in message and str(out) in message
+    metadata = json.loads((out / "metadata.json").read_text())
+    assert metadata["status"] == "interrupted" and 0 < metadata["samples"] < 400
+    assert [r["sample_idx"] for r in records_of(out)[0]] == [*range(metadata["samples"])]
+
+
+def test_ctrl_c_commits_what_is_complete(inputs, texts, tmp_path):
+    path = texts([{"text": f"text number {n} " * 20} for n in range(20_000)])
+    out = tmp_path / "out"
+    process = start(
+        *inputs, "--dataset_path", path, "--output_dir", out, "--shard_size_gb", 1e-3, "--verbose"
+    )
+    deadline = time.monotonic() + 60
+    while not list(out.glob("shard_0003.json")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors and printed.startswith("interrupted: ")
+    metadata = json.loads((out / "metadata.json").read_text())
+    assert metadata["status"] == "interrupted" and metadata["samples"] < 20_000
+    assert metadata["samples"] == len(records_of(out)[10]) > 0
+    assert not list(out.glob(".*"))
+
+
+def test_help_tells_defaults_and_units(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert stopped.value.code == 0
+    for part in ("model:", "text:", "computing:", "output:", "default: 2048", "10^9 bytes", "GLOB"):
+        assert part in text
+    for action in build_parser()._actions:
+        assert action.help, action.option_strings
+
+
+def break_file(name, change):
+    """A way to spoil a copy of the model folder."""
+
+    def spoil(model):
+        path = model / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return spoil
+
+
+def edit_config(**changes):
+    return break_file("config.json", lambda b: json.dumps(json.loads(b) | changes).encode())
+
+
+def edit_weights(change):
+    def spoil(model):
+        weights = load_file(model / "model.safetensors")
+        change(weights)
+        save_file(weights, model / "model.safetensors")
+
+    return spoil
+
+
+Q_PROJ = "model.layers.3.self_attn.q_proj.weight"
+BAD_MODELS = {
+    "no config": (lambda m: (m / "config.json").unlink(), "has no config.json"),
+    "config is no JSON": (break_file("config.json", lambda _: b"{"), "config.json: cannot be read"),
+    "config is a list": (break_file("config.json", lambda _: b"[]"), "found list"),
+    "other architecture": (edit_config(model_type="llama"), "model_type 'llama'"),
+    "other activation": (edit_config(hidden_act="gelu"), "hidden_act 'gelu'"),
+    "scaled rope": (edit_config(rope_scaling={"type": "yarn"}), "rope_type 'yarn'"),
+    "no size": (edit_config(hidden_size=None), "hidden_size must be a positive integer"),
+    "no weights": (lambda m: (m / "model.safetensors").unlink(), "has no model.safetensors"),
+    "truncated weights": (
+        break_file("model.safetensors", lambda b: b[: len(b) // 2]),
+        "model.safetensors: not a complete safetensors file",
+    ),
+    "weights are garbage": (
+        break_file("model.safetensors", lambda _: b"garbage!" * 9),
+        "not a complete safetensors file",
+    ),
+    "missing tensor": (edit_weights(lambda w: w.pop(Q_PROJ)), f"tensor {Q_PROJ} is missing"),
+    "unknown tensor": (
+        edit_weights(lambda w: w.update(odd=np.zeros(1, np.float32))),
+        "tensor odd is unknown",
+    ),
+    "wrong shape": (
+        edit_weights(lambda w: w.update({Q_PROJ: w[Q_PROJ][:-2].copy()})),
+        f"{Q_PROJ} has shape (126, 128), config.json asks for (128, 128)",
+    ),
+    "quantised": (
+        edit_weights(lambda w: w.update({Q_PROJ: w[Q_PROJ].astype(np.int8)})),
+        f"{Q_PROJ} is I8",
+    ),
+    "broken index": (
+        lambda m: (m / "model.safetensors.index.json").write_text("{}"),
+        "not a safetensors index",
+    ),
+    "no tokenizer": (lambda m: (m / "tokenizer.json").unlink(), "has neither tokenizer.json"),
+    "broken tokenizer": (break_file("tokenizer.json", lambda b: b[:99]), "tokenizer cannot be"),
+    "tokenizer of another model": (edit_config(vocab_size=2000), "vocab_size 2000"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_bad_models_exit_2_with_one_line(name, inputs, tmp_path, capsys):
+    spoil, named = BAD_MODELS[name]
+    model = tmp_path / "model"
+    shutil.copytree(inputs[1], model)
+    spoil(model)
+    # A wrong vocabulary also changes the embedding's shape: the tokenizer is to blame only alone.
+    if name == "tokenizer of another model":
+        edit_weights(
+            lambda w: w.update(
+                {"model.embed_tokens.weight": w["model.embed_tokens.weight"][:2000].copy()}
+            )
+        )(model)
+    assert_refused(capsys, tmp_path, [*inputs, "--model_path", model], named)
+
+
+def assert_refused(capsys, tmp_path, arguments, named):
+    """Status 2, one line on stderr that holds `named`, nothing written."""
+    if "--output_dir" not in arguments:
+        arguments = [*arguments, "--output_dir", tmp_path / "new" / "out"]
+    before = sorted(tmp_path.rglob("*"))
+    assert main(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1, err
+    assert named in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def lines(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+# Flags, files to write beforehand, and what the message names.
+BAD_REQUESTS = {
+    "unknown flag": (["--layer", 3], {}, "--layer"),
+    "abbreviated flag": (["--max_sample", 3], {}, "--max_sample"),
+    "missing value": (["--batch_size"], {}, "--batch_size"),
+    "batch size 0": (["--batch_size", 0], {}, "argument --batch_size: 0 is less than 1"),
+    "negative length": (["--max_seq_length", -5], {}, "argument --max_seq_length"),
+    "length is no number": (["--max_seq_length", "2k"], {}, "invalid integer value: '2k'"),
+    "beyond the positions": (["--max_seq_length", 4096], {}, "the model has 2048 positions"),
+    "no samples": (["--max_samples", 0], {}, "argument --max_samples"),
+    "shard size 0": (["--shard_size_gb", 0], {}, "argument --shard_size_gb"),
+    "shard size nan": (["--shard_size_gb", "nan"], {}, "argument --shard_size_gb"),
+    "unknown dtype": (["--dtype", "float8"], {}, "argument --dtype"),
+    "unknown type": (["--activation_type", "q"], {}, "argument --activation_type"),
+    "layer beyond depth": (["--layers_to_extract", 12], {}, "--layers_to_extract 12: the model"),
+    "negative layer": (["--layers_to_extract", -1], {}, "argument --layers_to_extract"),
+    "hook that is not there": (["--hook_names", "blocks.*.hook_q"], {}, "--hook_names blocks.*"),
+    "machine out of range": (
+        ["--machine_id", 2, "--total_machines", 2],
+        {},
+        "--machine_id 2: out of range for --total_machines 2",
+    ),
+    "batch not divisible": (["--batch_size", 6], {}, "--batch_size 6: not a multiple of the 8"),
+    "two data sets": (["--dataset_name", "a/b"], {}, "--dataset_path and --dataset_name exclude"),
+    "hooks named twice": (
+        ["--hook_names", "*", "--layers_to_extract", 1],
+        {},
+        "--hook_names and --layers_to_extract exclude",
+    ),
+    "demo with a model": (["--demo"], {}, "--demo and --model_path exclude"),
+    "both of a pair": (
+        ["--compress_shards", "--no_compress_shards"],
+        {},
+        "--no_compress_shards: not allowed with argument --compress_shards",
+    ),
+    "model is nowhere": (["--model_path", "./no/such/model"], {}, "no such folder"),
+    "model is a file": (["--model_path", "{}/f"], {"f": ""}, "is a file, expected a folder"),
+    "data is nowhere": (["--dataset_path", "{}/none"], {}, "none: no such file or folder"),
+    "data of unknown kind": (["--dataset_path", "{}/x.csv"], {"x.csv": "a"}, "none of these"),
+    "mixed kinds": (
+        ["--dataset_path", "{}/d"],
+        {"d/a.jsonl": "{}", "d/b.parquet": ""},
+        "both Parquet and JSON Lines",
+    ),
+    "unknown protocol": (["--dataset_path", "nope://x"], {}, "--dataset_path nope://x"),
+    "empty file": (["--dataset_path", "{}/e.jsonl"], {"e.jsonl": ""}, "is empty"),
+    "no Parquet": (["--dataset_path", "{}/e.parquet"], {"e.parquet": "x"}, "e.parquet"),
+    "empty Parquet": (["--dataset_path", "{}/e.parquet"], {"e.parquet": ""}, "e.parquet"),
+    "no gzip": (["--dataset_path", "{}/e.jsonl.gz"], {"e.jsonl.gz": "x"}, "cannot be read"),
+    "no JSON": (["--dataset_path", "{}/e.jsonl"], {"e.jsonl": "x"}, "e.jsonl line 1: not JSON"),
+    "text column missing": (
+        ["--dataset_path", "{}/e.jsonl"],
+        {"e.jsonl": lines({"body": "x", "id": 1})},
+        "--text_column text: no such column; there are body, id",
+    ),
+    "text is no text": (
+        ["--dataset_path", "{}/e.jsonl", "--text_column", "id"],
+        {"e.jsonl": lines({"body": "x", "id": 1})},
+        "--text_column id: expected text, found int",
+    ),
+    "output is a file": (["--output_dir", "{}/f"], {"f": ""}, "is a file, expected a folder"),
+    "output below a file": (["--output_dir", "{}/f/out"], {"f": ""}, "cannot be written to"),
+    "output unwritable": (["--output_dir", "/proc/activations"], {}, "cannot be written to"),
+    "output is taken": (
+        ["--output_dir", "{}/o"],
+        {"o/metadata.json": "{}"},
+        "already holds an extraction; --overwrite",
+    ),
+    "output has shards": (
+        ["--output_dir", "{}/o"],
+        {"o/shard_0001.pkl.gz": "x"},
+        "already holds an extraction; --overwrite",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_bad_requests_exit_2_with_one_line(name, inputs, tmp_path, capsys):
+    flags, files, named = BAD_REQUESTS[name]
+    for path, content in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(content)
+    arguments = [*inputs, *(str(flag).replace("{}", str(tmp_path)) for flag in flags)]
+    assert_refused(capsys, tmp_path, arguments, named)
+
+
+def test_a_missing_file_of_a_sharded_checkpoint_is_named(tmp_path, capsys, inputs):
+    make_reference(tmp_path / "model", "100KB", num_key_value_heads=2)
+    parts = sorted((tmp_path / "model").glob("model-*.safetensors"))
+    assert len(parts) > 2
+    parts[0].unlink()
+    assert_refused(
+        capsys, tmp_path, [*inputs, "--model_path", tmp_path / "model"], f"has no {parts[0].name}"
+    )

@@ -1,0 +1,108 @@
+"""Models and data sets of the hub, against a local server that answers as the hub does."""
+
+import gzip
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from conftest import make_reference
+from hub_server import serve_hub
+
+import extract_activations
+from activation_extraction import demo
+
+SCRIPT = Path(extract_activations.__file__)
+CONFIGS = """---
+configs:
+- config_name: small
+  data_files: sample/*.parquet
+---
+"""
+
+
+@pytest.fixture
+def hub(tmp_path, demo_inputs):
+    """A hub with the demo model as `org/tiny`, a sharded one, and documents as `org/texts`."""
+    root = tmp_path / "hub"
+    shutil.copytree(demo_inputs / "model", root / "models/org/tiny")
+    reference = make_reference(
+        root / "models/org/sharded", "100KB", num_key_value_heads=2, vocab_size=300
+    )
+    demo.write_tokenizer(reference.folder, [])
+    texts = root / "datasets/org/texts"
+    (texts / "sample").mkdir(parents=True)
+    (texts / "README.md").write_text(CONFIGS)
+    for number in range(2):
+        rows = [{"text": f"file {number} row {r}", "id": f"{number}-{r}"} for r in range(50)]
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(rows), texts / f"sample/{number}.parquet", row_group_size=10
+        )
+    with serve_hub(root) as server:
+        yield server
+
+
+def run(hub, tmp_path, *arguments):
+    """The command line in a process whose hub is the local one."""
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments, "--output_dir", str(tmp_path / "out")],
+        env=os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_model_and_streamed_data_set_from_the_hub(hub, tmp_path):
+    flags = ["--model_path", "org/tiny", "--dataset_name", "org/texts"]
+    flags += ["--dataset_config", "small", "--max_seq_length", "64", "--machine_id", "1"]
+    done = run(hub, tmp_path, *flags, "--total_machines", "2")
+    assert done.returncode == 0, done.stderr
+    shard = pickle.load(gzip.open(tmp_path / "out/shard_0001.pkl.gz"))
+    # Two files of five row groups each: this machine has five of the ten groups.
+    assert len(shard[10]) == 50
+    assert len({record["doc_id"] for record in shard[10]}) == 50
+    assert any(path.startswith("/datasets/org/texts/resolve/") for _, path in hub.requests)
+
+
+def test_only_the_files_with_needed_layers_are_downloaded(hub, tmp_path):
+    flags = ["--model_path", "org/sharded", "--layers_to_extract", "0"]
+    done = run(hub, tmp_path, *flags, "--dataset_name", "org/texts", "--dataset_config", "small")
+    assert done.returncode == 0, done.stderr
+    every = set((tmp_path / "hub/models/org/sharded").glob("*.safetensors"))
+    fetched = {
+        path.rsplit("/", 1)[1]
+        for _, path in hub.requests
+        if path.startswith("/org/sharded/resolve/") and path.endswith(".safetensors")
+    } & {path.name for path in every}
+    assert 0 < len(fetched) < len(every)
+
+
+@pytest.mark.parametrize(
+    "flags,named",
+    [
+        (["--model_path", "org/none", "--dataset_name", "org/texts"], "--model_path org/none"),
+        (["--model_path", "org/tiny", "--dataset_name", "org/none"], "--dataset_name org/none"),
+        (
+            ["--model_path", "org/tiny", "--dataset_name", "org/texts"]
+            + ["--dataset_config", "big"],
+            "big",
+        ),
+        (
+            ["--model_path", "org/tiny", "--dataset_name", "org/texts"]
+            + ["--dataset_config", "small", "--dataset_split", "test"],
+            "test",
+        ),
+    ],
+)
+def test_what_the_hub_does_not_have_exits_2_with_one_line(hub, tmp_path, flags, named):
+    done = run(hub, tmp_path, *flags)
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()
+    assert len(last) == 1 and last[0].startswith("error: ") and named in last[0], done.stderr
+    assert not (tmp_path / "out").exists()

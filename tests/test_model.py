@@ -1,0 +1,302 @@
+"""The model against Hugging Face transformers on torch, hook by hook."""
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from conftest import Reference, make_reference
+from flax.traverse_util import flatten_dict
+
+from activation_extraction.attention import blocked_attention, dense_attention
+from activation_extraction.errors import InputError
+from activation_extraction.mesh import build_mesh, sharding
+from activation_extraction.weights import Checkpoint, load_params
+from qwen2_jax import Qwen2, QwenConfig, convert_hf_to_jax_weights, weight_table
+from qwen2_jax_with_hooks import (
+    KINDS,
+    Hook,
+    create_model_with_hooks,
+    hooks_for_layers,
+    hooks_matching,
+)
+
+TOLERANCE = 1e-4  # of the reference tensor's RMS
+LENGTH = 150  # more than one block of queries
+
+
+def load(model, folder, dtype=jnp.float32):
+    table = weight_table(model)
+    mesh = build_mesh(data_parallel=False, batch_size=1)
+    shardings = {path: sharding(mesh, spec.axes) for path, spec in table.items()}
+    return load_params(table, Checkpoint(str(folder)), dtype, shardings)
+
+
+def rows(vocab_size, shape=(2, LENGTH)):
+    """Token ids, segment ids and positions of rows that are one sample each."""
+    token_ids = np.random.default_rng(0).integers(0, vocab_size, shape, np.int32)
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    return token_ids, np.ones(shape, np.int32), positions
+
+
+def every_hook(config):
+    return hooks_matching(["*"], config.num_hidden_layers)
+
+
+def error_of(got, expected):
+    """Largest difference in units of the expected tensor's RMS."""
+    return np.abs(got - expected).max() / np.sqrt(np.mean(np.square(expected)))
+
+
+def rms_error(got, expected):
+    return np.sqrt(np.mean(np.square(got.astype(np.float32) - expected)))
+
+
+def test_every_hook_of_every_layer_equals_hugging_face(reference: Reference):
+    config = reference.config
+    model = create_model_with_hooks(config, every_hook(config))
+    batch = rows(config.vocab_size)
+    got = jax.jit(model.apply)({"params": load(model, reference.folder)}, *batch)
+    expected = reference.hooked(batch[0])
+    assert len(model.hooks) == len(expected) == 3 * config.num_hidden_layers
+    for hook, value in zip(model.hooks, np.asarray(got), strict=True):
+        assert error_of(value, expected[hook.layer, hook.kind]) < TOLERANCE, hook.name
+
+
+def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(reference: Reference):
+    config = reference.config
+    batch = rows(config.vocab_size)
+    exact = reference.hooked(batch[0])
+    low = Reference(copy.deepcopy(reference.model).bfloat16(), reference.folder)
+    rounded = low.hooked(batch[0])
+    model = create_model_with_hooks(config, every_hook(config), jnp.bfloat16)
+    params = load(model, reference.folder, jnp.bfloat16)
+    got = np.asarray(jax.jit(model.apply)({"params": params}, *batch))
+    for hook, value in zip(model.hooks, got, strict=True):
+        key = hook.layer, hook.kind
+        allowed = 1.25 * rms_error(rounded[key], exact[key])
+        assert rms_error(value, exact[key]) <= allowed, hook.name
+
+
+def test_logits_choose_the_same_next_tokens(reference: Reference):
+    config = reference.config
+    model = Qwen2(config)
+    params = load(model, reference.folder)
+    batch = rows(config.vocab_size)
+    logits = np.asarray(jax.jit(model.apply)({"params": params}, *batch))
+    with torch.no_grad():
+        expected = reference.model(torch.tensor(batch[0], dtype=torch.long)).logits.numpy()
+    assert error_of(logits, expected) < TOLERANCE
+    np.testing.assert_array_equal(logits.argmax(-1), expected.argmax(-1))
+
+
+def test_conversion_in_memory_equals_loading(reference: Reference):
+    model = create_model_with_hooks(reference.config, every_hook(reference.config))
+    tensors = {name: tensor.numpy() for name, tensor in reference.model.state_dict().items()}
+    converted = flatten_dict(convert_hf_to_jax_weights(tensors, model))
+    loaded = flatten_dict(load(model, reference.folder))
+    assert converted.keys() == loaded.keys()
+    for path, value in converted.items():
+        np.testing.assert_array_equal(value, loaded[path])
+
+
+def test_any_set_of_hooks_gives_the_values_of_all_hooks(reference: Reference):
+    config = reference.config
+    everything = create_model_with_hooks(config, every_hook(config))
+    params = load(everything, reference.folder)
+    batch = rows(config.vocab_size, (1, 40))
+    expected = dict(
+        zip(
+            everything.hooks,
+            np.asarray(jax.jit(everything.apply)({"params": params}, *batch)),
+            strict=True,
+        )
+    )
+    last = config.num_hidden_layers - 1
+    for chosen in (
+        [Hook(0, 0)],  # attention of the first layer, with work left to do after it
+        [Hook(0, 2), Hook(last, 1)],  # a kind that is in use but not asked for in the last layer
+        [Hook(1, 0), Hook(1, 1), Hook(2, 0), Hook(last, 2)],
+        [Hook(last, 0), Hook(1, 2)],
+    ):
+        model = create_model_with_hooks(config, chosen)
+        depth = model.num_layers
+        part = {
+            "embed_tokens": params["embed_tokens"],
+            "layers": jax.tree.map(lambda w, depth=depth: w[:depth], params["layers"]),
+        }
+        got = np.asarray(jax.jit(model.apply)({"params": part}, *batch))
+        for hook, value in zip(model.hooks, got, strict=True):
+            np.testing.assert_allclose(value, expected[hook], rtol=1e-5, atol=1e-5)
+
+
+def test_only_the_needed_layers_are_in_the_weights(reference: Reference):
+    hooks = hooks_for_layers([0, 1], "residual", reference.config.num_hidden_layers)
+    names = {
+        name
+        for spec in weight_table(create_model_with_hooks(reference.config, hooks)).values()
+        for name in spec.hf_names
+    }
+    assert not [
+        n for n in names if "layers.2." in n or n in ("model.norm.weight", "lm_head.weight")
+    ]
+    assert "model.layers.1.mlp.down_proj.weight" in names
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(4, 1), (4, 2), (4, 4)])
+def test_blocked_attention_equals_the_dense_definition(heads, kv_heads):
+    chance = np.random.default_rng(1)
+    length = 300
+    q, k, v = (
+        jnp.asarray(chance.standard_normal((2, length, n, 16), np.float32))
+        for n in (heads, kv_heads, kv_heads)
+    )
+    segments = jnp.asarray(np.sort(chance.integers(1, 5, (2, length)), axis=1), jnp.int32)
+    np.testing.assert_allclose(
+        blocked_attention(q, k, v, segments), dense_attention(q, k, v, segments), atol=2e-6
+    )
+
+
+def test_dense_attention_by_hand():
+    """Two segments of one row, against plain loops."""
+    chance = np.random.default_rng(2)
+    q, k, v = (chance.standard_normal((1, 5, n, 4)).astype(np.float32) for n in (4, 2, 2))
+    segments = np.array([[1, 1, 1, 2, 2]], np.int32)
+    expected = np.zeros_like(q)
+    for t in range(5):
+        seen = [s for s in range(t + 1) if segments[0, s] == segments[0, t]]
+        for n in range(4):
+            scores = np.array([q[0, t, n] @ k[0, s, n // 2] for s in seen]) / 2.0
+            weights = np.exp(scores - scores.max())
+            expected[0, t, n] = weights @ v[0, seen, n // 2] / weights.sum()
+    np.testing.assert_allclose(
+        dense_attention(*map(jnp.asarray, (q, k, v, segments))), expected, atol=1e-6
+    )
+
+
+V4_CONFIG = {
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_config_of_transformers_4_and_5_agree():
+    v5 = V4_CONFIG | {
+        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+        "layer_types": ["full_attention"] * 24,
+        "sliding_window": None,
+    }
+    del v5["rope_theta"]
+    config = QwenConfig.from_hf(V4_CONFIG)
+    assert config == QwenConfig.from_hf(v5)
+    assert config.rope_theta == 1e6 and config.head_dim == 64 and config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    "change,named",
+    [
+        ({"model_type": "qwen3"}, "model_type 'qwen3'"),
+        ({"model_type": None}, "model_type None"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "rope_type 'llama3'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"use_sliding_window": True}, "layer 21 uses it"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer 1 uses it"),
+        ({"hidden_size": 0}, "hidden_size must be a positive integer, found 0"),
+        ({"num_attention_heads": "14"}, "num_attention_heads must be a positive integer"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+        ({"head_dim": 63}, "head_dim 63 is odd"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(change, named):
+    with pytest.raises(InputError, match=named):
+        QwenConfig.from_hf(V4_CONFIG | change)
+
+
+def test_a_sliding_window_that_no_layer_uses_is_accepted():
+    QwenConfig.from_hf(V4_CONFIG | {"use_sliding_window": True, "max_window_layers": 24})
+
+
+@pytest.mark.parametrize(
+    "name,parameters,changes",
+    [
+        ("0.5B", 494_032_768, {}),
+        (
+            "7B",
+            7_615_616_512,
+            dict(
+                hidden_size=3584,
+                intermediate_size=18944,
+                num_hidden_layers=28,
+                num_attention_heads=28,
+                num_key_value_heads=4,
+                vocab_size=152064,
+                tie_word_embeddings=False,
+            ),
+        ),
+        (
+            "72B",
+            72_706_203_648,
+            dict(
+                hidden_size=8192,
+                intermediate_size=29568,
+                num_hidden_layers=80,
+                num_attention_heads=64,
+                num_key_value_heads=8,
+                vocab_size=152064,
+                tie_word_embeddings=False,
+            ),
+        ),
+    ],
+)
+def test_full_sizes_have_the_published_number_of_parameters(name, parameters, changes):
+    table = weight_table(Qwen2(QwenConfig.from_hf(V4_CONFIG | changes)))
+    tied = {(spec.hf_names, spec.shape) for spec in table.values()}
+    assert sum(int(np.prod(shape)) for _, shape in tied) == parameters, name
+
+
+@pytest.mark.slow
+def test_true_half_billion_shape_equals_hugging_face(tmp_path):
+    reference = make_reference(
+        tmp_path,
+        **{
+            field: V4_CONFIG[field]
+            for field in (
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "vocab_size",
+                "tie_word_embeddings",
+            )
+        },
+        rope_parameters={"rope_theta": 1e6},
+    )
+    config = reference.config
+    assert dataclasses.asdict(config) == dataclasses.asdict(QwenConfig.from_hf(V4_CONFIG))
+    model = create_model_with_hooks(config, every_hook(config))
+    batch = rows(config.vocab_size, (1, 160))
+    got = jax.jit(model.apply)({"params": load(model, tmp_path)}, *batch)
+    expected = reference.hooked(batch[0])
+    assert [h.kind for h in model.hooks[:3]] == list(KINDS)
+    for hook, value in zip(model.hooks, np.asarray(got), strict=True):
+        assert error_of(value, expected[hook.layer, hook.kind]) < TOLERANCE, hook.name

@@ -1,0 +1,137 @@
+"""The run as a whole, in this process: packing changes nothing, and one program serves all."""
+
+import gzip
+import json
+import pickle
+
+import jax
+import numpy as np
+from conftest import Reference, make_reference
+from test_model import TOLERANCE, error_of, load
+
+import extract_activations
+from activation_extraction import demo
+from activation_extraction.config import parse_args
+from activation_extraction.packing import Sample, pack
+from extract_activations import compile_step, main, prepare
+from qwen2_jax_with_hooks import create_model_with_hooks, hooks_matching
+
+ROUNDING = 1e-5  # of float32 through a few layers, as the largest error over the RMS
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def random_samples(lengths, vocab_size):
+    chance = np.random.default_rng(7)
+    for i, n in enumerate(lengths):
+        token_ids = chance.integers(0, vocab_size, n, np.int32)
+        yield Sample(i, token_ids, "", None, {}, {})
+
+
+def test_packed_equals_alone(reference: Reference):
+    """Every sample of a packed batch has the activations that it has as the only one."""
+    config = reference.config
+    model = create_model_with_hooks(config, hooks_matching(["*"], config.num_hidden_layers))
+    params = load(model, reference.folder)
+    forward = jax.jit(model.apply)
+    lengths = np.random.default_rng(0).integers(1, 200, 24)
+    for batch in pack(random_samples(lengths, config.vocab_size), rows=4, length=256):
+        packed = np.asarray(
+            forward({"params": params}, batch.token_ids, batch.segment_ids, batch.positions)
+        )
+        for sample, row, start in batch.samples:
+            (alone,) = pack(iter([sample]), rows=1, length=256)
+            expected = np.asarray(
+                forward({"params": params}, alone.token_ids, alone.segment_ids, alone.positions)
+            )
+            n = len(sample.token_ids)
+            for got, wanted in zip(
+                packed[:, row, start : start + n], expected[:, 0, :n], strict=True
+            ):
+                assert error_of(got, wanted) < ROUNDING
+
+
+def arguments(demo_inputs, *more):
+    return [
+        "--model_path",
+        str(demo_inputs / "model"),
+        "--dataset_path",
+        str(demo_inputs / "documents.parquet"),
+        *map(str, more),
+    ]
+
+
+def test_one_compilation_for_20_batches_of_different_lengths(demo_inputs, tmp_path):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **__: compiled.append(event) if event == COMPILED else None
+    )
+    flags = ["--max_seq_length", 96, "--batch_size", 8, "--output_dir", tmp_path]
+    job = prepare(parse_args(arguments(demo_inputs, *flags)))
+    before = len(compiled)
+    step = compile_step(job)
+    batches = list(job.batches)
+    assert len(batches) >= 20 and len({batch.num_tokens for batch in batches}) > 10
+    for batch in batches:
+        jax.block_until_ready(step(batch))
+    assert len(compiled) - before == 1
+
+
+def test_rows_split_over_devices_give_the_same_values(demo_inputs, tmp_path):
+    results = []
+    for flags in (["--no_data_parallel"], ["--use_data_parallel"]):
+        where = ["--max_seq_length", 96, "--output_dir", tmp_path / flags[0]]
+        job = prepare(parse_args(arguments(demo_inputs, *flags, *where)))
+        activations = compile_step(job)(next(job.batches))
+        assert len(activations.sharding.device_set) == job.mesh.size
+        assert len({str(s.index) for s in activations.addressable_shards}) == job.mesh.size
+        results.append(np.asarray(activations))
+    assert job.mesh.size == 8
+    assert error_of(results[1], results[0]) < ROUNDING
+
+
+def test_stored_records_are_hugging_face_activations(texts, tmp_path):
+    """The whole way: text, tokens, packing, model, shard; the last layer included."""
+    reference = make_reference(tmp_path / "model", num_key_value_heads=2, vocab_size=300)
+    demo.write_tokenizer(reference.folder, [])
+    rows = [{"text": f"Sample {n}, " * (n % 9 + 1), "id": n} for n in range(40)]
+    depth = reference.config.num_hidden_layers
+    out = tmp_path / "out"
+    assert (
+        main(
+            [
+                *("--model_path", str(reference.folder), "--dataset_path", str(texts(rows))),
+                *("--layers_to_extract", "0", str(depth - 1), "--max_seq_length", "64"),
+                *("--output_dir", str(out)),
+            ]
+        )
+        == 0
+    )
+    shard = pickle.load(gzip.open(out / "shard_0001.pkl.gz"))
+    for layer in (0, depth - 1):
+        assert [record["doc_id"] for record in shard[layer]] == list(range(40))
+        for record in shard[layer]:
+            expected = reference.hooked(record["token_ids"][None])[layer, "residual"][0]
+            assert error_of(record["activation"], expected) < TOLERANCE
+            assert record["text_preview"] == rows[record["doc_id"]]["text"][:200]
+
+
+def test_the_cursor_is_the_start_of_the_batch_of_the_first_sample_not_stored(
+    demo_inputs, tmp_path, monkeypatch
+):
+    starts = []
+    original = extract_activations.ActivationStorage.add_batch
+
+    def spy(storage, batch, activations):
+        starts.append((batch.cursor["samples"], batch.cursor))
+        original(storage, batch, activations)
+
+    monkeypatch.setattr(extract_activations.ActivationStorage, "add_batch", spy)
+    flags = ["--max_seq_length", 96, "--shard_size_gb", 0.002, "--output_dir", tmp_path]
+    assert main(arguments(demo_inputs, *flags)) == 0
+    commits = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("shard_*.json"))]
+    assert len(commits) > 3
+    for commit in commits[:-1]:
+        first_missing = commit["samples"]["last"] + 1
+        expected = max(start for start in starts if start[0] <= first_missing)[1]
+        assert commit["cursor"] == expected
+    assert commits[-1]["cursor"]["samples"] == 300

@@ -1,0 +1,277 @@
+"""Shards, their commits and metadata; statistics; failing disks."""
+
+import gzip
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from activation_extraction.errors import InputError
+from activation_extraction.shards import write_atomically
+from activation_extraction.statistics import Statistics, merge_all
+from activation_extraction.storage import ActivationStorage, StorageError
+
+HOOKS = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
+HIDDEN = 16
+
+
+def activation(sample, key, tokens, dtype=np.float32):
+    return np.random.default_rng([sample, key]).standard_normal((tokens, HIDDEN)).astype(dtype)
+
+
+def add(storage, sample, tokens=10, dtype=np.float32):
+    for key in HOOKS:
+        storage.add_activation(
+            key,
+            activation(sample, key, tokens, dtype),
+            sample,
+            f"text {sample}",
+            token_ids=np.arange(tokens, dtype=np.int32),
+            doc_id=f"id-{sample}",
+        )
+
+
+def fill(folder, count=10, **options):
+    """Ten samples of 1280 bytes, three to a shard."""
+    with ActivationStorage(folder, HOOKS, **({"shard_size_gb": 4e-6} | options)) as storage:
+        for sample in range(count):
+            add(storage, sample)
+    return storage
+
+
+def commits(folder):
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("shard_*.json"))]
+
+
+def test_shards_hold_every_record_in_order(tmp_path):
+    fill(tmp_path)
+    names = sorted(path.name for path in tmp_path.glob("*.pkl*"))
+    assert names == [f"shard_000{n}.pkl.gz" for n in (1, 2, 3, 4)]
+    seen = []
+    for name in names:
+        shard = pickle.load(gzip.open(tmp_path / name))
+        assert list(shard) == [3, 5]
+        for key, records in shard.items():
+            for record in records:
+                np.testing.assert_array_equal(
+                    record["activation"], activation(record["sample_idx"], key, 10)
+                )
+                assert record["activation"].flags.writeable
+                assert record["shape"] == (10, HIDDEN)
+                assert record["text_preview"] == f"text {record['sample_idx']}"
+                assert record["doc_id"] == f"id-{record['sample_idx']}"
+                assert record["token_ids"].dtype == np.int32
+                assert list(record["token_ids"]) == list(range(10))
+        seen += [record["sample_idx"] for record in shard[3]]
+        assert [r["sample_idx"] for r in shard[3]] == [r["sample_idx"] for r in shard[5]]
+    assert seen == list(range(10))
+
+
+def test_commits_describe_their_shards_and_metadata_their_sum(tmp_path):
+    storage = fill(tmp_path, metadata={"model": "tiny"})
+    parts = commits(tmp_path)
+    for part in parts:
+        data = (tmp_path / part["file"]).read_bytes()
+        assert part["bytes"] == len(data)
+        assert part["sha256"] == hashlib.sha256(data).hexdigest()
+        assert [hook["name"] for hook in part["hooks"]] == list(HOOKS.values())
+    assert [part["samples"] for part in parts] == [
+        {"first": 0, "last": 2, "count": 3},
+        {"first": 3, "last": 5, "count": 3},
+        {"first": 6, "last": 8, "count": 3},
+        {"first": 9, "last": 9, "count": 1},
+    ]
+    total = json.loads((tmp_path / "metadata.json").read_text())
+    assert total["status"] == "complete" and total["model"] == "tiny"
+    assert (total["shards"], total["samples"], total["tokens"]) == (4, 10, 100)
+    assert total["bytes"] == sum(part["bytes"] for part in parts) == storage.totals.bytes
+    everything = np.concatenate([activation(sample, 5, 10) for sample in range(10)])
+    norms = np.linalg.norm(everything, axis=1)
+    found = total["hooks"][1]
+    assert found["tokens"] == 100
+    np.testing.assert_allclose(
+        [found["mean"], found["variance"], found["mean_norm"], found["max_norm"]],
+        [everything.mean(), everything.var(), norms.mean(), norms.max()],
+        rtol=1e-5,
+    )
+
+
+def test_same_input_same_bytes(tmp_path):
+    for name in "ab":
+        fill(tmp_path / name)
+    for path in (tmp_path / "a").glob("shard_*"):
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+
+
+def test_plain_pickle_without_compression(tmp_path):
+    fill(tmp_path, compress=False, shard_size_gb=1)
+    with open(tmp_path / "shard_0001.pkl", "rb") as file:
+        assert len(pickle.load(file)[3]) == 10
+    assert not list(tmp_path.glob("*.gz"))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, ml_dtypes.bfloat16])
+def test_a_shard_is_read_without_jax(tmp_path, dtype):
+    """In a process that cannot import jax, with the two lines that the README gives."""
+    with ActivationStorage(tmp_path, HOOKS) as storage:
+        add(storage, 0, dtype=dtype)
+    script = (
+        "import sys; sys.modules['jax'] = sys.modules['jaxlib'] = None\n"
+        "import gzip, pickle\n"
+        f"records = pickle.load(gzip.open({str(tmp_path / 'shard_0001.pkl.gz')!r}))\n"
+        "a = records[5][0]['activation']\n"
+        "print(a.dtype, a.shape, float(a.astype('float32').sum()))\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout.split()
+    expected = activation(0, 5, 10, dtype).astype(np.float32)
+    assert out[:3] == [np.dtype(dtype).name, "(10,", f"{HIDDEN})"]
+    assert float(out[3]) == pytest.approx(float(expected.sum()), abs=1e-5)
+
+
+def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
+    """The JSON is the commit: when it cannot be written, the run fails and totals do not count."""
+    import activation_extraction.storage as module
+
+    order = []
+    for name in ("write_shard", "write_json"):
+        original = getattr(module, name)
+
+        def spy(path, *args, original=original):
+            order.append(path.name)
+            if path.name == "shard_0002.json":
+                raise OSError(28, "No space left on device")
+            return original(path, *args)
+
+        monkeypatch.setattr(module, name, spy)
+    with pytest.raises(StorageError, match=r"shard_0002.*No space left"):
+        fill(tmp_path)
+    start = order.index("shard_0001.pkl.gz")
+    assert order[start : start + 4] == [
+        "shard_0001.pkl.gz",
+        "shard_0001.json",
+        "shard_0002.pkl.gz",
+        "shard_0002.json",
+    ]
+    assert [part["file"] for part in commits(tmp_path)] == ["shard_0001.pkl.gz"]
+    assert json.loads((tmp_path / "metadata.json").read_text())["status"] == "running"
+
+
+def test_writing_is_atomic(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"before")
+
+    def fail(file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError):
+        write_atomically(path, fail)
+    assert path.read_bytes() == b"before" and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_full_disk_stops_the_run_and_keeps_what_is_committed(tmp_path):
+    """A real refusal by the kernel, from a limit on the size of files."""
+    script = f"""
+import resource, signal, sys
+import numpy as np
+from activation_extraction.storage import ActivationStorage, StorageError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+storage = ActivationStorage({str(tmp_path)!r}, {{0: "h"}}, shard_size_gb=1e-5, compress=False)
+try:
+    with storage:
+        storage.add_activation(0, np.ones((100, 16), np.float32), 0, "")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        for n in range(1, 9):
+            storage.add_activation(0, np.ones((4000, 16), np.float32), n, "")
+except StorageError as error:
+    print(error, storage.totals.shards)
+    sys.exit(1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "shard_0002.pkl: File too large 1" in done.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "metadata.json",
+        "shard_0001.json",
+        "shard_0001.pkl",
+    ]
+
+
+def test_an_exception_commits_what_is_complete(tmp_path):
+    with pytest.raises(RuntimeError, match="elsewhere"):
+        with ActivationStorage(tmp_path, HOOKS) as storage:
+            add(storage, 0)
+            storage.add_activation(3, activation(1, 3, 10), 1, "only one of two hooks")
+            raise RuntimeError("elsewhere")
+    (part,) = commits(tmp_path)
+    assert part["samples"] == {"first": 0, "last": 0, "count": 1} and part["partial"]
+    assert json.loads((tmp_path / "metadata.json").read_text())["status"] == "interrupted"
+
+
+def test_an_incomplete_sample_of_a_complete_run_is_an_error(tmp_path):
+    storage = ActivationStorage(tmp_path, HOOKS)
+    storage.add_activation(3, activation(0, 3, 10), 0, "")
+    with pytest.raises(ValueError, match=r"sample 0 has no activation for \[5\]"):
+        storage.finalize()
+
+
+def test_wrong_additions_are_refused(tmp_path):
+    with ActivationStorage(tmp_path, HOOKS) as storage:
+        add(storage, 4)
+        with pytest.raises(KeyError, match="hook 7 is not one of"):
+            storage.add_activation(7, activation(5, 7, 10), 5, "")
+        with pytest.raises(ValueError, match="given twice or out of order"):
+            add(storage, 4)
+        with pytest.raises(ValueError, match="does not fit"):
+            storage.add_activation(3, np.zeros(16), 5, "")
+        with pytest.raises(ValueError, match="does not fit"):
+            storage.add_activation(3, np.zeros((3, 16)), 5, "", token_ids=np.zeros(2))
+
+
+@pytest.mark.parametrize(
+    "value,dtype,named",
+    [(np.nan, np.float32, "NaN or inf"), (1e6, np.float16, "float16 ends at 65504")],
+)
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+def test_nan_and_infinity_stop_the_run_and_are_not_stored(tmp_path, value, dtype, named):
+    with pytest.raises(StorageError, match=f"sample 1, hook 5: {named}|sample 1, hook 5:.*{named}"):
+        with ActivationStorage(tmp_path, HOOKS) as storage:
+            add(storage, 0)
+            storage.add_activation(3, activation(1, 3, 4), 1, "")
+            storage.add_activation(5, np.full((4, HIDDEN), value).astype(dtype), 1, "")
+    assert not commits(tmp_path)
+
+
+def test_an_existing_extraction_is_kept_unless_overwritten(tmp_path):
+    fill(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(InputError, match="already holds an extraction; --overwrite"):
+        ActivationStorage(tmp_path, HOOKS)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "notes.txt").write_text("mine")
+    fill(tmp_path, count=2, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "metadata.json",
+        "notes.txt",
+        "shard_0001.json",
+        "shard_0001.pkl.gz",
+    ]
+
+
+def test_statistics_merge_to_those_of_the_whole():
+    whole = np.random.default_rng(0).normal(3.0, 2.0, (997, 8)).astype(np.float32)
+    parts = np.split(whole, [1, 5, 300, 301, 640])
+    merged = merge_all(Statistics.of(part) for part in parts)
+    direct = Statistics.of(whole)
+    for field, value in direct.to_json().items():
+        assert merged.to_json()[field] == pytest.approx(value, rel=1e-9), field
+    assert direct.variance == pytest.approx(whole.var(dtype=np.float64), rel=1e-6)
+    assert merge_all([]) == Statistics()

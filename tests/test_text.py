@@ -1,0 +1,218 @@
+"""Documents and samples: formats, splitting between machines, continuing from a cursor."""
+
+import gzip
+import json
+import threading
+import time
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from activation_extraction import tokens
+from activation_extraction.documents import DocumentStream, arc_prompt, open_files
+from activation_extraction.errors import InputError, RunError
+from activation_extraction.tokens import load_tokenizer, prefetch, samples
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_inputs):
+    return load_tokenizer(demo_inputs / "model", vocab_size=2048)
+
+
+def write_files(folder, count, kind, rows_per_file=13):
+    """Files of different sizes; some rows have no text. Returns the texts that are documents."""
+    folder.mkdir()
+    expected = []
+    for number in range(count):
+        rows = [
+            {"text": "" if r % 5 == 3 else f"file {number} row {r}", "id": f"{number}-{r}"}
+            for r in range(rows_per_file + number)
+        ]
+        expected += [row["text"] for row in rows if row["text"]]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        if kind == "parquet":
+            table = pyarrow.Table.from_pylist(rows)
+            pyarrow.parquet.write_table(table, folder / f"{number:02d}.parquet", row_group_size=6)
+        elif kind == "jsonl.gz":
+            (folder / f"{number:02d}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+        else:
+            (folder / f"{number:02d}.jsonl").write_text(lines)
+    return expected
+
+
+def texts_of(path, rank=0, world=1, column="text"):
+    stream = DocumentStream(open_files(str(path)), column, rank, world)
+    return [document.text for document in stream if document is not None]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("files", [1, 3, 10])
+@pytest.mark.parametrize("machines", [1, 2, 3, 7])
+def test_machines_share_the_data_without_overlap_or_gaps(tmp_path, kind, files, machines):
+    expected = write_files(tmp_path / "data", files, kind)
+    parts = [texts_of(tmp_path / "data", rank, machines) for rank in range(machines)]
+    assert sorted(text for part in parts for text in part) == sorted(expected)
+    if machines == 1:
+        assert parts[0] == expected
+
+
+def test_sample_indices_are_unique_over_machines_and_ids_are_kept(tmp_path, tokenizer):
+    write_files(tmp_path / "data", 3, "parquet")
+    found = {}
+    for rank in range(7):
+        stream = DocumentStream(open_files(str(tmp_path / "data")), "text", rank, 7)
+        for sample in samples(stream, tokenizer, 64, rank=rank, world=7):
+            assert sample.sample_idx not in found and sample.sample_idx % 7 == rank
+            found[sample.sample_idx] = sample
+    for sample in found.values():
+        _, number, _, row = sample.text_preview.split()
+        assert sample.doc_id == f"{number}-{row}"
+
+
+def identity(sample):
+    return sample.sample_idx, sample.doc_id, sample.text_preview, sample.token_ids.tolist()
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
+@pytest.mark.parametrize("world", [1, 3, 30])
+def test_continuing_at_every_sample_twice_in_a_row(tmp_path, tokenizer, kind, world, monkeypatch):
+    monkeypatch.setattr(tokens, "CHUNK_ROWS", 8)
+    write_files(tmp_path / "data", 2, kind)
+    rank = min(world - 1, 2)
+
+    def part(start=None):
+        stream = DocumentStream(open_files(str(tmp_path / "data")), "text", rank, world)
+        start = json.loads(json.dumps(start))
+        return list(samples(stream, tokenizer, 64, rank=rank, world=world, start=start))
+
+    full = part()
+    assert full
+    for n, sample in enumerate(full):
+        again = part(sample.cursor)
+        assert [*map(identity, again)] == [*map(identity, full[n:])]
+        middle = len(again) // 2
+        assert [*map(identity, part(again[middle].cursor))] == [*map(identity, again[middle:])]
+        assert [*map(identity, part(sample.next_cursor))] == [*map(identity, full[n + 1 :])]
+
+
+def test_samples_are_cut_counted_and_limited(texts, tokenizer):
+    path = texts([{"text": f"{n} " * 50} for n in range(20)])
+    stream = DocumentStream(open_files(str(path)), "text")
+    found = list(samples(stream, tokenizer, max_tokens=30, max_samples=7))
+    assert [sample.sample_idx for sample in found] == list(range(7))
+    for n, sample in enumerate(found):
+        full = tokenizer(f"{n} " * 50, add_special_tokens=False)["input_ids"]
+        assert sample.token_ids.tolist() == full[:30]
+        assert sample.doc_id is None and len(sample.text_preview) <= 200
+
+
+def test_rows_need_not_have_equal_columns_or_types(texts):
+    rows = [
+        {"text": "a", "id": 1},
+        {"text": None, "id": "x", "extra": [1, {"b": 2}]},
+        {"id": 2.5, "text": "b", "meta": {"k": "v"}},
+    ]
+    path = texts(rows)
+    with open(path, "a") as file:
+        file.write('\n   \n{"text": "c"}')
+    found = list(DocumentStream(open_files(str(path)), "text"))
+    assert [document and (document.text, document.doc_id) for document in found] == [
+        ("a", 1),
+        None,
+        ("b", 2.5),
+        ("c", None),
+    ]
+
+
+def test_other_text_columns_globs_and_urls(texts, tmp_path):
+    texts([{"body": "one"}], "a.jsonl")
+    texts([{"body": "two"}], "b.jsonl")
+    assert texts_of(tmp_path / "*.jsonl", column="body") == ["one", "two"]
+    assert texts_of(f"file://{tmp_path}", column="body") == ["one", "two"]
+    fsspec.filesystem("memory").pipe("/bucket/data/x.jsonl", b'{"body": "three"}\n')
+    assert texts_of("memory://bucket/data", column="body") == ["three"]
+
+
+ARC_ROW = {
+    "id": "task",
+    "train": [
+        {"input": [[0, 1], [2, 3]], "output": [[3, 2]]},
+        {"input": [[5]], "output": [[6]]},
+    ],
+    "test": [{"input": [[7, 7]], "output": [[8, 8]]}],
+}
+
+
+def test_arc_rows_become_a_prompt(texts, tmp_path):
+    expected = (
+        "Example 1\nInput:\n0 1\n2 3\nOutput:\n3 2\n\n"
+        "Example 2\nInput:\n5\nOutput:\n6\n\n"
+        "Test 1\nInput:\n7 7\nOutput:\n"
+    )
+    assert arc_prompt(ARC_ROW) == expected
+    assert texts_of(texts([ARC_ROW])) == [expected]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ARC_ROW]), tmp_path / "arc.parquet")
+    assert texts_of(tmp_path / "arc.parquet") == [expected]
+
+
+@pytest.mark.parametrize(
+    "line,named",
+    [
+        ('{"text": "cut', "line 3: not JSON"),
+        ("[1, 2]", "line 3: expected a JSON object, found list"),
+        ('{"text": 5}', "expected text, found int"),
+        ('{"other": "x"}', "no such column; there are other"),
+        ('{"train": [{"input": [[1]]}], "test": []}', "no grids"),
+    ],
+)
+def test_a_bad_row_on_the_way_names_the_place(texts, line, named):
+    path = texts([{"text": "a"}, {"text": "b"}])
+    with open(path, "a") as file:
+        file.write(line + "\n")
+    stream = iter(DocumentStream(open_files(str(path)), "text"))
+    assert next(stream).text == "a" and next(stream).text == "b"
+    with pytest.raises(RunError, match=named):
+        next(stream)
+
+
+def test_a_truncated_gzip_file_is_an_error_not_an_end(tmp_path):
+    whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % n for n in range(5000)))
+    (tmp_path / "x.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RunError, match="reading the data set failed"):
+        texts_of(tmp_path)
+
+
+def test_tokenizer_of_another_model_is_refused(demo_inputs):
+    with pytest.raises(InputError, match="token id 2047, config.json has vocab_size 100"):
+        load_tokenizer(demo_inputs / "model", vocab_size=100)
+
+
+def test_prefetch_runs_ahead_and_raises_in_turn():
+    produced: list[int] = []
+    ended = threading.Event()
+
+    def numbers():
+        for n in range(6):
+            produced.append(n)
+            yield n
+        ended.wait()
+        raise RunError("source broke")
+
+    items = prefetch(numbers(), depth=6)
+    got = [next(items)]
+    while len(produced) < 6:  # without anything more being asked for
+        time.sleep(0.001)
+    ended.set()
+    with pytest.raises(RunError, match="source broke"):
+        for item in items:
+            got.append(item)
+    assert got == list(range(6))
+
+
+def test_few_pieces_are_read_by_few_workers(tmp_path):
+    """Seven workers on three files: a worker touches one file, not all."""
+    write_files(tmp_path / "data", 3, "jsonl")
+    for rank in range(7):
+        assert len({text.split()[1] for text in texts_of(tmp_path / "data", rank, 7)}) == 1
