@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+# Before the libraries are imported: `datasets` would load PyTorch wherever it is installed.
+os.environ.setdefault("USE_TORCH", "false")
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ from qwen2_jax_with_hooks import (
 )
 
 BATCHES_AHEAD = 4
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers", "datasets")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
 
 log = logging.getLogger("extract_activations")
 Step = Callable[[Batch], Array]
@@ -154,7 +155,7 @@ def choose_hooks(config: Config, depth: int) -> tuple[Hook, ...]:
 
 def open_batches(config: Config, checkpoint: Checkpoint, vocab_size: int) -> Iterator[Batch]:
     """This machine's part of the text as packed batches, prepared in the background."""
-    tokenizer = load_tokenizer(checkpoint.tokenizer_folder(), vocab_size)
+    tokenizer = load_tokenizer(checkpoint, vocab_size)
     if config.dataset_path is not None:
         dataset = open_files(config.dataset_path)
     else:
@@ -206,11 +207,12 @@ def read_weights(job: Job) -> dict[str, Any]:
         job.mesh.size,
         jax.default_backend(),
     )
+    as_bits = dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
     shardings = {path: sharding(job.mesh, spec.axes) for path, spec in job.weights.items()}
     with tqdm(
         total=total * dtype.itemsize, unit="B", unit_scale=True, desc="loading weights", leave=False
     ) as bar:
-        return load_params(job.weights, job.checkpoint, dtype, shardings, bar.update)
+        return load_params(job.weights, job.checkpoint, dtype, shardings, as_bits, bar.update)
 
 
 def open_storage(job: Job) -> ActivationStorage:

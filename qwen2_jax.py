@@ -186,6 +186,15 @@ def _parameter(module: Any, name: str, letters: str, init: Callable[..., Array])
     return module.param(name, nn.with_logical_partitioning(init, axes), shape, module.dtype)
 
 
+def from_bits(x: Array) -> Array:
+    """bfloat16 from uint16 bits; anything else as it is.
+
+    Weights may be handed over as bits, and the CPU wants them so: XLA has no bfloat16 slices or
+    gathers there and would widen whole stacks of layers to float32, in every step.
+    """
+    return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
+
+
 class Embedding(nn.Module):
     """Token embedding: (B, T) int32 -> (B, T, D)."""
 
@@ -194,7 +203,8 @@ class Embedding(nn.Module):
 
     @nn.compact
     def __call__(self, token_ids: Array) -> Array:
-        return _parameter(self, "weight", "VD", nn.initializers.normal(0.02))[token_ids]
+        table = _parameter(self, "weight", "VD", nn.initializers.normal(0.02))
+        return from_bits(table[token_ids])
 
 
 class RMSNorm(nn.Module):
@@ -296,8 +306,13 @@ def scan_layers(
 ):
     """Runs `body(layer, carry, per_layer[k]) -> carry` for k in range(length), as one XLA loop.
 
-    The layer's parameters gain a leading axis named "layers". Returns the last carry.
+    The layer's parameters gain a leading axis named "layers"; see `from_bits` for their dtype.
+    Returns the last carry.
     """
+    if not layer.is_initializing():
+        body = nn.map_variables(
+            body, "params", trans_in_fn=lambda params: jax.tree.map(from_bits, params)
+        )
 
     def step(layer: DecoderLayer, carry: Any, xs: Any) -> tuple[Any, None]:
         return body(layer, carry, xs), None

@@ -109,16 +109,22 @@ class HookedQwen2(nn.Module):
             x, captured = carry
             x, values = layer(x, rotary, segment_ids)
             for order, slot in zip(orders, slots, strict=True):
-                value = values[KINDS[order]].astype(self.activation_dtype)
+                value = _bits(values[KINDS[order]].astype(self.activation_dtype))
                 captured = lax.dynamic_update_index_in_dim(captured, value, slot, axis=0)
             return x, captured
 
         x = self.embed_tokens(token_ids)
         spare = int(self.hooks[-1].order != orders[-1])
-        captured = jnp.zeros((len(self.hooks) + spare, *x.shape), self.activation_dtype)
+        slot_count = len(self.hooks) + spare
+        captured = _bits(jnp.zeros((slot_count, *x.shape), self.activation_dtype))
         with jax.named_scope("layers"):
             _, captured = scan_layers(self.layers, self.num_layers, block, (x, captured), slots)
-        return captured[: len(self.hooks)]
+        return lax.bitcast_convert_type(captured[: len(self.hooks)], self.activation_dtype)
+
+
+def _bits(x: Array) -> Array:
+    """The same bits as unsigned integers, which the CPU updates in place (see `from_bits`)."""
+    return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
 
 
 def create_model_with_hooks(

@@ -20,10 +20,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 from safetensors.numpy import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import models, pre_tokenizers, trainers
 
 from activation_extraction.config import Config
 from activation_extraction.storage import check_output_dir
+from activation_extraction.tokens import qwen2_tokenizer
 from activation_extraction.weights import SINGLE_FILE, WeightSpec
 
 VOCAB_SIZE = 2048
@@ -48,11 +49,6 @@ MODEL_CONFIG = {
     "torch_dtype": "bfloat16",
     "vocab_size": VOCAB_SIZE,
 }
-# How Qwen2 splits text before byte-level BPE (its tokenizer.json).
-QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def prepare(config: Config, weights_of: Callable[[dict[str, Any]], Iterable[WeightSpec]]) -> Config:
@@ -106,15 +102,7 @@ def write_documents(path: Path, paragraphs: list[str]) -> None:
 
 def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
     """A byte-level BPE with Qwen2's way of splitting words, trained on the sample text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = qwen2_tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[END_OF_TEXT],

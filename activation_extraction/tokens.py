@@ -4,44 +4,100 @@ Documents are tokenised in chunks. A cursor is the stream's state before a chunk
 samples to skip within it, so that continuing from any sample re-reads one chunk at most.
 """
 
+import json
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
 
 from activation_extraction.documents import DocumentStream
 from activation_extraction.errors import InputError
 from activation_extraction.packing import Cursor, Sample
+from activation_extraction.weights import Checkpoint
 
 CHUNK_ROWS = 64
 PREVIEW_CHARACTERS = 200
+# How Qwen2 splits text before byte-level BPE (the pattern in its tokenizer.json).
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 T = TypeVar("T")
 
 
-def load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    """The checkpoint's own tokenizer. Raises InputError when it is broken or of another model."""
+def load_tokenizer(checkpoint: Checkpoint, vocab_size: int) -> Tokenizer:
+    """The checkpoint's own tokenizer, from tokenizer.json or else vocab.json and merges.txt.
+
+    Raises InputError when it is missing, broken or of another model.
+    """
+    path = checkpoint.find("tokenizer.json")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{folder}: the tokenizer cannot be loaded: {reason}") from error
-    largest = max(tokenizer.get_vocab().values(), default=-1)
+        if path is not None:
+            tokenizer = Tokenizer.from_file(str(path))
+        else:
+            path = checkpoint.find("vocab.json")
+            if path is None:
+                raise InputError(
+                    f"--model_path {checkpoint.model_path}: has neither tokenizer.json nor "
+                    "vocab.json with merges.txt"
+                )
+            tokenizer = _from_vocabulary(checkpoint)
+    except InputError:
+        raise
+    except Exception as error:  # what the tokenizers library raises has no narrower type
+        raise InputError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= vocab_size:
         raise InputError(
-            f"{folder}: the tokenizer has token id {largest}, "
-            f"config.json has vocab_size {vocab_size}"
+            f"{path}: the tokenizer has token id {largest}, config.json has vocab_size {vocab_size}"
         )
+    return tokenizer
+
+
+def _from_vocabulary(checkpoint: Checkpoint) -> Tokenizer:
+    """A tokenizer from the files that older checkpoints have instead of tokenizer.json."""
+    vocabulary, merges = checkpoint.file("vocab.json"), checkpoint.file("merges.txt")
+    tokenizer = qwen2_tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+    settings = checkpoint.find("tokenizer_config.json")
+    if settings is not None:
+        added = json.loads(settings.read_text()).get("added_tokens_decoder", {})
+        for _, token in sorted(added.items(), key=lambda item: int(item[0])):
+            add = tokenizer.add_special_tokens if token["special"] else tokenizer.add_tokens
+            add([AddedToken(**token)])
+    return tokenizer
+
+
+def qwen2_tokenizer(model: models.Model) -> Tokenizer:
+    """A byte-level tokenizer that normalises and splits text as Qwen2's tokenizer.json says."""
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def samples(
     documents: DocumentStream,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     max_tokens: int,
     max_samples: int | None = None,
     rank: int = 0,
@@ -65,10 +121,8 @@ def samples(
         if not chunk:
             return
         kept = [document for document in chunk if document is not None]
-        encoded = (
-            tokenizer([d.text for d in kept], add_special_tokens=False)["input_ids"] if kept else []
-        )
-        tokenised = [(d, ids[:max_tokens]) for d, ids in zip(kept, encoded, strict=True) if ids]
+        encoded = tokenizer.encode_batch([d.text for d in kept], add_special_tokens=False)
+        tokenised = [(d, e.ids[:max_tokens]) for d, e in zip(kept, encoded, strict=True) if e.ids]
         for offset, (document, ids) in enumerate(tokenised):
             if max_samples is not None and number >= max_samples:
                 return

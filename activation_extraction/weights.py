@@ -27,7 +27,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.json", "merges.txt")
 # Written by some exporters, recomputed by every model from rope_theta.
 IGNORED_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")
 
@@ -123,12 +122,13 @@ class Checkpoint:
 
     def file(self, name: str) -> Path:
         """Local path of one file. Raises InputError when the model does not have it."""
-        path = self._find(name)
+        path = self.find(name)
         if path is None:
             raise InputError(f"--model_path {self.model_path}: has no {name}")
         return path
 
-    def _find(self, name: str) -> Path | None:
+    def find(self, name: str) -> Path | None:
+        """Local path of one file, None when the model does not have it."""
         if self._local.is_dir():
             path = self._local / name
             return path if path.is_file() else None
@@ -142,21 +142,10 @@ class Checkpoint:
                 f"--model_path {self.model_path}: no such local folder, and the hub says: {reason}"
             ) from error
 
-    def tokenizer_folder(self) -> Path:
-        """Folder that holds the tokenizer's files."""
-        found = [path for name in TOKENIZER_FILES if (path := self._find(name)) is not None]
-        names = {path.name for path in found}
-        if "tokenizer.json" not in names and not {"vocab.json", "merges.txt"} <= names:
-            raise InputError(
-                f"--model_path {self.model_path}: has neither tokenizer.json nor vocab.json "
-                "with merges.txt"
-            )
-        return found[0].parent
-
     @cached_property
     def _file_of_tensor(self) -> dict[str, str] | None:
         """Tensor -> file name from the index; None when the checkpoint is a single file."""
-        index = self._find(INDEX_FILE)
+        index = self.find(INDEX_FILE)
         if index is None:
             return None
         try:
@@ -225,17 +214,20 @@ def load_params(
     checkpoint: Checkpoint,
     dtype: Any,
     shardings: Mapping[tuple[str, ...], jax.sharding.Sharding],
+    as_bits: bool = False,
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Reads every parameter into its shards, the largest first so that the peak stays low.
 
-    Returns the nested parameter dict. `progress` is called with the bytes of each one loaded.
+    as_bits: hand a 2-byte `dtype` over as uint16. `progress` is called with the bytes of each
+    parameter loaded. Returns the nested parameter dict.
     """
     params = {}
     for path, spec in sorted(table.items(), key=lambda item: -math.prod(item[1].shape)):
 
         def part(index: Index | None, spec: WeightSpec = spec) -> np.ndarray:
-            return spec.assemble(checkpoint.read, dtype, index)
+            array = spec.assemble(checkpoint.read, dtype, index)
+            return array.view(np.uint16) if as_bits else array
 
         params[path] = jax.make_array_from_callback(spec.shape, shardings[path], part)
         progress(params[path].nbytes)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import threading
 import time
 
@@ -9,16 +10,18 @@ import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
+from transformers import AutoTokenizer
 
 from activation_extraction import tokens
 from activation_extraction.documents import DocumentStream, arc_prompt, open_files
 from activation_extraction.errors import InputError, RunError
 from activation_extraction.tokens import load_tokenizer, prefetch, samples
+from activation_extraction.weights import Checkpoint
 
 
 @pytest.fixture(scope="session")
 def tokenizer(demo_inputs):
-    return load_tokenizer(demo_inputs / "model", vocab_size=2048)
+    return load_tokenizer(Checkpoint(str(demo_inputs / "model")), vocab_size=2048)
 
 
 def write_files(folder, count, kind, rows_per_file=13):
@@ -103,7 +106,7 @@ def test_samples_are_cut_counted_and_limited(texts, tokenizer):
     found = list(samples(stream, tokenizer, max_tokens=30, max_samples=7))
     assert [sample.sample_idx for sample in found] == list(range(7))
     for n, sample in enumerate(found):
-        full = tokenizer(f"{n} " * 50, add_special_tokens=False)["input_ids"]
+        full = tokenizer.encode(f"{n} " * 50).ids
         assert sample.token_ids.tolist() == full[:30]
         assert sample.doc_id is None and len(sample.text_preview) <= 200
 
@@ -184,9 +187,34 @@ def test_a_truncated_gzip_file_is_an_error_not_an_end(tmp_path):
         texts_of(tmp_path)
 
 
+def test_token_ids_are_those_of_transformers(demo_inputs, tmp_path):
+    """From tokenizer.json, and from the vocab.json and merges.txt of older checkpoints."""
+    model = tmp_path / "model"
+    shutil.copytree(demo_inputs / "model", model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    whole = json.loads((model / "tokenizer.json").read_text())
+    settings["added_tokens_decoder"] = {
+        str(token.pop("id")): token for token in whole["added_tokens"]
+    }
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    reference = AutoTokenizer.from_pretrained(model)
+    one_file = load_tokenizer(Checkpoint(str(model)), 2048)
+    (model / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
+    merges = [" ".join(pair) for pair in whole["model"]["merges"]]
+    (model / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    (model / "tokenizer.json").unlink()
+    two_files = load_tokenizer(Checkpoint(str(model)), 2048)
+    texts = pyarrow.parquet.read_table(demo_inputs / "documents.parquet")["text"].to_pylist()
+    texts += ["", " a  b\n\n c\t", "It's 2048 a\u0301 é 中文 🙂", "x<|endoftext|>y", "\x00\r\n"]
+    for text in texts:
+        expected = reference(text, add_special_tokens=False)["input_ids"]
+        assert one_file.encode(text, add_special_tokens=False).ids == expected
+        assert two_files.encode(text, add_special_tokens=False).ids == expected
+
+
 def test_tokenizer_of_another_model_is_refused(demo_inputs):
     with pytest.raises(InputError, match="token id 2047, config.json has vocab_size 100"):
-        load_tokenizer(demo_inputs / "model", vocab_size=100)
+        load_tokenizer(Checkpoint(str(demo_inputs / "model")), vocab_size=100)
 
 
 def test_prefetch_runs_ahead_and_raises_in_turn():
