@@ -5,15 +5,19 @@ This script is the story of a run, from the command line to the summary; each ch
 module that it calls. Everything the user can get wrong is found before the weights are read.
 """
 
+import json
 import logging
+import math
 import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 # Before the libraries are imported: `datasets` would load PyTorch wherever it is installed.
@@ -23,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 from tqdm import tqdm
+from tqdm.contrib.logging import _TqdmLoggingHandler as TqdmLoggingHandler
 
 from activation_extraction import demo
 from activation_extraction.config import DEFAULT_LAYERS, Config, parse_args
@@ -35,10 +39,29 @@ from activation_extraction.documents import (
     open_hub_dataset,
 )
 from activation_extraction.errors import InputError, RunError
-from activation_extraction.mesh import BATCH_AXES, CAPTURED_AXES, build_mesh, sharding
+from activation_extraction.hosts import (
+    Host,
+    Watchdog,
+    agree,
+    any_host,
+    digest_files,
+    join,
+    last_words,
+    leave,
+)
+from activation_extraction.mesh import (
+    HostRows,
+    Layout,
+    build_layout,
+    check_divisibility,
+    choose_shape,
+    host_rows,
+    smallest_model_axis,
+    usable_devices,
+)
 from activation_extraction.packing import Batch, pack
 from activation_extraction.progress import Clock, Progress
-from activation_extraction.storage import ActivationStorage, check_output_dir
+from activation_extraction.storage import ActivationStorage, StorageError, check_output_dir
 from activation_extraction.tokens import load_tokenizer, prefetch, samples
 from activation_extraction.weights import Checkpoint, WeightSpec, load_params
 from qwen2_jax import Qwen2, QwenConfig, weight_table
@@ -54,26 +77,32 @@ BATCHES_AHEAD = 4
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
 
 log = logging.getLogger("extract_activations")
-Step = Callable[[Batch], Array]
+Step = Callable[[Batch | None, Sequence[bool]], tuple[Array, Array]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request that has been checked: the model to run and the text to run it on."""
+    """A request that has been checked: the model to run, where, and the text to run it on."""
 
     config: Config
+    host: Host
+    folder: Path
     checkpoint: Checkpoint
     model: HookedQwen2
     weights: dict[tuple[str, ...], WeightSpec]
+    rows: HostRows
     batches: Iterator[Batch]
-    mesh: Mesh
+
+    @property
+    def layout(self) -> Layout:
+        return self.model.layout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     try:
         config = parse_args(argv)
-        _start_logging(config.verbose)
+        start_logging(config.verbose)
         return run(config)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -83,37 +112,80 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return 128 + signal.SIGINT
 
 
 def run(config: Config) -> int:
     """One extraction from beginning to end; returns the exit status."""
+    host = join_hosts(config)
+    job = prepare_together(config, host)
+    with device_errors(), last_words_of(host):
+        step = compile_step(job)
+        clock = Clock()
+        storage = open_storage(job)
+        try:
+            with storage, stop_on_signals() as stopped, Watchdog(config.stall_timeout) as watchdog:
+                extract(job, step, storage, clock, watchdog, stopped)
+                storage.finalize(complete=not stopped())
+        except RunError as error:
+            totals = storage.totals
+            raise RunError(
+                f"{error}. Safe in {job.folder}: {totals.shards} shard(s), {totals.samples} samples"
+            ) from error
+        leave(host)
+    print_summary(job, storage, clock, complete=not stopped())
+    return 128 + stopped() if stopped() else 0
+
+
+def join_hosts(config: Config) -> Host:
+    """This process alone, or as one of the pod's."""
+    if not config.multihost:
+        return Host()
+    log.info("joining the other hosts")
+    return join(
+        config.coordinator_address,
+        config.host_id,
+        config.num_hosts,
+        config.connect_timeout,
+        config.heartbeat_timeout,
+    )
+
+
+def prepare_together(config: Config, host: Host) -> Job:
+    """Checks the request here and compares it with the other hosts'. Raises InputError."""
+    job, problem = None, None
+    try:
+        job = prepare(config, host)
+    except InputError as error:
+        problem = error
+    agree(host, fingerprint(config, job), problem)
+    assert job is not None
+    return job
+
+
+def fingerprint(config: Config, job: Job | None) -> dict[str, str]:
+    """All that must be the same on every host of a run."""
+    own = ("host_id", "coordinator_address", "output_dir", "model_path", "dataset_path", "verbose")
+    asked = {name: value for name, value in asdict(config).items() if name not in own}
+    here = Path(__file__).parent
+    source = [*here.glob("*.py"), *(here / "activation_extraction").glob("*.py")]
+    return {
+        "configuration": json.dumps(asked, sort_keys=True, default=str),
+        "model files": digest_files(job.checkpoint.weight_files()) if job else "",
+        "tokenizer": digest_files(job.checkpoint.tokenizer_files()) if job else "",
+        "package versions": json.dumps({package: version(package) for package in PACKAGES}),
+        "source": digest_files(source),
+        "devices": f"{jax.default_backend()} {jax.local_device_count()}",
+    }
+
+
+def prepare(config: Config, host: Host) -> Job:
+    """Checks the whole request without reading weights. Raises InputError."""
     if config.demo:
         log.info("demo: making a tiny Qwen2 model and sample documents")
         config = demo.prepare(
             config, lambda raw: weight_table(Qwen2(QwenConfig.from_hf(raw))).values()
         )
-    job = prepare(config)
-    with device_errors():
-        step = compile_step(job)
-    clock = Clock()
-    storage = open_storage(job)
-    try:
-        with storage, stop_on_ctrl_c() as stop_requested, device_errors():
-            complete = extract(job, step, storage, clock, stop_requested)
-            storage.finalize(complete)
-    except RunError as error:
-        totals = storage.totals
-        raise RunError(
-            f"{error}. Safe in {config.output_dir}: {totals.shards} shard(s), "
-            f"{totals.samples} samples"
-        ) from error
-    print_summary(job, storage, clock, complete)
-    return 0 if complete else 128 + signal.SIGINT
-
-
-def prepare(config: Config) -> Job:
-    """Checks the whole request without reading weights. Raises InputError."""
     checkpoint = Checkpoint(config.model_path)
     qwen = QwenConfig.from_file(checkpoint.file("config.json"))
     if config.max_seq_length > qwen.max_position_embeddings:
@@ -121,21 +193,46 @@ def prepare(config: Config) -> Job:
             f"--max_seq_length {config.max_seq_length}: the model has "
             f"{qwen.max_position_embeddings} positions"
         )
-    dtype = choose_dtype(config.dtype)
-    model = create_model_with_hooks(
-        qwen,
-        choose_hooks(config, qwen.num_hidden_layers),
-        dtype,
-        dtype if config.activation_dtype == "auto" else jnp.dtype(config.activation_dtype),
-    )
+    model, rows = build_model(config, qwen, host)
     weights = weight_table(model)
     every = weight_table(Qwen2(qwen)).values()
     known = {name for spec in every for name in spec.hf_names} | {"lm_head.weight"}
     checkpoint.check(weights.values(), known)
-    batches = open_batches(config, checkpoint, qwen.vocab_size)
-    check_output_dir(config.output_dir, config.overwrite)
-    mesh = build_mesh(config.use_data_parallel, config.batch_size)
-    return Job(config, checkpoint, model, weights, batches, mesh)
+    batches = open_batches(config, host, checkpoint, qwen.vocab_size)
+    folder = config.output_folder(host.id, host.count)
+    check_output_dir(folder, config.overwrite)
+    return Job(config, host, folder, checkpoint, model, weights, rows, batches)
+
+
+def build_model(config: Config, qwen: QwenConfig, host: Host) -> tuple[HookedQwen2, HostRows]:
+    """The hooked model on its mesh, and how rows come to the mesh. Raises InputError."""
+    dtype = choose_dtype(config.dtype)
+    stored = dtype if config.activation_dtype == "auto" else jnp.dtype(config.activation_dtype)
+    hooks = choose_hooks(config, qwen.num_hidden_layers)
+    devices = usable_devices(config.use_data_parallel)
+    rows = host_rows(devices)
+    total_rows = config.batch_size * rows.hosts
+    model = create_model_with_hooks(qwen, hooks, dtype, stored)
+    shape, remark = choose_shape(
+        config.mesh_type,
+        config.mesh_shape if config.use_data_parallel else None,
+        config.mesh_axes if config.use_data_parallel else None,
+        devices=len(devices),
+        hosts=rows.hosts,
+        smallest_model=smallest_model_axis(
+            devices,
+            total_rows,
+            sum(math.prod(s.shape) for s in weight_table(model).values()),
+            len(hooks) * total_rows * config.max_seq_length * qwen.hidden_size,
+            dtype.itemsize,
+        ),
+    )
+    if remark:
+        log.info("%s", remark)
+    layout = build_layout(devices, shape, qwen.num_key_value_heads)
+    check_divisibility(layout, total_rows, config.max_seq_length, qwen.sizes)
+    model = create_model_with_hooks(qwen, hooks, dtype, stored, layout=layout)
+    return model, rows
 
 
 def choose_dtype(name: str) -> Any:
@@ -153,8 +250,10 @@ def choose_hooks(config: Config, depth: int) -> tuple[Hook, ...]:
     return hooks_for_layers(layers, config.activation_type, depth)
 
 
-def open_batches(config: Config, checkpoint: Checkpoint, vocab_size: int) -> Iterator[Batch]:
-    """This machine's part of the text as packed batches, prepared in the background."""
+def open_batches(
+    config: Config, host: Host, checkpoint: Checkpoint, vocab_size: int
+) -> Iterator[Batch]:
+    """This host's part of the text as packed batches, prepared in the background."""
     tokenizer = load_tokenizer(checkpoint, vocab_size)
     if config.dataset_path is not None:
         dataset = open_files(config.dataset_path)
@@ -163,56 +262,72 @@ def open_batches(config: Config, checkpoint: Checkpoint, vocab_size: int) -> Ite
             str(config.dataset_name), config.dataset_config, str(config.dataset_split)
         )
     check_dataset(dataset, config.text_column)
-    rank, world = config.machine_id, config.total_machines
+    rank = config.machine_id * host.count + host.id
+    world = config.total_machines * host.count
+    most = config.max_samples  # of this machine: its hosts share it
+    if most is not None:
+        most = len(range(host.id, most, host.count))
     documents = DocumentStream(dataset, config.text_column, rank, world)
-    stream = samples(
-        documents, tokenizer, config.max_seq_length, config.max_samples, rank=rank, world=world
-    )
+    stream = samples(documents, tokenizer, config.max_seq_length, most, rank=rank, world=world)
     return prefetch(pack(stream, config.batch_size, config.max_seq_length), BATCHES_AHEAD)
 
 
 def compile_step(job: Job) -> Step:
     """Loads the weights and compiles the forward pass, once for the whole run.
 
-    Returns the function batch -> activations (hooks, B, T, D), which does not wait for the device.
+    Returns the function (batch or None, flags of this host) -> (activations (hooks, rows of all
+    hosts, T, D), number of hosts that set each flag). It does not wait for the devices.
     """
-    config, model, mesh = job.config, job.model, job.mesh
-    by_batch = sharding(mesh, BATCH_AXES)
-    shape = jax.ShapeDtypeStruct(
-        (config.batch_size, config.max_seq_length), jnp.int32, sharding=by_batch
-    )
+    config, model, rows = job.config, job.model, job.rows
+    shape = (config.batch_size, config.max_seq_length)
     params = read_weights(job)
     began = time.perf_counter()
-    forward = jax.jit(model.apply, out_shardings=sharding(mesh, CAPTURED_AXES))
-    compiled = forward.lower({"params": params}, shape, shape, shape).compile()
-    log.info("compiled in %.1f s", time.perf_counter() - began)
 
-    def step(batch: Batch) -> Array:
-        arrays = (batch.token_ids, batch.segment_ids, batch.positions)
-        return compiled({"params": params}, *jax.device_put(arrays, by_batch))
+    def forward(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
+        return model.apply({"params": params}, tokens, segments, positions), flags.sum(axis=0)
+
+    def abstract(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        whole = (shape[0] * rows.hosts, *shape[1:])
+        return jax.ShapeDtypeStruct(whole, jnp.int32, sharding=rows.incoming())
+
+    outgoing = rows.outgoing(config.max_seq_length), rows.everywhere()
+    inputs = [abstract(shape)] * 3 + [abstract((1, 2))]
+    compiled = jax.jit(forward, out_shardings=outgoing).lower(params, *inputs).compile()
+    log.info("compiled in %.1f s", time.perf_counter() - began)
+    nothing = np.zeros(shape, np.int32)
+
+    def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Array, Array]:
+        arrays = [nothing] * 3
+        if batch is not None:
+            arrays = [batch.token_ids, batch.segment_ids, batch.positions]
+        return compiled(params, *map(rows.feed, (*arrays, np.array([flags], np.int32))))
 
     return step
 
 
 def read_weights(job: Job) -> dict[str, Any]:
     """The parameters, each in its shards, with a progress bar."""
-    dtype = job.model.dtype
-    total = sum(int(np.prod(spec.shape)) for spec in job.weights.values())
+    model = job.model
+    total = sum(math.prod(spec.shape) for spec in job.weights.values())
+    mesh = " x ".join(f"{name} {size}" for name, size in job.layout.shape.items())
     log.info(
-        "model: layers 0 to %d of %d, %.3g M parameters, %s, on %d %s device(s)",
-        job.model.num_layers - 1,
-        job.model.config.num_hidden_layers,
-        total / 1e6,
-        dtype,
-        job.mesh.size,
-        jax.default_backend(),
+        "model: layers 0 to %d of %d, %.3g M parameters, %s; %s mesh: %s",
+        *(model.num_layers - 1, model.config.num_hidden_layers, total / 1e6, model.dtype),
+        *(jax.default_backend(), mesh),
     )
-    as_bits = dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
-    shardings = {path: sharding(job.mesh, spec.axes) for path, spec in job.weights.items()}
-    with tqdm(
-        total=total * dtype.itemsize, unit="B", unit_scale=True, desc="loading weights", leave=False
-    ) as bar:
-        return load_params(job.weights, job.checkpoint, dtype, shardings, as_bits, bar.update)
+    if model.stages > 1:
+        count = model.micro_batches(job.config.batch_size * job.rows.hosts)
+        idle = (model.stages - 1) / (count + model.stages - 1)
+        log.info(
+            "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%",
+            *(model.stages, count, 100 * idle),
+        )
+    as_bits = model.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    size = total * model.dtype.itemsize
+    with tqdm(total=size, unit="B", unit_scale=True, desc="loading weights", leave=False) as bar:
+        return load_params(
+            job.weights, job.checkpoint, model.dtype, job.layout, as_bits, bar.update
+        )
 
 
 def open_storage(job: Job) -> ActivationStorage:
@@ -220,18 +335,19 @@ def open_storage(job: Job) -> ActivationStorage:
     config = job.config
     by_name = config.hook_names is not None
     return ActivationStorage(
-        config.output_dir,
+        job.folder,
         {hook.name if by_name else hook.layer: hook.name for hook in job.model.hooks},
         shard_size_gb=config.shard_size_gb,
         compress=config.compress_shards,
         overwrite=config.overwrite,
         metadata={
             "configuration": config.to_json(),
+            "host": asdict(job.host),
             "model": asdict(job.model.config),
             "dtype": str(job.model.dtype),
             "activation_dtype": str(job.model.activation_dtype),
             "backend": jax.default_backend(),
-            "mesh": dict(job.mesh.shape),
+            "mesh": job.layout.shape,
             "versions": {package: version(package) for package in PACKAGES},
         },
     )
@@ -242,44 +358,66 @@ def extract(
     step: Step,
     storage: ActivationStorage,
     clock: Clock,
-    stop_requested: Callable[[], bool],
-) -> bool:
+    watchdog: Watchdog,
+    stopped: Callable[[], int],
+) -> None:
     """Runs every batch; while one computes, the one before is copied and stored.
 
-    Returns False when it stopped early because it was asked to.
+    All hosts take the same number of steps: until none has data, or any must stop. A host without
+    a batch feeds empty rows. With step n goes what a host knows of step n + 2, so that the answer
+    is there when it is needed and nobody waits for it. Raises this host's failure in the end.
     """
     progress = Progress(job.config.max_samples)
+    failure: RunError | None = None
 
-    def store(batch: Batch, activations: Array) -> None:
+    def fetch() -> Batch | None:
+        nonlocal failure
+        if failure is None and not stopped():
+            try:
+                with clock.measure("data"):
+                    return next(job.batches, None)
+            except RunError as error:
+                failure = error
+        return None
+
+    def settle(batch: Batch | None, activations: Array, votes: Array) -> bool:
+        """Stores a step's activations; returns whether the step after the next one is wanted."""
+        nonlocal failure
         with clock.measure("compute"):
             activations.block_until_ready()
-        with clock.measure("copy"):
-            on_host = np.asarray(activations)
-        with clock.measure("store"):
-            storage.add_batch(batch, on_host)
-        progress.advance(len(batch.samples), batch.num_tokens)
-        log.debug("step %d: %d samples, %d tokens", progress.steps, *_size(batch))
+        if batch is not None and not isinstance(failure, StorageError):
+            with clock.measure("copy"):
+                on_host = job.rows.receive(activations)
+            try:
+                with clock.measure("store"):
+                    storage.add_batch(batch, on_host)
+            except StorageError as error:
+                failure = error
+            else:
+                progress.advance(len(batch.samples), batch.num_tokens)
+                log.debug("step %d: %d samples", progress.steps, len(batch.samples))
+        watchdog.step_finished()
+        with_data, stopping = np.asarray(votes)
+        return bool(with_data) and not stopping
 
-    previous: tuple[Batch, Array] | None = None
+    upcoming = deque([fetch(), fetch()])
+    wanted = deque(any_host(job.host, [batch is not None for batch in upcoming]))
+    in_flight: deque[tuple[Batch | None, Array, Array]] = deque()
     try:
-        while not stop_requested():
-            with clock.measure("data"):
-                batch = next(job.batches, None)
-            if batch is None:
-                break
-            activations = step(batch)
-            if previous is not None:
-                store(*previous)
-            previous = batch, activations
-        if previous is not None:
-            store(*previous)
+        while wanted and wanted.popleft():
+            batch = upcoming.popleft()
+            upcoming.append(fetch())
+            must_stop = bool(stopped()) or isinstance(failure, StorageError)
+            flags = upcoming[-1] is not None, must_stop
+            in_flight.append((batch, *step(batch, flags)))
+            if len(in_flight) > 1:
+                wanted.append(settle(*in_flight.popleft()))
+        while in_flight:
+            settle(*in_flight.popleft())
     finally:
         progress.close()
-    return not stop_requested()
-
-
-def _size(batch: Batch) -> tuple[int, int]:
-    return len(batch.samples), batch.num_tokens
+    if failure is not None:
+        raise failure
 
 
 @contextmanager
@@ -289,29 +427,41 @@ def device_errors() -> Iterator[None]:
         yield
     except jax.errors.JaxRuntimeError as error:
         reason = " ".join(str(error).split())
+        reason = reason.rstrip(".")
         hint = "; try a smaller --batch_size or fewer layers" if "EXHAUSTED" in reason else ""
         raise RunError(f"the device failed: {reason:.300}{hint}") from error
 
 
 @contextmanager
-def stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Within it, the first Ctrl-C only asks to stop after the step; the second one interrupts.
+def stop_on_signals() -> Iterator[Callable[[], int]]:
+    """Within it, SIGTERM and the first Ctrl-C only ask to stop; the second Ctrl-C interrupts.
 
-    Yields the function that says whether a stop was asked for.
+    Yields the function that gives the number of the signal that asked, 0 when none did.
     """
-    requested = False
+    received = 0
 
-    def handle(*_: Any) -> None:
-        nonlocal requested
-        requested = True
+    def handle(number: int, _: Any) -> None:
+        nonlocal received
+        received = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         log.warning("stopping after this step; what is complete will be stored")
 
-    before = signal.signal(signal.SIGINT, handle)
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: requested
+        yield lambda: received
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def last_words_of(host: Host) -> AbstractContextManager[None]:
+    """What to say when JAX ends this process because another host is gone."""
+    if not host.several:
+        return nullcontext()
+    return last_words(
+        f"host {host.id} ended because another host is gone (or by a crash of its own, see above); "
+        "what is committed is safe; start all hosts again, with --overwrite"
+    )
 
 
 def print_summary(job: Job, storage: ActivationStorage, clock: Clock, complete: bool) -> None:
@@ -320,29 +470,33 @@ def print_summary(job: Job, storage: ActivationStorage, clock: Clock, complete: 
     spent = ", ".join(
         f"{name} {clock.seconds[name]:.1f}" for name in ("data", "compute", "copy", "store")
     )
-    suffix = ".pkl.gz" if job.config.compress_shards else ".pkl"
-    first = job.config.output_dir / f"shard_0001{suffix}"
-    opened = (
-        f"gzip.open({str(first)!r})"
-        if job.config.compress_shards
-        else f"open({str(first)!r}, 'rb')"
-    )
     print(
         f"{'done' if complete else 'interrupted'}: {totals.samples:,} samples, "
-        f"{totals.tokens:,} tokens, {len(job.model.hooks)} hooks, {totals.shards} shard(s), "
-        f"{totals.bytes / 1e6:,.1f} MB in {job.config.output_dir}\n"
+        f"{totals.tokens:,} tokens, {len(job.model.hooks)} hook(s), {totals.shards} shard(s), "
+        f"{totals.bytes / 1e6:,.1f} MB in {job.folder}\n"
         f"time: {elapsed:.1f} s, {totals.tokens / elapsed:,.0f} tokens/s; waiting for {spent} s; "
         f"in the background compress {totals.compress_seconds:.1f}, "
         f"write {totals.write_seconds:.1f} s"
     )
     if totals.shards:
+        gz = job.config.compress_shards
+        path = str(job.folder / f"shard_0001.pkl{'.gz' if gz else ''}")
+        opened = f"gzip.open({path!r})" if gz else f"open({path!r}, 'rb')"
         print(f"read it with:\n  import gzip, pickle\n  records = pickle.load({opened})")
 
 
-def _start_logging(verbose: bool) -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+def start_logging(verbose: bool) -> None:
+    """Our own lines to stderr, above the progress bar; other libraries keep their settings."""
+    handler = TqdmLoggingHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    log.handlers = [handler]
+    log.propagate = False
     log.setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is committed. Native threads of streaming readers can hang or abort an ordinary exit.
+    os._exit(status)

@@ -27,6 +27,7 @@ from jax import Array
 
 from activation_extraction.attention import Attention, blocked_attention, einsum
 from activation_extraction.errors import InputError
+from activation_extraction.mesh import Layout
 from activation_extraction.weights import WeightSpec
 
 LOGICAL_AXES = {
@@ -37,6 +38,7 @@ LOGICAL_AXES = {
     "F": "mlp",
     "V": "vocab",
 }
+STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
 HookValues = dict[str, Array]  # kind of hook ("attn", "mlp", "residual") -> (B, T, D)
 
 
@@ -199,12 +201,14 @@ class Embedding(nn.Module):
     """Token embedding: (B, T) int32 -> (B, T, D)."""
 
     config: QwenConfig
-    dtype: Any = jnp.float32
+    dtype: Any
+    layout: Layout
 
     @nn.compact
     def __call__(self, token_ids: Array) -> Array:
         table = _parameter(self, "weight", "VD", nn.initializers.normal(0.02))
-        return from_bits(table[token_ids])
+        table = self.layout.gather(table, ("vocab", "embed"))
+        return self.layout.constrain(from_bits(table[token_ids]), *STREAM)
 
 
 class RMSNorm(nn.Module):
@@ -246,6 +250,7 @@ class SelfAttention(nn.Module):
     config: QwenConfig
     dtype: Any
     attention: Attention
+    layout: Layout
 
     def setup(self) -> None:
         self.q_proj = Linear(self.config, "D->NH", use_bias=True, dtype=self.dtype)
@@ -254,12 +259,15 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(self.config, "NH->D", dtype=self.dtype)
 
     def __call__(self, x: Array, rotary: tuple[Array, Array], segment_ids: Array) -> Array:
-        q = rotate(self.q_proj(x), rotary).astype(self.dtype)
-        k = rotate(self.k_proj(x), rotary).astype(self.dtype)
-        v = self.v_proj(x).astype(self.dtype)
+        queries = "batch", "query_sequence", "heads", "head_dim"
+        keys = "batch", "sequence", "kv_heads", "head_dim"
+        constrain = self.layout.constrain
+        q = rotate(constrain(self.q_proj(x), *queries), rotary).astype(self.dtype)
+        k = rotate(constrain(self.k_proj(x), *keys), rotary).astype(self.dtype)
+        v = constrain(self.v_proj(x), *keys).astype(self.dtype)
         with jax.named_scope("attention"):
-            heads = self.attention(q, k, v, segment_ids)
-        return self.o_proj(heads).astype(self.dtype)
+            heads = self.layout.attend(self.attention, q, k, v, segment_ids)
+        return constrain(self.o_proj(heads).astype(self.dtype), *STREAM)
 
 
 class MLP(nn.Module):
@@ -267,6 +275,7 @@ class MLP(nn.Module):
 
     config: QwenConfig
     dtype: Any
+    layout: Layout
 
     def setup(self) -> None:
         self.gate_proj = Linear(self.config, "D->F", dtype=self.dtype)
@@ -275,7 +284,8 @@ class MLP(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         gated = jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)
-        return self.down_proj(gated.astype(self.dtype)).astype(self.dtype)
+        gated = self.layout.constrain(gated.astype(self.dtype), "batch", "sequence", "mlp")
+        return self.layout.constrain(self.down_proj(gated).astype(self.dtype), *STREAM)
 
 
 class DecoderLayer(nn.Module):
@@ -284,12 +294,13 @@ class DecoderLayer(nn.Module):
     config: QwenConfig
     dtype: Any
     attention: Attention
+    layout: Layout
 
     def setup(self) -> None:
         self.input_layernorm = RMSNorm(self.config, self.dtype)
-        self.self_attn = SelfAttention(self.config, self.dtype, self.attention)
+        self.self_attn = SelfAttention(self.config, self.dtype, self.attention, self.layout)
         self.post_attention_layernorm = RMSNorm(self.config, self.dtype)
-        self.mlp = MLP(self.config, self.dtype)
+        self.mlp = MLP(self.config, self.dtype, self.layout)
 
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array
@@ -301,30 +312,49 @@ class DecoderLayer(nn.Module):
         return x, {"attn": attn, "mlp": mlp, "residual": x}
 
 
-def scan_layers(
-    layer: DecoderLayer, length: int, body: Callable, carry: Any, per_layer: Any = None
-):
-    """Runs `body(layer, carry, per_layer[k]) -> carry` for k in range(length), as one XLA loop.
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A stack of equal layers as pure functions of their stacked parameters."""
 
-    The layer's parameters gain a leading axis named "layers"; see `from_bits` for their dtype.
-    Returns the last carry.
-    """
-    if not layer.is_initializing():
-        body = nn.map_variables(
-            body, "params", trans_in_fn=lambda params: jax.tree.map(from_bits, params)
-        )
+    config: QwenConfig
+    dtype: Any
+    attention: Attention
+    layout: Layout
 
-    def step(layer: DecoderLayer, carry: Any, xs: Any) -> tuple[Any, None]:
-        return body(layer, carry, xs), None
+    @property
+    def layer(self) -> DecoderLayer:
+        return DecoderLayer(self.config, self.dtype, self.attention, self.layout, parent=None)
 
-    scan = nn.scan(
-        step,
-        variable_axes={"params": 0},
-        split_rngs={"params": True},
-        length=length,
-        metadata_params={nn.meta.PARTITION_NAME: "layers"},
-    )
-    return scan(layer, carry, per_layer)[0]
+    def init(self, key: Array, length: int) -> Any:
+        """Parameters of `length` layers: those of one with a leading axis named "layers"."""
+        stacked = jax.vmap(self._init_layer)(jax.random.split(key, length))
+        return nn.meta.add_axis(stacked, 0, {nn.meta.PARTITION_NAME: "layers"})
+
+    def _init_layer(self, key: Array) -> Any:
+        alone = dataclasses.replace(self, layout=Layout()).layer
+        nothing = jnp.zeros((1, 1), jnp.int32)
+        x = jnp.zeros((1, 1, self.config.hidden_size), self.dtype)
+        return alone.init(key, x, rotary_table(nothing, self.config), nothing)["params"]
+
+    def scan(self, params: Any, body: Callable, carry: Any, per_layer: Any = None) -> Any:
+        """Runs `body(layer_k, carry, per_layer[k]) -> carry` over the layers, as one XLA loop.
+
+        `layer_k(x, rotary, segment_ids)` is layer k with its parameters. Returns the last carry.
+        """
+        boxed = jax.eval_shape(self._init_layer, jax.random.key(0))
+        axes = jax.tree.map(lambda box: box.names, boxed, is_leaf=_is_boxed)
+
+        def step(carry: Any, xs: Any) -> tuple[Any, None]:
+            params, per_layer = xs
+            gathered = jax.tree.map(self.layout.gather, params, axes)
+            own = {"params": jax.tree.map(from_bits, gathered)}
+            return body(lambda *inputs: self.layer.apply(own, *inputs), carry, per_layer), None
+
+        return jax.lax.scan(step, carry, (params, per_layer))[0]
+
+
+def _is_boxed(x: Any) -> bool:
+    return isinstance(x, nn.LogicallyPartitioned)
 
 
 class Qwen2(nn.Module):
@@ -333,45 +363,50 @@ class Qwen2(nn.Module):
     config: QwenConfig
     dtype: Any = jnp.float32
     attention: Attention = blocked_attention
+    layout: Layout = Layout()
 
-    def setup(self) -> None:
-        self.embed_tokens = Embedding(self.config, self.dtype)
-        self.layers = DecoderLayer(self.config, self.dtype, self.attention)
-        self.norm = RMSNorm(self.config, self.dtype)
-        self.lm_head = Linear(self.config, "D->V", dtype=self.dtype)
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
 
+    @nn.compact
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> Array:
         """All (B, T) int32. Returns logits (B, T, V), float32; those of padding mean nothing."""
+        decoder = Decoder(self.config, self.dtype, self.attention, self.layout)
+        params = self.param("layers", decoder.init, self.num_layers)
         rotary = rotary_table(positions, self.config)
 
-        def block(layer: DecoderLayer, x: Array, _: None) -> Array:
+        def block(layer: Callable, x: Array, _: None) -> Array:
             return layer(x, rotary, segment_ids)[0]
 
-        x = self.embed_tokens(token_ids)
-        x = scan_layers(self.layers, self.config.num_hidden_layers, block, x)
-        return self.lm_head(self.norm(x))
+        x = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")(token_ids)
+        x = decoder.scan(params, block, x)
+        x = RMSNorm(self.config, self.dtype, name="norm")(x)
+        return Linear(self.config, "D->V", dtype=self.dtype, name="lm_head")(x)
 
 
 def weight_table(model: nn.Module) -> dict[tuple[str, ...], WeightSpec]:
     """Parameter path -> shape, logical axes and checkpoint tensors, for every weight of `model`.
 
-    Works for any module that follows this file's naming; nothing is computed or allocated.
+    Works for any module that follows this file's naming; nothing is computed or allocated. Layers
+    beyond `model.num_layers`, which even out the stages of a pipeline, have no checkpoint tensors.
     """
-    token_ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    abstract = jax.eval_shape(model.init, jax.random.key(0), token_ids, token_ids, token_ids)
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    alone = model.clone(layout=Layout(), parent=None)
+    abstract = jax.eval_shape(alone.init, jax.random.key(0), tokens, tokens, tokens)
     return {
         path: WeightSpec(
             shape=boxed.value.shape,
             axes=boxed.names,
-            hf_names=_hf_names(path, boxed.value.shape, model.config.tie_word_embeddings),
+            hf_names=_hf_names(path, model.num_layers, model.config.tie_word_embeddings),
         )
         for path, boxed in flatten_dict(abstract["params"]).items()
     }
 
 
-def _hf_names(path: tuple[str, ...], shape: tuple[int, ...], tied: bool) -> tuple[str, ...]:
+def _hf_names(path: tuple[str, ...], num_layers: int, tied: bool) -> tuple[str, ...]:
     if path[0] == "layers":
-        return tuple(f"model.layers.{k}.{'.'.join(path[1:])}" for k in range(shape[0]))
+        return tuple(f"model.layers.{k}.{'.'.join(path[1:])}" for k in range(num_layers))
     if path[0] == "lm_head":
         return ("model.embed_tokens.weight" if tied else "lm_head.weight",)
     return (f"model.{'.'.join(path)}",)

@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-# (q BTNH, k BTKH, v BTKH, segment_ids BT int32) -> BTNH in q's dtype. Query head n reads key/value
-# head n // (N / K); a token sees the tokens of its own segment that are not after it.
-Attention = Callable[[Array, Array, Array, Array], Array]
+# (q BTNH, k BSKH, v BSKH, q_segments BT, k_segments BS, first_query) -> BTNH in q's dtype.
+# Query head n reads key/value head n // (N / K). The queries are the T tokens of the row from
+# `first_query` on (an int or a traced scalar), the keys are the whole row. A token sees the tokens
+# of its own segment that are not after it.
+Attention = Callable[[Array, Array, Array, Array, Array, int | Array], Array]
 
 QUERY_BLOCK = 128
 
@@ -31,34 +33,10 @@ def einsum(equation: str, x: Array, y: Array) -> Array:
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
-def dense_attention(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
-    """Attention with all (T, T) scores at once; the reference for tests. See `Attention`."""
-    return _attend(q, k, v, segment_ids, segment_ids, first_query=0)
-
-
-def blocked_attention(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
-    """Attention in blocks of `QUERY_BLOCK` queries. See `Attention`."""
-    length = q.shape[1]
-    blocks = []
-    for start in range(0, length, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, length)
-        queries = slice(start, stop)
-        blocks.append(
-            _attend(
-                q[:, queries],
-                k[:, :stop],
-                v[:, :stop],
-                segment_ids[:, queries],
-                segment_ids[:, :stop],
-                first_query=start,
-            )
-        )
-    return jnp.concatenate(blocks, axis=1)
-
-
-def _attend(
-    q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array, first_query: int
+def dense_attention(
+    q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array, first_query: int | Array
 ) -> Array:
+    """Attention with all (T, S) scores at once; the reference for tests. See `Attention`."""
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
     grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
@@ -69,3 +47,29 @@ def _attend(
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = einsum("BKGTS,BSKH->BTKGH", probabilities, v)
     return out.reshape(batch, queries, heads, head_dim).astype(q.dtype)
+
+
+def blocked_attention(
+    q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array, first_query: int | Array
+) -> Array:
+    """Attention in blocks of `QUERY_BLOCK` queries. See `Attention`.
+
+    Where `first_query` is known when compiling, later keys are not read; otherwise they are masked.
+    """
+    length = q.shape[1]
+    blocks = []
+    for start in range(0, length, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, length)
+        queries = slice(start, stop)
+        keys = slice(first_query + stop if isinstance(first_query, int) else None)
+        blocks.append(
+            dense_attention(
+                q[:, queries],
+                k[:, keys],
+                v[:, keys],
+                q_segments[:, queries],
+                k_segments[:, keys],
+                first_query + start,
+            )
+        )
+    return jnp.concatenate(blocks, axis=1)

@@ -1,36 +1,314 @@
-"""Devices -> Mesh, and the one table from logical axes to mesh axes.
+"""Devices -> mesh, and how arrays lie on it.
 
-Model and step name logical axes only; an axis without a rule, or whose mesh axis is absent, is
-not split.
+Model and step name logical axes only; `RULES` maps them to mesh axes, and an axis that the mesh
+lacks drops out. Users know the mesh axes pipeline, data, fsdp and model. Inside, `model` is two
+axes: `model` proper, along which attention heads are split, and `query`, along which the queries of
+a row are split where the key/value heads do not divide further; all else uses both alike.
 """
 
+import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
+import numpy as np
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from activation_extraction.attention import Attention
 from activation_extraction.errors import InputError
 
-RULES = {"batch": "data"}
-BATCH_AXES = ("batch", "sequence")
-CAPTURED_AXES = ("hooks", "batch", "sequence", "embed")
+MESH_AXES = ("pipeline", "data", "fsdp", "model")
+BOTH = ("model", "query")
+RULES: dict[str, tuple[str, ...]] = {
+    # of weights
+    "layers": ("pipeline",),
+    "embed": ("fsdp",),
+    "heads": ("model",),
+    "kv_heads": ("model",),
+    "mlp": BOTH,
+    "vocab": BOTH,
+    # of activations
+    "stage": ("pipeline",),
+    "batch": ("data", "fsdp"),
+    "query_sequence": ("query",),
+    "captured_sequence": BOTH,
+    "leaving_sequence": (*BOTH, "pipeline"),
+}
+DEFAULT_3D_DEVICES = 64
+DEFAULT_3D_AXES = ("pipeline", "data", "model")
+DEFAULT_2D_AXES = ("data", "model")
 
 
-def build_mesh(data_parallel: bool, batch_size: int) -> Mesh:
-    """All local devices along `data`, or the first device alone.
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the rules. Without a mesh (one device, shapes only) nothing is constrained."""
 
-    Raises InputError when the rows do not divide among the devices.
+    mesh: Mesh | None = None
+
+    def size(self, *axes: str) -> int:
+        """Devices along these mesh axes together; 1 for axes that are absent."""
+        shape = {} if self.mesh is None else self.mesh.shape
+        return math.prod(shape.get(axis, 1) for axis in axes)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Mesh axis -> size, `model` as the user knows it."""
+        sizes = {} if self.mesh is None else dict(self.mesh.shape)
+        if "query" in sizes:
+            sizes["model"] *= sizes.pop("query")
+        return sizes
+
+    def spec(
+        self, axes: Sequence[str], shape: Sequence[int] | None = None, without: str | None = None
+    ) -> PartitionSpec:
+        """How an array with these logical axes is split. `without` leaves one mesh axis out.
+
+        With `shape`, a dimension that does not divide is not split.
+        """
+        present = self.mesh.axis_names if self.mesh is not None else ()
+        entries: list[tuple[str, ...] | None] = []
+        for position, axis in enumerate(axes):
+            names = tuple(a for a in RULES.get(axis, ()) if a in present and a != without)
+            divides = shape is None or shape[position] % self.size(*names) == 0
+            entries.append(names if names and divides else None)
+        return PartitionSpec(*entries)
+
+    def sharding(self, axes: Sequence[str], shape: Sequence[int]) -> NamedSharding:
+        """`spec` on the mesh, for arrays that come in or go out."""
+        assert self.mesh is not None
+        return NamedSharding(self.mesh, self.spec(axes, shape))
+
+    def constrain(self, x: Array, *axes: str, without: str | None = None) -> Array:
+        """Says how `x` lies on the mesh at this point of the computation."""
+        if self.mesh is None or self.mesh.size == 1:
+            return x
+        spec = self.spec(axes, x.shape, without)
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    def gather(self, weight: Array, axes: Sequence[str]) -> Array:
+        """A weight just before its use: complete along fsdp, split as before along the rest."""
+        return weight if self.size("fsdp") == 1 else self.constrain(weight, *axes, without="fsdp")
+
+    def attend(
+        self, attention: Attention, q: Array, k: Array, v: Array, segment_ids: Array
+    ) -> Array:
+        """Runs `attention` on every device with its own rows, heads and queries."""
+        if self.mesh is None or self.mesh.size == 1:
+            return attention(q, k, v, segment_ids, segment_ids, 0)
+
+        def local(q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array) -> Array:
+            split = self.size("query") > 1
+            first = lax.axis_index("query") * q.shape[1] if split else 0
+            return attention(q, k, v, q_segments, k_segments, first)
+
+        queries = self.spec(("batch", "query_sequence", "heads", "head_dim"))
+        keys = self.spec(("batch", "sequence", "kv_heads", "head_dim"))
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(
+                queries,
+                keys,
+                keys,
+                self.spec(("batch", "query_sequence")),
+                self.spec(("batch", "sequence")),
+            ),
+            out_specs=queries,
+            check_vma=False,
+        )(q, k, v, segment_ids, segment_ids)
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """How rows come from the hosts and activations go back to them.
+
+    The mesh has the same devices in the same order as the layout's, as hosts x devices of a host,
+    so that one program uses both. Each host feeds its own rows and receives the activations of its
+    own rows, from every device another part of the sequence.
     """
-    devices = jax.local_devices() if data_parallel else jax.local_devices()[:1]
-    if batch_size % len(devices):
-        raise InputError(
-            f"--batch_size {batch_size}: not a multiple of the {len(devices)} local devices "
-            "(--no_data_parallel uses one)"
+
+    mesh: Mesh
+
+    @property
+    def hosts(self) -> int:
+        return self.mesh.shape["host"]
+
+    def incoming(self) -> NamedSharding:
+        """Of arrays whose first axis is the rows of all hosts."""
+        return NamedSharding(self.mesh, PartitionSpec("host"))
+
+    def outgoing(self, length: int) -> NamedSharding:
+        """Of activations (hooks, rows of all hosts, T, D)."""
+        split = "device" if length % self.mesh.shape["device"] == 0 else None
+        return NamedSharding(self.mesh, PartitionSpec(None, "host", split))
+
+    def everywhere(self) -> NamedSharding:
+        """Of values that every host needs."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def feed(self, array: np.ndarray) -> Array:
+        """This host's rows -> the rows of all hosts."""
+        shape = (array.shape[0] * self.hosts, *array.shape[1:])
+        return jax.make_array_from_process_local_data(self.incoming(), array, shape)
+
+    def receive(self, activations: Array) -> np.ndarray:
+        """The activations of this host's rows, (hooks, B, T, D), as NumPy."""
+        shards = {str(shard.index): shard for shard in activations.addressable_shards}
+        parts = list(shards.values())
+        if len(parts) == 1:
+            return np.asarray(parts[0].data)
+        for part in parts:
+            part.data.copy_to_host_async()
+        shape = (*parts[0].data.shape[:2], *activations.shape[2:])
+        out = np.empty(shape, activations.dtype)
+        for part in parts:
+            out[:, :, part.index[2]] = part.data
+        return out
+
+
+def usable_devices(every: bool) -> list[Any]:
+    """All devices, those of a host together, or (not `every`) the first one of each host."""
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if every:
+        return devices
+    firsts = {device.process_index: device for device in reversed(devices)}
+    return [firsts[index] for index in sorted(firsts)]
+
+
+def host_rows(devices: Sequence[Any]) -> HostRows:
+    """Raises InputError when the hosts have different numbers of devices."""
+    counts = Counter(device.process_index for device in devices)
+    if len(set(counts.values())) > 1:
+        raise InputError(f"hosts have different numbers of devices: {dict(counts)}")
+    grid = np.array(devices, object).reshape(len(counts), -1)
+    return HostRows(Mesh(grid, ("host", "device")))
+
+
+def smallest_model_axis(
+    devices: Sequence[Any], rows: int, weights: int, captured: int, itemsize: int
+) -> int:
+    """The smallest `model` axis with which everything fits, for --mesh_type auto.
+
+    weights: number of parameters; captured: activations of one step, all hosts together. Counts
+    weights, two steps of activations, and half as much again as the activations for what lies
+    between; leaves a tenth of the memory free. 1 where devices do not tell their memory (CPU).
+    """
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    for model in range(1, len(devices) + 1):
+        data = len(devices) // model
+        if len(devices) % model == 0 and rows % data == 0:
+            need = itemsize * (weights / model + 2.5 * captured / len(devices))
+            if limit is None or need <= 0.9 * limit:
+                return model
+    return len(devices)
+
+
+def choose_shape(
+    kind: str,
+    shape: Sequence[int] | None,
+    axes: Sequence[str] | None,
+    devices: int,
+    hosts: int,
+    smallest_model: int = 1,
+) -> tuple[dict[str, int], str | None]:
+    """Mesh axis -> size for --mesh_type, --mesh_shape and --mesh_axes, and a remark or None.
+
+    smallest_model: what `auto` takes as the `model` axis, a divisor of `devices`. Raises InputError
+    when a given shape does not fit the axes or the devices.
+    """
+    dimensions = {"1d": 1, "2d": 2, "3d": 3}.get(kind)
+    if shape is not None:
+        return _explicit(shape, axes, dimensions, devices), None
+    if axes is not None and dimensions != 3:
+        raise InputError(f"--mesh_axes {','.join(axes)}: needs --mesh_shape")
+    if kind == "auto":
+        return {"data": devices // smallest_model, "model": smallest_model}, None
+    if kind == "1d":
+        return {"model": devices}, None
+    remark = None
+    if kind == "3d":
+        if devices >= DEFAULT_3D_DEVICES and devices % 16 == 0:
+            names = tuple(axes or DEFAULT_3D_AXES)
+            sizes = {name: 4 for name in names} | {"data": devices // 16}
+            return {name: sizes[name] for name in names}, None
+        remark = (
+            f"a 3d mesh needs {DEFAULT_3D_DEVICES} devices or --mesh_shape; "
+            f"{devices} device(s) become a 2d mesh"
         )
-    return Mesh(devices, ("data",))
+    data = hosts if hosts > 1 else (2 if devices >= 8 and devices % 2 == 0 else 1)
+    return {"data": data, "model": devices // data}, remark
 
 
-def sharding(mesh: Mesh, axes: Sequence[str]) -> NamedSharding:
-    """How an array with these logical axes lies on the mesh."""
-    names = [RULES.get(axis) for axis in axes]
-    return NamedSharding(mesh, PartitionSpec(*(n if n in mesh.axis_names else None for n in names)))
+def _explicit(
+    shape: Sequence[int], axes: Sequence[str] | None, dimensions: int | None, devices: int
+) -> dict[str, int]:
+    text = ",".join(map(str, shape))
+    if dimensions is not None and len(shape) != dimensions:
+        raise InputError(
+            f"--mesh_shape {text}: has {len(shape)} axes, --mesh_type has {dimensions}"
+        )
+    defaults = {1: ("model",), 2: DEFAULT_2D_AXES, 3: DEFAULT_3D_AXES}
+    names = tuple(axes or defaults.get(len(shape), MESH_AXES))
+    if len(names) != len(shape):
+        raise InputError(f"--mesh_shape {text}: has {len(shape)} axes, --mesh_axes {len(names)}")
+    if math.prod(shape) != devices:
+        fitting = "; ".join(",".join(map(str, s)) for s in _fitting_shapes(devices, len(shape)))
+        raise InputError(
+            f"--mesh_shape {text}: is {math.prod(shape)} devices, there are {devices}; "
+            f"these would fit: {fitting}"
+        )
+    return dict(zip(names, shape, strict=True))
+
+
+def _fitting_shapes(devices: int, dimensions: int, most: int = 8) -> list[tuple[int, ...]]:
+    """Factorisations of `devices`, the most even ones first."""
+    found: list[tuple[int, ...]] = []
+
+    def extend(prefix: tuple[int, ...], left: int) -> None:
+        if len(prefix) == dimensions - 1:
+            found.append((*prefix, left))
+            return
+        for factor in range(1, left + 1):
+            if left % factor == 0:
+                extend((*prefix, factor), left // factor)
+
+    extend((), devices)
+    return sorted(found, key=lambda s: (max(s) - min(s), s))[:most]
+
+
+def build_layout(devices: Sequence[Any], shape: dict[str, int], kv_heads: int) -> Layout:
+    """The mesh with these axes (in this order, first axis slowest) over the devices in order.
+
+    `model` is split into heads and queries: as many ways over heads as key/value heads allow.
+    """
+    heads = math.gcd(kv_heads, shape.get("model", 1))
+    names: list[str] = []
+    sizes: list[int] = []
+    for axis, size in shape.items():
+        names += ["model", "query"] if axis == "model" else [axis]
+        sizes += [heads, size // heads] if axis == "model" else [size]
+    return Layout(Mesh(np.array(devices, object).reshape(sizes), tuple(names)))
+
+
+def check_divisibility(layout: Layout, rows: int, length: int, sizes: dict[str, int]) -> None:
+    """Raises InputError when rows, tokens or widths do not divide among the devices.
+
+    rows: of all hosts per step; sizes: letter -> size as in the model's configuration.
+    """
+    checks = (
+        ("--batch_size, rows of all hosts together", rows, ("data", "fsdp")),
+        ("--max_seq_length", length, ("query",)),
+        ("intermediate_size", sizes["F"], BOTH),
+        ("hidden_size", sizes["D"], ("fsdp",)),
+    )
+    for what, size, axes in checks:
+        parts = layout.size(*axes)
+        if size % parts:
+            names = " x ".join(axes)
+            raise InputError(
+                f"{what}: {size} does not divide among {parts} devices ({names}); "
+                "choose another --mesh_shape or size (--no_data_parallel uses one device)"
+            )

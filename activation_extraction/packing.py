@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from activation_extraction.errors import RunError
+
 Cursor = dict[str, Any]  # JSON-compatible position in a worker's stream of samples
 
 
@@ -96,13 +98,20 @@ def longest_run(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[
 
 
 def pack(samples: Iterator[Sample], rows: int, length: int) -> Iterator[Batch]:
-    """Packs samples (each at most `length` tokens) into batches of `rows` x `length` tokens."""
+    """Packs samples (each at most `length` tokens) into batches of `rows` x `length` tokens.
+
+    When reading samples fails, those that were read are packed first; then RunError is raised.
+    """
     waiting: list[Sample] = []
     total = 0
     more = True
+    failure: RunError | None = None
     while more or waiting:
         while more and total <= rows * length:
-            sample = next(samples, None)
+            try:
+                sample = next(samples, None)
+            except RunError as error:
+                sample, failure = None, error
             if sample is None:
                 more = False
             else:
@@ -114,6 +123,8 @@ def pack(samples: Iterator[Sample], rows: int, length: int) -> Iterator[Batch]:
             del waiting[: len(places)]
             total -= batch.num_tokens
             yield batch
+    if failure is not None:
+        raise failure
 
 
 def _lay_out(

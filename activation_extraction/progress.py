@@ -34,7 +34,11 @@ class Progress:
 
     def __init__(self, max_samples: int | None) -> None:
         self.samples = self.tokens = self.steps = 0
-        self._bar = tqdm(total=max_samples, unit=" samples", desc="extracting", smoothing=0.1)
+        known = "{l_bar}{bar}| {n_fmt}/{total_fmt} samples [{elapsed}<{remaining}{postfix}]"
+        unknown = "{desc}: {n_fmt} samples [{elapsed}{postfix}]"
+        self._bar = tqdm(
+            total=max_samples, desc="extracting", bar_format=known if max_samples else unknown
+        )
 
     def advance(self, samples: int, tokens: int) -> None:
         """Counts one step."""

@@ -8,6 +8,7 @@ goes on; at most one shard is being written while the next one fills.
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -96,8 +97,9 @@ class ActivationStorage:
     holds at least one sample. `metadata` is recorded in metadata.json.
 
     Leaving the context commits what is complete, also after an exception or Ctrl-C; metadata.json
-    then says "interrupted". Raises InputError when the folder holds an extraction and `overwrite`
-    is false, StorageError when writing fails (at the next call after it did).
+    then says "interrupted", or "failed" when a shard could not be committed. Raises InputError when
+    the folder holds an extraction and `overwrite` is false, StorageError when writing fails (at the
+    next call after it did).
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class ActivationStorage:
         traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, StorageError):
-            self._writer.shutdown()
+            self._give_up()
         else:
             self.finalize(complete=error is None)
 
@@ -212,6 +214,12 @@ class ActivationStorage:
         self._pending.bytes += size
         self._pending.tokens += next(iter(records.values()))["shape"][0]
         self._last_sample = sample_idx
+
+    def _give_up(self) -> None:
+        """After a failure to commit: says so in metadata.json, if that can still be written."""
+        self._writer.shutdown()
+        with suppress(OSError):
+            self._write_metadata("failed")
 
     def finalize(self, complete: bool = True) -> None:
         """Commits every complete sample and metadata.json, and waits until all is on disk.

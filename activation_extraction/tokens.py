@@ -22,8 +22,8 @@ from tokenizers import (
     pre_tokenizers,
 )
 
-from activation_extraction.documents import DocumentStream
-from activation_extraction.errors import InputError
+from activation_extraction.documents import Document, DocumentStream
+from activation_extraction.errors import InputError, RunError
 from activation_extraction.packing import Cursor, Sample
 from activation_extraction.weights import Checkpoint
 
@@ -117,9 +117,12 @@ def samples(
     rows = iter(documents)
     while True:
         state = documents.state()
-        chunk = list(islice(rows, CHUNK_ROWS))
-        if not chunk:
-            return
+        chunk: list[Document | None] = []
+        failure: RunError | None = None
+        try:
+            chunk.extend(islice(rows, CHUNK_ROWS))
+        except RunError as error:
+            failure = error
         kept = [document for document in chunk if document is not None]
         encoded = tokenizer.encode_batch([d.text for d in kept], add_special_tokens=False)
         tokenised = [(d, e.ids[:max_tokens]) for d, e in zip(kept, encoded, strict=True) if e.ids]
@@ -136,6 +139,10 @@ def samples(
                     next_cursor={"samples": number + 1, "skip": offset + 1, "stream": state},
                 )
             number += 1
+        if failure is not None:
+            raise failure
+        if len(chunk) < CHUNK_ROWS:
+            return
 
 
 def prefetch(items: Iterator[T], depth: int) -> Iterator[T]:

@@ -6,31 +6,40 @@ safetensors files that they need. Which parameters exist is the model's knowledg
 """
 
 import dataclasses
+import functools
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+)
+from jax import lax
 from safetensors import SafetensorError, safe_open
 
 from activation_extraction.errors import InputError
+from activation_extraction.mesh import Layout
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 # Written by some exporters, recomputed by every model from rope_theta.
 IGNORED_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")
 
 Index = tuple[slice, ...]
+Shape = tuple[int, ...]
 ReadTensor = Callable[[str, Index], np.ndarray]
 
 
@@ -38,7 +47,8 @@ ReadTensor = Callable[[str, Index], np.ndarray]
 class WeightSpec:
     """One parameter: its shape, the logical axis of each dimension, and its checkpoint tensors.
 
-    A parameter whose first axis is "layers" stacks one tensor per layer; others have one tensor.
+    A parameter whose first axis is "layers" stacks one tensor per layer (zeros for layers that the
+    checkpoint does not have: a block of zeros changes nothing); others have one tensor.
     The checkpoint keeps (heads, head_dim) as one flat dimension; all else has the same layout.
     """
 
@@ -72,37 +82,35 @@ class WeightSpec:
                     f"config.json asks for {self.hf_shape}"
                 )
 
-    def assemble(self, read: ReadTensor, dtype: Any, index: Index | None = None) -> np.ndarray:
-        """The part `index` of the parameter (default: all of it) as a NumPy array of `dtype`.
+    def tensor(self, read: ReadTensor, dtype: Any, number: int, index: Index) -> np.ndarray:
+        """Part of the parameter that checkpoint tensor `number` makes up, as `dtype`.
 
-        `read(name, hf_index)` returns that part of a checkpoint tensor.
+        index: within that part, without the "layers" axis. `read(name, hf_index)` returns part of
+        a checkpoint tensor.
         """
-        bounds = [
-            part.indices(size)[:2]
-            for part, size in zip(
-                index or (slice(None),) * len(self.shape), self.shape, strict=True
-            )
-        ]
-        out = np.empty([stop - start for start, stop in bounds], dtype)
-        if not self.stacked:
-            out[...] = read(self.hf_names[0], self._hf_index(bounds)).reshape(out.shape)
-            return out
-        for row, name in zip(out, self.hf_names[slice(*bounds[0])], strict=True):
-            row[...] = read(name, self._hf_index(bounds)).reshape(row.shape)
-        return out
-
-    def _hf_index(self, bounds: list[tuple[int, int]]) -> Index:
+        axes, shape = (self.axes[1:], self.shape[1:]) if self.stacked else (self.axes, self.shape)
+        bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+        wanted = [stop - start for start, stop in bounds]
+        if number >= len(self.hf_names):
+            return np.zeros(wanted, dtype)
         merged: list[tuple[int, int]] = []
-        for axis, size, (start, stop) in zip(self.axes, self.shape, bounds, strict=True):
-            if axis == "head_dim":
-                if (start, stop) != (0, size):
-                    raise ValueError(
-                        "head_dim cannot be split: it is the inner part of a flat axis"
-                    )
-                merged[-1] = (merged[-1][0] * size, merged[-1][1] * size)
-            elif axis != "layers":
+        for axis, size, (start, stop) in zip(axes, shape, bounds, strict=True):
+            if axis != "head_dim":
                 merged.append((start, stop))
-        return tuple(slice(*bound) for bound in merged)
+            elif (start, stop) == (0, size):
+                merged[-1] = (merged[-1][0] * size, merged[-1][1] * size)
+            else:
+                raise ValueError("head_dim cannot be split: it is the inner part of a flat axis")
+        part = read(self.hf_names[number], tuple(slice(*bound) for bound in merged))
+        return part.reshape(wanted).astype(dtype, copy=False)
+
+    def assemble(self, read: ReadTensor, dtype: Any) -> np.ndarray:
+        """The whole parameter as a NumPy array of `dtype`."""
+        if not self.stacked:
+            return self.tensor(read, dtype, 0, (slice(None),) * len(self.shape))
+        everything = (slice(None),) * (len(self.shape) - 1)
+        layers = range(self.shape[0])
+        return np.stack([self.tensor(read, dtype, k, everything) for k in layers])
 
 
 class Checkpoint:
@@ -134,6 +142,13 @@ class Checkpoint:
             return path if path.is_file() else None
         try:
             return Path(hf_hub_download(self.model_path, name))
+        except (
+            LocalEntryNotFoundError
+        ) as error:  # a kind of EntryNotFoundError, but not its meaning
+            raise InputError(
+                f"--model_path {self.model_path}: no such local folder, and the hub cannot be "
+                f"reached for {name} (no network, or HF_HUB_OFFLINE)"
+            ) from error
         except EntryNotFoundError:
             return None
         except (HfHubHTTPError, HFValidationError, OSError) as error:
@@ -142,7 +157,16 @@ class Checkpoint:
                 f"--model_path {self.model_path}: no such local folder, and the hub says: {reason}"
             ) from error
 
-    @cached_property
+    def weight_files(self) -> list[Path]:
+        """The files that decide what the model computes: config.json and the checked weights."""
+        return [self.file("config.json"), *self._headers]
+
+    def tokenizer_files(self) -> list[Path]:
+        """The files that decide how text is tokenised."""
+        paths = [self.find(name) for name in TOKENIZER_FILES]
+        return [path for path in paths if path is not None]
+
+    @functools.cached_property
     def _file_of_tensor(self) -> dict[str, str] | None:
         """Tensor -> file name from the index; None when the checkpoint is a single file."""
         index = self.find(INDEX_FILE)
@@ -181,7 +205,7 @@ class Checkpoint:
                 + (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else "")
             )
 
-    @cached_property
+    @functools.cached_property
     def _headers(self) -> dict[Path, dict[str, tuple[int, ...]]]:
         return {}
 
@@ -213,22 +237,63 @@ def load_params(
     table: Mapping[tuple[str, ...], WeightSpec],
     checkpoint: Checkpoint,
     dtype: Any,
-    shardings: Mapping[tuple[str, ...], jax.sharding.Sharding],
+    layout: Layout,
     as_bits: bool = False,
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Reads every parameter into its shards, the largest first so that the peak stays low.
+    """Reads every parameter straight into its shards, layer by layer (of all stages at once).
 
-    as_bits: hand a 2-byte `dtype` over as uint16. `progress` is called with the bytes of each
-    parameter loaded. Returns the nested parameter dict.
+    A process reads only the parts that its devices hold, each once, and keeps no more than one of
+    them besides what the devices have. as_bits: hand a 2-byte `dtype` over as uint16. `progress` is
+    called with the bytes of each part loaded. Returns the nested parameter dict.
     """
+
+    def array(spec: WeightSpec, shape: Shape, axes: tuple[str, ...], numbers: range) -> jax.Array:
+        """Checkpoint tensors stacked along axis 0, or the one tensor when there is no such axis."""
+        parts: dict[str, np.ndarray] = {}
+
+        def part(index: Index | None) -> np.ndarray:
+            key = str(index)
+            if key not in parts:
+                index = index or (slice(None),) * len(shape)
+                parts[key] = load(index).view(np.uint16) if as_bits else load(index)
+            return parts[key]
+
+        def load(index: Index) -> np.ndarray:
+            if not spec.stacked:
+                return spec.tensor(checkpoint.read, dtype, 0, index)
+            wanted = numbers[index[0]]
+            return np.stack([spec.tensor(checkpoint.read, dtype, k, index[1:]) for k in wanted])
+
+        loaded = jax.make_array_from_callback(shape, layout.sharding(axes, shape), part)
+        progress(loaded.nbytes)
+        return loaded
+
+    stages = layout.size("pipeline")
     params = {}
-    for path, spec in sorted(table.items(), key=lambda item: -math.prod(item[1].shape)):
-
-        def part(index: Index | None, spec: WeightSpec = spec) -> np.ndarray:
-            array = spec.assemble(checkpoint.read, dtype, index)
-            return array.view(np.uint16) if as_bits else array
-
-        params[path] = jax.make_array_from_callback(spec.shape, shardings[path], part)
-        progress(params[path].nbytes)
+    for path, spec in table.items():
+        if not spec.stacked:
+            params[path] = array(spec, spec.shape, spec.axes, range(0))
+            continue
+        length = spec.shape[0] // stages
+        stack = _empty_stack(layout.sharding(spec.axes, spec.shape), spec.shape, dtype, as_bits)
+        for k in range(length):
+            layers = range(k, stages * length, length)  # layer k of every stage
+            row = array(spec, (stages, *spec.shape[1:]), ("stage", *spec.axes[1:]), layers)
+            stack = _put_layer(stack, row, np.int32(k))
+        params[path] = stack
     return unflatten_dict(params)
+
+
+def _empty_stack(
+    sharding: jax.sharding.Sharding, shape: Shape, dtype: Any, as_bits: bool
+) -> jax.Array:
+    kind = jnp.uint16 if as_bits else dtype
+    return jax.jit(lambda: jnp.zeros(shape, kind), out_shardings=sharding)()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_layer(stack: jax.Array, row: jax.Array, k: jax.Array) -> jax.Array:
+    """Writes layer k of every stage; row: (stages, ...)."""
+    stages = stack.reshape(row.shape[0], -1, *row.shape[1:])
+    return lax.dynamic_update_index_in_dim(stages, row, k, axis=1).reshape(stack.shape)

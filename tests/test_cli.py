@@ -89,9 +89,10 @@ def test_machines_together_store_what_one_machine_stores(inputs, tmp_path):
     assert main(*shared, "--output_dir", tmp_path / "one") == 0
     for machine in range(3):
         where = ["--machine_id", machine, "--total_machines", 3]
-        assert main(*shared, *where, "--output_dir", tmp_path / str(machine)) == 0
+        assert main(*shared, *where, "--output_dir", tmp_path / "three") == 0
     one = {record["doc_id"]: record for record in records_of(tmp_path / "one")[2]}
-    parts = [record for m in range(3) for record in records_of(tmp_path / str(m))[2]]
+    folders = [tmp_path / "three" / f"machine_{m:03d}" for m in range(3)]
+    parts = [record for folder in folders for record in records_of(folder)[2]]
     assert len({record["sample_idx"] for record in parts}) == len(parts) == len(one) == 300
     for record in parts:
         expected = one[record["doc_id"]]
@@ -115,7 +116,10 @@ def test_options_change_what_they_say(inputs, tmp_path):
     assert [record["sample_idx"] for record in found["blocks.1.hook_attn_out"]] == [*range(20)]
     assert found["blocks.1.hook_attn_out"][0]["activation"].dtype.name == "bfloat16"
     assert len(list(tmp_path.glob("*.pkl.gz"))) > 1
-    assert json.loads((tmp_path / "metadata.json").read_text())["mesh"] == {"data": 1}
+    assert json.loads((tmp_path / "metadata.json").read_text())["mesh"] == {
+        "data": 1,
+        "model": 1,
+    }
 
 
 def test_float16_overflow_is_told_and_not_stored(inputs, tmp_path, capsys):
@@ -141,7 +145,7 @@ def test_a_bad_row_on_the_way_keeps_what_came_before(inputs, texts, tmp_path, ca
     message = capsys.readouterr().err.splitlines()[-1]
     assert "line 401: not JSON" in message and "shard(s)" in message and str(out) in message
     metadata = json.loads((out / "metadata.json").read_text())
-    assert metadata["status"] == "interrupted" and 0 < metadata["samples"] < 400
+    assert metadata["status"] == "interrupted" and metadata["samples"] == 400
     assert [r["sample_idx"] for r in records_of(out)[0]] == [*range(metadata["samples"])]
 
 
@@ -293,7 +297,11 @@ BAD_REQUESTS = {
         {},
         "--machine_id 2: out of range for --total_machines 2",
     ),
-    "batch not divisible": (["--batch_size", 6], {}, "--batch_size 6: not a multiple of the 8"),
+    "batch not divisible": (
+        ["--batch_size", 7],
+        {},
+        "--batch_size, rows of all hosts together: 7 does not divide among 2 devices",
+    ),
     "two data sets": (["--dataset_name", "a/b"], {}, "--dataset_path and --dataset_name exclude"),
     "hooks named twice": (
         ["--hook_names", "*", "--layers_to_extract", 1],

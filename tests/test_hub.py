@@ -63,7 +63,7 @@ def test_model_and_streamed_data_set_from_the_hub(hub, tmp_path):
     flags += ["--dataset_config", "small", "--max_seq_length", "64", "--machine_id", "1"]
     done = run(hub, tmp_path, *flags, "--total_machines", "2")
     assert done.returncode == 0, done.stderr
-    shard = pickle.load(gzip.open(tmp_path / "out/shard_0001.pkl.gz"))
+    shard = pickle.load(gzip.open(tmp_path / "out/machine_001/shard_0001.pkl.gz"))
     # Two files of five row groups each: this machine has five of the ten groups.
     assert len(shard[10]) == 50
     assert len({record["doc_id"] for record in shard[10]}) == 50

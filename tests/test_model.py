@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 
 from activation_extraction.attention import blocked_attention, dense_attention
 from activation_extraction.errors import InputError
-from activation_extraction.mesh import build_mesh, sharding
+from activation_extraction.mesh import build_layout
 from activation_extraction.weights import Checkpoint, load_params
 from qwen2_jax import Qwen2, QwenConfig, convert_hf_to_jax_weights, weight_table
 from qwen2_jax_with_hooks import (
@@ -29,10 +29,8 @@ LENGTH = 150  # more than one block of queries
 
 
 def load(model, folder, dtype=jnp.float32):
-    table = weight_table(model)
-    mesh = build_mesh(data_parallel=False, batch_size=1)
-    shardings = {path: sharding(mesh, spec.axes) for path, spec in table.items()}
-    return load_params(table, Checkpoint(str(folder)), dtype, shardings)
+    layout = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
+    return load_params(weight_table(model), Checkpoint(str(folder)), dtype, layout)
 
 
 def rows(vocab_size, shape=(2, LENGTH)):
@@ -156,7 +154,9 @@ def test_blocked_attention_equals_the_dense_definition(heads, kv_heads):
     )
     segments = jnp.asarray(np.sort(chance.integers(1, 5, (2, length)), axis=1), jnp.int32)
     np.testing.assert_allclose(
-        blocked_attention(q, k, v, segments), dense_attention(q, k, v, segments), atol=2e-6
+        blocked_attention(q, k, v, segments, segments, 0),
+        dense_attention(q, k, v, segments, segments, 0),
+        atol=2e-6,
     )
 
 
@@ -173,7 +173,7 @@ def test_dense_attention_by_hand():
             weights = np.exp(scores - scores.max())
             expected[0, t, n] = weights @ v[0, seen, n // 2] / weights.sum()
     np.testing.assert_allclose(
-        dense_attention(*map(jnp.asarray, (q, k, v, segments))), expected, atol=1e-6
+        dense_attention(*map(jnp.asarray, (q, k, v, segments, segments)), 0), expected, atol=1e-6
     )
 
 

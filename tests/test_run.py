@@ -12,6 +12,7 @@ from test_model import TOLERANCE, error_of, load
 import extract_activations
 from activation_extraction import demo
 from activation_extraction.config import parse_args
+from activation_extraction.hosts import Host
 from activation_extraction.packing import Sample, pack
 from extract_activations import compile_step, main, prepare
 from qwen2_jax_with_hooks import create_model_with_hooks, hooks_matching
@@ -66,27 +67,32 @@ def test_one_compilation_for_20_batches_of_different_lengths(demo_inputs, tmp_pa
         lambda event, _, **__: compiled.append(event) if event == COMPILED else None
     )
     flags = ["--max_seq_length", 96, "--batch_size", 8, "--output_dir", tmp_path]
-    job = prepare(parse_args(arguments(demo_inputs, *flags)))
+    job = prepare(parse_args(arguments(demo_inputs, *flags)), Host())
     before = len(compiled)
     step = compile_step(job)
+    loading = len(compiled) - before  # of the weights: one small program per shape
     batches = list(job.batches)
     assert len(batches) >= 20 and len({batch.num_tokens for batch in batches}) > 10
     for batch in batches:
-        jax.block_until_ready(step(batch))
-    assert len(compiled) - before == 1
+        jax.block_until_ready(step(batch, [True, False]))
+    jax.block_until_ready(step(None, [False, False]))
+    assert len(compiled) - before == loading
 
 
-def test_rows_split_over_devices_give_the_same_values(demo_inputs, tmp_path):
+def test_devices_give_the_values_of_one_device(demo_inputs, tmp_path):
     results = []
-    for flags in (["--no_data_parallel"], ["--use_data_parallel"]):
+    for flags in (["--no_data_parallel"], ["--use_data_parallel"], ["--mesh_shape", "2,2,2"]):
         where = ["--max_seq_length", 96, "--output_dir", tmp_path / flags[0]]
-        job = prepare(parse_args(arguments(demo_inputs, *flags, *where)))
-        activations = compile_step(job)(next(job.batches))
-        assert len(activations.sharding.device_set) == job.mesh.size
-        assert len({str(s.index) for s in activations.addressable_shards}) == job.mesh.size
-        results.append(np.asarray(activations))
-    assert job.mesh.size == 8
+        job = prepare(parse_args(arguments(demo_inputs, *flags, *where)), Host())
+        activations, votes = compile_step(job)(next(job.batches), [True, False])
+        assert votes.tolist() == [1, 0]
+        devices = job.layout.mesh.size
+        assert len(activations.sharding.device_set) == devices
+        assert len({str(s.index) for s in activations.addressable_shards}) == devices
+        results.append(job.rows.receive(activations))
+    assert devices == 8
     assert error_of(results[1], results[0]) < ROUNDING
+    assert error_of(results[2], results[0]) < ROUNDING
 
 
 def test_stored_records_are_hugging_face_activations(texts, tmp_path):

@@ -161,7 +161,7 @@ def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
         "shard_0002.json",
     ]
     assert [part["file"] for part in commits(tmp_path)] == ["shard_0001.pkl.gz"]
-    assert json.loads((tmp_path / "metadata.json").read_text())["status"] == "running"
+    assert json.loads((tmp_path / "metadata.json").read_text())["status"] == "failed"
 
 
 def test_writing_is_atomic(tmp_path):

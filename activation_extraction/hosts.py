@@ -1,0 +1,187 @@
+"""Many processes as one run: start, agreement, and what ends a process that is stuck.
+
+`jax.distributed` joins the processes of a pod. Before anything expensive they compare digests of
+all that must be the same. During the run a watchdog ends a process whose steps do not finish, and a
+small helper tells what to do when JAX ends this process because another one died.
+"""
+
+import faulthandler
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from activation_extraction.errors import InputError, RunError
+
+log = logging.getLogger("extract_activations")
+
+SAMPLED_BYTES = 1 << 20  # of the beginning and the end of a large file
+
+
+@dataclass(frozen=True)
+class Host:
+    """This process among those of the run."""
+
+    id: int = 0
+    count: int = 1
+
+    @property
+    def several(self) -> bool:
+        return self.count > 1
+
+
+def join(
+    coordinator: str | None,
+    host_id: int | None,
+    num_hosts: int | None,
+    connect_seconds: int,
+    heartbeat_seconds: int,
+) -> Host:
+    """Starts jax.distributed; all three are None where JAX finds them itself (as on Cloud TPU).
+
+    Raises InputError where JAX finds no cluster, RunError when the others do not answer in time.
+    """
+    try:
+        jax.distributed.initialize(
+            coordinator_address=coordinator,
+            num_processes=num_hosts,
+            process_id=host_id,
+            initialization_timeout=connect_seconds,
+            heartbeat_timeout_seconds=heartbeat_seconds,
+        )
+    except ValueError as error:
+        raise InputError(
+            "--multihost: no pod was found (Cloud TPU, GKE, Slurm); give --coordinator_address, "
+            f"--host_id and --num_hosts ({' '.join(str(error).split())})"
+        ) from error
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise RunError(
+            f"connecting to {coordinator or 'the coordinator'} did not succeed within "
+            f"{connect_seconds} s: check that host 0 runs, that its port is reachable from here, "
+            f"and that all {num_hosts or ''} hosts were started with the same address and number "
+            f"of hosts ({reason:.200})"
+        ) from error
+    return Host(jax.process_index(), jax.process_count())
+
+
+def leave(host: Host) -> None:
+    """Waits for all hosts and ends jax.distributed, so that none leaves early."""
+    if host.several:
+        multihost_utils.sync_global_devices("end of the run")
+        jax.distributed.shutdown()
+
+
+def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
+    """For every flag: is it set on any host? All hosts must call it together."""
+    if not host.several:
+        return list(flags)
+    gathered = multihost_utils.process_allgather(np.array(flags, np.int32))
+    return [bool(value) for value in np.max(np.asarray(gathered), axis=0)]
+
+
+def agree(host: Host, fields: Mapping[str, str], problem: InputError | None) -> None:
+    """Compares `fields` (name -> content) over all hosts, and ends all when one has a problem.
+
+    All hosts must call it with the same names. Raises `problem` where it arose, and elsewhere
+    InputError with the hosts that have one, or the first field that differs and on which hosts.
+    """
+    if host.several:
+        table = {"request": problem is not None, **fields}
+        digests = [hashlib.sha256(str(value).encode()).digest() for value in table.values()]
+        mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(table), -1)
+        every = np.asarray(multihost_utils.process_allgather(mine))  # (hosts, fields, 32)
+        if problem is None:
+            _compare(list(table), every, bad=hashlib.sha256(b"True").digest())
+    if problem is not None:
+        raise problem
+
+
+def _compare(names: list[str], every: np.ndarray, bad: bytes) -> None:
+    refused = [str(i) for i, digests in enumerate(every) if digests[0].tobytes() == bad]
+    if refused:
+        raise InputError(f"host {', '.join(refused)} refused the request: see the message there")
+    for name, digests in zip(names, every.swapaxes(0, 1), strict=True):
+        groups: dict[str, list[str]] = {}
+        for number, digest in enumerate(digests):
+            groups.setdefault(digest.tobytes().hex()[:12], []).append(str(number))
+        if len(groups) > 1:
+            told = "; ".join(f"{digest} on {', '.join(who)}" for digest, who in groups.items())
+            raise InputError(f"hosts differ in {name}: digest {told}")
+
+
+def digest_files(paths: Sequence[Path]) -> str:
+    """Of names and contents; of files over 2 MiB, of their size, beginning and end."""
+    digest = hashlib.sha256()
+    for path in sorted(paths, key=lambda p: p.name):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(SAMPLED_BYTES))
+            if size > SAMPLED_BYTES:
+                file.seek(max(size - SAMPLED_BYTES, SAMPLED_BYTES))
+                digest.update(file.read())
+    return digest.hexdigest()
+
+
+class Watchdog:
+    """Ends the process, with the stack of every thread, when no step finishes for too long."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._last = time.monotonic()
+        self._done = threading.Event()
+
+    def step_finished(self) -> None:
+        self._last = time.monotonic()
+
+    def __enter__(self) -> "Watchdog":
+        self._last = time.monotonic()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+
+    def _watch(self) -> None:
+        while not self._done.wait(min(self._seconds / 4, 5.0)):
+            if time.monotonic() - self._last > self._seconds:
+                faulthandler.dump_traceback(sys.stderr, all_threads=True)
+                print(
+                    f"error: no step finished for {self._seconds:g} s (--stall_timeout); "
+                    "the stacks are above, what is committed is safe",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+
+
+@contextmanager
+def last_words(message: str) -> Iterator[None]:
+    """Prints `message` to stderr if this process dies inside the block without Python noticing.
+
+    JAX aborts a process whose peers are gone, without `finally` blocks: a helper process, waiting
+    at the other end of a pipe, outlives it for as long as it takes to say so.
+    """
+    script = "import sys; sys.stdin.read() == '.' or sys.stderr.write(sys.argv[1])"
+    helper = subprocess.Popen(
+        [sys.executable, "-S", "-c", script, f"error: {message}\n"],
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C in the terminal is not for it
+    )
+    try:
+        yield
+    finally:
+        helper.communicate(".")
