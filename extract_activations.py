@@ -62,7 +62,7 @@ from activation_extraction.mesh import (
 from activation_extraction.packing import Batch, pack
 from activation_extraction.progress import Clock, Progress
 from activation_extraction.storage import ActivationStorage, StorageError, check_output_dir
-from activation_extraction.tokens import load_tokenizer, prefetch, samples
+from activation_extraction.tokens import Prefetch, load_tokenizer, samples
 from activation_extraction.weights import Checkpoint, WeightSpec, load_params
 from qwen2_jax import Qwen2, QwenConfig, weight_table
 from qwen2_jax_with_hooks import (
@@ -75,6 +75,8 @@ from qwen2_jax_with_hooks import (
 
 BATCHES_AHEAD = 4
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
+
+AGAIN = "start all hosts again, with --overwrite or another --output_dir"
 
 log = logging.getLogger("extract_activations")
 Step = Callable[[Batch | None, Sequence[bool]], tuple[Array, Array]]
@@ -91,7 +93,7 @@ class Job:
     model: HookedQwen2
     weights: dict[tuple[str, ...], WeightSpec]
     rows: HostRows
-    batches: Iterator[Batch]
+    batches: Prefetch[Batch]
 
     @property
     def layout(self) -> Layout:
@@ -110,6 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except MemoryError as error:
+        print(f"error: out of memory on the host: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -118,23 +123,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Config) -> int:
     """One extraction from beginning to end; returns the exit status."""
     host = join_hosts(config)
-    job = prepare_together(config, host)
-    with device_errors(), last_words_of(host):
-        step = compile_step(job)
+    with last_words_of(host):
+        with device_errors():
+            job = prepare_together(config, host)
+            step = compile_step(job)
         clock = Clock()
         storage = open_storage(job)
         try:
             with storage, stop_on_signals() as stopped, Watchdog(config.stall_timeout) as watchdog:
-                extract(job, step, storage, clock, watchdog, stopped)
-                storage.finalize(complete=not stopped())
+                with device_errors():
+                    complete = extract(job, step, storage, clock, watchdog, stopped)
+                    leave(host)
+                storage.finalize(complete)
         except RunError as error:
             totals = storage.totals
             raise RunError(
                 f"{error}. Safe in {job.folder}: {totals.shards} shard(s), {totals.samples} samples"
+                + (f"; {AGAIN}" if host.several else "")
             ) from error
-        leave(host)
-    print_summary(job, storage, clock, complete=not stopped())
-    return 128 + stopped() if stopped() else 0
+    print_summary(job, storage, clock, complete)
+    return 0 if complete else 128 + (stopped() or signal.SIGTERM)
 
 
 def join_hosts(config: Config) -> Host:
@@ -180,36 +188,37 @@ def fingerprint(config: Config, job: Job | None) -> dict[str, str]:
 
 
 def prepare(config: Config, host: Host) -> Job:
-    """Checks the whole request without reading weights. Raises InputError."""
+    """Checks the whole request; what costs most, the weights, comes last. Raises InputError."""
+    folder = config.output_folder(host.id, host.count)
+    check_output_dir(folder, config.overwrite)
     if config.demo:
+        build_model(config, QwenConfig.from_hf(demo.MODEL_CONFIG), host)  # may refuse the flags
         log.info("demo: making a tiny Qwen2 model and sample documents")
         config = demo.prepare(
-            config, lambda raw: weight_table(Qwen2(QwenConfig.from_hf(raw))).values()
+            config, folder, lambda raw: weight_table(Qwen2(QwenConfig.from_hf(raw))).values()
         )
     checkpoint = Checkpoint(config.model_path)
     qwen = QwenConfig.from_file(checkpoint.file("config.json"))
-    if config.max_seq_length > qwen.max_position_embeddings:
-        raise InputError(
-            f"--max_seq_length {config.max_seq_length}: the model has "
-            f"{qwen.max_position_embeddings} positions"
-        )
     model, rows = build_model(config, qwen, host)
+    batches = open_batches(config, host, checkpoint, qwen.vocab_size)
     weights = weight_table(model)
     every = weight_table(Qwen2(qwen)).values()
     known = {name for spec in every for name in spec.hf_names} | {"lm_head.weight"}
     checkpoint.check(weights.values(), known)
-    batches = open_batches(config, host, checkpoint, qwen.vocab_size)
-    folder = config.output_folder(host.id, host.count)
-    check_output_dir(folder, config.overwrite)
     return Job(config, host, folder, checkpoint, model, weights, rows, batches)
 
 
 def build_model(config: Config, qwen: QwenConfig, host: Host) -> tuple[HookedQwen2, HostRows]:
     """The hooked model on its mesh, and how rows come to the mesh. Raises InputError."""
+    devices = usable_devices(config.use_data_parallel)
     dtype = choose_dtype(config.dtype)
     stored = dtype if config.activation_dtype == "auto" else jnp.dtype(config.activation_dtype)
     hooks = choose_hooks(config, qwen.num_hidden_layers)
-    devices = usable_devices(config.use_data_parallel)
+    if config.max_seq_length > qwen.max_position_embeddings:
+        raise InputError(
+            f"--max_seq_length {config.max_seq_length}: the model has "
+            f"{qwen.max_position_embeddings} positions"
+        )
     rows = host_rows(devices)
     total_rows = config.batch_size * rows.hosts
     model = create_model_with_hooks(qwen, hooks, dtype, stored)
@@ -220,11 +229,11 @@ def build_model(config: Config, qwen: QwenConfig, host: Host) -> tuple[HookedQwe
         devices=len(devices),
         hosts=rows.hosts,
         smallest_model=smallest_model_axis(
-            devices,
+            len(devices),
             total_rows,
-            sum(math.prod(s.shape) for s in weight_table(model).values()),
-            len(hooks) * total_rows * config.max_seq_length * qwen.hidden_size,
-            dtype.itemsize,
+            weights=sum(math.prod(spec.shape) for spec in weight_table(model).values()),
+            captured=len(hooks) * total_rows * config.max_seq_length * qwen.hidden_size,
+            itemsize=dtype.itemsize,
         ),
     )
     if remark:
@@ -252,11 +261,11 @@ def choose_hooks(config: Config, depth: int) -> tuple[Hook, ...]:
 
 def open_batches(
     config: Config, host: Host, checkpoint: Checkpoint, vocab_size: int
-) -> Iterator[Batch]:
+) -> Prefetch[Batch]:
     """This host's part of the text as packed batches, prepared in the background."""
     tokenizer = load_tokenizer(checkpoint, vocab_size)
     if config.dataset_path is not None:
-        dataset = open_files(config.dataset_path)
+        dataset = open_files(config.dataset_path, config.text_column)
     else:
         dataset = open_hub_dataset(
             str(config.dataset_name), config.dataset_config, str(config.dataset_split)
@@ -269,7 +278,13 @@ def open_batches(
         most = len(range(host.id, most, host.count))
     documents = DocumentStream(dataset, config.text_column, rank, world)
     stream = samples(documents, tokenizer, config.max_seq_length, most, rank=rank, world=world)
-    return prefetch(pack(stream, config.batch_size, config.max_seq_length), BATCHES_AHEAD)
+    batches = Prefetch(pack(stream, config.batch_size, config.max_seq_length), BATCHES_AHEAD)
+    try:
+        if batches.peek() is None and world == 1:
+            raise InputError("the data set is empty: no row has text")
+    except RunError as error:
+        raise InputError(str(error)) from error
+    return batches
 
 
 def compile_step(job: Job) -> Step:
@@ -291,7 +306,7 @@ def compile_step(job: Job) -> Step:
         return jax.ShapeDtypeStruct(whole, jnp.int32, sharding=rows.incoming())
 
     outgoing = rows.outgoing(config.max_seq_length), rows.everywhere()
-    inputs = [abstract(shape)] * 3 + [abstract((1, 2))]
+    inputs = [abstract(shape)] * 3 + [abstract((1, 3))]
     compiled = jax.jit(forward, out_shardings=outgoing).lower(params, *inputs).compile()
     log.info("compiled in %.1f s", time.perf_counter() - began)
     nothing = np.zeros(shape, np.int32)
@@ -360,15 +375,18 @@ def extract(
     clock: Clock,
     watchdog: Watchdog,
     stopped: Callable[[], int],
-) -> None:
+) -> bool:
     """Runs every batch; while one computes, the one before is copied and stored.
 
     All hosts take the same number of steps: until none has data, or any must stop. A host without
     a batch feeds empty rows. With step n goes what a host knows of step n + 2, so that the answer
-    is there when it is needed and nobody waits for it. Raises this host's failure in the end.
+    is there when it is needed and nobody waits for it. Returns whether the data came to its end;
+    raises RunError in the end when this host or another one failed.
     """
     progress = Progress(job.config.max_samples)
     failure: RunError | None = None
+    complete = True
+    job.batches.stopped = stopped
 
     def fetch() -> Batch | None:
         nonlocal failure
@@ -382,7 +400,7 @@ def extract(
 
     def settle(batch: Batch | None, activations: Array, votes: Array) -> bool:
         """Stores a step's activations; returns whether the step after the next one is wanted."""
-        nonlocal failure
+        nonlocal failure, complete
         with clock.measure("compute"):
             activations.block_until_ready()
         if batch is not None and not isinstance(failure, StorageError):
@@ -397,8 +415,11 @@ def extract(
                 progress.advance(len(batch.samples), batch.num_tokens)
                 log.debug("step %d: %d samples", progress.steps, len(batch.samples))
         watchdog.step_finished()
-        with_data, stopping = np.asarray(votes)
-        return bool(with_data) and not stopping
+        with_data, stopping, failed = np.asarray(votes)
+        if failed and failure is None:
+            failure = RunError("another host failed: see the message there")
+        complete = complete and not stopping
+        return bool(with_data) and not stopping and not failed
 
     upcoming = deque([fetch(), fetch()])
     wanted = deque(any_host(job.host, [batch is not None for batch in upcoming]))
@@ -407,8 +428,7 @@ def extract(
         while wanted and wanted.popleft():
             batch = upcoming.popleft()
             upcoming.append(fetch())
-            must_stop = bool(stopped()) or isinstance(failure, StorageError)
-            flags = upcoming[-1] is not None, must_stop
+            flags = upcoming[-1] is not None, bool(stopped()), failure is not None
             in_flight.append((batch, *step(batch, flags)))
             if len(in_flight) > 1:
                 wanted.append(settle(*in_flight.popleft()))
@@ -418,6 +438,7 @@ def extract(
         progress.close()
     if failure is not None:
         raise failure
+    return complete
 
 
 @contextmanager
@@ -460,7 +481,7 @@ def last_words_of(host: Host) -> AbstractContextManager[None]:
         return nullcontext()
     return last_words(
         f"host {host.id} ended because another host is gone (or by a crash of its own, see above); "
-        "what is committed is safe; start all hosts again, with --overwrite"
+        f"what is committed is safe; {AGAIN}"
     )
 
 

@@ -103,7 +103,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
         connect_timeout=flags.connect_timeout,
         heartbeat_timeout=flags.heartbeat_timeout,
         stall_timeout=flags.stall_timeout,
-        output_dir=flags.output_dir.expanduser(),
+        output_dir=Path(os.path.expanduser(flags.output_dir)),
         activation_dtype=flags.activation_dtype,
         shard_size_gb=flags.shard_size_gb,
         compress_shards=flags.compress_shards,
@@ -136,7 +136,7 @@ def _dataset(flags: argparse.Namespace) -> dict[str, str | None]:
     config: str | None
     split: str
     name, config, split = DEFAULT_DATASET
-    if flags.dataset_path or flags.demo:
+    if flags.dataset_path is not None or flags.demo:
         name = config = None
     elif flags.dataset_name:
         name, config = flags.dataset_name, None
@@ -158,7 +158,8 @@ CONFLICTS = {
 def _refuse_conflicts(flags: argparse.Namespace) -> None:
     for flag, others in CONFLICTS.items():
         for other in others:
-            if getattr(flags, flag) and getattr(flags, other) is not None:
+            given = getattr(flags, flag) not in (None, False)
+            if given and getattr(flags, other) is not None:
                 raise InputError(f"--{flag} and --{other} exclude each other")
     _check_hosts(flags)
     if flags.machine_id >= flags.total_machines:

@@ -23,7 +23,6 @@ from safetensors.numpy import save_file
 from tokenizers import models, pre_tokenizers, trainers
 
 from activation_extraction.config import Config
-from activation_extraction.storage import check_output_dir
 from activation_extraction.tokens import qwen2_tokenizer
 from activation_extraction.weights import SINGLE_FILE, WeightSpec
 
@@ -51,13 +50,14 @@ MODEL_CONFIG = {
 }
 
 
-def prepare(config: Config, weights_of: Callable[[dict[str, Any]], Iterable[WeightSpec]]) -> Config:
-    """Makes model and documents in `output_dir`/demo_inputs; the config that extracts from them.
+def prepare(
+    config: Config, output: Path, weights_of: Callable[[dict[str, Any]], Iterable[WeightSpec]]
+) -> Config:
+    """Makes model and documents in `output`/demo_inputs; returns the config that extracts from it.
 
-    weights_of: config.json -> the model's weights. Raises InputError as `check_output_dir` does.
+    weights_of: config.json -> the model's weights.
     """
-    check_output_dir(config.output_dir, config.overwrite)
-    folder = config.output_dir / "demo_inputs"
+    folder = output / "demo_inputs"
     model, documents = folder / "model", folder / "documents.parquet"
     model.mkdir(parents=True, exist_ok=True)
     paragraphs = _paragraphs()

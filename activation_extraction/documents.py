@@ -5,31 +5,28 @@ reported. Rows without text are not documents. ARC-AGI rows are rendered by `arc
 """
 
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import datasets
 import fsspec
 import pyarrow
+import pyarrow.parquet
 from fsspec.core import url_to_fs
 
 from activation_extraction.errors import InputError, RunError
 
 PARQUET = (".parquet",)
 JSON_LINES = (".jsonl", ".jsonl.gz")
-READ_ERRORS = (
-    InputError,
-    RunError,
-    OSError,
-    EOFError,
-    ValueError,
-    zlib.error,
-    pyarrow.ArrowException,
-)
+OTHER_COLUMNS = ("id", "train", "test")
 # Below this many pieces per worker, Parquet files are split into row groups for an even share.
 PIECES_PER_WORKER = 16
+
+
+DocId = str | int | float | None
 
 
 @dataclass(frozen=True)
@@ -37,52 +34,90 @@ class Document:
     """One row with non-empty text; `doc_id` is the row's own `id`, None when it has none."""
 
     text: str
-    doc_id: str | int | None
+    doc_id: DocId
 
 
 def open_hub_dataset(name: str, config: str | None, split: str) -> datasets.IterableDataset:
     """A streamed data set of the hub. Raises InputError with the hub's reason if there is none."""
     try:
         return datasets.load_dataset(name, config, split=split, streaming=True)
-    except (ValueError, OSError, RuntimeError) as error:
+    except Exception as error:  # whatever the hub, the network or a file format may raise
         wanted = " ".join(filter(None, (name, config, split)))
         raise InputError(f"--dataset_name {wanted}: {_one_line(error)}") from error
 
 
-def open_files(path: str) -> datasets.IterableDataset:
+def open_files(path: str, text_column: str) -> datasets.IterableDataset:
     """JSON Lines or Parquet: a file, a folder (searched recursively) or a glob, local or a URL.
 
-    Raises InputError when nothing is there, kinds are mixed, or a file is empty or no Parquet.
+    Of Parquet only the columns that are needed are read. Raises InputError when nothing is there,
+    kinds are mixed, or a file is no Parquet.
     """
-    urls = _list_files(path)
-    parquet = [url for url in urls if url.endswith(PARQUET)]
-    if parquet and len(parquet) < len(urls):
-        raise InputError(f"--dataset_path {path}: holds both Parquet and JSON Lines; choose one")
-    # Reading local files must not call the hub (which waits for seconds without a network).
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     try:
+        urls = _list_files(path)
+        parquet = [url for url in urls if url.endswith(PARQUET)]
+        if parquet and len(parquet) < len(urls):
+            raise InputError(
+                f"--dataset_path {path}: holds both Parquet and JSON Lines; choose one"
+            )
+        pieces: dict[str, Any] = {"urls": urls}
         if parquet:
-            return datasets.load_dataset("parquet", data_files=urls, split="train", streaming=True)
-        return datasets.IterableDataset.from_generator(_json_lines, gen_kwargs={"urls": urls})
-    except (ValueError, OSError, pyarrow.ArrowException) as error:
+            groups = [(url, n) for url in urls for n in range(_row_groups(url))]
+            if not groups:
+                raise InputError(f"--dataset_path {path}: is empty: no rows")
+            pieces = {
+                "urls": [url for url, _ in groups],
+                "groups": [n for _, n in groups],
+                "text_column": text_column,
+            }
+        rows = _parquet_rows if parquet else _json_lines
+        return datasets.IterableDataset.from_generator(rows, gen_kwargs=pieces)
+    except InputError:
+        raise
+    except Exception as error:  # whatever a file system may raise
         raise InputError(f"--dataset_path {path}: {_one_line(error)}") from error
 
 
 def _list_files(path: str) -> list[str]:
-    try:
-        fs, root = url_to_fs(path)
-        if fs.isfile(root):
-            found = [root]
-        else:
-            found = fs.glob(root) if any(c in root for c in "*?[") else fs.find(root)
-    except (ValueError, ImportError, OSError) as error:
-        raise InputError(f"--dataset_path {path}: {_one_line(error)}") from error
-    known = sorted(name for name in found if name.endswith(PARQUET + JSON_LINES))
+    fs, root = url_to_fs(path)
+    if fs.isfile(root):
+        found = [root]
+    elif any(c in root for c in "*?[") and not fs.exists(root):
+        found = fs.glob(root)
+    else:
+        found = fs.find(root)
+    # Hidden below the folder that was asked for: left-overs of editors and notebooks.
+    visible = [name for name in found if "/." not in name.removeprefix(root)]
+    known = sorted(name for name in visible if name.endswith(PARQUET + JSON_LINES))
     if not known:
         what = "has none of these files" if found else "no such file or folder"
         raise InputError(f"--dataset_path {path}: {what}: {', '.join(JSON_LINES + PARQUET)}")
     local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
     return known if local else [fs.unstrip_protocol(name) for name in known]
+
+
+def _row_groups(url: str) -> int:
+    with fsspec.open(url, "rb") as file:
+        try:
+            return pyarrow.parquet.ParquetFile(file).num_row_groups
+        except pyarrow.ArrowException as error:
+            raise InputError(f"--dataset_path {url}: {_one_line(error)}") from error
+
+
+def _parquet_rows(urls: list[str], groups: list[int], text_column: str) -> Iterator[dict[str, Any]]:
+    """The rows of these row groups (group `groups[i]` of file `urls[i]`)."""
+    for url, pairs in groupby(zip(urls, groups, strict=True), key=itemgetter(0)):
+        with fsspec.open(url, "rb") as file:
+            parquet = pyarrow.parquet.ParquetFile(file)
+            columns = parquet.schema_arrow.names
+            wanted = [c for c in (text_column, *OTHER_COLUMNS) if c in columns]
+            if text_column not in columns and not {"train", "test"} <= set(columns):
+                raise InputError(
+                    f"--text_column {text_column}: no such column in {url}; "
+                    f"there are {', '.join(columns)}"
+                )
+            for _, group in pairs:
+                for batch in parquet.iter_batches(256, row_groups=[group], columns=wanted):
+                    yield from batch.to_pylist()
 
 
 def _json_lines(urls: list[str]) -> Iterator[dict[str, Any]]:
@@ -96,8 +131,8 @@ def _json_lines(urls: list[str]) -> Iterator[dict[str, Any]]:
 def _json_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
-        raise RunError(f"{where}: not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{where}: not JSON: {_one_line(error)}") from error
     if not isinstance(row, dict):
         raise RunError(f"{where}: expected a JSON object, found {type(row).__name__}")
     return row
@@ -180,8 +215,8 @@ class DocumentStream:
                 self._position = self._dataset.state_dict()
                 if mine:
                     text = _text_of(row, self._text_column)
-                    yield Document(text, row.get("id")) if text else None
-        except READ_ERRORS as error:
+                    yield Document(_valid(text), _plain(row.get("id"))) if text else None
+        except Exception as error:  # as in check_dataset
             raise RunError(f"reading the data set failed: {_one_line(error)}") from error
 
 
@@ -189,7 +224,7 @@ def check_dataset(dataset: datasets.IterableDataset, text_column: str) -> None:
     """Raises InputError unless the first row can be read and has text, or is an ARC-AGI row."""
     try:
         row = next(iter(dataset), None)
-    except READ_ERRORS as error:
+    except Exception as error:  # whatever a file system or a file format may raise
         raise InputError(f"the data set cannot be read: {_one_line(error)}") from error
     if row is None:
         raise InputError("the data set is empty: it has no rows")
@@ -210,6 +245,20 @@ def _text_of(row: dict[str, Any], column: str) -> str | None:
         except (KeyError, TypeError) as error:
             raise InputError(f"a row in ARC-AGI form has no grids: {error!r}") from error
     raise InputError(f"--text_column {column}: no such column; there are {', '.join(row)}")
+
+
+def _valid(text: str) -> str:
+    """Without lone surrogates, which JSON may hold and UTF-8 may not."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _plain(doc_id: Any) -> DocId:
+    """Dates, decimals and other objects as text: a shard holds plain values only."""
+    return doc_id if doc_id is None or type(doc_id) in (str, int, float) else str(doc_id)
 
 
 def _one_line(error: Exception) -> str:

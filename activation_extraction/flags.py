@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from pathlib import Path
 from typing import Any, NoReturn
 
 from activation_extraction.errors import InputError
@@ -10,6 +9,7 @@ from activation_extraction.mesh import MESH_AXES
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
 DEFAULT_DATASET = ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")
+LARGEST = 10**9  # of any number; more is a slip of the finger
 ACTIVATION_TYPES = ("residual", "mlp", "attn")
 
 EXAMPLES = """\
@@ -36,11 +36,19 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(f"{message} (see --help)")
 
 
+def _text(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty (an unset variable?)")
+    return text
+
+
 def _integer(least: int) -> Any:
     def parse(text: str) -> int:
         value = int(text)
         if value < least:
             raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        if value > LARGEST:
+            raise argparse.ArgumentTypeError(f"{value} is more than {LARGEST}")
         return value
 
     parse.__name__ = "integer"
@@ -92,6 +100,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model_path",
+        type=_text,
         metavar="PATH",
         help="a local folder (config.json, safetensors, tokenizer) or a hub name "
         f"(default: {DEFAULT_MODEL})",
@@ -130,20 +139,28 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("text")
     name, config, split = DEFAULT_DATASET
     group.add_argument(
-        "--dataset_name", metavar="NAME", help=f"a data set of the hub, streamed (default: {name})"
+        "--dataset_name",
+        type=_text,
+        metavar="NAME",
+        help=f"a data set of the hub, streamed (default: {name})",
     )
     group.add_argument(
-        "--dataset_config", metavar="NAME", help=f"(default: {config} of the default data set)"
+        "--dataset_config",
+        type=_text,
+        metavar="NAME",
+        help=f"(default: {config} of the default data set)",
     )
-    group.add_argument("--dataset_split", metavar="NAME", help=f"(default: {split})")
+    group.add_argument("--dataset_split", type=_text, metavar="NAME", help=f"(default: {split})")
     group.add_argument(
         "--dataset_path",
+        type=_text,
         metavar="PATH",
         help="instead of a hub data set: .jsonl, .jsonl.gz or .parquet; a file, a folder or a "
         "glob, local or a URL such as gs://bucket/folder",
     )
     group.add_argument(
         "--text_column",
+        type=_text,
         default="text",
         metavar="NAME",
         help="column that holds the text (default: text); rows without it that have ARC-AGI's "
@@ -226,6 +243,7 @@ def _add_host_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--coordinator_address",
+        type=_text,
         metavar="HOST:PORT",
         help="of host 0 (default: JAX_COORDINATOR_ADDRESS or COORDINATOR_ADDRESS)",
     )
@@ -266,8 +284,8 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument(
         "--output_dir",
-        type=Path,
-        default=Path("activations"),
+        type=_text,
+        default="activations",
         metavar="FOLDER",
         help="where the shards go (default: activations)",
     )

@@ -9,6 +9,7 @@ import faulthandler
 import hashlib
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -52,28 +53,44 @@ def join(
 
     Raises InputError where JAX finds no cluster, RunError when the others do not answer in time.
     """
+    failed = (
+        f"connecting to {coordinator or 'the coordinator'} did not succeed within "
+        f"{connect_seconds} s: check that host 0 runs, that its port is reachable from here, and "
+        f"that all {num_hosts or ''} hosts were started with the same address and number of hosts"
+    )
+    if coordinator is not None and host_id:
+        _wait_for_port(coordinator, connect_seconds, failed)
     try:
-        jax.distributed.initialize(
-            coordinator_address=coordinator,
-            num_processes=num_hosts,
-            process_id=host_id,
-            initialization_timeout=connect_seconds,
-            heartbeat_timeout_seconds=heartbeat_seconds,
-        )
+        with last_words(failed):  # JAX may abort instead of raising
+            jax.distributed.initialize(
+                coordinator_address=coordinator,
+                num_processes=num_hosts,
+                process_id=host_id,
+                initialization_timeout=connect_seconds,
+                heartbeat_timeout_seconds=heartbeat_seconds,
+            )
     except ValueError as error:
         raise InputError(
             "--multihost: no pod was found (Cloud TPU, GKE, Slurm); give --coordinator_address, "
             f"--host_id and --num_hosts ({' '.join(str(error).split())})"
         ) from error
     except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise RunError(
-            f"connecting to {coordinator or 'the coordinator'} did not succeed within "
-            f"{connect_seconds} s: check that host 0 runs, that its port is reachable from here, "
-            f"and that all {num_hosts or ''} hosts were started with the same address and number "
-            f"of hosts ({reason:.200})"
-        ) from error
+        raise RunError(f"{failed} ({' '.join(str(error).split()):.200})") from error
     return Host(jax.process_index(), jax.process_count())
+
+
+def _wait_for_port(address: str, seconds: float, failed: str) -> None:
+    """Until somebody listens at HOST:PORT. Raises RunError(failed) when nobody does in time."""
+    name, port = address.rsplit(":", 1)
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((name, int(port)), timeout=min(seconds, 5)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RunError(f"{failed} ({error})") from error
+            time.sleep(0.2)
 
 
 def leave(host: Host) -> None:

@@ -170,8 +170,15 @@ class HostRows:
 
 
 def usable_devices(every: bool) -> list[Any]:
-    """All devices, those of a host together, or (not `every`) the first one of each host."""
-    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    """All devices, those of a host together, or (not `every`) the first one of each host.
+
+    Raises InputError when JAX has none on the platform that the environment asks for.
+    """
+    try:
+        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"JAX finds no devices (JAX_PLATFORMS, drivers): {reason:.200}") from error
     if every:
         return devices
     firsts = {device.process_index: device for device in reversed(devices)}
@@ -187,23 +194,20 @@ def host_rows(devices: Sequence[Any]) -> HostRows:
     return HostRows(Mesh(grid, ("host", "device")))
 
 
-def smallest_model_axis(
-    devices: Sequence[Any], rows: int, weights: int, captured: int, itemsize: int
-) -> int:
+def smallest_model_axis(devices: int, rows: int, weights: int, captured: int, itemsize: int) -> int:
     """The smallest `model` axis with which everything fits, for --mesh_type auto.
 
     weights: number of parameters; captured: activations of one step, all hosts together. Counts
     weights, two steps of activations, and half as much again as the activations for what lies
     between; leaves a tenth of the memory free. 1 where devices do not tell their memory (CPU).
     """
-    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    for model in range(1, len(devices) + 1):
-        data = len(devices) // model
-        if len(devices) % model == 0 and rows % data == 0:
-            need = itemsize * (weights / model + 2.5 * captured / len(devices))
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    for model in range(1, devices + 1):
+        if devices % model == 0 and rows % (devices // model) == 0:
+            need = itemsize * (weights / model + 2.5 * captured / devices)
             if limit is None or need <= 0.9 * limit:
                 return model
-    return len(devices)
+    return devices
 
 
 def choose_shape(

@@ -24,7 +24,7 @@ class Sample:
     sample_idx: int
     token_ids: np.ndarray  # int32, shape (tokens,)
     text_preview: str
-    doc_id: str | int | None
+    doc_id: str | int | float | None
     cursor: Cursor
     next_cursor: Cursor
 

@@ -30,7 +30,7 @@ class Record(TypedDict):
     shape: tuple[int, ...]
     text_preview: str
     token_ids: np.ndarray | None  # int32 (tokens,)
-    doc_id: str | int | None
+    doc_id: str | int | float | None
 
 
 Shard = dict[int | str, list[Record]]

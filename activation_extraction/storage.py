@@ -5,6 +5,9 @@ JSON appears. A shard without JSON does not exist. One background thread writes 
 goes on; at most one shard is being written while the next one fills.
 """
 
+import logging
+import re
+import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +26,10 @@ from activation_extraction.statistics import Statistics, merge_all
 
 FORMAT_VERSION = 1
 METADATA = "metadata.json"
+OWN_FILES = re.compile(r"\.?(metadata\.json|shard_\d{4,}\.(json|pkl|pkl\.gz))(\.tmp)?")
 GIGABYTE = 10**9
+
+log = logging.getLogger("extract_activations")
 
 Key = int | str  # of a hook in the shard: the layer, or the hook's name
 
@@ -45,47 +51,34 @@ class Totals:
     statistics: dict[Key, Statistics] = field(default_factory=dict)
 
 
-@dataclass
-class _Pending:
-    """Samples on their way into one shard."""
-
-    shard: Shard
-    cursor: Cursor | None = None  # where a run that has stored these continues
-    bytes: int = 0
-    tokens: int = 0
-
-
 def check_output_dir(folder: Path, overwrite: bool) -> None:
-    """Raises InputError unless shards can be written to `folder`. Leaves nothing behind.
+    """Raises InputError unless shards can be written to `folder`, which is not made yet.
 
     A folder that already holds an extraction is refused unless `overwrite`.
     """
     name = f"--output_dir {folder}"
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{name}: is a file, expected a folder")
-    if not overwrite and _own_files(folder):
-        raise InputError(f"{name}: already holds an extraction; --overwrite replaces it")
-    made = [p for p in (folder, *folder.parents) if not p.exists()]
-    probe = folder / ".probe.tmp"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-    except OSError as error:
-        raise InputError(f"{name}: cannot be written to: {error.strerror}") from error
-    finally:
-        if probe.exists():
-            probe.unlink()
-        for path in made:
-            if path.exists():
-                path.rmdir()
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"{name}: is a file, expected a folder")
+        if not overwrite and _own_files(folder):
+            raise InputError(f"{name}: already holds an extraction; --overwrite replaces it")
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name}: cannot be written to: {_reason(error)}") from error
 
 
 def _own_files(folder: Path) -> list[Path]:
     """The extraction's files in a folder, in an order in which they may be deleted."""
     if not folder.is_dir():
         return []
-    commits = [p for p in (folder / METADATA, *sorted(folder.glob("shard_*.json"))) if p.exists()]
-    return commits + sorted(folder.glob("shard_*.pkl*"))
+    own = [path for path in sorted(folder.iterdir()) if OWN_FILES.fullmatch(path.name)]
+    return sorted(own, key=lambda path: path.suffix != ".json")  # the commits first
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 class ActivationStorage:
@@ -122,7 +115,9 @@ class ActivationStorage:
         self._last_sample = -1
         self._cursor: Cursor | None = None
         self._shards_cut = 0
-        self._pending = self._new_pending()
+        self._pending: list[dict[Key, Record]] = []  # complete samples of the next shard
+        self._pending_bytes = 0
+        self._failure: StorageError | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
         self._writing: Future[None] | None = None
         self._finalized = False
@@ -134,7 +129,7 @@ class ActivationStorage:
                 path.unlink()
             self._write_metadata("running")
         except OSError as error:
-            raise StorageError(f"{self.folder}: {error}") from error
+            raise StorageError(f"{self.folder}: {_reason(error)}") from error
 
     def __enter__(self) -> "ActivationStorage":
         return self
@@ -145,10 +140,11 @@ class ActivationStorage:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, StorageError):
-            self._give_up()
-        else:
+        try:
             self.finalize(complete=error is None)
+        except StorageError:
+            if not isinstance(error, StorageError):
+                raise
 
     def add_batch(self, batch: Batch, activations: np.ndarray) -> None:
         """Adds every sample of a batch. activations: (hooks, B, T, D), hooks in this storage's
@@ -174,7 +170,7 @@ class ActivationStorage:
         sample_idx: int,
         text_preview: str,
         token_ids: np.ndarray | None = None,
-        doc_id: str | int | None = None,
+        doc_id: str | int | float | None = None,
     ) -> None:
         """Adds one sample's activation (tokens, hidden) at one hook.
 
@@ -207,19 +203,11 @@ class ActivationStorage:
 
     def _complete(self, sample_idx: int, records: dict[Key, Record]) -> None:
         size = sum(record["activation"].nbytes for record in records.values())
-        if self._pending.bytes and self._pending.bytes + size > self._limit:
+        if self._pending and self._pending_bytes + size > self._limit:
             self._cut_shard(partial=False)
-        for key, record in records.items():
-            self._pending.shard[key].append(record)
-        self._pending.bytes += size
-        self._pending.tokens += next(iter(records.values()))["shape"][0]
+        self._pending.append(records)
+        self._pending_bytes += size
         self._last_sample = sample_idx
-
-    def _give_up(self) -> None:
-        """After a failure to commit: says so in metadata.json, if that can still be written."""
-        self._writer.shutdown()
-        with suppress(OSError):
-            self._write_metadata("failed")
 
     def finalize(self, complete: bool = True) -> None:
         """Commits every complete sample and metadata.json, and waits until all is on disk.
@@ -231,67 +219,92 @@ class ActivationStorage:
             return
         self._finalized = True
         try:
-            if self._pending.bytes:
+            if self._pending:
                 self._cut_shard(partial=not complete)
             self._wait()
             self._write_metadata("complete" if complete else "interrupted")
         except OSError as error:
-            raise StorageError(f"{self.folder}: {error}") from error
+            self._failure = StorageError(f"{self.folder}: {_reason(error)}")
+            raise self._failure from error
         finally:
             self._writer.shutdown()
+            if self._failure is not None:
+                with suppress(OSError):
+                    self._write_metadata("failed")
         if complete and self._incomplete:
             sample, records = next(iter(self._incomplete.items()))
             missing = [key for key in self._hooks if key not in records]
             raise ValueError(f"sample {sample} has no activation for {missing}; it is not stored")
 
-    def _new_pending(self) -> _Pending:
-        return _Pending({key: [] for key in self._hooks})
-
     def _cut_shard(self, partial: bool) -> None:
         """Hands the pending samples to the writer, after the previous shard is committed."""
         self._wait()
-        pending, self._pending = self._pending, self._new_pending()
-        pending.cursor = self._cursor
+        samples, self._pending, self._pending_bytes = self._pending, [], 0
         self._shards_cut += 1
-        self._writing = self._writer.submit(self._commit, pending, self._shards_cut, partial)
+        self._writing = self._writer.submit(
+            self._commit, samples, self._cursor, self._shards_cut, partial
+        )
 
     def _wait(self) -> None:
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            writing.result()
+        """Until the shard that is being written is committed.
 
-    def _commit(self, pending: _Pending, number: int, partial: bool) -> None:
+        Raises StorageError when it, or any before it, could not be: nothing may follow it then.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._writing is not None:
+            try:
+                self._writing.result()
+            except StorageError as error:
+                self._failure = error
+                raise
+            self._writing = None
+
+    def _commit(
+        self,
+        samples: list[dict[Key, Record]],
+        cursor: Cursor | None,
+        number: int,
+        partial: bool,
+    ) -> None:
         """Runs in the writer thread: the shard file first, its JSON last."""
         path = self.folder / f"shard_{number:04d}{self._suffix}"
-        statistics = {key: _statistics(key, records) for key, records in pending.shard.items()}
-        indices = [record["sample_idx"] for record in next(iter(pending.shard.values()))]
+        shard: Shard = {key: [records[key] for records in samples] for key in self._hooks}
+        statistics = {key: _statistics(key, records) for key, records in shard.items()}
+        first = next(iter(shard.values()))
+        tokens = sum(record["shape"][0] for record in first)
         began = time.perf_counter()
         try:
-            written = write_shard(path, pending.shard, self._compress)
+            written = write_shard(path, shard, self._compress)
             seconds = time.perf_counter() - began
             commit = {
                 "format_version": FORMAT_VERSION,
                 "file": path.name,
                 "sha256": written["sha256"],
                 "bytes": written["bytes"],
-                "samples": {"first": indices[0], "last": indices[-1], "count": len(indices)},
-                "tokens": pending.tokens,
+                "samples": {
+                    "first": first[0]["sample_idx"],
+                    "last": first[-1]["sample_idx"],
+                    "count": len(first),
+                },
+                "tokens": tokens,
                 "partial": partial,
-                "cursor": pending.cursor,
+                "cursor": cursor,
                 "hooks": self._describe(statistics),
             }
             write_json(self.folder / f"shard_{number:04d}.json", commit)
         except OSError as error:
-            raise StorageError(f"{path}: {error.strerror}") from error
+            raise StorageError(f"{path}: {_reason(error)}") from error
         totals = self.totals
         totals.shards += 1
-        totals.samples += len(indices)
-        totals.tokens += pending.tokens
+        totals.samples += len(first)
+        totals.tokens += tokens
         totals.bytes += written["bytes"]
         totals.write_seconds += written["write_seconds"]
         totals.compress_seconds += seconds - written["write_seconds"]
         for key, part in statistics.items():
             totals.statistics[key] = totals.statistics[key].merge(part)
+        log.debug("%s: %d samples, %d bytes", path.name, len(first), written["bytes"])
 
     def _describe(self, statistics: Mapping[Key, Statistics]) -> list[dict[str, Any]]:
         return [

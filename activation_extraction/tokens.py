@@ -5,9 +5,9 @@ samples to skip within it, so that continuing from any sample re-reads one chunk
 """
 
 import json
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import queue
+import threading
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TypeVar
 
@@ -28,6 +28,7 @@ from activation_extraction.packing import Cursor, Sample
 from activation_extraction.weights import Checkpoint
 
 CHUNK_ROWS = 64
+CHARACTERS_PER_TOKEN = 16  # more than any text of words has
 PREVIEW_CHARACTERS = 200
 # How Qwen2 splits text before byte-level BPE (the pattern in its tokenizer.json).
 QWEN2_WORDS = (
@@ -117,18 +118,20 @@ def samples(
     rows = iter(documents)
     while True:
         state = documents.state()
+        wanted = CHUNK_ROWS if max_samples is None else min(CHUNK_ROWS, max_samples - number)
+        if wanted <= 0:
+            return
         chunk: list[Document | None] = []
         failure: RunError | None = None
         try:
-            chunk.extend(islice(rows, CHUNK_ROWS))
+            for document in islice(rows, wanted):
+                chunk.append(document)
         except RunError as error:
             failure = error
         kept = [document for document in chunk if document is not None]
-        encoded = tokenizer.encode_batch([d.text for d in kept], add_special_tokens=False)
-        tokenised = [(d, e.ids[:max_tokens]) for d, e in zip(kept, encoded, strict=True) if e.ids]
+        encoded = _encode(tokenizer, [document.text for document in kept], max_tokens)
+        tokenised = [(d, ids) for d, ids in zip(kept, encoded, strict=True) if ids]
         for offset, (document, ids) in enumerate(tokenised):
-            if max_samples is not None and number >= max_samples:
-                return
             if number >= first:
                 yield Sample(
                     sample_idx=number * world + rank,
@@ -141,17 +144,67 @@ def samples(
             number += 1
         if failure is not None:
             raise failure
-        if len(chunk) < CHUNK_ROWS:
+        if len(chunk) < wanted:
             return
 
 
-def prefetch(items: Iterator[T], depth: int) -> Iterator[T]:
-    """Yields the items of an iterator that a background thread keeps `depth` ahead.
+def _encode(tokenizer: Tokenizer, texts: list[str], max_tokens: int) -> list[list[int]]:
+    """The first `max_tokens` token ids of every text.
 
-    An exception in the iterator is raised here, in its turn.
+    Of a very long text only a beginning is tokenised. Its tokens are those of the whole text up to
+    the last two words, which the cut may have changed; when they are needed, the whole is done.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as worker:
-        pending = deque(worker.submit(next, items, None) for _ in range(depth))
-        while (item := pending.popleft().result()) is not None:
-            pending.append(worker.submit(next, items, None))
-            yield item
+    enough = CHARACTERS_PER_TOKEN * max_tokens
+    found = tokenizer.encode_batch([text[:enough] for text in texts], add_special_tokens=False)
+    for i, text in enumerate(texts):
+        if len(text) > enough:
+            words = found[i].word_ids
+            if len(words) < max_tokens or (words[max_tokens - 1] or 0) >= (words[-1] or 0) - 1:
+                found[i] = tokenizer.encode(text, add_special_tokens=False)
+    return [encoding.ids[:max_tokens] for encoding in found]
+
+
+class Prefetch(Iterator[T]):
+    """The items of an iterator, which a background thread keeps up to `depth` ahead.
+
+    An exception in the iterator is raised here, in its turn. While waiting, `stopped` is asked
+    several times a second; when it says so the iteration ends.
+    """
+
+    def __init__(
+        self, items: Iterator[T], depth: int, stopped: Callable[[], object] = lambda: False
+    ) -> None:
+        self.stopped = stopped
+        self._head: T | None = None
+        self._ready: queue.Queue[tuple[T | None, Exception | None]] = queue.Queue(depth)
+        threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True).start()
+
+    def _run(self, items: Iterator[T]) -> None:
+        try:
+            for item in items:
+                self._ready.put((item, None))
+        except Exception as error:
+            self._ready.put((None, error))
+        self._ready.put((None, None))
+
+    def peek(self) -> T | None:
+        """The next item, which stays the next one; None at the end."""
+        self._head = next(self, None)
+        return self._head
+
+    def __next__(self) -> T:
+        if self._head is not None:
+            item, self._head = self._head, None
+            return item
+        while not self.stopped():
+            try:
+                found, error = self._ready.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if error is not None:
+                raise error
+            if found is None:
+                self._ready.put((None, None))  # for whoever asks again
+                break
+            return found
+        raise StopIteration

@@ -8,6 +8,7 @@ safetensors files that they need. Which parameters exist is the model's knowledg
 import dataclasses
 import functools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -122,10 +123,12 @@ class Checkpoint:
 
     def __init__(self, model_path: str) -> None:
         self.model_path = model_path
-        self._local = Path(model_path).expanduser()
-        if self._local.is_file():
+        self._local = Path(os.path.expanduser(model_path))
+        self._revision: str | None = None  # of the hub: that of the first file, for all others
+        self._found: dict[str, Path | None] = {}
+        if os.path.isfile(self._local):
             raise InputError(f"--model_path {model_path}: is a file, expected a folder")
-        if not self._local.is_dir() and not HUB_NAME.fullmatch(model_path):
+        if not os.path.isdir(self._local) and not HUB_NAME.fullmatch(model_path):
             raise InputError(f"--model_path {model_path}: no such folder, and not a hub name")
 
     def file(self, name: str) -> Path:
@@ -137,11 +140,19 @@ class Checkpoint:
 
     def find(self, name: str) -> Path | None:
         """Local path of one file, None when the model does not have it."""
-        if self._local.is_dir():
-            path = self._local / name
-            return path if path.is_file() else None
+        if name not in self._found:
+            local = self._local / name
+            if os.path.isdir(self._local):
+                self._found[name] = local if local.is_file() else None
+            else:
+                self._found[name] = self._download(name)
+        return self._found[name]
+
+    def _download(self, name: str) -> Path | None:
         try:
-            return Path(hf_hub_download(self.model_path, name))
+            path = Path(hf_hub_download(self.model_path, name, revision=self._revision))
+            self._revision = path.parent.name  # files lie in a folder named after their commit
+            return path
         except (
             LocalEntryNotFoundError
         ) as error:  # a kind of EntryNotFoundError, but not its meaning
@@ -174,7 +185,7 @@ class Checkpoint:
             return None
         try:
             return dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{index}: not a safetensors index: {error!r}") from error
 
     def tensor_path(self, tensor: str) -> Path:

@@ -119,7 +119,8 @@ def demo_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the demo's `model` and `documents.parquet`, which tests must not change."""
     folder = tmp_path_factory.mktemp("demo")
     demo.prepare(
-        parse_args(["--demo", "--output_dir", str(folder)]),
+        parse_args(["--demo"]),
+        folder,
         lambda raw: weight_table(Qwen2(QwenConfig.from_hf(raw))).values(),
     )
     return folder / "demo_inputs"

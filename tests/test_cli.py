@@ -17,7 +17,8 @@ from conftest import make_reference
 from safetensors.numpy import load_file, save_file
 
 import extract_activations
-from activation_extraction.config import build_parser
+from activation_extraction import demo
+from activation_extraction.flags import build_parser
 
 SCRIPT = Path(extract_activations.__file__)
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -327,6 +328,40 @@ BAD_REQUESTS = {
     "empty file": (["--dataset_path", "{}/e.jsonl"], {"e.jsonl": ""}, "is empty"),
     "no Parquet": (["--dataset_path", "{}/e.parquet"], {"e.parquet": "x"}, "e.parquet"),
     "empty Parquet": (["--dataset_path", "{}/e.parquet"], {"e.parquet": ""}, "e.parquet"),
+    "only empty texts": (
+        ["--dataset_path", "{}/e.jsonl"],
+        {"e.jsonl": lines({"text": ""}, {"text": None})},
+        "no row has text",
+    ),
+    "empty name": (["--dataset_path", ""], {}, "argument --dataset_path: is empty"),
+    "empty model": (["--model_path", " "], {}, "argument --model_path: is empty"),
+    "name too long": (["--output_dir", "{}/" + 300 * "x"], {}, "cannot be written to"),
+    "mesh of too many": (
+        ["--mesh_shape", "4,4"],
+        {},
+        "there are 8; these would fit: 2,4",
+    ),
+    "mesh of other rank": (["--mesh_type", "3d", "--mesh_shape", "2,4"], {}, "has 2 axes"),
+    "mesh of words": (["--mesh_shape", "2,x"], {}, "argument --mesh_shape"),
+    "mesh axis unknown": (["--mesh_axes", "data,rows"], {}, "argument --mesh_axes"),
+    "axes without shape": (["--mesh_axes", "fsdp,data"], {}, "needs --mesh_shape"),
+    "heads of nowhere": (["--host_id", 1], {}, "--host_id: needs --multihost"),
+    "address missing": (
+        ["--multihost", "--host_id", 1, "--num_hosts", 2],
+        {},
+        "--coordinator_address: is missing",
+    ),
+    "host out of range": (
+        ["--multihost", "--coordinator_address", "a:1", "--host_id", 2, "--num_hosts", 2],
+        {},
+        "--host_id 2: out of range for --num_hosts 2",
+    ),
+    "address without port": (
+        ["--multihost", "--coordinator_address", "a", "--host_id", 0, "--num_hosts", 2],
+        {},
+        "--coordinator_address a: expected HOST:PORT",
+    ),
+    "a number too large": (["--batch_size", 10**12], {}, "is more than"),
     "no gzip": (["--dataset_path", "{}/e.jsonl.gz"], {"e.jsonl.gz": "x"}, "cannot be read"),
     "no JSON": (["--dataset_path", "{}/e.jsonl"], {"e.jsonl": "x"}, "e.jsonl line 1: not JSON"),
     "text column missing": (
@@ -366,7 +401,8 @@ def test_bad_requests_exit_2_with_one_line(name, inputs, tmp_path, capsys):
 
 
 def test_a_missing_file_of_a_sharded_checkpoint_is_named(tmp_path, capsys, inputs):
-    make_reference(tmp_path / "model", "100KB", num_key_value_heads=2)
+    make_reference(tmp_path / "model", "100KB", num_key_value_heads=2, vocab_size=300)
+    demo.write_tokenizer(tmp_path / "model", [])
     parts = sorted((tmp_path / "model").glob("model-*.safetensors"))
     assert len(parts) > 2
     parts[0].unlink()

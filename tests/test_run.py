@@ -74,8 +74,8 @@ def test_one_compilation_for_20_batches_of_different_lengths(demo_inputs, tmp_pa
     batches = list(job.batches)
     assert len(batches) >= 20 and len({batch.num_tokens for batch in batches}) > 10
     for batch in batches:
-        jax.block_until_ready(step(batch, [True, False]))
-    jax.block_until_ready(step(None, [False, False]))
+        jax.block_until_ready(step(batch, [True, False, False]))
+    jax.block_until_ready(step(None, [False] * 3))
     assert len(compiled) - before == loading
 
 
@@ -84,8 +84,8 @@ def test_devices_give_the_values_of_one_device(demo_inputs, tmp_path):
     for flags in (["--no_data_parallel"], ["--use_data_parallel"], ["--mesh_shape", "2,2,2"]):
         where = ["--max_seq_length", 96, "--output_dir", tmp_path / flags[0]]
         job = prepare(parse_args(arguments(demo_inputs, *flags, *where)), Host())
-        activations, votes = compile_step(job)(next(job.batches), [True, False])
-        assert votes.tolist() == [1, 0]
+        activations, votes = compile_step(job)(next(job.batches), [True, False, False])
+        assert votes.tolist() == [1, 0, 0]
         devices = job.layout.mesh.size
         assert len(activations.sharding.device_set) == devices
         assert len({str(s.index) for s in activations.addressable_shards}) == devices

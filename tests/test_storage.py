@@ -205,6 +205,33 @@ except StorageError as error:
     ]
 
 
+def test_nothing_is_committed_after_a_failed_shard(tmp_path, monkeypatch):
+    """Also when the caller goes on: what is stored stays a prefix."""
+    import activation_extraction.storage as module
+
+    original = module.write_shard
+
+    def fails_once(path, *args):
+        if path.name.startswith("shard_0002") and not (tmp_path / "failed").exists():
+            (tmp_path / "failed").touch()
+            raise OSError(28, "No space left on device")
+        return original(path, *args)
+
+    monkeypatch.setattr(module, "write_shard", fails_once)
+    storage = ActivationStorage(tmp_path, HOOKS, shard_size_gb=4e-6)
+    failures = 0
+    for sample in range(20):
+        try:
+            add(storage, sample)
+        except StorageError:
+            failures += 1
+    with pytest.raises(StorageError, match="No space left"):
+        storage.finalize()
+    assert failures and [part["file"] for part in commits(tmp_path)] == ["shard_0001.pkl.gz"]
+    metadata = json.loads((tmp_path / "metadata.json").read_text())
+    assert (metadata["status"], metadata["samples"]) == ("failed", 3)
+
+
 def test_an_exception_commits_what_is_complete(tmp_path):
     with pytest.raises(RuntimeError, match="elsewhere"):
         with ActivationStorage(tmp_path, HOOKS) as storage:
@@ -256,13 +283,17 @@ def test_an_existing_extraction_is_kept_unless_overwritten(tmp_path):
     with pytest.raises(InputError, match="already holds an extraction; --overwrite"):
         ActivationStorage(tmp_path, HOOKS)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    (tmp_path / "notes.txt").write_text("mine")
+    for name in ("notes.txt", "shard_notes.json", "shard_0001.pkl.bak"):
+        (tmp_path / name).write_text("mine")
+    (tmp_path / ".shard_0009.pkl.gz.tmp").write_text("left over by a killed run")
     fill(tmp_path, count=2, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "metadata.json",
         "notes.txt",
         "shard_0001.json",
+        "shard_0001.pkl.bak",
         "shard_0001.pkl.gz",
+        "shard_notes.json",
     ]
 
 

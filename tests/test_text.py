@@ -1,5 +1,6 @@
 """Documents and samples: formats, splitting between machines, continuing from a cursor."""
 
+import datetime
 import gzip
 import json
 import shutil
@@ -15,7 +16,8 @@ from transformers import AutoTokenizer
 from activation_extraction import tokens
 from activation_extraction.documents import DocumentStream, arc_prompt, open_files
 from activation_extraction.errors import InputError, RunError
-from activation_extraction.tokens import load_tokenizer, prefetch, samples
+from activation_extraction.packing import pack
+from activation_extraction.tokens import Prefetch, load_tokenizer, samples
 from activation_extraction.weights import Checkpoint
 
 
@@ -46,7 +48,7 @@ def write_files(folder, count, kind, rows_per_file=13):
 
 
 def texts_of(path, rank=0, world=1, column="text"):
-    stream = DocumentStream(open_files(str(path)), column, rank, world)
+    stream = DocumentStream(open_files(str(path), column), column, rank, world)
     return [document.text for document in stream if document is not None]
 
 
@@ -65,7 +67,7 @@ def test_sample_indices_are_unique_over_machines_and_ids_are_kept(tmp_path, toke
     write_files(tmp_path / "data", 3, "parquet")
     found = {}
     for rank in range(7):
-        stream = DocumentStream(open_files(str(tmp_path / "data")), "text", rank, 7)
+        stream = DocumentStream(open_files(str(tmp_path / "data"), "text"), "text", rank, 7)
         for sample in samples(stream, tokenizer, 64, rank=rank, world=7):
             assert sample.sample_idx not in found and sample.sample_idx % 7 == rank
             found[sample.sample_idx] = sample
@@ -86,7 +88,7 @@ def test_continuing_at_every_sample_twice_in_a_row(tmp_path, tokenizer, kind, wo
     rank = min(world - 1, 2)
 
     def part(start=None):
-        stream = DocumentStream(open_files(str(tmp_path / "data")), "text", rank, world)
+        stream = DocumentStream(open_files(str(tmp_path / "data"), "text"), "text", rank, world)
         start = json.loads(json.dumps(start))
         return list(samples(stream, tokenizer, 64, rank=rank, world=world, start=start))
 
@@ -102,7 +104,7 @@ def test_continuing_at_every_sample_twice_in_a_row(tmp_path, tokenizer, kind, wo
 
 def test_samples_are_cut_counted_and_limited(texts, tokenizer):
     path = texts([{"text": f"{n} " * 50} for n in range(20)])
-    stream = DocumentStream(open_files(str(path)), "text")
+    stream = DocumentStream(open_files(str(path), "text"), "text")
     found = list(samples(stream, tokenizer, max_tokens=30, max_samples=7))
     assert [sample.sample_idx for sample in found] == list(range(7))
     for n, sample in enumerate(found):
@@ -120,7 +122,7 @@ def test_rows_need_not_have_equal_columns_or_types(texts):
     path = texts(rows)
     with open(path, "a") as file:
         file.write('\n   \n{"text": "c"}')
-    found = list(DocumentStream(open_files(str(path)), "text"))
+    found = list(DocumentStream(open_files(str(path), "text"), "text"))
     assert [document and (document.text, document.doc_id) for document in found] == [
         ("a", 1),
         None,
@@ -174,7 +176,7 @@ def test_a_bad_row_on_the_way_names_the_place(texts, line, named):
     path = texts([{"text": "a"}, {"text": "b"}])
     with open(path, "a") as file:
         file.write(line + "\n")
-    stream = iter(DocumentStream(open_files(str(path)), "text"))
+    stream = iter(DocumentStream(open_files(str(path), "text"), "text"))
     assert next(stream).text == "a" and next(stream).text == "b"
     with pytest.raises(RunError, match=named):
         next(stream)
@@ -228,15 +230,86 @@ def test_prefetch_runs_ahead_and_raises_in_turn():
         ended.wait()
         raise RunError("source broke")
 
-    items = prefetch(numbers(), depth=6)
-    got = [next(items)]
+    items = Prefetch(numbers(), depth=6)
+    assert items.peek() == 0
     while len(produced) < 6:  # without anything more being asked for
         time.sleep(0.001)
     ended.set()
+    got = []
     with pytest.raises(RunError, match="source broke"):
         for item in items:
             got.append(item)
     assert got == list(range(6))
+
+
+def test_prefetch_ends_when_stopped_while_the_source_hangs():
+    def hangs():
+        yield 1
+        threading.Event().wait()
+
+    items = Prefetch(hangs(), depth=2)
+    assert next(items) == 1
+    items.stopped = lambda: True
+    assert next(items, "ended") == "ended"
+
+
+@pytest.mark.parametrize("bad_line", [2, 21, 65, 130])
+def test_everything_before_a_bad_row_is_kept(texts, tokenizer, bad_line):
+    lines = [json.dumps({"text": f"text {n}"}) for n in range(200)]
+    path = texts([])
+    path.write_text("\n".join([*lines[: bad_line - 1], "{", *lines[bad_line - 1 :]]))
+
+    def batches(max_samples=None):
+        stream = DocumentStream(open_files(str(path), "text"), "text")
+        return pack(samples(stream, tokenizer, 32, max_samples), rows=2, length=32)
+
+    got = []
+    with pytest.raises(RunError, match=f"line {bad_line}: not JSON"):
+        for batch in batches():
+            got += [placed.sample.sample_idx for placed in batch.samples]
+    assert got == list(range(bad_line - 1))
+    before = sum(len(batch.samples) for batch in batches(max_samples=bad_line - 1))
+    assert before == bad_line - 1  # and a limit before it never meets it
+
+
+def test_odd_parquet_files_are_read_as_they_are(tmp_path):
+    """Names with brackets, columns that differ in type or are null, files without rows."""
+    folder = tmp_path / "with space [1]"
+    folder.mkdir()
+
+    def write(name, **columns):
+        pyarrow.parquet.write_table(pyarrow.table(columns), folder / name)
+
+    write("a[1].parquet", text=["bracket"], id=[1])
+    write("a1.parquet", text=["other"], id=["x"], extra=[{"deep": [1]}])
+    write("b.parquet", text=pyarrow.nulls(2), id=[2, 3])
+    write("c.parquet", text=pyarrow.array([], pyarrow.string()))
+    write("d.parquet", text=["dated"], id=[datetime.date(2020, 1, 2)])
+    (folder / ".hidden").mkdir()
+    write(".hidden/e.parquet", text=["not this"])
+    found = [d for d in DocumentStream(open_files(str(folder), "text"), "text") if d]
+    assert sorted((d.text, d.doc_id) for d in found) == [
+        ("bracket", 1),
+        ("dated", "2020-01-02"),
+        ("other", "x"),
+    ]
+    assert texts_of(folder / "a[1].parquet") == ["bracket"]
+
+
+def test_lone_surrogates_do_not_stop_the_run(texts, tokenizer):
+    path = texts([{"text": "bad \ud800 x"}, {"text": "pair \ud83d\ude42"}])
+    stream = DocumentStream(open_files(str(path), "text"), "text")
+    assert [s.text_preview for s in samples(stream, tokenizer, 32)] == ["bad \ufffd x", "pair 🙂"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["word " * 9000, "é" * 9000, "x" * 9000, " " * 9000 + "end", "ab\n" * 9000, "a\u0301" * 9000],
+)
+def test_a_long_text_has_the_tokens_of_the_whole(tokenizer, text):
+    for most in (1, 7, 64, 400):
+        expected = tokenizer.encode(text, add_special_tokens=False).ids[:most]
+        assert tokens._encode(tokenizer, [text], most) == [expected]
 
 
 def test_few_pieces_are_read_by_few_workers(tmp_path):

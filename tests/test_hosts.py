@@ -1,0 +1,261 @@
+"""Several real processes as one run, as on a TPU pod, and what happens when one misbehaves."""
+
+import gzip
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import extract_activations
+
+SCRIPT = Path(extract_activations.__file__)
+
+
+class Pod:
+    """Processes that were started together; their exit statuses and what they printed."""
+
+    def __init__(self, folder, hosts, devices, *flags, only=None, through_environment=False):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+        self.logs = [folder / f"host_{i}.log" for i in range(hosts)]
+        self.processes = {}
+        for i in range(hosts) if only is None else only:
+            own = flags[i] if flags and isinstance(flags[0], list) else flags
+            where = {"COORDINATOR_ADDRESS": self.address, "HOST_ID": i, "NUM_HOSTS": hosts}
+            environment = os.environ | {
+                "JAX_PLATFORMS": "cpu",
+                "JAX_NUM_CPU_DEVICES": str(devices),
+                "PYTHONUNBUFFERED": "1",
+            }
+            command = [sys.executable, str(SCRIPT), "--multihost", *map(str, own)]
+            if through_environment:
+                environment |= {name: str(value) for name, value in where.items()}
+            else:
+                for name, value in where.items():
+                    command += [f"--{name.lower()}", str(value)]
+            with open(self.logs[i], "w") as log:
+                self.processes[i] = subprocess.Popen(
+                    command, env=environment, stdout=log, stderr=subprocess.STDOUT
+                )
+
+    def wait(self, seconds=100):
+        deadline = time.monotonic() + seconds
+        try:
+            return [
+                process.wait(max(deadline - time.monotonic(), 0.1))
+                for process in self.processes.values()
+            ]
+        finally:
+            for process in self.processes.values():
+                process.kill()
+
+    def text(self, host):
+        return self.logs[host].read_text(errors="replace")
+
+    def wait_for(self, path, seconds=120):
+        """Until a file is there."""
+        deadline = time.monotonic() + seconds
+        while not path.exists():
+            assert time.monotonic() < deadline, [self.text(i) for i in self.processes]
+            time.sleep(0.02)
+
+
+def flags_for(demo_inputs, output, *more):
+    return [
+        *("--model_path", demo_inputs / "model"),
+        *("--dataset_path", demo_inputs / "documents.parquet"),
+        *("--max_seq_length", 64, "--layers_to_extract", 1, 3, "--output_dir", output),
+        *more,
+    ]
+
+
+def stored(output):
+    """(folder name, layer) -> records."""
+    found = {}
+    for path in sorted(output.glob("machine_*/shard_*.pkl.gz")):
+        for layer, records in pickle.load(gzip.open(path)).items():
+            found.setdefault((path.parent.name, layer), []).extend(records)
+    return found
+
+
+@pytest.fixture(scope="session")
+def alone(demo_inputs, tmp_path_factory):
+    """What one process with one device stores: (layer, doc_id) -> activation."""
+    out = tmp_path_factory.mktemp("alone")
+    flags = flags_for(demo_inputs, out, "--overwrite", "--no_data_parallel")
+    assert extract_activations.main([str(flag) for flag in flags]) == 0
+    shard = pickle.load(gzip.open(out / "shard_0001.pkl.gz"))
+    return {
+        (layer, r["doc_id"]): r["activation"] for layer, records in shard.items() for r in records
+    }
+
+
+def check_union(output, alone, folders):
+    """Every document once, with the values that one device gives."""
+    found = stored(output)
+    assert {folder for folder, _ in found} == folders
+    for layer in (1, 3):
+        records = [r for (_, at), part in found.items() if at == layer for r in part]
+        assert len({r["sample_idx"] for r in records}) == len(records)
+        assert sorted(r["doc_id"] for r in records) == sorted(d for at, d in alone if at == layer)
+        for record in records:
+            expected = alone[layer, record["doc_id"]]
+            error = np.abs(record["activation"] - expected).max()
+            assert error / np.sqrt(np.mean(np.square(expected))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ["--mesh_type", "1d"],
+        ["--mesh_type", "2d"],
+        ["--mesh_type", "3d"],
+        ["--mesh_shape", "2,8,4", "--mesh_axes", "data,fsdp,model"],
+    ],
+    ids=["1d", "2d", "3d", "fsdp"],
+)
+def test_four_hosts_of_16_devices(demo_inputs, alone, tmp_path, mesh):
+    out = tmp_path / "out"
+    pod = Pod(tmp_path, 4, 16, *flags_for(demo_inputs, out, "--batch_size", 16, *mesh))
+    assert pod.wait() == [0] * 4, [pod.text(i) for i in range(4)]
+    check_union(out, alone, {f"machine_000_host_{i:02d}" for i in range(4)})
+    metadata = json.loads((out / "machine_000_host_00/metadata.json").read_text())
+    sizes = {"1d": {"model": 64}, "2d": {"data": 4, "model": 16}}
+    sizes["3d"] = {"pipeline": 4, "data": 4, "model": 4}
+    assert metadata["mesh"] == sizes.get(mesh[1], {"data": 2, "fsdp": 8, "model": 4})
+
+
+def test_two_machines_of_two_hosts(demo_inputs, alone, tmp_path):
+    for machine in range(2):
+        (tmp_path / str(machine)).mkdir()
+        where = ["--machine_id", machine, "--total_machines", 2]
+        flags = flags_for(demo_inputs, tmp_path / "out", *where)
+        pod = Pod(tmp_path / str(machine), 2, 4, *flags, through_environment=True)
+        assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
+    names = {f"machine_{m:03d}_host_{h:02d}" for m in range(2) for h in range(2)}
+    check_union(tmp_path / "out", alone, names)
+
+
+def test_uneven_ends_and_a_host_without_data(demo_inputs, texts, tmp_path):
+    """One row for host 0, none for host 1; then a limit that the two hosts share."""
+    one, many = texts([{"text": "alone"}], "a.jsonl"), texts([{"text": "x"}] * 40, "b.jsonl")
+    for path, flags, expected in ((one, [], [1, 0]), (many, ["--max_samples", 7], [4, 3])):
+        out = tmp_path / path.stem
+        options = flags_for(demo_inputs, out, "--dataset_path", path, *flags)
+        pod = Pod(tmp_path, 2, 4, *options)
+        assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
+        found = [
+            json.loads((out / f"machine_000_host_{i:02d}/metadata.json").read_text())["samples"]
+            for i in range(2)
+        ]
+        assert found == expected
+
+
+def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path):
+    flags = flags_for(demo_inputs, tmp_path / "out")
+    pod = Pod(tmp_path, 2, 2, flags, [*flags, "--batch_size", 4])
+    assert pod.wait() == [2, 2]
+    for host in range(2):
+        assert "error: hosts differ in configuration: digest" in pod.text(host)
+    model = tmp_path / "model"
+    shutil.copytree(demo_inputs / "model", model)
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (model / "model.safetensors").write_bytes(weights)
+    pod = Pod(tmp_path, 2, 2, flags, [*flags, "--model_path", model])
+    assert pod.wait() == [2, 2]
+    assert "error: hosts differ in model files: digest" in pod.text(0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_input_on_one_host_ends_all(demo_inputs, tmp_path):
+    flags = flags_for(demo_inputs, tmp_path / "out")
+    pod = Pod(tmp_path, 2, 2, flags, [*flags, "--dataset_path", tmp_path / "nothing"])
+    assert pod.wait() == [2, 2]
+    assert "error: host 1 refused the request" in pod.text(0)
+    assert "nothing: no such file or folder" in pod.text(1)
+
+
+def long_run(texts, demo_inputs, output, *more):
+    path = texts([{"text": f"row {n} " * 30} for n in range(20_000)])
+    small = ["--shard_size_gb", 3e-4, "--batch_size", 4]
+    return flags_for(demo_inputs, output, "--dataset_path", path, *small, *more)
+
+
+def test_a_failure_on_one_host_stops_all_and_keeps_what_is_stored(demo_inputs, texts, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    out = tmp_path / "out"
+    good = long_run(texts, demo_inputs, out)
+    lines = (tmp_path / "texts.jsonl").read_text().splitlines()
+    bad.write_text("\n".join([*lines[:400], "{", *lines[400:]]))
+    pod = Pod(tmp_path, 2, 2, [*good], [*good, "--dataset_path", bad])
+    assert pod.wait() == [1, 1], [pod.text(i) for i in range(2)]
+    assert "line 401: not JSON" in pod.text(1)
+    assert "another host failed" in pod.text(0) and "Safe in" in pod.text(0)
+    metadata = json.loads((out / "machine_000_host_01/metadata.json").read_text())
+    assert metadata["status"] == "interrupted" and metadata["samples"] == 200
+
+
+def test_sigterm_on_one_host_stops_all_at_the_same_step(demo_inputs, texts, tmp_path):
+    out = tmp_path / "out"
+    pod = Pod(tmp_path, 2, 2, *long_run(texts, demo_inputs, out))
+    pod.wait_for(out / "machine_000_host_01/shard_0002.json")
+    pod.processes[1].send_signal(signal.SIGTERM)
+    assert pod.wait() == [143, 143], [pod.text(i) for i in range(2)]
+    tokens = []
+    for host in range(2):
+        metadata = json.loads((out / f"machine_000_host_{host:02d}/metadata.json").read_text())
+        assert metadata["status"] == "interrupted" and 0 < metadata["samples"] < 10_000
+        assert "Traceback" not in pod.text(host)
+        tokens.append(metadata["tokens"])
+    # Rows of equal length: the same number of steps means about the same number of tokens.
+    assert abs(tokens[0] - tokens[1]) < 64
+
+
+def test_a_killed_host_takes_the_others_down_and_a_new_run_completes(
+    demo_inputs, texts, alone, tmp_path
+):
+    out = tmp_path / "out"
+    flags = long_run(texts, demo_inputs, out, "--heartbeat_timeout", 10)
+    pod = Pod(tmp_path, 4, 2, *flags)
+    pod.wait_for(out / "machine_000_host_03/shard_0001.json")
+    pod.processes[2].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    statuses = pod.wait()
+    assert time.monotonic() - began < 60
+    assert statuses[2] == -signal.SIGKILL and all(statuses)
+    time.sleep(1)  # for the last words of a process that was aborted
+    for host in (0, 1, 3):
+        assert "start all hosts again" in pod.text(host), pod.text(host)
+    pod = Pod(tmp_path, 4, 2, *flags_for(demo_inputs, out, "--overwrite", "--batch_size", 4))
+    assert pod.wait() == [0] * 4
+    check_union(out, alone, {f"machine_000_host_{i:02d}" for i in range(4)})
+
+
+def test_a_stuck_host_is_ended_by_the_watchdog(demo_inputs, texts, tmp_path):
+    out = tmp_path / "out"
+    pod = Pod(tmp_path, 2, 2, *long_run(texts, demo_inputs, out, "--stall_timeout", 5))
+    pod.wait_for(out / "machine_000_host_01/shard_0001.json")
+    pod.processes[1].send_signal(signal.SIGSTOP)
+    assert pod.processes[0].wait(60) == 1
+    assert "no step finished for 5 s" in pod.text(0) and "Current thread" in pod.text(0)
+    pod.processes[1].kill()
+    pod.processes[1].wait()
+
+
+def test_a_host_that_nobody_answers_gives_up(demo_inputs, tmp_path):
+    flags = flags_for(demo_inputs, tmp_path / "out", "--connect_timeout", 5)
+    pod = Pod(tmp_path, 2, 2, *flags, only=[1])
+    assert pod.wait(60) == [1], pod.text(1)
+    text = pod.text(1)
+    assert f"connecting to {pod.address} did not succeed within 5 s: check that host 0" in text
