@@ -1,0 +1,180 @@
+"""Meshes of eight devices: the numbers of one device, split weights, and refusals."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_reference
+from jax.sharding import Mesh
+from test_model import error_of, every_hook, load, rows
+
+from activation_extraction import weights
+from activation_extraction.errors import InputError
+from activation_extraction.mesh import (
+    HostRows,
+    build_layout,
+    check_divisibility,
+    choose_shape,
+    host_rows,
+    smallest_model_axis,
+    usable_devices,
+)
+from activation_extraction.weights import Checkpoint, load_params
+from qwen2_jax import Qwen2, weight_table
+from qwen2_jax_with_hooks import Hook, create_model_with_hooks
+
+ROUNDING = 1e-5
+SHAPES = {
+    "1d": {"model": 8},
+    "2d": {"data": 2, "model": 4},
+    "3d pipeline": {"pipeline": 2, "data": 2, "model": 2},
+    "3d fsdp": {"data": 2, "fsdp": 2, "model": 2},
+    "deep pipeline": {"pipeline": 4, "model": 2},
+    "all": {"pipeline": 2, "fsdp": 2, "model": 2},
+    "model first": {"model": 2, "data": 4},
+}
+ODD_HOOKS = (Hook(0, 1), Hook(2, 0), Hook(2, 2), Hook(3, 1))  # none of layer 1; not the last kind
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=["1 kv head", "2 kv heads", "4 kv heads"])
+def small(request, tmp_path_factory):
+    """A model of five layers, and its hooks' values on one device for packed rows."""
+    folder = tmp_path_factory.mktemp("small")
+    reference = make_reference(
+        folder, num_hidden_layers=5, intermediate_size=128, num_key_value_heads=request.param
+    )
+    batch = rows(reference.config.vocab_size, (8, 64))
+    batch[1][:, 40:] = 2
+    batch = batch[0], batch[1], np.where(batch[1] == 2, batch[2] - 40, batch[2]).astype(np.int32)
+    return reference, batch, {}
+
+
+def run_on(reference, batch, hooks, shape, hosts=1):
+    """Activations on a mesh, as the run gets them; the devices as if on that many hosts."""
+    devices = usable_devices(every=True)
+    layout = build_layout(devices, shape, reference.config.num_key_value_heads)
+    grid = np.array(devices, object).reshape(hosts, -1)
+    coming = HostRows(Mesh(grid, ("host", "device")))
+    model = create_model_with_hooks(reference.config, hooks, layout=layout)
+    params = load_params(weight_table(model), Checkpoint(str(reference.folder)), np.float32, layout)
+    forward = jax.jit(model.apply, out_shardings=coming.outgoing(64))
+    inputs = [jax.device_put(array, coming.incoming()) for array in batch]
+    return forward({"params": params}, *inputs), model
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("hooks", ["every", "odd"])
+def test_every_mesh_gives_the_values_of_one_device(small, name, hooks):
+    reference, batch, expected = small
+    chosen = every_hook(reference.config) if hooks == "every" else ODD_HOOKS
+    if hooks not in expected:
+        alone = create_model_with_hooks(reference.config, chosen)
+        params = {"params": load(Qwen2(reference.config), reference.folder)}
+        params["params"]["layers"] = jax.tree.map(
+            lambda w: w[: alone.num_layers], params["params"]["layers"]
+        )
+        expected[hooks] = np.asarray(jax.jit(alone.apply)(params, *batch))
+    got, model = run_on(reference, batch, chosen, SHAPES[name], hosts=2)
+    assert len({str(shard.index) for shard in got.addressable_shards}) == 8
+    for hook, value, wanted in zip(model.hooks, np.asarray(got), expected[hooks], strict=True):
+        assert error_of(value, wanted) < ROUNDING, hook.name
+
+
+def test_weights_are_split_and_read_only_once(small, monkeypatch):
+    """Per device: what the axes leave of each weight; per process: every byte at most once."""
+    reference, _, _ = small
+    read = []
+    original = Checkpoint.read
+
+    def spy(self, tensor, index):
+        part = original(self, tensor, index)
+        read.append((tensor, part.nbytes))
+        return part
+
+    monkeypatch.setattr(weights.Checkpoint, "read", spy)
+    shape = {"pipeline": 2, "fsdp": 2, "model": 2}
+    kv_heads = reference.config.num_key_value_heads
+    layout = build_layout(usable_devices(every=True), shape, kv_heads)
+    model = create_model_with_hooks(reference.config, [Hook(4, 2)], layout=layout)
+    table = weight_table(model)
+    params = load_params(table, Checkpoint(str(reference.folder)), np.float32, layout)
+    mlp = params["layers"]["mlp"]["gate_proj"]["weight"]  # (6 with padding, 128, 64)
+    assert {shard.data.shape for shard in mlp.addressable_shards} == {(3, 64, 32)}
+    q = params["layers"]["self_attn"]["q_proj"]["weight"]
+    heads = 4 // math.gcd(kv_heads, 2)
+    assert {shard.data.shape for shard in q.addressable_shards} == {(3, heads, 16, 32)}
+    total = {
+        name: 4 * math.prod(spec.hf_shape) for spec in table.values() for name in spec.hf_names
+    }
+    for tensor in total:
+        assert sum(size for name, size in read if name == tensor) == total[tensor], tensor
+    # And never much at a time: one tensor of one layer.
+    assert max(size for _, size in read) <= max(total.values())
+
+
+@pytest.mark.parametrize(
+    "kind,shape,axes,devices,hosts,expected",
+    [
+        ("2d", None, None, 1, 1, {"data": 1, "model": 1}),
+        ("2d", None, None, 4, 1, {"data": 1, "model": 4}),
+        ("2d", None, None, 8, 1, {"data": 2, "model": 4}),
+        ("2d", None, None, 64, 16, {"data": 16, "model": 4}),
+        ("1d", None, None, 64, 4, {"model": 64}),
+        ("3d", None, None, 64, 4, {"pipeline": 4, "data": 4, "model": 4}),
+        ("3d", None, ("data", "fsdp", "model"), 64, 4, {"data": 4, "fsdp": 4, "model": 4}),
+        ("auto", None, None, 8, 1, {"data": 4, "model": 2}),
+        ("any", (2, 2, 2), ("data", "model", "fsdp"), 8, 1, {"data": 2, "model": 2, "fsdp": 2}),
+        ("3d", (2, 2, 2), None, 8, 1, {"pipeline": 2, "data": 2, "model": 2}),
+        ("any", (8,), None, 8, 1, {"model": 8}),
+    ],
+)
+def test_shapes_that_are_chosen(kind, shape, axes, devices, hosts, expected):
+    chosen, remark = choose_shape(kind, shape, axes, devices, hosts, smallest_model=2)
+    assert chosen == expected and list(chosen) == list(expected) and remark is None
+
+
+def test_3d_on_few_devices_falls_back_and_says_so():
+    chosen, remark = choose_shape("3d", None, None, 8, 1)
+    assert chosen == {"data": 2, "model": 4}
+    assert remark == "a 3d mesh needs 64 devices or --mesh_shape; 8 device(s) become a 2d mesh"
+
+
+def test_a_shape_that_does_not_fit_names_both_numbers_and_what_would():
+    with pytest.raises(InputError) as refused:
+        choose_shape("any", (3, 4), None, 8, 1)
+    assert "is 12 devices, there are 8" in str(refused.value)
+    assert "2,4; 4,2; 1,8; 8,1" in str(refused.value)
+
+
+def test_auto_takes_the_smallest_model_axis_that_fits(monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return {"bytes_limit": 16e9}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    assert smallest_model_axis(64, 512, weights=int(5e8), captured=10**9, itemsize=2) == 1
+    assert smallest_model_axis(64, 512, weights=int(14e9), captured=10**9, itemsize=2) == 2
+    assert smallest_model_axis(64, 512, weights=int(72e9), captured=10**9, itemsize=2) == 16
+
+
+def test_what_does_not_divide_is_refused(small):
+    reference, _, _ = small
+    sizes = reference.config.sizes
+    devices = usable_devices(every=True)
+    check_divisibility(build_layout(devices, {"data": 8}, 2), 16, 64, sizes)
+    with pytest.raises(InputError, match="--batch_size.* 12 does not divide among 8"):
+        check_divisibility(build_layout(devices, {"data": 4, "fsdp": 2}, 2), 12, 64, sizes)
+    with pytest.raises(InputError, match="--max_seq_length: 66 does not divide among 4"):
+        check_divisibility(build_layout(devices, {"model": 8}, 2), 8, 66, sizes)
+    with pytest.raises(InputError, match="intermediate_size: 100 does not divide among 8"):
+        check_divisibility(build_layout(devices, {"model": 8}, 8), 8, 64, sizes | {"F": 100})
+
+
+def test_hosts_with_different_numbers_of_devices_are_refused():
+    class Device:
+        def __init__(self, process_index):
+            self.process_index = process_index
+
+    with pytest.raises(InputError, match="different numbers of devices"):
+        host_rows([Device(0), Device(0), Device(1)])
