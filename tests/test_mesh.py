@@ -104,9 +104,8 @@ def test_weights_are_split_and_read_only_once(small, monkeypatch):
     q = params["layers"]["self_attn"]["q_proj"]["weight"]
     heads = 4 // math.gcd(kv_heads, 2)
     assert {shard.data.shape for shard in q.addressable_shards} == {(3, heads, 16, 32)}
-    total = {
-        name: 4 * math.prod(spec.hf_shape) for spec in table.values() for name in spec.hf_names
-    }
+    specs = table.values()
+    total = {name: 4 * math.prod(spec.hf_shape) for spec in specs for name in spec.hf_names}
     for tensor in total:
         assert sum(size for name, size in read if name == tensor) == total[tensor], tensor
     # And never much at a time: one tensor of one layer.
