@@ -7,7 +7,7 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -79,38 +79,18 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     flags = build_parser().parse_args(argv)
     _fill_from_environment(flags)
     _refuse_conflicts(flags)
-    return Config(
-        model_path=flags.model_path or DEFAULT_MODEL,
-        dtype=flags.dtype,
-        **_dataset(flags),
-        text_column=flags.text_column,
-        max_samples=flags.max_samples,
-        layers_to_extract=_tuple(flags.layers_to_extract),
-        activation_type=flags.activation_type or "residual",
-        hook_names=_tuple(flags.hook_names),
-        batch_size=flags.batch_size or 8,
-        max_seq_length=flags.max_seq_length or (256 if flags.demo else 2048),
-        machine_id=flags.machine_id,
-        total_machines=flags.total_machines,
-        mesh_type=flags.mesh_type or ("2d" if flags.mesh_shape is None else "any"),
-        mesh_shape=flags.mesh_shape,
-        mesh_axes=flags.mesh_axes,
-        use_data_parallel=flags.use_data_parallel,
-        multihost=flags.multihost,
-        coordinator_address=flags.coordinator_address,
-        host_id=flags.host_id,
-        num_hosts=flags.num_hosts,
-        connect_timeout=flags.connect_timeout,
-        heartbeat_timeout=flags.heartbeat_timeout,
-        stall_timeout=flags.stall_timeout,
-        output_dir=Path(os.path.expanduser(flags.output_dir)),
-        activation_dtype=flags.activation_dtype,
-        shard_size_gb=flags.shard_size_gb,
-        compress_shards=flags.compress_shards,
-        overwrite=flags.overwrite,
-        verbose=flags.verbose,
-        demo=flags.demo,
-    )
+    given = {field.name: getattr(flags, field.name) for field in fields(Config)}
+    chosen = {
+        "model_path": flags.model_path or DEFAULT_MODEL,
+        "layers_to_extract": _tuple(flags.layers_to_extract),
+        "activation_type": flags.activation_type or "residual",
+        "hook_names": _tuple(flags.hook_names),
+        "batch_size": flags.batch_size or 8,
+        "max_seq_length": flags.max_seq_length or (256 if flags.demo else 2048),
+        "mesh_type": flags.mesh_type or ("2d" if flags.mesh_shape is None else "any"),
+        "output_dir": Path(os.path.expanduser(flags.output_dir)),
+    }
+    return Config(**{**given, **_dataset(flags), **chosen})
 
 
 def _fill_from_environment(flags: argparse.Namespace) -> None:

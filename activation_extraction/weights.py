@@ -255,8 +255,9 @@ def load_params(
     """Reads every parameter straight into its shards, layer by layer (of all stages at once).
 
     A process reads only the parts that its devices hold, each once. Besides what the devices have
-    it holds no more than its parts of one tensor (of every stage that it takes part in). as_bits: hand a 2-byte `dtype` over as uint16. `progress` is
-    called with the bytes of each part loaded. Returns the nested parameter dict.
+    it holds no more than its parts of one tensor (of every stage that it takes part in). as_bits:
+    hand a 2-byte `dtype` over as uint16. `progress` is called with the bytes of each part loaded.
+    Returns the nested parameter dict.
     """
 
     def array(spec: WeightSpec, shape: Shape, axes: tuple[str, ...], numbers: range) -> jax.Array:
