@@ -171,8 +171,11 @@ class HookedQwen2(nn.Module):
         numbers = jnp.arange(stages)
 
         def stage(params: Any, slots: Array, x: Array, captured: Array, number: Array) -> Any:
-            """number: of the micro-batch; slots: -1 where nothing is to be captured."""
-            valid = (number >= 0) & (number < count)
+            """number: of the micro-batch; slots: -1 where nothing is to be captured.
+
+            In the bubble before the first micro-batch a stage writes what it will write again; in
+            the one after the last, that one comes once more. So neither needs a mask.
+            """
             number = jnp.clip(number, 0, count - 1)
             rotary = rotary_table(positions[number], self.config)
 
@@ -183,7 +186,7 @@ class HookedQwen2(nn.Module):
                     value = self._captured_bits(values[KINDS[order]])
                     at = jnp.maximum(slot, 0), number, 0, 0, 0
                     kept = lax.dynamic_slice(captured, at, (1, 1, *value.shape))
-                    value = jnp.where(valid & (slot >= 0), value[None, None], kept)
+                    value = jnp.where(slot >= 0, value[None, None], kept)
                     captured = lax.dynamic_update_slice(captured, value, at)
                 return x, captured
 

@@ -400,6 +400,20 @@ def test_bad_requests_exit_2_with_one_line(name, inputs, tmp_path, capsys):
     assert_refused(capsys, tmp_path, arguments, named)
 
 
+@pytest.mark.parametrize(
+    "name", ["unknown flag", "empty Parquet", "no gzip", "only empty texts", "output below a file"]
+)
+def test_bad_requests_as_processes(name, inputs, tmp_path):
+    """What libraries print and how the interpreter ends count, too."""
+    flags, files, named = BAD_REQUESTS[name]
+    for path, content in files.items():
+        (tmp_path / path).write_text(content)
+    process = start(*inputs, *(str(flag).replace("{}", str(tmp_path)) for flag in flags))
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and named in err, err
+
+
 def test_a_missing_file_of_a_sharded_checkpoint_is_named(tmp_path, capsys, inputs):
     make_reference(tmp_path / "model", "100KB", num_key_value_heads=2, vocab_size=300)
     demo.write_tokenizer(tmp_path / "model", [])
