@@ -10,8 +10,8 @@ SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activatio
 demo: $(VENV)/.runtime
 	JAX_PLATFORMS=cpu $(BIN)/python extract_activations.py --demo --output_dir demo_activations --overwrite
 
-test: $(VENV)/.dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+test: $(VENV)/.dev $(VENV)/.libtpu
+	JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(SOURCES)
@@ -30,6 +30,11 @@ $(VENV)/bin/python:
 
 $(VENV)/.runtime: requirements.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	touch $@
+
+# The TPU compiler, for tests only and out of the way: JAX would look for a TPU wherever it is found.
+$(VENV)/.libtpu: requirements-libtpu.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/libtpu --requirement requirements-libtpu.txt
 	touch $@
 
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.runtime

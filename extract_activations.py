@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,6 +36,7 @@ from activation_extraction.config import DEFAULT_LAYERS, Config, parse_args
 from activation_extraction.documents import (
     DocumentStream,
     check_dataset,
+    describe_files,
     open_files,
     open_hub_dataset,
 )
@@ -47,7 +49,7 @@ from activation_extraction.hosts import (
     digest_files,
     join,
     last_words,
-    leave,
+    together,
 )
 from activation_extraction.mesh import (
     HostRows,
@@ -61,7 +63,13 @@ from activation_extraction.mesh import (
 )
 from activation_extraction.packing import Batch, pack
 from activation_extraction.progress import Clock, Progress
-from activation_extraction.storage import ActivationStorage, StorageError, check_output_dir
+from activation_extraction.storage import (
+    ActivationStorage,
+    StorageError,
+    check_output_dir,
+    other_folders,
+    remove_extraction,
+)
 from activation_extraction.tokens import Prefetch, load_tokenizer, samples
 from activation_extraction.weights import Checkpoint, WeightSpec, load_params
 from qwen2_jax import Qwen2, QwenConfig, weight_table
@@ -76,6 +84,15 @@ from qwen2_jax_with_hooks import (
 BATCHES_AHEAD = 4
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
 
+FIELDS = (
+    "configuration",
+    "model files",
+    "tokenizer",
+    "data files",
+    "package versions",
+    "source",
+    "devices",
+)
 AGAIN = "start all hosts again, with --overwrite or another --output_dir"
 
 log = logging.getLogger("extract_activations")
@@ -126,15 +143,17 @@ def run(config: Config) -> int:
     with last_words_of(host):
         with device_errors():
             job = prepare_together(config, host)
-            step = compile_step(job)
+            step, storage = start_together(job)
         clock = Clock()
-        storage = open_storage(job)
         try:
             with storage, stop_on_signals() as stopped, Watchdog(config.stall_timeout) as watchdog:
                 with device_errors():
-                    complete = extract(job, step, storage, clock, watchdog, stopped)
-                    leave(host)
-                storage.finalize(complete)
+                    complete, failure = extract(job, step, storage, clock, watchdog, stopped)
+                    try:
+                        storage.finalize(complete and failure is None)
+                    except StorageError as error:
+                        failure = failure or error
+                    together(host, failure)
         except RunError as error:
             totals = storage.totals
             raise RunError(
@@ -162,35 +181,58 @@ def join_hosts(config: Config) -> Host:
 def prepare_together(config: Config, host: Host) -> Job:
     """Checks the request here and compares it with the other hosts'. Raises InputError."""
     job, problem = None, None
+    marks = dict.fromkeys(FIELDS, "")
     try:
         job = prepare(config, host)
-    except InputError as error:
+        marks = fingerprint(config, job)
+    except Exception as error:  # whatever it is, the other hosts must not wait for this one
         problem = error
-    agree(host, fingerprint(config, job), problem)
+    agree(host, marks, problem)
     assert job is not None
     return job
 
 
-def fingerprint(config: Config, job: Job | None) -> dict[str, str]:
-    """All that must be the same on every host of a run."""
+def start_together(job: Job) -> tuple[Step, ActivationStorage]:
+    """Loads, compiles and opens the output; when it fails on one host it fails on all."""
+    failure: Exception | None = None
+    try:
+        step = compile_step(job)
+        storage = open_storage(job)
+    except Exception as error:  # as in prepare_together
+        failure = error
+    together(job.host, failure)
+    return step, storage
+
+
+def fingerprint(config: Config, job: Job) -> dict[str, str]:
+    """All that must be the same on every host of a run, under the names of FIELDS."""
     own = ("host_id", "coordinator_address", "output_dir", "model_path", "dataset_path", "verbose")
     asked = {name: value for name, value in asdict(config).items() if name not in own}
+    path = job.config.dataset_path
     here = Path(__file__).parent
     source = [*here.glob("*.py"), *(here / "activation_extraction").glob("*.py")]
-    return {
-        "configuration": json.dumps(asked, sort_keys=True, default=str),
-        "model files": digest_files(job.checkpoint.weight_files()) if job else "",
-        "tokenizer": digest_files(job.checkpoint.tokenizer_files()) if job else "",
-        "package versions": json.dumps({package: version(package) for package in PACKAGES}),
-        "source": digest_files(source),
-        "devices": f"{jax.default_backend()} {jax.local_device_count()}",
-    }
+    values = (
+        json.dumps(asked, sort_keys=True, default=str),
+        digest_files(job.checkpoint.weight_files()),
+        digest_files(job.checkpoint.tokenizer_files()),
+        str(describe_files(path)) if path is not None else "",
+        json.dumps({package: version(package) for package in PACKAGES}),
+        digest_files(source),
+        f"{jax.default_backend()} {jax.local_device_count()}",
+    )
+    return dict(zip(FIELDS, values, strict=True))
 
 
 def prepare(config: Config, host: Host) -> Job:
     """Checks the whole request; what costs most, the weights, comes last. Raises InputError."""
     folder = config.output_folder(host.id, host.count)
     check_output_dir(folder, config.overwrite)
+    others = stale_folders(config, host)
+    if others and not config.overwrite:
+        raise InputError(
+            f"--output_dir {others[0]}: holds an extraction by another number of hosts or "
+            "machines; --overwrite replaces it"
+        )
     if config.demo:
         build_model(config, QwenConfig.from_hf(demo.MODEL_CONFIG), host)  # may refuse the flags
         log.info("demo: making a tiny Qwen2 model and sample documents")
@@ -206,6 +248,12 @@ def prepare(config: Config, host: Host) -> Job:
     known = {name for spec in every for name in spec.hf_names} | {"lm_head.weight"}
     checkpoint.check(weights.values(), known)
     return Job(config, host, folder, checkpoint, model, weights, rows, batches)
+
+
+def stale_folders(config: Config, host: Host) -> list[Path]:
+    """What an earlier run of this machine, with other hosts or machines, left in the output."""
+    own = {config.output_folder(i, host.count) for i in range(host.count)}
+    return other_folders(config.output_dir, config.machine, own)
 
 
 def build_model(config: Config, qwen: QwenConfig, host: Host) -> tuple[HookedQwen2, HostRows]:
@@ -273,9 +321,7 @@ def open_batches(
     check_dataset(dataset, config.text_column)
     rank = config.machine_id * host.count + host.id
     world = config.total_machines * host.count
-    most = config.max_samples  # of this machine: its hosts share it
-    if most is not None:
-        most = len(range(host.id, most, host.count))
+    most = max_samples_of(config, host)
     documents = DocumentStream(dataset, config.text_column, rank, world)
     stream = samples(documents, tokenizer, config.max_seq_length, most, rank=rank, world=world)
     batches = Prefetch(pack(stream, config.batch_size, config.max_seq_length), BATCHES_AHEAD)
@@ -285,6 +331,12 @@ def open_batches(
     except RunError as error:
         raise InputError(str(error)) from error
     return batches
+
+
+def max_samples_of(config: Config, host: Host) -> int | None:
+    """This host's share of what the machine may store."""
+    most = config.max_samples
+    return None if most is None else len(range(host.id, most, host.count))
 
 
 def compile_step(job: Job) -> Step:
@@ -349,6 +401,9 @@ def open_storage(job: Job) -> ActivationStorage:
     """The output folder, with all that a reader should know about its contents."""
     config = job.config
     by_name = config.hook_names is not None
+    if config.overwrite and job.host.id == 0:
+        for folder in stale_folders(config, job.host):
+            remove_extraction(folder)
     return ActivationStorage(
         job.folder,
         {hook.name if by_name else hook.layer: hook.name for hook in job.model.hooks},
@@ -375,16 +430,16 @@ def extract(
     clock: Clock,
     watchdog: Watchdog,
     stopped: Callable[[], int],
-) -> bool:
+) -> tuple[bool, Exception | None]:
     """Runs every batch; while one computes, the one before is copied and stored.
 
     All hosts take the same number of steps: until none has data, or any must stop. A host without
     a batch feeds empty rows. With step n goes what a host knows of step n + 2, so that the answer
-    is there when it is needed and nobody waits for it. Returns whether the data came to its end;
-    raises RunError in the end when this host or another one failed.
+    is there when it is needed and nobody waits for it. Returns whether the data came to its end,
+    and what failed on this host or, as far as it knows by then, on another one.
     """
-    progress = Progress(job.config.max_samples)
-    failure: RunError | None = None
+    progress = Progress(max_samples_of(job.config, job.host))
+    failure: Exception | None = None
     complete = True
     job.batches.stopped = stopped
 
@@ -394,7 +449,7 @@ def extract(
             try:
                 with clock.measure("data"):
                     return next(job.batches, None)
-            except RunError as error:
+            except Exception as error:  # reported in the end, when all hosts have stopped
                 failure = error
         return None
 
@@ -409,8 +464,8 @@ def extract(
             try:
                 with clock.measure("store"):
                     storage.add_batch(batch, on_host)
-            except StorageError as error:
-                failure = error
+            except Exception as error:  # as in fetch
+                failure = error if isinstance(error, StorageError) else StorageError(repr(error))
             else:
                 progress.advance(len(batch.samples), batch.num_tokens)
                 log.debug("step %d: %d samples", progress.steps, len(batch.samples))
@@ -422,7 +477,10 @@ def extract(
         return bool(with_data) and not stopping and not failed
 
     upcoming = deque([fetch(), fetch()])
-    wanted = deque(any_host(job.host, [batch is not None for batch in upcoming]))
+    state = [*(batch is not None for batch in upcoming), bool(stopped()), failure is not None]
+    *some_data, stopping, failed = any_host(job.host, state)
+    complete = not stopping
+    wanted = deque([] if stopping or failed and not any(some_data) else some_data)
     in_flight: deque[tuple[Batch | None, Array, Array]] = deque()
     try:
         while wanted and wanted.popleft():
@@ -436,9 +494,7 @@ def extract(
             settle(*in_flight.popleft())
     finally:
         progress.close()
-    if failure is not None:
-        raise failure
-    return complete
+    return complete, failure
 
 
 @contextmanager
@@ -516,8 +572,15 @@ def start_logging(verbose: bool) -> None:
 
 
 if __name__ == "__main__":
-    status = main()
+    status = 1
+    try:
+        status = main()
+    except SystemExit as stop:  # --help
+        status = int(stop.code or 0)
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # All is committed. Native threads of streaming readers can hang or abort an ordinary exit.
+    # What can be committed is. Native threads of streaming readers, and those of jax.distributed
+    # after a failure, can hang or abort an ordinary exit.
     os._exit(status)

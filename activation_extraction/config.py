@@ -14,6 +14,7 @@ from typing import Any
 from activation_extraction.errors import InputError
 from activation_extraction.flags import DEFAULT_DATASET, DEFAULT_MODEL, build_parser
 
+HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 DEFAULT_LAYERS = range(10, 24)
 ENVIRONMENT = {
     "coordinator_address": ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"),
@@ -62,12 +63,16 @@ class Config:
     verbose: bool
     demo: bool
 
+    @property
+    def machine(self) -> str:
+        """Name of this machine in folder names."""
+        return f"machine_{self.machine_id:03d}"
+
     def output_folder(self, host_id: int, num_hosts: int) -> Path:
         """Where one host of this machine writes: `output_dir` itself when it is the only one."""
-        name = f"machine_{self.machine_id:03d}"
         if num_hosts > 1:
-            return self.output_dir / f"{name}_host_{host_id:02d}"
-        return self.output_dir / name if self.total_machines > 1 else self.output_dir
+            return self.output_dir / f"{self.machine}_host_{host_id:02d}"
+        return self.output_dir / self.machine if self.total_machines > 1 else self.output_dir
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as recorded in metadata.json."""
@@ -95,7 +100,12 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
 
 def _fill_from_environment(flags: argparse.Namespace) -> None:
     """Environment variables fill what flags leave out; those of hosts only with --multihost."""
+    typed_mesh = flags.mesh_type is not None
     for flag, variables in ENVIRONMENT.items():
+        # A mesh that was asked for by name, and axis names without sizes, are no use together.
+        unused = typed_mesh or not flags.use_data_parallel
+        if (flag == "mesh_shape" and unused) or (flag == "mesh_axes" and flags.mesh_shape is None):
+            continue
         of_hosts = flag in ("coordinator_address", "host_id", "num_hosts")
         if getattr(flags, flag) is None and (flags.multihost or not of_hosts):
             values = [(name, os.environ[name]) for name in variables if os.environ.get(name)]
@@ -142,6 +152,8 @@ def _refuse_conflicts(flags: argparse.Namespace) -> None:
             if given and getattr(flags, other) is not None:
                 raise InputError(f"--{flag} and --{other} exclude each other")
     _check_hosts(flags)
+    if flags.mesh_shape is not None and not flags.use_data_parallel:
+        raise InputError("--mesh_shape and --no_data_parallel exclude each other")
     if flags.machine_id >= flags.total_machines:
         raise InputError(
             f"--machine_id {flags.machine_id}: out of range for --total_machines "
@@ -162,7 +174,8 @@ def _check_hosts(flags: argparse.Namespace) -> None:
             f"--host_id {flags.host_id}: out of range for --num_hosts {flags.num_hosts}; "
             "hosts are counted from 0"
         )
-    if present and not re.fullmatch(r"\S+:\d+", flags.coordinator_address):
+    address = re.fullmatch(HOST_AND_PORT, flags.coordinator_address or "")
+    if present and (address is None or not 0 < int(address[2]) < 65536):
         raise InputError(
             f"--coordinator_address {flags.coordinator_address}: expected HOST:PORT of host 0"
         )

@@ -95,6 +95,12 @@ def _list_files(path: str) -> list[str]:
     return known if local else [fs.unstrip_protocol(name) for name in known]
 
 
+def describe_files(path: str) -> list[tuple[str, int]]:
+    """Name below `path` and size in bytes of every file that `open_files` would read."""
+    fs, root = url_to_fs(path)
+    return [(url.split(root)[-1], fs.size(url)) for url in _list_files(path)]
+
+
 def _row_groups(url: str) -> int:
     with fsspec.open(url, "rb") as file:
         try:

@@ -170,7 +170,7 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
         "--max_samples",
         type=_integer(1),
         metavar="N",
-        help="stop after N samples on this machine (default: all)",
+        help="stop after N samples on this machine, shared equally by its hosts (default: all)",
     )
     group.add_argument(
         "--machine_id",

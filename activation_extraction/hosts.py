@@ -60,15 +60,19 @@ def join(
     )
     if coordinator is not None and host_id:
         _wait_for_port(coordinator, connect_seconds, failed)
+    # SIGTERM is for this program: its service would swallow the signal.
+    jax.config.update("jax_enable_preemption_service", False)
+    timer = threading.Timer(connect_seconds, _end_process, [f"error: {failed}"])
+    timer.daemon = True
+    timer.start()
     try:
-        with last_words(failed):  # JAX may abort instead of raising
-            jax.distributed.initialize(
-                coordinator_address=coordinator,
-                num_processes=num_hosts,
-                process_id=host_id,
-                initialization_timeout=connect_seconds,
-                heartbeat_timeout_seconds=heartbeat_seconds,
-            )
+        jax.distributed.initialize(
+            coordinator_address=coordinator,
+            num_processes=num_hosts,
+            process_id=host_id,
+            initialization_timeout=connect_seconds + 60,  # it aborts: be there before it does
+            heartbeat_timeout_seconds=heartbeat_seconds,
+        )
     except ValueError as error:
         raise InputError(
             "--multihost: no pod was found (Cloud TPU, GKE, Slurm); give --coordinator_address, "
@@ -76,28 +80,29 @@ def join(
         ) from error
     except RuntimeError as error:
         raise RunError(f"{failed} ({' '.join(str(error).split()):.200})") from error
+    finally:
+        timer.cancel()
     return Host(jax.process_index(), jax.process_count())
+
+
+def _end_process(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _wait_for_port(address: str, seconds: float, failed: str) -> None:
     """Until somebody listens at HOST:PORT. Raises RunError(failed) when nobody does in time."""
     name, port = address.rsplit(":", 1)
+    name = name.strip("[]")
     deadline = time.monotonic() + seconds
     while True:
         try:
             socket.create_connection((name, int(port)), timeout=min(seconds, 5)).close()
             return
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
                 raise RunError(f"{failed} ({error})") from error
             time.sleep(0.2)
-
-
-def leave(host: Host) -> None:
-    """Waits for all hosts and ends jax.distributed, so that none leaves early."""
-    if host.several:
-        multihost_utils.sync_global_devices("end of the run")
-        jax.distributed.shutdown()
 
 
 def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
@@ -108,7 +113,16 @@ def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
     return [bool(value) for value in np.max(np.asarray(gathered), axis=0)]
 
 
-def agree(host: Host, fields: Mapping[str, str], problem: InputError | None) -> None:
+def together(host: Host, failure: Exception | None) -> None:
+    """Raises `failure` where there is one, and RunError on every other host. A barrier."""
+    failed = any_host(host, [failure is not None])[0]
+    if failure is not None:
+        raise failure
+    if failed:
+        raise RunError("another host failed: see the message there")
+
+
+def agree(host: Host, fields: Mapping[str, str], problem: Exception | None) -> None:
     """Compares `fields` (name -> content) over all hosts, and ends all when one has a problem.
 
     All hosts must call it with the same names. Raises `problem` where it arose, and elsewhere
@@ -175,13 +189,10 @@ class Watchdog:
         while not self._done.wait(min(self._seconds / 4, 5.0)):
             if time.monotonic() - self._last > self._seconds:
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
-                print(
+                _end_process(
                     f"error: no step finished for {self._seconds:g} s (--stall_timeout); "
-                    "the stacks are above, what is committed is safe",
-                    file=sys.stderr,
-                    flush=True,
+                    "the stacks are above, what is committed is safe"
                 )
-                os._exit(1)
 
 
 @contextmanager

@@ -235,15 +235,21 @@ def choose_shape(
     remark = None
     if kind == "3d":
         if devices >= DEFAULT_3D_DEVICES and devices % 16 == 0:
-            names = tuple(axes or DEFAULT_3D_AXES)
-            sizes = {name: 4 for name in names} | {"data": devices // 16}
-            return {name: sizes[name] for name in names}, None
+            return _default_3d(tuple(axes or DEFAULT_3D_AXES), devices), None
         remark = (
-            f"a 3d mesh needs {DEFAULT_3D_DEVICES} devices or --mesh_shape; "
-            f"{devices} device(s) become a 2d mesh"
+            f"a 3d mesh needs a multiple of 16 devices, {DEFAULT_3D_DEVICES} or more, or "
+            f"--mesh_shape; {devices} device(s) become a 2d mesh"
         )
     data = hosts if hosts > 1 else (2 if devices >= 8 and devices % 2 == 0 else 1)
     return {"data": data, "model": devices // data}, remark
+
+
+def _default_3d(names: tuple[str, ...], devices: int) -> dict[str, int]:
+    """Four along two axes; the rest along the one that splits rows alone, or the first."""
+    if len(names) != 3:
+        raise InputError(f"--mesh_axes {','.join(names)}: a 3d mesh has three axes")
+    rest = next(axis for axis in ("data", "fsdp", names[0]) if axis in names)
+    return {name: devices // 16 if name == rest else 4 for name in names}
 
 
 def _explicit(

@@ -58,6 +58,7 @@ def check_output_dir(folder: Path, overwrite: bool) -> None:
     """
     name = f"--output_dir {folder}"
     try:
+        str(folder).encode()
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{name}: is a file, expected a folder")
@@ -67,6 +68,21 @@ def check_output_dir(folder: Path, overwrite: bool) -> None:
             pass
     except (OSError, ValueError) as error:
         raise InputError(f"{name}: cannot be written to: {_reason(error)}") from error
+
+
+def other_folders(output_dir: Path, machine: str, own: set[Path]) -> list[Path]:
+    """Folders with an extraction by the same machine as another number of hosts or machines.
+
+    Beside `own`, the folders of this run, their samples would count twice.
+    """
+    candidates = [output_dir, *output_dir.glob(f"{machine}*")] if output_dir.is_dir() else []
+    return [folder for folder in candidates if folder not in own and _own_files(folder)]
+
+
+def remove_extraction(folder: Path) -> None:
+    """Deletes the shards, commits and metadata in a folder, and nothing else."""
+    for path in _own_files(folder):
+        path.unlink()
 
 
 def _own_files(folder: Path) -> list[Path]:
@@ -125,8 +141,7 @@ class ActivationStorage:
         check_output_dir(self.folder, overwrite)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for path in _own_files(self.folder):
-                path.unlink()
+            remove_extraction(self.folder)
             self._write_metadata("running")
         except OSError as error:
             raise StorageError(f"{self.folder}: {_reason(error)}") from error
@@ -255,9 +270,11 @@ class ActivationStorage:
         if self._writing is not None:
             try:
                 self._writing.result()
-            except StorageError as error:
+            except Exception as error:
+                if not isinstance(error, StorageError):
+                    error = StorageError(f"{self.folder}: {error!r}")
                 self._failure = error
-                raise
+                raise error from None
             self._writing = None
 
     def _commit(

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 import extract_activations
@@ -23,7 +24,17 @@ SCRIPT = Path(extract_activations.__file__)
 class Pod:
     """Processes that were started together; their exit statuses and what they printed."""
 
-    def __init__(self, folder, hosts, devices, *flags, only=None, through_environment=False):
+    def __init__(
+        self,
+        folder,
+        hosts,
+        devices,
+        *flags,
+        only=None,
+        through_environment=False,
+        script=SCRIPT,
+        **variables,
+    ):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -36,8 +47,10 @@ class Pod:
                 "JAX_PLATFORMS": "cpu",
                 "JAX_NUM_CPU_DEVICES": str(devices),
                 "PYTHONUNBUFFERED": "1",
+                "PYTHONPATH": str(SCRIPT.parent),
             }
-            command = [sys.executable, str(SCRIPT), "--multihost", *map(str, own)]
+            environment |= variables
+            command = [sys.executable, str(script), "--multihost", *map(str, own)]
             if through_environment:
                 environment |= {name: str(value) for name, value in where.items()}
             else:
@@ -175,6 +188,13 @@ def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path)
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--model_path", model])
     assert pod.wait() == [2, 2]
     assert "error: hosts differ in model files: digest" in pod.text(0)
+    fewer = tmp_path / "fewer.parquet"
+    pyarrow.parquet.write_table(
+        pyarrow.parquet.read_table(demo_inputs / "documents.parquet").slice(0, 200), fewer
+    )
+    pod = Pod(tmp_path, 2, 2, flags, [*flags, "--dataset_path", fewer])
+    assert pod.wait() == [2, 2]
+    assert "error: hosts differ in data files: digest" in pod.text(1)
     assert not (tmp_path / "out").exists()
 
 
@@ -193,14 +213,16 @@ def long_run(texts, demo_inputs, output, *more):
 
 
 def test_a_failure_on_one_host_stops_all_and_keeps_what_is_stored(demo_inputs, texts, tmp_path):
-    bad = tmp_path / "bad.jsonl"
-    out = tmp_path / "out"
-    good = long_run(texts, demo_inputs, out)
+    """Two files, one for each host; the second one has a bad line."""
+    out, data = tmp_path / "out", tmp_path / "data"
+    flags = long_run(texts, demo_inputs, out)
+    data.mkdir()
     lines = (tmp_path / "texts.jsonl").read_text().splitlines()
-    bad.write_text("\n".join([*lines[:400], "{", *lines[400:]]))
-    pod = Pod(tmp_path, 2, 2, [*good], [*good, "--dataset_path", bad])
+    (data / "a.jsonl").write_text("\n".join(lines))
+    (data / "b.jsonl").write_text("\n".join([*lines[:200], "{", *lines[200:]]))
+    pod = Pod(tmp_path, 2, 2, *flags, "--dataset_path", data)
     assert pod.wait() == [1, 1], [pod.text(i) for i in range(2)]
-    assert "line 401: not JSON" in pod.text(1)
+    assert "line 201: not JSON" in pod.text(1)
     assert "another host failed" in pod.text(0) and "Safe in" in pod.text(0)
     metadata = json.loads((out / "machine_000_host_01/metadata.json").read_text())
     assert metadata["status"] == "interrupted" and metadata["samples"] == 200
@@ -253,9 +275,109 @@ def test_a_stuck_host_is_ended_by_the_watchdog(demo_inputs, texts, tmp_path):
     pod.processes[1].wait()
 
 
-def test_a_host_that_nobody_answers_gives_up(demo_inputs, tmp_path):
+@pytest.mark.parametrize("present", [[0], [1], [0, 2]])
+def test_hosts_that_others_do_not_join_give_up(demo_inputs, tmp_path, present):
     flags = flags_for(demo_inputs, tmp_path / "out", "--connect_timeout", 5)
-    pod = Pod(tmp_path, 2, 2, *flags, only=[1])
-    assert pod.wait(60) == [1], pod.text(1)
-    text = pod.text(1)
-    assert f"connecting to {pod.address} did not succeed within 5 s: check that host 0" in text
+    pod = Pod(tmp_path, 3, 2, *flags, only=present)
+    assert pod.wait(60) == [1] * len(present), [pod.text(i) for i in present]
+    for host in present:
+        expected = f"connecting to {pod.address} did not succeed within 5 s: check that host 0"
+        assert expected in pod.text(host) and "stack trace" not in pod.text(host)
+
+
+# Runs the script with one of its parts replaced on one host: (host, what to do).
+INJECT = """
+import os, signal, sys, time
+import extract_activations as script
+from activation_extraction import storage
+host, fault = os.environ["FAULT"].split(":")
+if fault == "slow writer":
+    original = storage.write_shard
+    def slow(*args):
+        time.sleep(4)
+        return original(*args)
+    storage.write_shard = slow
+if host == os.environ["HOST_ID"]:
+    if fault in ("bug", "bug at the end", "slow writer"):
+        calls, after = [], 5 if fault == "bug at the end" else 2
+        original_add = storage.ActivationStorage.add_batch
+        def add(self, batch, activations):
+            calls.append(1)
+            if len(calls) >= after:
+                raise ValueError("injected")
+            original_add(self, batch, activations)
+        storage.ActivationStorage.add_batch = add
+    if fault == "compile":
+        def broken(*_):
+            raise ValueError("injected")
+        script.compile_step = broken
+    if fault == "early stop":
+        original_extract = script.extract
+        def stopped_at_once(*args):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return original_extract(*args)
+        script.extract = stopped_at_once
+status = 1
+try:
+    status = script.main(sys.argv[1:])
+finally:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+"""
+
+
+@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("fault", ["bug", "bug at the end", "slow writer", "compile", "early stop"])
+def test_a_fault_on_one_host_ends_both_in_order(demo_inputs, texts, tmp_path, host, fault):
+    """Nobody hangs or is aborted; what was complete where there was no fault is stored."""
+    script, out = tmp_path / "inject.py", tmp_path / "out"
+    script.write_text(INJECT)
+    path = texts([{"text": "word " * 60}] * 40)  # five steps
+    flags = flags_for(demo_inputs, out, "--dataset_path", path, "--batch_size", 4)
+    pod = Pod(
+        tmp_path, 2, 2, *flags, through_environment=True, script=script, FAULT=f"{host}:{fault}"
+    )
+    expected = [143, 143] if fault == "early stop" else [1, 1]
+    assert pod.wait(60) == expected, [pod.text(i) for i in range(2)]
+    other = 1 - host
+    assert "Terminating process" not in pod.text(host) + pod.text(other)
+    if fault == "compile":
+        assert "another host failed" in pod.text(other) and not list(out.glob("*/shard*"))
+        return
+    metadata = json.loads((out / f"machine_000_host_{other:02d}/metadata.json").read_text())
+    # A host that had stored all of its data when the other one failed has done its part.
+    assert metadata["status"] == ("complete" if fault == "bug at the end" else "interrupted")
+    samples = {"bug at the end": 20, "early stop": 0}.get(fault)
+    assert metadata["samples"] == samples if samples is not None else metadata["samples"] >= 8
+
+
+def test_sigterm_before_the_first_step_ends_the_process(demo_inputs, texts, tmp_path):
+    """JAX's own handler would swallow it."""
+    script = tmp_path / "inject.py"
+    script.write_text(
+        INJECT.replace(
+            "status = 1\ntry:",
+            "def wait(*_):\n    print('waiting', flush=True)\n    time.sleep(60)\n"
+            "script.compile_step = wait\nstatus = 1\ntry:",
+        )
+    )
+    flags = flags_for(demo_inputs, tmp_path / "out", "--heartbeat_timeout", 10)
+    pod = Pod(tmp_path, 2, 2, *flags, through_environment=True, script=script, FAULT="9:none")
+    deadline = time.monotonic() + 60
+    while "waiting" not in pod.text(1) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pod.processes[1].send_signal(signal.SIGTERM)
+    assert pod.processes[1].wait(10) == -signal.SIGTERM
+    assert pod.wait(90)[0] != 0
+
+
+def test_leftovers_of_another_number_of_hosts_are_refused_or_replaced(demo_inputs, tmp_path):
+    out = tmp_path / "out"
+    flags = [str(flag) for flag in flags_for(demo_inputs, out, "--max_samples", 6)]
+    assert Pod(tmp_path, 2, 2, *flags).wait() == [0, 0]
+    assert extract_activations.main(flags) == 2
+    assert len(list(out.glob("machine_*/shard_*.json"))) == 2
+    assert extract_activations.main([*flags, "--overwrite"]) == 0
+    assert not list(out.glob("machine_*/shard_*")) and (out / "shard_0001.json").exists()
+    assert Pod(tmp_path, 2, 2, *flags).wait() == [2, 2]
