@@ -4,6 +4,7 @@ Compiling runs nothing: the numbers here are what the compiler plans. libtpu com
 """
 
 import math
+import os
 import re
 from functools import cache
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from qwen2_jax import QwenConfig, weight_table
 from qwen2_jax_with_hooks import HookedQwen2
 
 pytest.importorskip("libtpu")
+# Nothing opens a TPU here, so the lock that keeps processes from sharing one is not needed.
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
 QWEN_7B = QwenConfig(152064, 3584, 18944, 28, 28, 4, 128, 1e6, 1e-6, 32768, False)
 QWEN_72B = QwenConfig(152064, 8192, 29568, 80, 64, 8, 128, 1e6, 1e-6, 32768, False)
