@@ -40,7 +40,7 @@ from activation_extraction.documents import (
     open_files,
     open_hub_dataset,
 )
-from activation_extraction.errors import InputError, RunError
+from activation_extraction.errors import InputError, RunError, one_line
 from activation_extraction.hosts import (
     Host,
     Watchdog,
@@ -184,7 +184,8 @@ def prepare_together(config: Config, host: Host) -> Job:
     marks = dict.fromkeys(FIELDS, "")
     try:
         job = prepare(config, host)
-        marks = fingerprint(config, job)
+        if host.several:
+            marks = fingerprint(config, job)
     except Exception as error:  # whatever it is, the other hosts must not wait for this one
         problem = error
     agree(host, marks, problem)
@@ -269,20 +270,23 @@ def build_model(config: Config, qwen: QwenConfig, host: Host) -> tuple[HookedQwe
         )
     rows = host_rows(devices)
     total_rows = config.batch_size * rows.hosts
-    model = create_model_with_hooks(qwen, hooks, dtype, stored)
+    smallest_model = 1
+    if config.mesh_type == "auto":
+        alone = create_model_with_hooks(qwen, hooks, dtype, stored)
+        smallest_model = smallest_model_axis(
+            len(devices),
+            total_rows,
+            weights=sum(math.prod(spec.shape) for spec in weight_table(alone).values()),
+            captured=len(hooks) * total_rows * config.max_seq_length * qwen.hidden_size,
+            itemsize=dtype.itemsize,
+        )
     shape, remark = choose_shape(
         config.mesh_type,
         config.mesh_shape if config.use_data_parallel else None,
         config.mesh_axes if config.use_data_parallel else None,
         devices=len(devices),
         hosts=rows.hosts,
-        smallest_model=smallest_model_axis(
-            len(devices),
-            total_rows,
-            weights=sum(math.prod(spec.shape) for spec in weight_table(model).values()),
-            captured=len(hooks) * total_rows * config.max_seq_length * qwen.hidden_size,
-            itemsize=dtype.itemsize,
-        ),
+        smallest_model=smallest_model,
     )
     if remark:
         log.info("%s", remark)
@@ -503,8 +507,7 @@ def device_errors() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        reason = " ".join(str(error).split())
-        reason = reason.rstrip(".")
+        reason = one_line(error).rstrip(".")
         hint = "; try a smaller --batch_size or fewer layers" if "EXHAUSTED" in reason else ""
         raise RunError(f"the device failed: {reason:.300}{hint}") from error
 

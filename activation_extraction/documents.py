@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 from fsspec.core import url_to_fs
 
-from activation_extraction.errors import InputError, RunError
+from activation_extraction.errors import InputError, RunError, one_line
 
 PARQUET = (".parquet",)
 JSON_LINES = (".jsonl", ".jsonl.gz")
@@ -43,7 +43,7 @@ def open_hub_dataset(name: str, config: str | None, split: str) -> datasets.Iter
         return datasets.load_dataset(name, config, split=split, streaming=True)
     except Exception as error:  # whatever the hub, the network or a file format may raise
         wanted = " ".join(filter(None, (name, config, split)))
-        raise InputError(f"--dataset_name {wanted}: {_one_line(error)}") from error
+        raise InputError(f"--dataset_name {wanted}: {one_line(error)}") from error
 
 
 def open_files(path: str, text_column: str) -> datasets.IterableDataset:
@@ -74,7 +74,7 @@ def open_files(path: str, text_column: str) -> datasets.IterableDataset:
     except InputError:
         raise
     except Exception as error:  # whatever a file system may raise
-        raise InputError(f"--dataset_path {path}: {_one_line(error)}") from error
+        raise InputError(f"--dataset_path {path}: {one_line(error)}") from error
 
 
 def _list_files(path: str) -> list[str]:
@@ -106,7 +106,7 @@ def _row_groups(url: str) -> int:
         try:
             return pyarrow.parquet.ParquetFile(file).num_row_groups
         except pyarrow.ArrowException as error:
-            raise InputError(f"--dataset_path {url}: {_one_line(error)}") from error
+            raise InputError(f"--dataset_path {url}: {one_line(error)}") from error
 
 
 def _parquet_rows(urls: list[str], groups: list[int], text_column: str) -> Iterator[dict[str, Any]]:
@@ -138,7 +138,7 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{where}: not JSON: {_one_line(error)}") from error
+        raise RunError(f"{where}: not JSON: {one_line(error)}") from error
     if not isinstance(row, dict):
         raise RunError(f"{where}: expected a JSON object, found {type(row).__name__}")
     return row
@@ -223,7 +223,7 @@ class DocumentStream:
                     text = _text_of(row, self._text_column)
                     yield Document(_valid(text), _plain(row.get("id"))) if text else None
         except Exception as error:  # as in check_dataset
-            raise RunError(f"reading the data set failed: {_one_line(error)}") from error
+            raise RunError(f"reading the data set failed: {one_line(error)}") from error
 
 
 def check_dataset(dataset: datasets.IterableDataset, text_column: str) -> None:
@@ -231,7 +231,7 @@ def check_dataset(dataset: datasets.IterableDataset, text_column: str) -> None:
     try:
         row = next(iter(dataset), None)
     except Exception as error:  # whatever a file system or a file format may raise
-        raise InputError(f"the data set cannot be read: {_one_line(error)}") from error
+        raise InputError(f"the data set cannot be read: {one_line(error)}") from error
     if row is None:
         raise InputError("the data set is empty: it has no rows")
     _text_of(row, text_column)
@@ -265,7 +265,3 @@ def _valid(text: str) -> str:
 def _plain(doc_id: Any) -> DocId:
     """Dates, decimals and other objects as text: a shard holds plain values only."""
     return doc_id if doc_id is None or type(doc_id) in (str, int, float) else str(doc_id)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -6,6 +6,11 @@ Both carry one line for the user; anything else that escapes is a defect of this
 """
 
 
+def one_line(error: BaseException) -> str:
+    """What an exception of a library says, as one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class InputError(Exception):
     """Bad input. The message names the flag or file, what was found and what was expected."""
 

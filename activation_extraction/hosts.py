@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from activation_extraction.errors import InputError, RunError
+from activation_extraction.errors import InputError, RunError, one_line
 
 log = logging.getLogger("extract_activations")
 
@@ -76,10 +76,10 @@ def join(
     except ValueError as error:
         raise InputError(
             "--multihost: no pod was found (Cloud TPU, GKE, Slurm); give --coordinator_address, "
-            f"--host_id and --num_hosts ({' '.join(str(error).split())})"
+            f"--host_id and --num_hosts ({one_line(error)})"
         ) from error
     except RuntimeError as error:
-        raise RunError(f"{failed} ({' '.join(str(error).split()):.200})") from error
+        raise RunError(f"{failed} ({one_line(error):.200})") from error
     finally:
         timer.cancel()
     return Host(jax.process_index(), jax.process_count())

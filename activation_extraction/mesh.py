@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from activation_extraction.attention import Attention
-from activation_extraction.errors import InputError
+from activation_extraction.errors import InputError, one_line
 
 MESH_AXES = ("pipeline", "data", "fsdp", "model")
 BOTH = ("model", "query")
@@ -177,7 +177,7 @@ def usable_devices(every: bool) -> list[Any]:
     try:
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise InputError(f"JAX finds no devices (JAX_PLATFORMS, drivers): {reason:.200}") from error
     if every:
         return devices

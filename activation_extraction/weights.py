@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 from jax import lax
 from safetensors import SafetensorError, safe_open
 
-from activation_extraction.errors import InputError
+from activation_extraction.errors import InputError, one_line
 from activation_extraction.mesh import Layout
 
 SINGLE_FILE = "model.safetensors"
@@ -153,9 +153,8 @@ class Checkpoint:
             path = Path(hf_hub_download(self.model_path, name, revision=self._revision))
             self._revision = path.parent.name  # files lie in a folder named after their commit
             return path
-        except (
-            LocalEntryNotFoundError
-        ) as error:  # a kind of EntryNotFoundError, but not its meaning
+        except LocalEntryNotFoundError as error:
+            # A kind of EntryNotFoundError, but it means that the network is missing, not the file.
             raise InputError(
                 f"--model_path {self.model_path}: no such local folder, and the hub cannot be "
                 f"reached for {name} (no network, or HF_HUB_OFFLINE)"
@@ -163,9 +162,9 @@ class Checkpoint:
         except EntryNotFoundError:
             return None
         except (HfHubHTTPError, HFValidationError, OSError) as error:
-            reason = " ".join(str(error).split())
             raise InputError(
-                f"--model_path {self.model_path}: no such local folder, and the hub says: {reason}"
+                f"--model_path {self.model_path}: no such local folder, and the hub says: "
+                f"{one_line(error)}"
             ) from error
 
     def weight_files(self) -> list[Path]:
