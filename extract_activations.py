@@ -5,18 +5,18 @@ This script is the story of a run, from the command line to the summary; each ch
 module that it calls. Everything the user can get wrong is found before the weights are read.
 """
 
+import hashlib
 import json
-import logging
 import math
 import os
 import signal
 import sys
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,17 @@ from typing import Any
 # Before the libraries are imported: `datasets` would load PyTorch wherever it is installed.
 os.environ.setdefault("USE_TORCH", "false")
 
+import datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from tokenizers import Tokenizer
 from tqdm import tqdm
-from tqdm.contrib.logging import _TqdmLoggingHandler as TqdmLoggingHandler
 
 from activation_extraction import demo
 from activation_extraction.config import DEFAULT_LAYERS, Config, parse_args
+from activation_extraction.console import Clock, Progress, log, start_logging, stop_on_signals
 from activation_extraction.documents import (
     DocumentStream,
     check_dataset,
@@ -51,6 +53,7 @@ from activation_extraction.hosts import (
     last_words,
     together,
 )
+from activation_extraction.loop import Step, extract
 from activation_extraction.mesh import (
     HostRows,
     Layout,
@@ -61,16 +64,20 @@ from activation_extraction.mesh import (
     smallest_model_axis,
     usable_devices,
 )
-from activation_extraction.packing import Batch, pack
-from activation_extraction.progress import Clock, Progress
-from activation_extraction.storage import (
-    ActivationStorage,
-    StorageError,
+from activation_extraction.packing import Batch, Sample, pack
+from activation_extraction.resume import (
+    PER_HOST,
     check_output_dir,
+    check_siblings,
+    find_metadata,
     other_folders,
     remove_extraction,
 )
+from activation_extraction.status import show_status
+from activation_extraction.storage import ActivationStorage, StorageError
+from activation_extraction.stores import Store, StoreError
 from activation_extraction.tokens import Prefetch, load_tokenizer, samples
+from activation_extraction.verify import verify
 from activation_extraction.weights import Checkpoint, WeightSpec, load_params
 from qwen2_jax import Qwen2, QwenConfig, weight_table
 from qwen2_jax_with_hooks import (
@@ -83,38 +90,38 @@ from qwen2_jax_with_hooks import (
 
 BATCHES_AHEAD = 4
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
-
-FIELDS = (
-    "configuration",
-    "model files",
-    "tokenizer",
-    "data files",
-    "package versions",
-    "source",
-    "devices",
-)
-AGAIN = "start all hosts again, with --overwrite or another --output_dir"
-
-log = logging.getLogger("extract_activations")
-Step = Callable[[Batch | None, Sequence[bool]], tuple[Array, Array]]
+AGAIN = "start all hosts again with the same command, it continues"
 
 
 @dataclass(frozen=True)
-class Job:
-    """A request that has been checked: the model to run, where, and the text to run it on."""
+class Forward:
+    """A checked model: what it computes, with which weights, on which devices."""
 
     config: Config
-    host: Host
-    folder: Path
     checkpoint: Checkpoint
     model: HookedQwen2
     weights: dict[tuple[str, ...], WeightSpec]
     rows: HostRows
-    batches: Prefetch[Batch]
 
     @property
     def layout(self) -> Layout:
         return self.model.layout
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that has been checked: the model, the text, and where the result goes (`place`)."""
+
+    host: Host
+    forward: Forward
+    storage: ActivationStorage
+    batches: Prefetch[Batch]
+    identity: dict[str, Any]
+    place: str
+
+    @property
+    def config(self) -> Config:
+        return self.forward.config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,6 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         start_logging(config.verbose)
+        if config.status:
+            return show_status(Store(config.location, config.upload_timeout), config.aggregate)
+        if config.verify:
+            return check(config)
         return run(config)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -143,25 +154,81 @@ def run(config: Config) -> int:
     with last_words_of(host):
         with device_errors():
             job = prepare_together(config, host)
-            step, storage = start_together(job)
         clock = Clock()
         try:
-            with storage, stop_on_signals() as stopped, Watchdog(config.stall_timeout) as watchdog:
-                with device_errors():
-                    complete, failure = extract(job, step, storage, clock, watchdog, stopped)
-                    try:
-                        storage.finalize(complete and failure is None)
-                    except StorageError as error:
-                        failure = failure or error
-                    together(host, failure)
+            if any_host(host, [not job.storage.complete])[0]:
+                complete, signaled = compute(job, clock)
+            else:
+                log.info("everything is computed already")
+                job.storage.finalize()
+                complete, signaled = True, 0
         except RunError as error:
-            totals = storage.totals
+            totals = job.storage.totals
             raise RunError(
-                f"{error}. Safe in {job.folder}: {totals.shards} shard(s), {totals.samples} samples"
-                + (f"; {AGAIN}" if host.several else "")
+                f"{error}. Stored in {job.place}: {totals.shards} shard(s), {totals.samples} "
+                f"samples; {AGAIN if host.several else 'the same command continues'}"
             ) from error
-    print_summary(job, storage, clock, complete)
-    return 0 if complete else 128 + (stopped() or signal.SIGTERM)
+    print_summary(job, clock, complete)
+    return 0 if complete else 128 + (signaled or signal.SIGTERM)
+
+
+def compute(job: Job, clock: Clock) -> tuple[bool, int]:
+    """Runs the model over the text; returns whether all is done, and the signal that stopped it."""
+    config, host, storage = job.config, job.host, job.storage
+    with device_errors():
+        step = start_together(job)
+    clock.began = time.perf_counter()
+    with storage, stop_on_signals() as stopped, Watchdog(config.stall_timeout) as watchdog:
+        storage.alive = watchdog.alive
+        with device_errors():
+            complete, failure = extract(
+                *(host, job.batches, step, job.forward.rows, storage),
+                *(Progress(max_samples_of(config, host), storage.found_samples), clock),
+                *(watchdog, stopped),
+            )
+            try:
+                with clock.measure("store"):
+                    storage.finalize(complete and failure is None)
+            except StorageError as error:
+                failure = failure or error
+            together(host, failure)
+        return complete, stopped()
+
+
+def check(config: Config) -> int:
+    """--verify: looks at everything that is stored; returns the exit status."""
+    root = Store(config.location, config.upload_timeout)
+    again = partial(recompute, config) if config.verify_samples else None
+    return verify(root, again, config.verify_samples)
+
+
+def recompute(
+    config: Config, metadata: dict[str, Any], token_ids: list[np.ndarray]
+) -> list[np.ndarray]:
+    """Runs the model again as `metadata` says; returns (hooks, tokens, hidden) of every sample."""
+    identity = metadata["identity"]
+    config = replace(
+        config,
+        layers_to_extract=None,
+        hook_names=tuple(identity["hooks"]),
+        dtype=identity["dtype"],
+        activation_dtype=identity["activation_dtype"],
+        max_seq_length=identity["max_seq_length"],
+    )
+    with device_errors():
+        forward = prepare_model(config, Host())
+        if model_digest(forward) != identity["model files"]:
+            raise InputError(f"--model_path {config.model_path}: is another model than the stored")
+        step = compile_step(forward)
+        stream = (Sample(i, ids, "", None, {}, {}) for i, ids in enumerate(token_ids))
+        found = []
+        for batch in pack(stream, config.batch_size, config.max_seq_length):
+            activations, _ = step(batch, (False, False, False))
+            on_host = forward.rows.receive(activations)
+            found += [
+                on_host[:, placed.row, placed.start : placed.stop] for placed in batch.samples
+            ]
+    return found
 
 
 def join_hosts(config: Config) -> Host:
@@ -181,58 +248,59 @@ def join_hosts(config: Config) -> Host:
 def prepare_together(config: Config, host: Host) -> Job:
     """Checks the request here and compares it with the other hosts'. Raises InputError."""
     job, problem = None, None
-    marks = dict.fromkeys(FIELDS, "")
+    fields: dict[str, Any] = {}
     try:
         job = prepare(config, host)
-        if host.several:
-            marks = fingerprint(config, job)
     except Exception as error:  # whatever it is, the other hosts must not wait for this one
         problem = error
-    agree(host, marks, problem)
+    else:
+        fields = fingerprint(job)
+    agree(host, fields, problem)
     assert job is not None
     return job
 
 
-def start_together(job: Job) -> tuple[Step, ActivationStorage]:
+def start_together(job: Job) -> Step:
     """Loads, compiles and opens the output; when it fails on one host it fails on all."""
     failure: Exception | None = None
     try:
-        step = compile_step(job)
-        storage = open_storage(job)
+        step = compile_step(job.forward)
+        if job.config.overwrite and job.host.id == 0:
+            for folder in stale_folders(job.config, job.host):
+                remove_extraction(folder)
+        job.storage.open()
     except Exception as error:  # as in prepare_together
         failure = error
     together(job.host, failure)
-    return step, storage
+    return step
 
 
-def fingerprint(config: Config, job: Job) -> dict[str, str]:
-    """All that must be the same on every host of a run, under the names of FIELDS."""
-    own = ("host_id", "coordinator_address", "output_dir", "model_path", "dataset_path", "verbose")
-    asked = {name: value for name, value in asdict(config).items() if name not in own}
-    path = job.config.dataset_path
+def fingerprint(job: Job) -> dict[str, Any]:
+    """All that must be the same on every host of a run, by name."""
+    own = {"host_id", "coordinator_address", "output_dir", "output_url", "model_path"}
+    own |= {"dataset_path", "verbose"}
+    asked = {name: value for name, value in asdict(job.config).items() if name not in own}
     here = Path(__file__).parent
     source = [*here.glob("*.py"), *(here / "activation_extraction").glob("*.py")]
-    values = (
-        json.dumps(asked, sort_keys=True, default=str),
-        digest_files(job.checkpoint.weight_files()),
-        digest_files(job.checkpoint.tokenizer_files()),
-        str(describe_files(path)) if path is not None else "",
-        json.dumps({package: version(package) for package in PACKAGES}),
-        digest_files(source),
-        f"{jax.default_backend()} {jax.local_device_count()}",
-    )
-    return dict(zip(FIELDS, values, strict=True))
+    return {
+        "configuration": json.dumps(asked, sort_keys=True, default=str),
+        **{name: value for name, value in job.identity.items() if name not in PER_HOST},
+        "package versions": json.dumps({package: version(package) for package in PACKAGES}),
+        "source": digest_files(source),
+        "devices": f"{jax.default_backend()} {jax.local_device_count()}",
+    }
 
 
 def prepare(config: Config, host: Host) -> Job:
     """Checks the whole request; what costs most, the weights, comes last. Raises InputError."""
-    folder = config.output_folder(host.id, host.count)
-    check_output_dir(folder, config.overwrite)
-    others = stale_folders(config, host)
-    if others and not config.overwrite:
+    folder = config.output_dir / config.folder_name(host.id, host.count, in_bucket=False)
+    check_output_dir(folder)
+    remote = open_bucket(config, host)
+    stale = stale_folders(config, host)
+    if stale and not config.overwrite:
         raise InputError(
-            f"--output_dir {others[0]}: holds an extraction by another number of hosts or "
-            "machines; --overwrite replaces it"
+            f"{stale[0].url}: holds an extraction by another number of hosts or machines; "
+            "--overwrite replaces it"
         )
     if config.demo:
         build_model(config, QwenConfig.from_hf(demo.MODEL_CONFIG), host)  # may refuse the flags
@@ -240,21 +308,165 @@ def prepare(config: Config, host: Host) -> Job:
         config = demo.prepare(
             config, folder, lambda raw: weight_table(Qwen2(QwenConfig.from_hf(raw))).values()
         )
+    forward = prepare_model(config, host)
+    tokenizer = load_tokenizer(forward.checkpoint, forward.model.config.vocab_size)
+    dataset, data = open_dataset(config)
+    check_dataset(dataset, config.text_column)
+    identity = identity_of(forward, host, data)
+    if not config.overwrite:
+        for root, _ in output_roots(config):
+            check_siblings(root, identity)
+    storage = open_storage(forward, host, folder, remote, identity)
+    batches = open_batches(config, host, tokenizer, dataset, storage)
+    return Job(host, forward, storage, batches, identity, remote.url if remote else str(folder))
+
+
+def output_roots(config: Config) -> list[tuple[Store, bool]]:
+    """The folders above those of machines and hosts, and whether each is in the bucket."""
+    roots = [(Store(config.output_url), False)]
+    if config.bucket_url is not None:
+        roots.append((Store(config.bucket_url, config.upload_timeout), True))
+    return roots
+
+
+def stale_folders(config: Config, host: Host) -> list[Store]:
+    """What an earlier run of this machine, with other hosts or machines, left in the output."""
+    found = []
+    for root, in_bucket in output_roots(config):
+        own = {config.folder_name(i, host.count, in_bucket) for i in range(host.count)}
+        found += other_folders(root, config.machine, own)
+    return found
+
+
+def open_bucket(config: Config, host: Host) -> Store | None:
+    """This host's folder in the bucket, after a trial. Raises InputError when it is refused."""
+    if config.bucket_url is None:
+        return None
+    name = config.folder_name(host.id, host.count, in_bucket=True)
+    try:
+        store = Store(config.bucket_url, config.upload_timeout).child(name)
+        store.try_writing()
+    except StoreError as error:
+        if error.final:
+            raise InputError(f"--upload_to_gcs: {error}") from error
+        raise
+    return store
+
+
+def prepare_model(config: Config, host: Host) -> Forward:
+    """The model on its mesh, with a checkpoint that has been checked. Raises InputError."""
     checkpoint = Checkpoint(config.model_path)
     qwen = QwenConfig.from_file(checkpoint.file("config.json"))
     model, rows = build_model(config, qwen, host)
-    batches = open_batches(config, host, checkpoint, qwen.vocab_size)
     weights = weight_table(model)
     every = weight_table(Qwen2(qwen)).values()
     known = {name for spec in every for name in spec.hf_names} | {"lm_head.weight"}
     checkpoint.check(weights.values(), known)
-    return Job(config, host, folder, checkpoint, model, weights, rows, batches)
+    return Forward(config, checkpoint, model, weights, rows)
 
 
-def stale_folders(config: Config, host: Host) -> list[Path]:
-    """What an earlier run of this machine, with other hosts or machines, left in the output."""
-    own = {config.output_folder(i, host.count) for i in range(host.count)}
-    return other_folders(config.output_dir, config.machine, own)
+def open_dataset(config: Config) -> tuple[datasets.IterableDataset, tuple[str, str]]:
+    """The data set, and its name and revision: what an extraction that goes on must not change.
+
+    Of the hub the revision is that with which the extraction began.
+    """
+    if config.dataset_path is not None:
+        dataset = open_files(config.dataset_path, config.text_column)
+        files = json.dumps(describe_files(config.dataset_path))
+        return dataset, ("files", hashlib.sha256(files.encode()).hexdigest())
+    name, subset, split = config.dataset_name, config.dataset_config, config.dataset_split
+    source = " ".join(filter(None, (name, subset, split)))
+    revision = None
+    for root, _ in output_roots(config):
+        _, earlier = find_metadata(root) or ("", {})
+        if not config.overwrite and earlier.get("identity", {}).get("data") == source:
+            revision = earlier["identity"]["data revision"]
+    dataset, revision = open_hub_dataset(str(name), subset, str(split), revision)
+    return dataset, (source, revision)
+
+
+def model_digest(forward: Forward) -> str:
+    """Of the configuration and the weights, as far as `digest_files` reads them."""
+    return digest_files(forward.checkpoint.weight_files())
+
+
+def identity_of(forward: Forward, host: Host, data: tuple[str, str]) -> dict[str, Any]:
+    """What decides the content of the shards: it may not change when a run is continued.
+
+    Batch size, mesh, devices and where things lie may.
+    """
+    config, model = forward.config, forward.model
+    return {
+        "model files": model_digest(forward),
+        "tokenizer": digest_files(forward.checkpoint.tokenizer_files()),
+        "data": data[0],
+        "data revision": data[1],
+        "text_column": config.text_column,
+        "max_seq_length": config.max_seq_length,
+        "hooks": [hook.name for hook in model.hooks],
+        "keyed by": "layer" if config.hook_names is None else "hook name",
+        "dtype": str(model.dtype),
+        "activation_dtype": str(model.activation_dtype),
+        "shard_size_gb": config.shard_size_gb,
+        "compress_shards": config.compress_shards,
+        "total_machines": config.total_machines,
+        "num_hosts": host.count,
+        "machine": config.machine_id,
+        "host": host.id,
+    }
+
+
+def open_storage(
+    forward: Forward, host: Host, folder: Path, remote: Store | None, identity: dict[str, Any]
+) -> ActivationStorage:
+    """The output, with all that a reader should know about its contents. Raises InputError."""
+    config, model = forward.config, forward.model
+    by_name = config.hook_names is not None
+    return ActivationStorage(
+        folder,
+        {hook.name if by_name else hook.layer: hook.name for hook in model.hooks},
+        shard_size_gb=config.shard_size_gb,
+        compress=config.compress_shards,
+        overwrite=config.overwrite,
+        metadata={
+            "configuration": config.to_json(),
+            "model": asdict(model.config),
+            "backend": jax.default_backend(),
+            "mesh": forward.layout.shape,
+            "versions": {package: version(package) for package in PACKAGES},
+        },
+        identity=identity,
+        max_samples=max_samples_of(config, host),
+        remote=remote,
+        delete_local=config.delete_local_after_upload,
+    )
+
+
+def open_batches(
+    config: Config,
+    host: Host,
+    tokenizer: Tokenizer,
+    dataset: datasets.IterableDataset,
+    storage: ActivationStorage,
+) -> Prefetch[Batch]:
+    """This host's part of the text that is not stored yet, as packed batches, prepared in the
+    background."""
+    if storage.complete:
+        return Prefetch(iter(()), BATCHES_AHEAD)
+    rank = config.machine_id * host.count + host.id
+    world = config.total_machines * host.count
+    documents = DocumentStream(dataset, config.text_column, rank, world)
+    stream = samples(
+        *(documents, tokenizer, config.max_seq_length, max_samples_of(config, host)),
+        *(rank, world, storage.cursor),
+    )
+    batches = Prefetch(pack(stream, config.batch_size, config.max_seq_length), BATCHES_AHEAD)
+    try:
+        if batches.peek() is None and world == 1 and not storage.found_samples:
+            raise InputError("the data set is empty: no row has text")
+    except RunError as error:
+        raise InputError(str(error)) from error
+    return batches
 
 
 def build_model(config: Config, qwen: QwenConfig, host: Host) -> tuple[HookedQwen2, HostRows]:
@@ -311,50 +523,24 @@ def choose_hooks(config: Config, depth: int) -> tuple[Hook, ...]:
     return hooks_for_layers(layers, config.activation_type, depth)
 
 
-def open_batches(
-    config: Config, host: Host, checkpoint: Checkpoint, vocab_size: int
-) -> Prefetch[Batch]:
-    """This host's part of the text as packed batches, prepared in the background."""
-    tokenizer = load_tokenizer(checkpoint, vocab_size)
-    if config.dataset_path is not None:
-        dataset = open_files(config.dataset_path, config.text_column)
-    else:
-        dataset = open_hub_dataset(
-            str(config.dataset_name), config.dataset_config, str(config.dataset_split)
-        )
-    check_dataset(dataset, config.text_column)
-    rank = config.machine_id * host.count + host.id
-    world = config.total_machines * host.count
-    most = max_samples_of(config, host)
-    documents = DocumentStream(dataset, config.text_column, rank, world)
-    stream = samples(documents, tokenizer, config.max_seq_length, most, rank=rank, world=world)
-    batches = Prefetch(pack(stream, config.batch_size, config.max_seq_length), BATCHES_AHEAD)
-    try:
-        if batches.peek() is None and world == 1:
-            raise InputError("the data set is empty: no row has text")
-    except RunError as error:
-        raise InputError(str(error)) from error
-    return batches
-
-
 def max_samples_of(config: Config, host: Host) -> int | None:
     """This host's share of what the machine may store."""
     most = config.max_samples
     return None if most is None else len(range(host.id, most, host.count))
 
 
-def compile_step(job: Job) -> Step:
+def compile_step(forward: Forward) -> Step:
     """Loads the weights and compiles the forward pass, once for the whole run.
 
     Returns the function (batch or None, flags of this host) -> (activations (hooks, rows of all
     hosts, T, D), number of hosts that set each flag). It does not wait for the devices.
     """
-    config, model, rows = job.config, job.model, job.rows
+    config, model, rows = forward.config, forward.model, forward.rows
     shape = (config.batch_size, config.max_seq_length)
-    params = read_weights(job)
+    params = read_weights(forward)
     began = time.perf_counter()
 
-    def forward(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
+    def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
         return model.apply({"params": params}, tokens, segments, positions), flags.sum(axis=0)
 
     def abstract(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -363,7 +549,7 @@ def compile_step(job: Job) -> Step:
 
     outgoing = rows.outgoing(config.max_seq_length), rows.everywhere()
     inputs = [abstract(shape)] * 3 + [abstract((1, 3))]
-    compiled = jax.jit(forward, out_shardings=outgoing).lower(params, *inputs).compile()
+    compiled = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs).compile()
     log.info("compiled in %.1f s", time.perf_counter() - began)
     nothing = np.zeros(shape, np.int32)
 
@@ -376,18 +562,18 @@ def compile_step(job: Job) -> Step:
     return step
 
 
-def read_weights(job: Job) -> dict[str, Any]:
+def read_weights(forward: Forward) -> dict[str, Any]:
     """The parameters, each in its shards, with a progress bar."""
-    model = job.model
-    total = sum(math.prod(spec.shape) for spec in job.weights.values())
-    mesh = " x ".join(f"{name} {size}" for name, size in job.layout.shape.items())
+    model, layout = forward.model, forward.layout
+    total = sum(math.prod(spec.shape) for spec in forward.weights.values())
+    mesh = " x ".join(f"{name} {size}" for name, size in layout.shape.items())
     log.info(
         "model: layers 0 to %d of %d, %.3g M parameters, %s; %s mesh: %s",
         *(model.num_layers - 1, model.config.num_hidden_layers, total / 1e6, model.dtype),
         *(jax.default_backend(), mesh),
     )
     if model.stages > 1:
-        count = model.micro_batches(job.config.batch_size * job.rows.hosts)
+        count = model.micro_batches(forward.config.batch_size * forward.rows.hosts)
         idle = (model.stages - 1) / (count + model.stages - 1)
         log.info(
             "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%",
@@ -397,108 +583,8 @@ def read_weights(job: Job) -> dict[str, Any]:
     size = total * model.dtype.itemsize
     with tqdm(total=size, unit="B", unit_scale=True, desc="loading weights", leave=False) as bar:
         return load_params(
-            job.weights, job.checkpoint, model.dtype, job.layout, as_bits, bar.update
+            forward.weights, forward.checkpoint, model.dtype, layout, as_bits, bar.update
         )
-
-
-def open_storage(job: Job) -> ActivationStorage:
-    """The output folder, with all that a reader should know about its contents."""
-    config = job.config
-    by_name = config.hook_names is not None
-    if config.overwrite and job.host.id == 0:
-        for folder in stale_folders(config, job.host):
-            remove_extraction(folder)
-    return ActivationStorage(
-        job.folder,
-        {hook.name if by_name else hook.layer: hook.name for hook in job.model.hooks},
-        shard_size_gb=config.shard_size_gb,
-        compress=config.compress_shards,
-        overwrite=config.overwrite,
-        metadata={
-            "configuration": config.to_json(),
-            "host": asdict(job.host),
-            "model": asdict(job.model.config),
-            "dtype": str(job.model.dtype),
-            "activation_dtype": str(job.model.activation_dtype),
-            "backend": jax.default_backend(),
-            "mesh": job.layout.shape,
-            "versions": {package: version(package) for package in PACKAGES},
-        },
-    )
-
-
-def extract(
-    job: Job,
-    step: Step,
-    storage: ActivationStorage,
-    clock: Clock,
-    watchdog: Watchdog,
-    stopped: Callable[[], int],
-) -> tuple[bool, Exception | None]:
-    """Runs every batch; while one computes, the one before is copied and stored.
-
-    All hosts take the same number of steps: until none has data, or any must stop. A host without
-    a batch feeds empty rows. With step n goes what a host knows of step n + 2, so that the answer
-    is there when it is needed and nobody waits for it. Returns whether the data came to its end,
-    and what failed on this host or, as far as it knows by then, on another one.
-    """
-    progress = Progress(max_samples_of(job.config, job.host))
-    failure: Exception | None = None
-    complete = True
-    job.batches.stopped = stopped
-
-    def fetch() -> Batch | None:
-        nonlocal failure
-        if failure is None and not stopped():
-            try:
-                with clock.measure("data"):
-                    return next(job.batches, None)
-            except Exception as error:  # reported in the end, when all hosts have stopped
-                failure = error
-        return None
-
-    def settle(batch: Batch | None, activations: Array, votes: Array) -> bool:
-        """Stores a step's activations; returns whether the step after the next one is wanted."""
-        nonlocal failure, complete
-        with clock.measure("compute"):
-            activations.block_until_ready()
-        if batch is not None and not isinstance(failure, StorageError):
-            with clock.measure("copy"):
-                on_host = job.rows.receive(activations)
-            try:
-                with clock.measure("store"):
-                    storage.add_batch(batch, on_host)
-            except Exception as error:  # as in fetch
-                failure = error if isinstance(error, StorageError) else StorageError(repr(error))
-            else:
-                progress.advance(len(batch.samples), batch.num_tokens)
-                log.debug("step %d: %d samples", progress.steps, len(batch.samples))
-        watchdog.step_finished()
-        with_data, stopping, failed = np.asarray(votes)
-        if failed and failure is None:
-            failure = RunError("another host failed: see the message there")
-        complete = complete and not stopping
-        return bool(with_data) and not stopping and not failed
-
-    upcoming = deque([fetch(), fetch()])
-    state = [*(batch is not None for batch in upcoming), bool(stopped()), failure is not None]
-    *some_data, stopping, failed = any_host(job.host, state)
-    complete = not stopping
-    wanted = deque([] if stopping or failed and not any(some_data) else some_data)
-    in_flight: deque[tuple[Batch | None, Array, Array]] = deque()
-    try:
-        while wanted and wanted.popleft():
-            batch = upcoming.popleft()
-            upcoming.append(fetch())
-            flags = upcoming[-1] is not None, bool(stopped()), failure is not None
-            in_flight.append((batch, *step(batch, flags)))
-            if len(in_flight) > 1:
-                wanted.append(settle(*in_flight.popleft()))
-        while in_flight:
-            settle(*in_flight.popleft())
-    finally:
-        progress.close()
-    return complete, failure
 
 
 @contextmanager
@@ -512,28 +598,6 @@ def device_errors() -> Iterator[None]:
         raise RunError(f"the device failed: {reason:.300}{hint}") from error
 
 
-@contextmanager
-def stop_on_signals() -> Iterator[Callable[[], int]]:
-    """Within it, SIGTERM and the first Ctrl-C only ask to stop; the second Ctrl-C interrupts.
-
-    Yields the function that gives the number of the signal that asked, 0 when none did.
-    """
-    received = 0
-
-    def handle(number: int, _: Any) -> None:
-        nonlocal received
-        received = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        log.warning("stopping after this step; what is complete will be stored")
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def last_words_of(host: Host) -> AbstractContextManager[None]:
     """What to say when JAX ends this process because another host is gone."""
     if not host.several:
@@ -544,34 +608,33 @@ def last_words_of(host: Host) -> AbstractContextManager[None]:
     )
 
 
-def print_summary(job: Job, storage: ActivationStorage, clock: Clock, complete: bool) -> None:
-    """What was stored, where the time went, and how to read it."""
-    totals, elapsed = storage.totals, clock.elapsed
+def print_summary(job: Job, clock: Clock, complete: bool) -> None:
+    """What is stored, where the time went, and how to read it."""
+    totals, elapsed = job.storage.totals, clock.elapsed
+    new = totals.tokens - job.storage.found_tokens
     spent = ", ".join(
         f"{name} {clock.seconds[name]:.1f}" for name in ("data", "compute", "copy", "store")
     )
     print(
         f"{'done' if complete else 'interrupted'}: {totals.samples:,} samples, "
-        f"{totals.tokens:,} tokens, {len(job.model.hooks)} hook(s), {totals.shards} shard(s), "
-        f"{totals.bytes / 1e6:,.1f} MB in {job.folder}\n"
-        f"time: {elapsed:.1f} s, {totals.tokens / elapsed:,.0f} tokens/s; waiting for {spent} s; "
-        f"in the background compress {totals.compress_seconds:.1f}, "
-        f"write {totals.write_seconds:.1f} s"
+        f"{totals.tokens:,} tokens, {len(job.forward.model.hooks)} hook(s), {totals.shards} "
+        f"shard(s), {totals.bytes / 1e6:,.1f} MB in {job.place}"
     )
+    if new:
+        print(
+            f"time: {elapsed:.1f} s, {new / elapsed:,.0f} tokens/s; waiting for {spent} s; in the "
+            f"background compress {totals.compress_seconds:.1f}, write {totals.write_seconds:.1f}, "
+            f"upload {totals.upload_seconds:.1f} s"
+        )
     if totals.shards:
-        gz = job.config.compress_shards
-        path = str(job.folder / f"shard_0001.pkl{'.gz' if gz else ''}")
-        opened = f"gzip.open({path!r})" if gz else f"open({path!r}, 'rb')"
-        print(f"read it with:\n  import gzip, pickle\n  records = pickle.load({opened})")
-
-
-def start_logging(verbose: bool) -> None:
-    """Our own lines to stderr, above the progress bar; other libraries keep their settings."""
-    handler = TqdmLoggingHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-    log.handlers = [handler]
-    log.propagate = False
-    log.setLevel(logging.DEBUG if verbose else logging.INFO)
+        name = f"{job.place}/shard_0001.pkl"
+        if job.config.compress_shards:
+            name += ".gz"
+        opened = f"gzip.open({name!r})" if job.config.compress_shards else f"open({name!r}, 'rb')"
+        if job.config.bucket_url is not None:
+            opened = f"fsspec.open({name!r}, compression='infer').open()"
+        module = opened.split(".")[0] + ", " if "." in opened.split("(")[0] else ""
+        print(f"read it with:\n  import {module}pickle\n  records = pickle.load({opened})")
 
 
 if __name__ == "__main__":

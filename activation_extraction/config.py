@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from activation_extraction.errors import InputError
-from activation_extraction.flags import DEFAULT_DATASET, DEFAULT_MODEL, build_parser
+from activation_extraction.flags import DEFAULT_DATASET, DEFAULT_MODEL, DEFAULT_PREFIX, build_parser
 
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 DEFAULT_LAYERS = range(10, 24)
@@ -27,7 +27,10 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Config:
-    """One run, as asked for. Field names are the flags'."""
+    """One run, as asked for. Field names are the flags'.
+
+    bucket_url: where to upload to, the folder above those of machines and hosts; None: nowhere.
+    """
 
     model_path: str
     dtype: str
@@ -56,10 +59,18 @@ class Config:
     heartbeat_timeout: int
     stall_timeout: int
     output_dir: Path
+    output_url: str
     activation_dtype: str
     shard_size_gb: float
     compress_shards: bool
     overwrite: bool
+    bucket_url: str | None
+    delete_local_after_upload: bool
+    upload_timeout: int
+    status: bool
+    aggregate: bool
+    verify: bool
+    verify_samples: int
     verbose: bool
     demo: bool
 
@@ -68,11 +79,16 @@ class Config:
         """Name of this machine in folder names."""
         return f"machine_{self.machine_id:03d}"
 
-    def output_folder(self, host_id: int, num_hosts: int) -> Path:
-        """Where one host of this machine writes: `output_dir` itself when it is the only one."""
+    def folder_name(self, host_id: int, num_hosts: int, in_bucket: bool) -> str:
+        """Of one host of this machine, in the output; "" is the output itself."""
         if num_hosts > 1:
-            return self.output_dir / f"{self.machine}_host_{host_id:02d}"
-        return self.output_dir / self.machine if self.total_machines > 1 else self.output_dir
+            return f"{self.machine}_host_{host_id:02d}"
+        return self.machine if in_bucket or self.total_machines > 1 else ""
+
+    @property
+    def location(self) -> str:
+        """The whole output, of all machines and hosts, for --status and --verify."""
+        return self.bucket_url or self.output_url
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as recorded in metadata.json."""
@@ -84,7 +100,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     flags = build_parser().parse_args(argv)
     _fill_from_environment(flags)
     _refuse_conflicts(flags)
-    given = {field.name: getattr(flags, field.name) for field in fields(Config)}
+    given = {field.name: getattr(flags, field.name, None) for field in fields(Config)}
+    output = os.path.expanduser(flags.output_dir)
     chosen = {
         "model_path": flags.model_path or DEFAULT_MODEL,
         "layers_to_extract": _tuple(flags.layers_to_extract),
@@ -93,7 +110,10 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
         "batch_size": flags.batch_size or 8,
         "max_seq_length": flags.max_seq_length or (256 if flags.demo else 2048),
         "mesh_type": flags.mesh_type or ("2d" if flags.mesh_shape is None else "any"),
-        "output_dir": Path(os.path.expanduser(flags.output_dir)),
+        "output_dir": Path(output),
+        "output_url": output,
+        "bucket_url": _bucket_url(flags),
+        "verify_samples": 0 if flags.model_path is None else flags.verify_samples or 8,
     }
     return Config(**{**given, **_dataset(flags), **chosen})
 
@@ -118,6 +138,41 @@ def _fill_from_environment(flags: argparse.Namespace) -> None:
 
 def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
     return None if values is None else tuple(values)
+
+
+def _bucket_url(flags: argparse.Namespace) -> str | None:
+    if not flags.upload_to_gcs:
+        return None
+    bucket = flags.gcs_bucket.rstrip("/")
+    prefix = (flags.gcs_prefix or DEFAULT_PREFIX).strip("/")
+    return f"{bucket if '://' in bucket else f'gs://{bucket}'}/{prefix}"
+
+
+def _check_places(flags: argparse.Namespace) -> None:
+    """Of the flags that say where the output goes."""
+    bucket, prefix = flags.gcs_bucket, flags.gcs_prefix
+    if flags.upload_to_gcs and bucket is None:
+        raise InputError("--upload_to_gcs: needs --gcs_bucket")
+    for flag, value in (("gcs_bucket", bucket), ("gcs_prefix", prefix)):
+        if value is not None and not flags.upload_to_gcs:
+            raise InputError(f"--{flag}: needs --upload_to_gcs")
+        if value is not None and re.search(r"[*?\[\]#\s]", value):
+            raise InputError(f"--{flag} {value!r}: has a space, a wildcard or '#' in it")
+    if bucket is not None and "://" not in bucket and "/" in bucket.rstrip("/"):
+        raise InputError(f"--gcs_bucket {bucket}: is a path; the bucket alone, and --gcs_prefix")
+    looking = flags.status or flags.verify
+    if "://" in flags.output_dir and not looking:
+        raise InputError(
+            f"--output_dir {flags.output_dir}: is a URL; shards are written to a local folder "
+            "first: use --upload_to_gcs with --gcs_bucket and --gcs_prefix"
+        )
+    for flag, needed in (("aggregate", "status"), ("verify_samples", "verify")):
+        if getattr(flags, flag) and not getattr(flags, needed):
+            raise InputError(f"--{flag}: needs --{needed}")
+    if flags.verify_samples and flags.model_path is None:
+        raise InputError("--verify_samples: needs --model_path")
+    if looking and flags.overwrite or flags.status and flags.verify:
+        raise InputError("--status, --verify and --overwrite exclude each other")
 
 
 def _dataset(flags: argparse.Namespace) -> dict[str, str | None]:
@@ -152,6 +207,7 @@ def _refuse_conflicts(flags: argparse.Namespace) -> None:
             if given and getattr(flags, other) is not None:
                 raise InputError(f"--{flag} and --{other} exclude each other")
     _check_hosts(flags)
+    _check_places(flags)
     if flags.mesh_shape is not None and not flags.use_data_parallel:
         raise InputError("--mesh_shape and --no_data_parallel exclude each other")
     if flags.machine_id >= flags.total_machines:

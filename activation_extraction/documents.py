@@ -16,6 +16,7 @@ import fsspec
 import pyarrow
 import pyarrow.parquet
 from fsspec.core import url_to_fs
+from huggingface_hub import HfApi
 
 from activation_extraction.errors import InputError, RunError, one_line
 
@@ -37,10 +38,17 @@ class Document:
     doc_id: DocId
 
 
-def open_hub_dataset(name: str, config: str | None, split: str) -> datasets.IterableDataset:
-    """A streamed data set of the hub. Raises InputError with the hub's reason if there is none."""
+def open_hub_dataset(
+    name: str, config: str | None, split: str, revision: str | None = None
+) -> tuple[datasets.IterableDataset, str]:
+    """A streamed data set of the hub at a revision, the newest one by default, and which it is.
+
+    Raises InputError with the hub's reason if there is none.
+    """
     try:
-        return datasets.load_dataset(name, config, split=split, streaming=True)
+        revision = revision or str(HfApi().dataset_info(name).sha)
+        found = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
+        return found, revision
     except Exception as error:  # whatever the hub, the network or a file format may raise
         wanted = " ".join(filter(None, (name, config, split)))
         raise InputError(f"--dataset_name {wanted}: {one_line(error)}") from error

@@ -9,6 +9,7 @@ from activation_extraction.mesh import MESH_AXES
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
 DEFAULT_DATASET = ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")
+DEFAULT_PREFIX = "activations"
 LARGEST = 10**9  # of any number; more is a slip of the finger
 ACTIVATION_TYPES = ("residual", "mlp", "attn")
 
@@ -20,6 +21,10 @@ examples:
       1000 documents of FineWeb-Edu through a model of the hub
   extract_activations.py --model_path ./my-qwen --dataset_path texts.jsonl.gz --output_dir out
       your own model and texts
+  extract_activations.py --model_path ./my-qwen --upload_to_gcs --gcs_bucket B --gcs_prefix run1
+      shards go to gs://B/run1/machine_000; killed? the same command continues
+  extract_activations.py --status --output_dir gs://B/run1
+      how far it is
 
 read a shard:
   import gzip, pickle
@@ -287,7 +292,8 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         type=_text,
         default="activations",
         metavar="FOLDER",
-        help="where the shards go (default: activations)",
+        help="where the shards go; an interrupted run is continued there by the same command "
+        "(default: activations)",
     )
     group.add_argument(
         "--activation_dtype",
@@ -312,8 +318,11 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--overwrite",
         action="store_true",
-        help="delete the extraction that --output_dir already holds (default: refuse)",
+        help="delete the extraction that --output_dir and the bucket already hold, every time "
+        "(default: continue it)",
     )
+    _add_bucket_flags(parser)
+    _add_checking_flags(parser)
     group = parser.add_argument_group("general")
     group.add_argument(
         "--demo",
@@ -322,3 +331,73 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         "them, 256 tokens per row",
     )
     group.add_argument("--verbose", action="store_true", help="log every step and shard")
+
+
+def _add_bucket_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "upload",
+        "credentials come from the environment: gcloud auth application-default login, "
+        "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account",
+    )
+    group.add_argument(
+        "--upload_to_gcs",
+        action="store_true",
+        help="upload every shard; it then counts as stored when the bucket has confirmed it",
+    )
+    group.add_argument(
+        "--gcs_bucket",
+        type=_text,
+        metavar="NAME",
+        help="the bucket, or a URL that fsspec knows, such as s3://bucket (with s3fs installed)",
+    )
+    group.add_argument(
+        "--gcs_prefix",
+        type=_text,
+        metavar="PATH",
+        help="folder in the bucket; in it, one folder for each machine and host "
+        f"(default: {DEFAULT_PREFIX})",
+    )
+    _add_pair(
+        group,
+        "delete_local_after_upload",
+        "keep_local",
+        "delete a shard here once the bucket has confirmed it; its JSON stays (default)",
+        "keep the shards here as well",
+    )
+    group.add_argument(
+        "--upload_timeout",
+        type=_integer(1),
+        default=300,
+        metavar="SECONDS",
+        help="keep retrying an upload that fails for this long, then stop (default: 300 s)",
+    )
+
+
+def _add_checking_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "looking at an extraction",
+        "instead of extracting; of the bucket with --upload_to_gcs, else of --output_dir, which "
+        "may be a URL here",
+    )
+    group.add_argument(
+        "--status",
+        action="store_true",
+        help="all machines and hosts: what is stored, how fast, until when; also during a run",
+    )
+    group.add_argument(
+        "--aggregate",
+        action="store_true",
+        help="with --status: also write it there as aggregated_metadata.json",
+    )
+    group.add_argument(
+        "--verify",
+        action="store_true",
+        help="check every shard against its checksum and its JSON, and that all samples are there "
+        "once; with --model_path, recompute some; exit status 1 and a list if anything is off",
+    )
+    group.add_argument(
+        "--verify_samples",
+        type=_integer(1),
+        metavar="N",
+        help="how many random samples --verify recomputes (default: 8)",
+    )

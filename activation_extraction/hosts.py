@@ -122,27 +122,30 @@ def together(host: Host, failure: Exception | None) -> None:
         raise RunError("another host failed: see the message there")
 
 
-def agree(host: Host, fields: Mapping[str, str], problem: Exception | None) -> None:
+def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -> None:
     """Compares `fields` (name -> content) over all hosts, and ends all when one has a problem.
 
-    All hosts must call it with the same names. Raises `problem` where it arose, and elsewhere
-    InputError with the hosts that have one, or the first field that differs and on which hosts.
+    All hosts must call it, with the same names; one with a problem needs none. Raises `problem`
+    where it arose, and elsewhere InputError with the hosts that have one, or the first field that
+    differs and on which hosts.
     """
     if host.several:
-        table = {"request": problem is not None, **fields}
-        digests = [hashlib.sha256(str(value).encode()).digest() for value in table.values()]
-        mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(table), -1)
-        every = np.asarray(multihost_utils.process_allgather(mine))  # (hosts, fields, 32)
-        if problem is None:
-            _compare(list(table), every, bad=hashlib.sha256(b"True").digest())
+        refusals = np.asarray(multihost_utils.process_allgather(np.int32(problem is not None)))
+        refused = [str(i) for i in np.flatnonzero(refusals)]
+        if refused and problem is None:
+            raise InputError(
+                f"host {', '.join(refused)} refused the request: see the message there"
+            )
     if problem is not None:
         raise problem
+    if host.several:
+        digests = [hashlib.sha256(str(value).encode()).digest() for value in fields.values()]
+        mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(fields), -1)
+        _compare(list(fields), np.asarray(multihost_utils.process_allgather(mine)))
 
 
-def _compare(names: list[str], every: np.ndarray, bad: bytes) -> None:
-    refused = [str(i) for i, digests in enumerate(every) if digests[0].tobytes() == bad]
-    if refused:
-        raise InputError(f"host {', '.join(refused)} refused the request: see the message there")
+def _compare(names: list[str], every: np.ndarray) -> None:
+    """every: (hosts, fields, bytes of a digest)."""
     for name, digests in zip(names, every.swapaxes(0, 1), strict=True):
         groups: dict[str, list[str]] = {}
         for number, digest in enumerate(digests):
@@ -174,7 +177,7 @@ class Watchdog:
         self._last = time.monotonic()
         self._done = threading.Event()
 
-    def step_finished(self) -> None:
+    def alive(self) -> None:
         self._last = time.monotonic()
 
     def __enter__(self) -> "Watchdog":

@@ -1,4 +1,5 @@
-"""What a shard file looks like, and how a file comes to be complete under its final name.
+"""What a shard file looks like: writing it, reading it without running what is in it, and how a
+file comes to be complete under its final name.
 
 `pickle.load(gzip.open(path))` gives a dict: layer (int, or hook name) -> list of records, one per
 sample, in order. A record is a dict of plain values and NumPy arrays, see `Record`. The bytes
@@ -6,7 +7,6 @@ depend on the records alone.
 """
 
 import hashlib
-import json
 import os
 import pickle
 import time
@@ -14,8 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypedDict
 
+import ml_dtypes
 import numpy as np
 from isal import igzip
+
+from activation_extraction.errors import RunError, one_line
 
 # Protocol 4 names only NumPy internals that NumPy 1.26 also has; 5 would shut out its users.
 PICKLE_PROTOCOL = 4
@@ -96,10 +99,9 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes JSON atomically. NaN is refused: other languages could not read it."""
-    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a whole file atomically. Raises OSError."""
+    write_atomically(path, lambda file: file.write(data))
 
 
 def write_shard(path: Path, shard: Shard, compress: bool) -> Written:
@@ -115,3 +117,106 @@ def write_shard(path: Path, shard: Shard, compress: bool) -> Written:
             pickle.dump(shard, stream, protocol=PICKLE_PROTOCOL)
 
     return write_atomically(path, write)
+
+
+class UnsafeError(RunError):
+    """A shard holds what no shard of ours holds; nothing of it was run."""
+
+
+def read_shard(path: Path, limit: int) -> Shard:
+    """Reads a shard, compressed when its name ends in .gz, without running pickled code.
+
+    limit: the most bytes that it may unpack to. Raises UnsafeError for anything but plain
+    containers and NumPy arrays of numbers, and for more than `limit`; RunError for a damaged file.
+    """
+    with open(path, "rb") as file:
+        stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if path.suffix == ".gz" else file
+        try:
+            shard = _SafeUnpickler(_LimitedReader(stream, limit, path.name)).load()
+        except RunError as error:
+            raise type(error)(f"{path.name}: {error}") from error
+        except Exception as error:  # whatever broken bytes may raise in gzip, pickle or NumPy
+            raise RunError(f"{path.name}: cannot be read: {one_line(error):.200}") from error
+    if not isinstance(shard, dict) or not all(isinstance(part, list) for part in shard.values()):
+        raise RunError(f"{path.name}: is no shard: expected a dict of lists of records")
+    return shard
+
+
+class _LimitedReader:
+    """What the unpickler reads from; refuses to unpack more than was announced."""
+
+    def __init__(self, stream: IO[bytes], limit: int, name: str) -> None:
+        self._stream = stream
+        self._left = limit
+        self._name = name
+
+    def _take(self, size: int) -> None:
+        if size < 0 or size > self._left:
+            raise UnsafeError("unpacks to more than its JSON announces")
+        self._left -= size
+
+    def read(self, size: int = -1) -> bytes:
+        self._take(size)
+        return self._stream.read(size)
+
+    def readinto(self, buffer: memoryview) -> int:
+        self._take(len(buffer))
+        view, done = memoryview(buffer), 0
+        while done < len(view) and (count := self._stream.readinto(view[done:])):  # type: ignore
+            done += count
+        return done
+
+    def readline(self) -> bytes:
+        line = self._stream.readline(self._left + 1)
+        self._take(len(line))
+        return line
+
+
+class _SafeUnpickler(pickle.Unpickler):
+    """Knows how NumPy pickles arrays of numbers, and nothing else.
+
+    The names below stand for functions of ours that make an empty array or a number type;
+    everything else that a pickle may ask to import is refused before anything is called.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = _KNOWN.get((module, name))
+        if found is None:
+            raise UnsafeError(f"refused: would import {module}.{name}; no shard of ours does")
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise UnsafeError(f"refused: holds a reference to an outside object {pid!r:.80}")
+
+
+class _Token:
+    """Stands for a class that a pickle may name and not call."""
+
+    def __init__(self, dtype: np.dtype | None = None) -> None:
+        self.dtype = dtype
+
+
+def _empty_array(kind: Any, shape: Any, _code: Any) -> np.ndarray:
+    if kind is not _ARRAY or shape != (0,):
+        raise UnsafeError("refused: an array that NumPy would not have pickled so")
+    return np.empty((0,), np.int8)
+
+
+def _number_type(code: Any, _align: Any = False, _copy: Any = True) -> np.dtype:
+    dtype = code.dtype if isinstance(code, _Token) else None
+    if dtype is None and isinstance(code, str) and code in NUMBER_TYPES:
+        dtype = np.dtype(code)
+    if dtype is None:
+        raise UnsafeError(f"refused: an array of type {code!r:.80}")
+    return dtype
+
+
+NUMBER_TYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1")
+_ARRAY = _Token()
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("numpy", "ndarray"): _ARRAY,
+    ("numpy", "dtype"): _number_type,
+    ("numpy.core.multiarray", "_reconstruct"): _empty_array,
+    ("numpy._core.multiarray", "_reconstruct"): _empty_array,
+    ("ml_dtypes", "bfloat16"): _Token(np.dtype(ml_dtypes.bfloat16)),
+}

@@ -1,8 +1,9 @@
 """Statistics of activations that merge exactly: per sample, shard, host, machine or run."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -61,6 +62,11 @@ class Statistics:
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
+        """The inverse of `to_json`; other keys are left alone."""
+        return cls(**{field.name: content[field.name] for field in fields(cls)})
 
 
 def merge_all(parts: Iterable[Statistics]) -> Statistics:

@@ -1,100 +1,35 @@
-"""ActivationStorage: collects activations, cuts them into shards and commits these one by one.
+"""ActivationStorage: collects activations, cuts them into shards and has these committed.
 
-A shard is committed by its JSON: first the shard file is complete under its final name, then the
-JSON appears. A shard without JSON does not exist. One background thread writes while the caller
-goes on; at most one shard is being written while the next one fills.
+What is stored already is continued; the background work on a shard is committer.py's part, and
+what counts as the same run is resume.py's.
 """
 
-import logging
-import re
-import tempfile
+import fcntl
+import os
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from activation_extraction.commits import (
+    FORMAT_VERSION,
+    METADATA,
+    digest_of,
+    read_stored,
+    seal,
+)
+from activation_extraction.committer import Committer, Key, StorageError, Totals
 from activation_extraction.errors import InputError, RunError
 from activation_extraction.packing import Batch, Cursor
-from activation_extraction.shards import Record, Shard, write_json, write_shard
-from activation_extraction.statistics import Statistics, merge_all
+from activation_extraction.resume import Beginning, check_output_dir, remove_extraction, take_up
+from activation_extraction.shards import Record, write_bytes
+from activation_extraction.stores import Store, reason_of
 
-FORMAT_VERSION = 1
-METADATA = "metadata.json"
-OWN_FILES = re.compile(r"\.?(metadata\.json|shard_\d{4,}\.(json|pkl|pkl\.gz))(\.tmp)?")
 GIGABYTE = 10**9
-
-log = logging.getLogger("extract_activations")
-
-Key = int | str  # of a hook in the shard: the layer, or the hook's name
-
-
-class StorageError(RunError):
-    """A shard could not be committed, so nothing after it may be; what came before is safe."""
-
-
-@dataclass
-class Totals:
-    """What is committed, and the seconds that the background spent on it."""
-
-    shards: int = 0
-    samples: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    compress_seconds: float = 0.0
-    write_seconds: float = 0.0
-    statistics: dict[Key, Statistics] = field(default_factory=dict)
-
-
-def check_output_dir(folder: Path, overwrite: bool) -> None:
-    """Raises InputError unless shards can be written to `folder`, which is not made yet.
-
-    A folder that already holds an extraction is refused unless `overwrite`.
-    """
-    name = f"--output_dir {folder}"
-    try:
-        str(folder).encode()
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if folder.exists() and not folder.is_dir():
-            raise InputError(f"{name}: is a file, expected a folder")
-        if not overwrite and _own_files(folder):
-            raise InputError(f"{name}: already holds an extraction; --overwrite replaces it")
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except (OSError, ValueError) as error:
-        raise InputError(f"{name}: cannot be written to: {_reason(error)}") from error
-
-
-def other_folders(output_dir: Path, machine: str, own: set[Path]) -> list[Path]:
-    """Folders with an extraction by the same machine as another number of hosts or machines.
-
-    Beside `own`, the folders of this run, their samples would count twice.
-    """
-    candidates = [output_dir, *output_dir.glob(f"{machine}*")] if output_dir.is_dir() else []
-    return [folder for folder in candidates if folder not in own and _own_files(folder)]
-
-
-def remove_extraction(folder: Path) -> None:
-    """Deletes the shards, commits and metadata in a folder, and nothing else."""
-    for path in _own_files(folder):
-        path.unlink()
-
-
-def _own_files(folder: Path) -> list[Path]:
-    """The extraction's files in a folder, in an order in which they may be deleted."""
-    if not folder.is_dir():
-        return []
-    own = [path for path in sorted(folder.iterdir()) if OWN_FILES.fullmatch(path.name)]
-    return sorted(own, key=lambda path: path.suffix != ".json")  # the commits first
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 class ActivationStorage:
@@ -105,10 +40,19 @@ class ActivationStorage:
     ascending order. `shard_size_gb` counts the activations' bytes before compression; a shard
     holds at least one sample. `metadata` is recorded in metadata.json.
 
+    An extraction that the folder or the bucket already holds is continued when its `identity` is
+    the same: `cursor` says where, and samples that are stored already are passed over. With
+    `overwrite` it is deleted instead. Constructing only reads; `open`, which entering the context
+    or the first sample calls, is the first to write.
+
+    remote: the same host's folder in a bucket; a shard then counts as stored when it is there.
+    delete_local: delete shard files after their upload; their JSON files stay. `alive`, an
+    attribute to be set, is called whenever an upload has moved.
+
     Leaving the context commits what is complete, also after an exception or Ctrl-C; metadata.json
     then says "interrupted", or "failed" when a shard could not be committed. Raises InputError when
-    the folder holds an extraction and `overwrite` is false, StorageError when writing fails (at the
-    next call after it did).
+    the folder holds something else, StorageError when writing or uploading fails (at the next call
+    after it did).
     """
 
     def __init__(
@@ -119,34 +63,108 @@ class ActivationStorage:
         compress: bool = True,
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
+        identity: Mapping[str, Any] | None = None,
+        max_samples: int | None = None,
+        remote: Store | None = None,
+        delete_local: bool = True,
     ) -> None:
         self.folder = Path(output_dir)
-        self.totals = Totals(statistics={key: Statistics() for key in hooks})
+        self.alive: Callable[[], None] = lambda: None
+        self._remote = remote
+        if remote is not None:
+            remote.beat = lambda: self.alive()
         self._hooks = dict(hooks)
         self._limit = shard_size_gb * GIGABYTE
-        self._suffix = ".pkl.gz" if compress else ".pkl"
-        self._compress = compress
+        self._overwrite = overwrite
+        self._delete_local = delete_local
+        self._identity = {**(identity or {}), "hooks": list(hooks.values())}
+        self._max_samples = max_samples
         self._metadata = dict(metadata or {})
+        check_output_dir(self.folder)
+        self._beginning = Beginning() if overwrite else self._look()
+        self._committer = Committer(
+            self.folder,
+            remote,
+            self._hooks,
+            compress,
+            delete_local,
+            digest_of(self._identity),
+            self._beginning.outdated,
+        )
+        commits = self._beginning.commits
+        waiting = [commit.number for commit in self._beginning.waiting]
+        for commit in commits[: min(waiting, default=len(commits) + 1) - 1]:
+            self.totals.add(commit)
+        self._last_stored = self._last_sample = commits[-1].last if commits else -1
+        self._cursor: Cursor | None = commits[-1].cursor if commits else None
+        self._shards_cut = len(commits)
         self._incomplete: dict[int, dict[Key, Record]] = {}
-        self._last_sample = -1
-        self._cursor: Cursor | None = None
-        self._shards_cut = 0
         self._pending: list[dict[Key, Record]] = []  # complete samples of the next shard
         self._pending_bytes = 0
-        self._failure: StorageError | None = None
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
-        self._writing: Future[None] | None = None
+        self._lock: int | None = None
         self._finalized = False
         self._began = time.perf_counter()
-        check_output_dir(self.folder, overwrite)
+
+    def _look(self) -> Beginning:
+        local = read_stored(Store(str(self.folder)))
+        remote = None if self._remote is None else read_stored(self._remote)
+        places = f"--output_dir {self.folder}", self._remote.url if self._remote else ""
+        return take_up(local, remote, places, self._identity, self._max_samples)
+
+    @property
+    def totals(self) -> Totals:
+        """What is stored, that of earlier runs included."""
+        return self._committer.totals
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """Where the stream of samples has to continue; None at its beginning."""
+        return self._cursor
+
+    @property
+    def complete(self) -> bool:
+        """Whether an earlier run has computed everything; some of it may wait for its upload."""
+        return self._beginning.complete
+
+    @property
+    def found_samples(self) -> int:
+        """Samples of an earlier run, those that wait for their upload included."""
+        return sum(commit.count for commit in self._beginning.commits)
+
+    @property
+    def found_tokens(self) -> int:
+        """As `found_samples`."""
+        return sum(commit.tokens for commit in self._beginning.commits)
+
+    def open(self) -> None:
+        """Takes the folder: deletes what `overwrite` says, starts the uploads that are missing.
+
+        Does nothing when it is open. Raises StorageError; InputError when another process writes
+        to the folder.
+        """
+        if self._lock is not None or self._finalized:
+            return
+        self._began = time.perf_counter()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            remove_extraction(self.folder)
-            self._write_metadata("running")
+            self._lock = _lock(self.folder)
+            if self._overwrite:
+                remove_extraction(Store(str(self.folder)))
+                if self._remote is not None:
+                    remove_extraction(self._remote)
+            if not self.complete:
+                self._write_metadata("running")
+            waiting = [commit.number for commit in self._beginning.waiting]
+            for commit in self._beginning.commits:
+                if commit.number in waiting:
+                    self._committer.upload(commit)
+                elif self._remote is not None and self._delete_local:
+                    (self.folder / commit.file).unlink(missing_ok=True)  # killed before it did
         except OSError as error:
-            raise StorageError(f"{self.folder}: {_reason(error)}") from error
+            raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
 
     def __enter__(self) -> "ActivationStorage":
+        self.open()
         return self
 
     def __exit__(
@@ -161,11 +179,17 @@ class ActivationStorage:
             if not isinstance(error, StorageError):
                 raise
 
-    def add_batch(self, batch: Batch, activations: np.ndarray) -> None:
-        """Adds every sample of a batch. activations: (hooks, B, T, D), hooks in this storage's
-        order; kept by reference until their shard is written."""
+    def add_batch(self, batch: Batch, activations: np.ndarray) -> int:
+        """Adds the samples of a batch that are not stored yet; returns how many these are.
+
+        activations: (hooks, B, T, D), hooks in this storage's order; kept by reference until their
+        shard is written. Raises StorageError as soon as anything in the background has failed.
+        """
+        self._committer.check()
         self._cursor = batch.cursor
-        for sample, row, start in batch.samples:
+        # The first batch is that in which an earlier run's last shard ends.
+        new = [placed for placed in batch.samples if placed.sample.sample_idx > self._last_stored]
+        for sample, row, start in new:
             stop = start + len(sample.token_ids)
             for key, activation in zip(self._hooks, activations, strict=True):
                 self.add_activation(
@@ -177,6 +201,7 @@ class ActivationStorage:
                     doc_id=sample.doc_id,
                 )
         self._cursor = batch.next_cursor
+        return len(new)
 
     def add_activation(
         self,
@@ -192,6 +217,7 @@ class ActivationStorage:
         The array is kept by reference until its shard is written. Raises KeyError for an unknown
         hook, ValueError for a sample that is out of order, given twice, or not two-dimensional.
         """
+        self.open()
         if layer_idx not in self._hooks:
             raise KeyError(f"hook {layer_idx!r} is not one of {list(self._hooks)}")
         activation = np.asarray(activation)
@@ -224,112 +250,50 @@ class ActivationStorage:
         self._pending_bytes += size
         self._last_sample = sample_idx
 
+    def _cut_shard(self, partial: bool) -> None:
+        samples, self._pending, self._pending_bytes = self._pending, [], 0
+        self._shards_cut += 1
+        self._committer.commit(samples, self._cursor, self._shards_cut, partial)
+
     def finalize(self, complete: bool = True) -> None:
-        """Commits every complete sample and metadata.json, and waits until all is on disk.
+        """Commits every complete sample and metadata.json, and waits until all is stored.
 
         complete: False when the run ends before its data does. Calling it again does nothing.
         Raises ValueError, after committing, when a complete run leaves a sample incomplete.
         """
-        if self._finalized:
-            return
+        if self._finalized or self._beginning.settled:
+            return self.close()
+        self.open()
         self._finalized = True
+        done = False
         try:
             if self._pending:
-                self._cut_shard(partial=not complete)
-            self._wait()
+                self._cut_shard(partial=True)
+            self._committer.wait()
             self._write_metadata("complete" if complete else "interrupted")
+            done = True
         except OSError as error:
-            self._failure = StorageError(f"{self.folder}: {_reason(error)}")
-            raise self._failure from error
-        finally:
-            self._writer.shutdown()
-            if self._failure is not None:
-                with suppress(OSError):
-                    self._write_metadata("failed")
+            raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
+        except RunError:
+            with suppress(OSError):
+                self._write_metadata("failed", upload=False)
+            raise
+        finally:  # neither a second Ctrl-C nor a failure waits for uploads
+            self.close(patient=done)
         if complete and self._incomplete:
             sample, records = next(iter(self._incomplete.items()))
             missing = [key for key in self._hooks if key not in records]
             raise ValueError(f"sample {sample} has no activation for {missing}; it is not stored")
 
-    def _cut_shard(self, partial: bool) -> None:
-        """Hands the pending samples to the writer, after the previous shard is committed."""
-        self._wait()
-        samples, self._pending, self._pending_bytes = self._pending, [], 0
-        self._shards_cut += 1
-        self._writing = self._writer.submit(
-            self._commit, samples, self._cursor, self._shards_cut, partial
-        )
+    def close(self, patient: bool = False) -> None:
+        """Gives up the folder and the threads; what is not committed is lost."""
+        self._finalized = True
+        self._committer.close(patient)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
-    def _wait(self) -> None:
-        """Until the shard that is being written is committed.
-
-        Raises StorageError when it, or any before it, could not be: nothing may follow it then.
-        """
-        if self._failure is not None:
-            raise self._failure
-        if self._writing is not None:
-            try:
-                self._writing.result()
-            except Exception as error:
-                if not isinstance(error, StorageError):
-                    error = StorageError(f"{self.folder}: {error!r}")
-                self._failure = error
-                raise error from None
-            self._writing = None
-
-    def _commit(
-        self,
-        samples: list[dict[Key, Record]],
-        cursor: Cursor | None,
-        number: int,
-        partial: bool,
-    ) -> None:
-        """Runs in the writer thread: the shard file first, its JSON last."""
-        path = self.folder / f"shard_{number:04d}{self._suffix}"
-        shard: Shard = {key: [records[key] for records in samples] for key in self._hooks}
-        statistics = {key: _statistics(key, records) for key, records in shard.items()}
-        first = next(iter(shard.values()))
-        tokens = sum(record["shape"][0] for record in first)
-        began = time.perf_counter()
-        try:
-            written = write_shard(path, shard, self._compress)
-            seconds = time.perf_counter() - began
-            commit = {
-                "format_version": FORMAT_VERSION,
-                "file": path.name,
-                "sha256": written["sha256"],
-                "bytes": written["bytes"],
-                "samples": {
-                    "first": first[0]["sample_idx"],
-                    "last": first[-1]["sample_idx"],
-                    "count": len(first),
-                },
-                "tokens": tokens,
-                "partial": partial,
-                "cursor": cursor,
-                "hooks": self._describe(statistics),
-            }
-            write_json(self.folder / f"shard_{number:04d}.json", commit)
-        except OSError as error:
-            raise StorageError(f"{path}: {_reason(error)}") from error
-        totals = self.totals
-        totals.shards += 1
-        totals.samples += len(first)
-        totals.tokens += tokens
-        totals.bytes += written["bytes"]
-        totals.write_seconds += written["write_seconds"]
-        totals.compress_seconds += seconds - written["write_seconds"]
-        for key, part in statistics.items():
-            totals.statistics[key] = totals.statistics[key].merge(part)
-        log.debug("%s: %d samples, %d bytes", path.name, len(first), written["bytes"])
-
-    def _describe(self, statistics: Mapping[Key, Statistics]) -> list[dict[str, Any]]:
-        return [
-            {"key": key, "name": self._hooks[key], **part.to_json()}
-            for key, part in statistics.items()
-        ]
-
-    def _write_metadata(self, status: str) -> None:
+    def _write_metadata(self, status: str, upload: bool = True) -> None:
         totals = self.totals
         content = {
             "format_version": FORMAT_VERSION,
@@ -338,23 +302,30 @@ class ActivationStorage:
             "samples": totals.samples,
             "tokens": totals.tokens,
             "bytes": totals.bytes,
+            "max_samples": self._max_samples,
             "seconds": round(time.perf_counter() - self._began, 3),
-            "hooks": self._describe(totals.statistics),
+            "written": round(time.time(), 3),
+            "remote": None if self._remote is None else self._remote.url,
+            "hooks": [
+                {"key": key, "name": self._hooks[key], **part.to_json()}
+                for key, part in totals.statistics.items()
+            ],
+            "identity": self._identity,
             **self._metadata,
         }
-        write_json(self.folder / METADATA, content)
+        write_bytes(self.folder / METADATA, seal(content))
+        if self._remote is not None and upload:
+            self._remote.put(self.folder / METADATA)
 
 
-def _statistics(key: Key, records: list[Record]) -> Statistics:
-    """Of one hook in one shard. Raises StorageError, naming the sample, for NaN or infinity."""
-    parts = []
-    for record in records:
-        part = Statistics.of(record["activation"])
-        if not part.finite:
-            dtype = record["activation"].dtype
-            hint = "; float16 ends at 65504, try bfloat16" if dtype == np.float16 else ""
-            raise StorageError(
-                f"sample {record['sample_idx']}, hook {key}: NaN or infinite {dtype} values{hint}"
-            )
-        parts.append(part)
-    return merge_all(parts)
+def _lock(folder: Path) -> int:
+    """A lock on the folder that ends with this process, however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise InputError(f"--output_dir {folder}: another process is writing to it") from error
+    except OSError:  # a file system without locks
+        pass
+    return descriptor

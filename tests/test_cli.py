@@ -380,12 +380,12 @@ BAD_REQUESTS = {
     "output is taken": (
         ["--output_dir", "{}/o"],
         {"o/metadata.json": "{}"},
-        "already holds an extraction; --overwrite",
+        "o/metadata.json: is damaged, or not written by this program",
     ),
     "output has shards": (
         ["--output_dir", "{}/o"],
         {"o/shard_0001.pkl.gz": "x"},
-        "already holds an extraction; --overwrite",
+        "already holds shards, without metadata.json",
     ),
 }
 

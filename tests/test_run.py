@@ -66,7 +66,7 @@ def test_one_compilation_for_20_batches_of_different_lengths(demo_inputs, tmp_pa
     with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
         assert main(arguments(demo_inputs, *flags)) == 0
     messages = [record.getMessage() for record in caplog.records]
-    assert len([m for m in messages if "Finished XLA compilation of jit(forward)" in m]) == 1
+    assert len([m for m in messages if "Finished XLA compilation of jit(apply)" in m]) == 1
     metadata = json.loads((tmp_path / "metadata.json").read_text())
     assert metadata["tokens"] > 20 * 8 * 90  # so there were more than 20 batches
 
@@ -76,12 +76,12 @@ def test_devices_give_the_values_of_one_device(demo_inputs, tmp_path):
     for flags in (["--no_data_parallel"], ["--use_data_parallel"], ["--mesh_shape", "2,2,2"]):
         where = ["--max_seq_length", 96, "--output_dir", tmp_path / flags[0]]
         job = prepare(parse_args(arguments(demo_inputs, *flags, *where)), Host())
-        activations, votes = compile_step(job)(next(job.batches), [True, False, False])
+        activations, votes = compile_step(job.forward)(next(job.batches), [True, False, False])
         assert votes.tolist() == [1, 0, 0]
-        devices = job.layout.mesh.size
+        devices = job.forward.layout.mesh.size
         assert len(activations.sharding.device_set) == devices
         assert len({str(s.index) for s in activations.addressable_shards}) == devices
-        results.append(job.rows.receive(activations))
+        results.append(job.forward.rows.receive(activations))
     assert devices == 8
     assert error_of(results[1], results[0]) < ROUNDING
     assert error_of(results[2], results[0]) < ROUNDING
@@ -121,7 +121,7 @@ def test_the_cursor_is_the_start_of_the_batch_of_the_first_sample_not_stored(
 
     def spy(storage, batch, activations):
         starts.append((batch.cursor["samples"], batch.cursor))
-        original(storage, batch, activations)
+        return original(storage, batch, activations)
 
     monkeypatch.setattr(extract_activations.ActivationStorage, "add_batch", spy)
     flags = ["--max_seq_length", 96, "--shard_size_gb", 0.002, "--output_dir", tmp_path]

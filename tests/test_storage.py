@@ -105,7 +105,7 @@ def test_commits_describe_their_shards_and_metadata_their_sum(tmp_path):
 def test_same_input_same_bytes(tmp_path):
     for name in "ab":
         fill(tmp_path / name)
-    for path in (tmp_path / "a").glob("shard_*"):
+    for path in (tmp_path / "a").glob("shard_*.gz"):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
 
 
@@ -138,10 +138,10 @@ def test_a_shard_is_read_without_jax(tmp_path, dtype):
 
 def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
     """The JSON is the commit: when it cannot be written, the run fails and totals do not count."""
-    import activation_extraction.storage as module
+    import activation_extraction.committer as module
 
     order = []
-    for name in ("write_shard", "write_json"):
+    for name in ("write_shard", "write_bytes"):
         original = getattr(module, name)
 
         def spy(path, *args, original=original):
@@ -151,7 +151,7 @@ def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
             return original(path, *args)
 
         monkeypatch.setattr(module, name, spy)
-    with pytest.raises(StorageError, match=r"shard_0002.*No space left"):
+    with pytest.raises(StorageError, match=r"shard_0002.*the disk is full"):
         fill(tmp_path)
     start = order.index("shard_0001.pkl.gz")
     assert order[start : start + 4] == [
@@ -207,7 +207,7 @@ except StorageError as error:
 
 def test_nothing_is_committed_after_a_failed_shard(tmp_path, monkeypatch):
     """Also when the caller goes on: what is stored stays a prefix."""
-    import activation_extraction.storage as module
+    import activation_extraction.committer as module
 
     original = module.write_shard
 
@@ -225,7 +225,7 @@ def test_nothing_is_committed_after_a_failed_shard(tmp_path, monkeypatch):
             add(storage, sample)
         except StorageError:
             failures += 1
-    with pytest.raises(StorageError, match="No space left"):
+    with pytest.raises(StorageError, match="the disk is full"):
         storage.finalize()
     assert failures and [part["file"] for part in commits(tmp_path)] == ["shard_0001.pkl.gz"]
     metadata = json.loads((tmp_path / "metadata.json").read_text())
@@ -280,8 +280,8 @@ def test_nan_and_infinity_stop_the_run_and_are_not_stored(tmp_path, value, dtype
 def test_an_existing_extraction_is_kept_unless_overwritten(tmp_path):
     fill(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(InputError, match="already holds an extraction; --overwrite"):
-        ActivationStorage(tmp_path, HOOKS)
+    with pytest.raises(InputError, match="already holds an extraction with another model"):
+        ActivationStorage(tmp_path, HOOKS, identity={"model": "other"})
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     for name in ("notes.txt", "shard_notes.json", "shard_0001.pkl.bak"):
         (tmp_path / name).write_text("mine")

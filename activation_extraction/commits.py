@@ -1,0 +1,167 @@
+"""What is stored: the JSON files of one host's folder, and the state that they add up to.
+
+A shard exists when its JSON does. Every JSON carries a checksum of its own content, so that a
+damaged one is never believed. metadata.json describes the run; its `identity` is what must stay the
+same for a run to be continued.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from activation_extraction.errors import RunError
+from activation_extraction.stores import Store
+
+FORMAT_VERSION = 2
+METADATA = "metadata.json"
+AGGREGATE = "aggregated_metadata.json"
+OWN_FILES = re.compile(r"\.?(metadata\.json|shard_\d{4,}\.(json|pkl|pkl\.gz))(\.tmp)?")
+READERS = 32  # files read at the same time; they are small
+
+
+class DamagedError(RunError):
+    """A JSON file is not what was written."""
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    """SHA-256 of JSON content, whatever the order of its keys."""
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """Content -> the bytes of its JSON file, with its checksum. NaN is refused: not JSON."""
+    sealed = {**content, "checksum": digest_of(content)}
+    return (json.dumps(sealed, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def unseal(data: bytes, where: str) -> dict[str, Any]:
+    """The content of a sealed JSON file. Raises DamagedError when a single byte differs."""
+    try:
+        content = json.loads(data)
+        checksum = content.pop("checksum")
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{where}: is damaged, or not written by this program") from error
+    try:
+        intact = checksum == digest_of(content) and data == seal(content)
+    except ValueError:  # NaN
+        intact = False
+    if not intact:
+        raise DamagedError(f"{where}: is damaged: its checksum does not match its content")
+    return content
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One shard, as its JSON records it.
+
+    first, last, count: its samples; tokens: of these samples; hooks: key, name and statistics.
+    cursor: where to continue. partial: cut before it had its size, by the end or an interruption;
+    made again when the run goes on. run: digest of the run's identity. committed: Unix time, s.
+    """
+
+    file: str
+    sha256: str
+    bytes: int
+    first: int
+    last: int
+    count: int
+    tokens: int
+    partial: bool
+    cursor: dict[str, Any] | None
+    hooks: list[dict[str, Any]]
+    run: str
+    committed: float
+
+    @property
+    def number(self) -> int:
+        return number_of(self.file)
+
+    @property
+    def name(self) -> str:
+        """Of the JSON file."""
+        return commit_name(self.number)
+
+    def to_json(self) -> dict[str, Any]:
+        content = asdict(self)
+        samples = {key: content.pop(key) for key in ("first", "last", "count")}
+        head = {key: content.pop(key) for key in ("file", "sha256", "bytes")}
+        return {"format_version": FORMAT_VERSION, **head, "samples": samples, **content}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], where: str) -> "Commit":
+        """Raises DamagedError when fields are missing or unknown."""
+        content = dict(content)
+        try:
+            if content.pop("format_version") != FORMAT_VERSION:
+                raise DamagedError(f"{where}: was written by another version of this program")
+            return cls(**content.pop("samples"), **content)
+        except (KeyError, TypeError) as error:
+            raise DamagedError(f"{where}: fields are missing or unknown: {error}") from error
+
+
+def commit_name(number: int) -> str:
+    """Name of the JSON of shard `number`, counted from 1."""
+    return f"shard_{number:04d}.json"
+
+
+def number_of(name: str) -> int:
+    """Number of the shard that a file belongs to."""
+    return int(name.removeprefix("shard_").split(".")[0])
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One host's folder: metadata (None when there is none), commits by number, file sizes.
+
+    damaged: what could not be read, JSON name -> why.
+    """
+
+    metadata: dict[str, Any] | None = None
+    commits: dict[int, Commit] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def run(self) -> str | None:
+        """Digest of the run's identity."""
+        return None if self.metadata is None else digest_of(self.metadata["identity"])
+
+    def has(self, commit: Commit) -> bool:
+        """Whether the shard of this commit is here, in its full size."""
+        return self.files.get(commit.file) == commit.bytes
+
+
+def own_files(names: Iterable[str]) -> list[str]:
+    """Those of an extraction, in an order in which they may be deleted: the commits first."""
+    own = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
+    return sorted(own, key=lambda name: not name.endswith(".json"))
+
+
+def read_stored(store: Store) -> Stored:
+    """Reads all JSON files of a folder, many at a time. A damaged one is told, not raised."""
+    files = store.files()
+    names = [name for name in own_files(files) if name.endswith(".json") and name[0] != "."]
+    damaged: dict[str, str] = {}
+    metadata = None
+    commits = {}
+    with ThreadPoolExecutor(READERS) as pool:
+        for name, data in zip(names, pool.map(store.read, names), strict=True):
+            where = f"{store.url}/{name}"
+            if data is None:  # replaced by a run that is going on
+                continue
+            try:
+                content = unseal(data, where)
+                if name == METADATA:
+                    if content.get("format_version") != FORMAT_VERSION:
+                        raise DamagedError(f"{where}: was written by another version")
+                    metadata = content
+                else:
+                    commits[number_of(name)] = Commit.from_json(content, where)
+            except DamagedError as error:
+                damaged[name] = str(error)
+    return Stored(metadata, commits, files, damaged)

@@ -1,0 +1,220 @@
+"""Committer: what happens to a shard after it is cut, in the background and in order.
+
+One thread compresses and writes a shard into the local folder while the caller fills the next one;
+others upload what is written. A shard file is complete under its final name before its JSON
+appears, in the folder and then in the bucket, and no shard is committed before the one in front of
+it. Every queue is bounded: a slow bucket slows the caller down. After a failure nothing follows.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from activation_extraction.commits import Commit, commit_name, seal
+from activation_extraction.errors import RunError
+from activation_extraction.packing import Cursor
+from activation_extraction.shards import Record, Shard, write_bytes, write_shard
+from activation_extraction.statistics import Statistics, merge_all
+from activation_extraction.stores import Store, reason_of
+
+UPLOADS = 4  # shards uploaded at the same time; one more waits on the disk for its turn
+
+log = logging.getLogger("extract_activations")
+
+Key = int | str  # of a hook in the shard: the layer, or the hook's name
+
+
+class StorageError(RunError):
+    """A shard could not be committed, so nothing after it may be; what came before is safe."""
+
+
+@dataclass
+class Totals:
+    """What is committed, that of earlier runs included; seconds of this run in the background."""
+
+    shards: int = 0
+    samples: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    compress_seconds: float = 0.0
+    write_seconds: float = 0.0
+    upload_seconds: float = 0.0
+    statistics: dict[Key, Statistics] = field(default_factory=dict)
+
+    def add(self, commit: Commit) -> None:
+        """Counts a shard."""
+        self.shards += 1
+        self.samples += commit.count
+        self.tokens += commit.tokens
+        self.bytes += commit.bytes
+        for hook in commit.hooks:
+            before = self.statistics.get(hook["key"], Statistics())
+            self.statistics[hook["key"]] = before.merge(Statistics.from_json(hook))
+
+
+class Committer:
+    """Writes shards to `folder` and uploads them to `remote` (None: the folder is the place).
+
+    hooks: key in the shards -> the hook's full name. run: digest of the run's identity.
+    outdated: shard numbers whose commits in the bucket must go before a new shard comes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        remote: Store | None,
+        hooks: Mapping[Key, str],
+        compress: bool,
+        delete_local: bool,
+        run: str,
+        outdated: frozenset[int],
+    ) -> None:
+        self.totals = Totals(statistics={key: Statistics() for key in hooks})
+        self.failure: StorageError | None = None
+        self._folder = folder
+        self._remote = remote
+        self._hooks = hooks
+        self._compress = compress
+        self._delete_local = delete_local
+        self._run = run
+        self._outdated = outdated
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
+        self._uploader = ThreadPoolExecutor(UPLOADS, thread_name_prefix="uploader")
+        self._writing: Future[None] | None = None
+        self._uploading: deque[Future[None]] = deque()
+
+    def commit(
+        self, samples: list[dict[Key, Record]], cursor: Cursor | None, number: int, partial: bool
+    ) -> None:
+        """Hands over the samples of shard `number`, after the one before is written.
+
+        Raises StorageError when any shard so far could not be committed.
+        """
+        self.wait(uploads=False)
+        self._writing = self._writer.submit(
+            self._guard, self._write, samples, cursor, number, partial
+        )
+
+    def upload(self, commit: Commit) -> None:
+        """Hands over a shard that an earlier run wrote and did not upload."""
+        self._submit_upload(commit)
+
+    def check(self) -> None:
+        """Raises StorageError when anything in the background has failed."""
+        if self.failure is not None:
+            raise self.failure
+
+    def wait(self, uploads: bool = True) -> None:
+        """Until everything handed over is written and, with `uploads`, stored where it belongs.
+
+        Raises StorageError as soon as anything has failed.
+        """
+        waiting = [self._writing] if self._writing is not None else []
+        while waiting or (uploads and self._uploading):
+            future = waiting[0] if waiting else self._uploading[0]
+            wait([future], timeout=0.2)  # in short turns: a failure elsewhere, or Ctrl-C
+            self.check()
+            if future.done():
+                waiting.remove(future) if waiting else self._uploading.popleft()
+        self.check()
+
+    def close(self, patient: bool) -> None:
+        """Ends the threads; when `patient` they finish what they have in their hands."""
+        for pool in (self._writer, self._uploader):
+            pool.shutdown(wait=patient, cancel_futures=True)
+
+    def _guard(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Runs in the background: the first failure is kept for whoever asks next."""
+        try:
+            self.check()
+            action(*arguments)
+        except Exception as error:  # whatever it is, nothing may follow this shard
+            if self.failure is None:
+                wrapped = isinstance(error, RunError)
+                reason = str(error) if wrapped else f"{self._folder}: {reason_of(error)[0]}"
+                self.failure = StorageError(reason)
+            raise self.failure from error
+
+    def _write(
+        self, samples: list[dict[Key, Record]], cursor: Cursor | None, number: int, partial: bool
+    ) -> None:
+        path = self._folder / f"shard_{number:04d}{'.pkl.gz' if self._compress else '.pkl'}"
+        shard: Shard = {key: [records[key] for records in samples] for key in self._hooks}
+        hooks = [
+            {"key": key, "name": self._hooks[key], **_statistics(key, records).to_json()}
+            for key, records in shard.items()
+        ]
+        first = next(iter(shard.values()))
+        began = time.perf_counter()
+        announcement = self._folder / commit_name(number)
+        try:
+            announcement.unlink(missing_ok=True)  # of a shard that this one replaces
+            written = write_shard(path, shard, self._compress)
+            commit = Commit(
+                file=path.name,
+                sha256=written["sha256"],
+                bytes=written["bytes"],
+                first=first[0]["sample_idx"],
+                last=first[-1]["sample_idx"],
+                count=len(first),
+                tokens=sum(record["shape"][0] for record in first),
+                partial=partial,
+                cursor=cursor,
+                hooks=hooks,
+                run=self._run,
+                committed=round(time.time(), 3),
+            )
+            write_bytes(announcement, seal(commit.to_json()))
+        except OSError as error:
+            raise StorageError(f"{path}: {reason_of(error)[0]}") from error
+        self.totals.write_seconds += written["write_seconds"]
+        self.totals.compress_seconds += time.perf_counter() - began - written["write_seconds"]
+        log.debug("%s: %d samples, %d bytes", path.name, commit.count, commit.bytes)
+        if self._remote is None:
+            self.totals.add(commit)
+        else:
+            self._submit_upload(commit)
+
+    def _submit_upload(self, commit: Commit) -> None:
+        """Waits while too many are on their way."""
+        while len(self._uploading) > UPLOADS:
+            self._uploading.popleft().result()
+        previous = self._uploading[-1] if self._uploading else None
+        self._uploading.append(self._uploader.submit(self._guard, self._upload, commit, previous))
+
+    def _upload(self, commit: Commit, previous: Future[None] | None) -> None:
+        assert self._remote is not None
+        began = time.perf_counter()
+        if commit.number in self._outdated:
+            self._remote.remove(commit.name)
+        self._remote.put(self._folder / commit.file)
+        if previous is not None:
+            previous.result()
+        self._remote.put(self._folder / commit.name)
+        self.totals.upload_seconds += time.perf_counter() - began
+        self.totals.add(commit)
+        if self._delete_local:
+            (self._folder / commit.file).unlink()
+        log.debug("%s: uploaded", commit.file)
+
+
+def _statistics(key: Key, records: list[Record]) -> Statistics:
+    """Of one hook in one shard. Raises StorageError, naming the sample, for NaN or infinity."""
+    parts = []
+    for record in records:
+        part = Statistics.of(record["activation"])
+        if not part.finite:
+            dtype = record["activation"].dtype
+            hint = "; float16 ends at 65504, try bfloat16" if dtype == np.float16 else ""
+            raise StorageError(
+                f"sample {record['sample_idx']}, hook {key}: NaN or infinite {dtype} values{hint}"
+            )
+        parts.append(part)
+    return merge_all(parts)

@@ -1,0 +1,98 @@
+"""The loop of a run: batches in, activations out, on all hosts in step."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jax import Array
+
+from activation_extraction.console import Clock, Progress
+from activation_extraction.errors import RunError
+from activation_extraction.hosts import Host, Watchdog, any_host
+from activation_extraction.mesh import HostRows
+from activation_extraction.packing import Batch
+from activation_extraction.storage import ActivationStorage, StorageError
+from activation_extraction.tokens import Prefetch
+
+log = logging.getLogger("extract_activations")
+
+# (batch or None, flags of this host) -> (activations (hooks, rows of all hosts, T, D), number of
+# hosts that set each flag); does not wait for the devices.
+Step = Callable[[Batch | None, Sequence[bool]], tuple[Array, Array]]
+
+
+def extract(
+    host: Host,
+    batches: Prefetch[Batch],
+    step: Step,
+    rows: HostRows,
+    storage: ActivationStorage,
+    progress: Progress,
+    clock: Clock,
+    watchdog: Watchdog,
+    stopped: Callable[[], int],
+) -> tuple[bool, Exception | None]:
+    """Runs every batch; while one computes, the one before is copied and stored.
+
+    All hosts take the same number of steps: until none has data, or any must stop. A host without
+    a batch feeds empty rows. With step n goes what a host knows of step n + 2, so that the answer
+    is there when it is needed and nobody waits for it. Returns whether the data came to its end,
+    and what failed on this host or, as far as it knows by then, on another one.
+    """
+    failure: Exception | None = None
+    complete = True
+    batches.stopped = stopped
+
+    def fetch() -> Batch | None:
+        nonlocal failure
+        if failure is None and not stopped():
+            try:
+                with clock.measure("data"):
+                    return next(batches, None)
+            except Exception as error:  # reported in the end, when all hosts have stopped
+                failure = error
+        return None
+
+    def settle(batch: Batch | None, activations: Array, votes: Array) -> bool:
+        """Stores a step's activations; returns whether the step after the next one is wanted."""
+        nonlocal failure, complete
+        with clock.measure("compute"):
+            activations.block_until_ready()
+        if batch is not None and not isinstance(failure, StorageError):
+            with clock.measure("copy"):
+                on_host = rows.receive(activations)
+            try:
+                with clock.measure("store"):
+                    added = storage.add_batch(batch, on_host)
+            except Exception as error:  # as in fetch
+                failure = error if isinstance(error, StorageError) else StorageError(repr(error))
+            else:
+                progress.advance(added, batch.num_tokens)
+                log.debug("step %d: %d samples", progress.steps, len(batch.samples))
+        watchdog.alive()
+        with_data, stopping, failed = np.asarray(votes)
+        if failed and failure is None:
+            failure = RunError("another host failed: see the message there")
+        complete = complete and not stopping
+        return bool(with_data) and not stopping and not failed
+
+    upcoming = deque([fetch(), fetch()])
+    state = [*(batch is not None for batch in upcoming), bool(stopped()), failure is not None]
+    *some_data, stopping, failed = any_host(host, state)
+    complete = not stopping
+    wanted = deque([] if stopping or failed and not any(some_data) else some_data)
+    in_flight: deque[tuple[Batch | None, Array, Array]] = deque()
+    try:
+        while wanted and wanted.popleft():
+            batch = upcoming.popleft()
+            upcoming.append(fetch())
+            flags = upcoming[-1] is not None, bool(stopped()), failure is not None
+            in_flight.append((batch, *step(batch, flags)))
+            if len(in_flight) > 1:
+                wanted.append(settle(*in_flight.popleft()))
+        while in_flight:
+            settle(*in_flight.popleft())
+    finally:
+        progress.close()
+    return complete, failure

@@ -1,0 +1,198 @@
+"""Where a run stands when it starts: what is stored already, whether it is the same run's, and what
+is still to be uploaded. Only reads; every refusal is found here, before anything expensive.
+"""
+
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from activation_extraction.commits import METADATA, Commit, DamagedError, Stored, own_files, unseal
+from activation_extraction.errors import InputError, one_line
+from activation_extraction.stores import Store
+
+OPTIONS = "give the same as before, another place, or --overwrite to start anew"
+PER_HOST = ("machine", "host")  # of the identity: differ between the folders of one run
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Shards 1, 2, ... that are stored and stay; `waiting`: those that the bucket lacks.
+
+    complete: nothing is left to compute; settled: nor to upload or to write down. outdated: numbers
+    of the commits in the bucket, which must go before a new shard replaces theirs.
+    """
+
+    commits: list[Commit] = field(default_factory=list)
+    waiting: list[Commit] = field(default_factory=list)
+    complete: bool = False
+    settled: bool = False
+    outdated: frozenset[int] = frozenset()
+
+
+def take_up(
+    local: Stored,
+    remote: Stored | None,
+    places: tuple[str, str],
+    identity: Mapping[str, Any],
+    max_samples: int | None,
+) -> Beginning:
+    """Compares what is stored, here and in the bucket (None without upload), with the request.
+
+    places: what to call the two. Raises InputError when the stored is another run's, damaged or has
+    gaps: then nothing may be added to it.
+    """
+    both = [local] if remote is None else [local, remote]
+    for place, stored in zip(places, both, strict=False):
+        _check_identity(place, stored, identity)
+    chosen: list[Commit] = []
+    waiting: list[Commit] = []
+    numbers = sorted({number for stored in both for number in stored.commits})
+    for number in numbers:
+        if number != len(chosen) + 1:
+            raise InputError(
+                f"{places[len(both) - 1]}: shard {len(chosen) + 1} is missing and shard {number} "
+                "is there; put it back, or delete the JSON files of all later ones"
+            )
+        commit, uploaded = _choose(number, local, remote, places)
+        chosen.append(commit)
+        if remote is not None and not uploaded:
+            waiting.append(commit)
+    count = sum(commit.count for commit in chosen)
+    if max_samples is not None and count > max_samples:
+        raise InputError(
+            f"--max_samples: {count} samples are stored in {places[len(both) - 1]}, this would "
+            f"keep {max_samples}; {OPTIONS}"
+        )
+    outdated = frozenset((remote or Stored()).commits)
+    complete = [_complete(stored, len(chosen), max_samples) for stored in both]
+    if any(complete):
+        settled = complete[-1] and not waiting
+        return Beginning(chosen, waiting, complete=True, settled=settled, outdated=outdated)
+    if chosen and chosen[-1].partial:
+        last = chosen.pop()
+        waiting = [commit for commit in waiting if commit is not last]
+    return Beginning(chosen, waiting, outdated=outdated)
+
+
+def _check_identity(place: str, stored: Stored, identity: Mapping[str, Any]) -> None:
+    for why in stored.damaged.values():
+        raise InputError(f"{why}; --verify tells more, --overwrite starts anew")
+    if stored.metadata is None:
+        if any(not name.startswith(".") for name in own_files(stored.files)):
+            raise InputError(f"{place}: already holds shards, without {METADATA}; {OPTIONS}")
+        return
+    compare_identities(place, stored.metadata["identity"], identity)
+    for commit in stored.commits.values():
+        if commit.run != stored.run:
+            raise InputError(f"{place}: {commit.name} belongs to another run; {OPTIONS}")
+
+
+def compare_identities(place: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises InputError with the first field that differs."""
+    for name in [*wanted, *found]:
+        if found.get(name) != wanted.get(name):
+            before, now = _short(found.get(name)), _short(wanted.get(name))
+            raise InputError(
+                f"{place}: already holds an extraction with another {name}: "
+                f"{before}, now {now}; {OPTIONS}"
+            )
+
+
+def _short(value: Any) -> str:
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"digest {text[:12]}" if re.fullmatch("[0-9a-f]{64}", text) else f"{text:.100}"
+
+
+def _choose(
+    number: int, local: Stored, remote: Stored | None, places: tuple[str, str]
+) -> tuple[Commit, bool]:
+    """The valid commit of a shard, and whether it is the bucket's; one of full size wins."""
+    candidates = [
+        (stored.commits[number], stored is remote)
+        for stored in (remote, local)
+        if stored is not None and number in stored.commits and stored.has(stored.commits[number])
+    ]
+    if candidates:
+        return min(candidates, key=lambda candidate: candidate[0].partial)
+    commit = local.commits.get(number)
+    if commit is not None and commit.file not in local.files:
+        moved = (local.metadata or {}).get("remote")
+        if remote is None and moved is not None:
+            raise InputError(
+                f"{places[0]}: {commit.file} was uploaded to {moved}; to continue, give "
+                "--upload_to_gcs, --gcs_bucket and --gcs_prefix as before"
+            )
+        if remote is not None:
+            raise InputError(
+                f"{places[1]}: {commit.file} is not there, and was deleted here after its upload "
+                f"to {moved}; {OPTIONS}"
+            )
+    place = places[0] if remote is None or number not in remote.commits else places[1]
+    raise InputError(
+        f"{place}: shard {number} has a JSON, but its file is missing or of another size; "
+        f"--verify tells more; {OPTIONS}"
+    )
+
+
+def _complete(stored: Stored, shards: int, max_samples: int | None) -> bool:
+    told = stored.metadata or {}
+    asked = ("complete", max_samples, shards)
+    return (told.get("status"), told.get("max_samples"), told.get("shards")) == asked
+
+
+def check_output_dir(folder: Path) -> None:
+    """Raises InputError unless files can be written to `folder`, which is not made yet."""
+    name = f"--output_dir {folder}"
+    try:
+        str(folder).encode()
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"{name}: is a file, expected a folder")
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise InputError(f"{name}: cannot be written to: {reason or one_line(error)}") from error
+
+
+def other_folders(root: Store, machine: str, own: set[str]) -> list[Store]:
+    """Folders with an extraction by the same machine as another number of hosts or machines.
+
+    Beside `own`, the folders of this run ("" is the root itself), their samples would count twice.
+    """
+    pattern = re.compile(rf"{machine}(_host_\d+)?")
+    candidates = ["", *filter(pattern.fullmatch, root.folders())]
+    stores = [root.child(name) for name in candidates if name not in own]
+    return [store for store in stores if own_files(store.files())]
+
+
+def find_metadata(root: Store) -> tuple[str, dict[str, Any]] | None:
+    """Some host's metadata in this output, and where it is; None when there is none."""
+    names = [name for name in root.folders() if name.startswith("machine_")]
+    for store in (root, *map(root.child, names)):
+        data = store.read(METADATA)
+        try:
+            if data is not None:
+                return store.url, unseal(data, store.url)
+        except DamagedError:  # for --verify to tell
+            continue
+    return None
+
+
+def check_siblings(root: Store, identity: Mapping[str, Any]) -> None:
+    """Raises InputError when what other machines and hosts stored here is not of the same run."""
+    found = find_metadata(root)
+    if found is not None:
+        where, metadata = found
+        theirs = metadata.get("identity", {})
+        ours = {**identity, **{key: theirs[key] for key in PER_HOST if key in theirs}}
+        compare_identities(where, theirs, ours)
+
+
+def remove_extraction(store: Store) -> None:
+    """Deletes the shards, commits and metadata in a folder, and nothing else."""
+    for name in own_files(store.files()):
+        store.remove(name)

@@ -1,0 +1,298 @@
+"""A folder of files, local or in a bucket: any URL that fsspec knows.
+
+Knows how to list, read, delete, and above all how to upload: a finished local file, again and again
+until the store confirms its size and checksum, or says that it never will. What files mean is
+commits.py's part.
+"""
+
+import base64
+import errno
+import hashlib
+import logging
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.callbacks import Callback
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from activation_extraction.errors import RunError, one_line
+
+# gcsfs would ask Google over gRPC what type every bucket is, and wait minutes for an emulator.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+# It logs a traceback for every request that it gives up; we try again and say so in one line.
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+
+PATIENCE = 300.0  # seconds
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts
+# One request carries one chunk; it fails when it takes longer (0.27 MB/s), and is sent again.
+CHUNK_BYTES = 16 * 2**20
+REQUEST_SECONDS = 60
+TRIAL = ".write_test"
+OBJECT_STORES = {"gs", "gcs", "s3", "s3a", "abfs", "az"}
+LOCAL_AND_FINAL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
+}
+# HTTP statuses of requests that may be sent again: 410 is that of a lost upload session.
+WORTH_ANOTHER_TRY = {408, 409, 410, 416, 429}
+
+log = logging.getLogger("extract_activations")
+T = TypeVar("T")
+
+
+class StoreError(RunError):
+    """A store refused (`final`), or kept failing for as long as was asked to try."""
+
+    def __init__(self, message: str, final: bool) -> None:
+        super().__init__(message)
+        self.final = final
+
+
+def reason_of(error: BaseException) -> tuple[str, bool]:
+    """What went wrong, in words for the user, and whether trying again is useless."""
+    code = getattr(error, "code", None)
+    status = int(str(code)) if str(code).isdigit() else 0
+    text = one_line(error)
+    if type(error).__module__.startswith("google.auth"):
+        final = not getattr(error, "retryable", False) and "Transport" not in type(error).__name__
+        return (
+            f"the credentials cannot be used or have expired ({text:.200}); renew them with "
+            "`gcloud auth application-default login`, or check the service account",
+            final,
+        )
+    if status == 401:
+        return f"the credentials are missing, invalid or have expired ({text:.200})", True
+    if status == 403 or text.startswith("Forbidden"):
+        return f"permission denied ({text:.200}); needed: roles/storage.objectUser", True
+    if isinstance(error, OSError) and error.errno in LOCAL_AND_FINAL:
+        return LOCAL_AND_FINAL[error.errno], True
+    if isinstance(error, OSError) and error.strerror and status == 0:
+        text = error.strerror
+    if isinstance(error, FileNotFoundError):
+        return f"not found ({text:.200})", True
+    final = isinstance(error, ValueError | TypeError | ImportError)
+    final = final or 400 <= status < 500 and status not in WORTH_ANOTHER_TRY
+    return f"{text:.200}", final
+
+
+class _Heartbeat(Callback):
+    """fsspec calls it with every chunk that has arrived."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        super().__init__()
+        self._beat = beat
+
+    def call(self, *_: Any, **__: Any) -> None:
+        self._beat()
+
+
+class Store:
+    """One folder. `patience`: seconds to keep trying what fails for no lasting reason.
+
+    `beat` is called whenever something has moved. `retries` counts the attempts that failed.
+    Methods raise StoreError; safe to use from several threads.
+    """
+
+    def __init__(
+        self, url: str, patience: float = PATIENCE, beat: Callable[[], None] = lambda: None
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.beat = beat
+        self.retries = 0
+        self._patience = patience
+        try:
+            if "://" in url:
+                self._fs, path = url_to_fs(self.url, **_options(self.url))
+            else:  # url_to_fs finds a meaning in some characters of file names
+                self._fs, path = LocalFileSystem(), os.path.abspath(self.url or "/")
+        except (ValueError, ImportError) as error:
+            raise StoreError(f"{url}: {one_line(error)}", final=True) from error
+        self._path = path.rstrip("/")
+
+    @property
+    def local(self) -> bool:
+        """Whether it is a folder of this machine."""
+        return "file" in self._protocols
+
+    @property
+    def _protocols(self) -> tuple[str, ...]:
+        protocol = self._fs.protocol
+        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+    def child(self, name: str) -> "Store":
+        """The folder `name` in this one; "" is this one."""
+        if not name:
+            return self
+        return Store(f"{self.url}/{name}", self._patience, self.beat)
+
+    def files(self) -> dict[str, int]:
+        """Name -> size in bytes of the files here; none when the folder does not exist."""
+        return {
+            _name(entry): int(entry["size"]) for entry in self._entries() if entry["type"] == "file"
+        }
+
+    def folders(self) -> list[str]:
+        """The names of the folders here, sorted."""
+        return sorted(_name(entry) for entry in self._entries() if entry["type"] == "directory")
+
+    def _entries(self) -> list[dict[str, Any]]:
+        def look() -> list[dict[str, Any]]:
+            self._fs.invalidate_cache()
+            try:
+                return self._fs.ls(self._path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                self._check_bucket()
+                return []
+
+        return self._persist("listing", look)
+
+    def read(self, name: str) -> bytes | None:
+        """A whole file; None when there is none."""
+
+        def get() -> bytes | None:
+            try:
+                return self._fs.cat_file(self._file(name))
+            except FileNotFoundError:
+                self._check_bucket()
+                return None
+
+        return self._persist(f"reading {name}", get)
+
+    def fetch(self, name: str, folder: Path) -> Path:
+        """A whole file as a local one: the file itself, or a copy in `folder`."""
+        if self.local:
+            return Path(self._file(name))
+        self._persist(
+            f"downloading {name}", lambda: self._fs.get_file(self._file(name), str(folder / name))
+        )
+        return folder / name
+
+    def remove(self, name: str) -> None:
+        """Deletes a file; nothing happens when there is none."""
+
+        def delete() -> None:
+            try:
+                self._fs.rm_file(self._file(name))
+            except FileNotFoundError:
+                self._check_bucket()
+
+        self._persist(f"deleting {name}", delete)
+
+    def put(self, path: Path, name: str | None = None) -> None:
+        """Uploads a finished local file, until the store confirms its size and checksum.
+
+        An upload whose answer was lost is recognised, not repeated.
+        """
+        name = name or path.name
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "md5")  # what stores report
+        size = path.stat().st_size
+        target = self._file(name)
+        attempts = 0
+
+        def upload() -> None:
+            nonlocal attempts
+            attempts += 1
+            if attempts > 1 and self._holds(target, size, digest):
+                return
+            chunks = {"chunksize": CHUNK_BYTES} if "gs" in self._protocols else {}
+            try:
+                if OBJECT_STORES.isdisjoint(self._protocols):  # those have no folders to make
+                    self._fs.makedirs(self._path, exist_ok=True)
+                self._fs.put_file(str(path), target, callback=_Heartbeat(self.beat), **chunks)
+            except FileNotFoundError as error:
+                self._check_bucket()
+                raise ConnectionError("the upload session was lost") from error
+            if not self._holds(target, size, digest):
+                raise ConnectionError("what arrived differs from what was sent")
+
+        self._persist(f"uploading {name}", upload)
+        self.beat()
+
+    def try_writing(self) -> None:
+        """Writes a small file and deletes it again."""
+        with tempfile.TemporaryDirectory() as folder:
+            trial = Path(folder) / TRIAL
+            trial.write_text("ok")
+            self.put(trial)
+        self.remove(TRIAL)
+
+    def _holds(self, target: str, size: int, digest: Any) -> bool:
+        """Whether the stored object has this size and MD5; without a reported one it is read."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.info(target)
+        except FileNotFoundError:
+            return False
+        if found["size"] != size:
+            return False
+        reported = found.get("md5Hash")
+        if reported is not None:
+            return reported == base64.b64encode(digest.digest()).decode()
+        if str(found.get("ETag", "")).strip('"') == digest.hexdigest():  # S3, uploads in one part
+            return True
+        with self._fs.open(target, "rb") as file:
+            return hashlib.file_digest(file, "md5").digest() == digest.digest()
+
+    def _check_bucket(self) -> None:
+        """Raises StoreError when not just the file but the whole bucket is missing."""
+        if OBJECT_STORES.isdisjoint(self._protocols):
+            return
+        bucket = self._path.split("/")[0]
+        try:
+            self._fs.ls(bucket, detail=False)
+        except FileNotFoundError as error:
+            raise StoreError(f"{self.url}: no such bucket: {bucket}", final=True) from error
+
+    def _file(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
+    def _persist(self, what: str, action: Callable[[], T]) -> T:
+        """The result of `action`, tried again while it fails for no lasting reason."""
+        began = time.monotonic()
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return action()
+            except StoreError:
+                raise
+            except Exception as error:  # whatever a file system or the network may raise
+                reason, final = reason_of(error)
+                spent = time.monotonic() - began
+                if final or self.local:
+                    raise StoreError(f"{self.url}: {what}: {reason}", final=True) from error
+                if spent + pause > self._patience:
+                    raise StoreError(
+                        f"{self.url}: {what} kept failing for {spent:.0f} s "
+                        f"(--upload_timeout): {reason}",
+                        final=False,
+                    ) from error
+            self.retries += 1
+            self.beat()
+            log.debug("%s: %s: %s; trying again in %.1f s", self.url, what, reason, pause)
+            time.sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _options(url: str) -> dict[str, Any]:
+    """How fsspec shall open it; fsspec's own configuration (FSSPEC_GCS, ...) wins."""
+    if not url.startswith(("gs://", "gcs://")):
+        return {}
+    chosen: dict[str, Any] = {"requests_timeout": REQUEST_SECONDS}
+    if "STORAGE_EMULATOR_HOST" in os.environ:
+        chosen["token"] = "anon"
+    return {**chosen, **fsspec.config.conf.get("gs", {}), **fsspec.config.conf.get("gcs", {})}
+
+
+def _name(entry: dict[str, Any]) -> str:
+    return str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]

@@ -1,0 +1,286 @@
+"""Verification of an extraction: files against their JSON, samples complete and there once, and a
+few of them recomputed. Collects everything that is off instead of stopping at the first."""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import isclose
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ml_dtypes  # noqa: F401  # makes NumPy know the name bfloat16
+import numpy as np
+from tqdm import tqdm
+
+from activation_extraction.commits import METADATA, Commit, Stored
+from activation_extraction.errors import RunError
+from activation_extraction.resume import PER_HOST
+from activation_extraction.shards import Record, Shard, read_shard
+from activation_extraction.statistics import Statistics
+from activation_extraction.status import expected_names, read_folders
+from activation_extraction.stores import Store
+
+WORKERS = 4  # shards read at the same time; each is unpacked in memory
+PICKLE_BYTES_PER_RECORD = 2000  # text preview, ids and pickle's own, generously
+# Largest relative error (Frobenius norm, per sample and hook) of a recomputed sample: another
+# packing, mesh or device rounds otherwise. By the dtype of computing, then of storing.
+TOLERANCE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 1e-2}
+LOW_PRECISION_TOLERANCE = 5e-2
+
+# (metadata, token ids of samples) -> their activations, each (hooks, tokens, hidden)
+Recompute = Callable[[dict[str, Any], list[np.ndarray]], list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A stored sample that is to be recomputed."""
+
+    where: str
+    token_ids: np.ndarray
+    activations: list[np.ndarray]  # in the order of the hooks
+
+
+def verify(root: Store, recompute: Recompute | None, count: int) -> int:
+    """Checks everything; prints what is off. Returns the exit status: 0 when nothing is.
+
+    count: how many random samples `recompute` is given. Raises InputError when there is nothing.
+    """
+    folders = read_folders(root)
+    problems = list(_check_folders(folders))
+    shards = [(name, c) for name in folders for _, c in sorted(folders[name].commits.items())]
+    picks = _pick(shards, count if recompute is not None else 0)
+    total = sum(commit.bytes for _, commit in shards)
+    chosen: list[Chosen] = []
+    with (
+        TemporaryDirectory() as scratch,
+        ThreadPoolExecutor(WORKERS) as pool,
+        tqdm(total=total, unit="B", unit_scale=True, desc="verifying") as bar,
+    ):
+        jobs = [
+            pool.submit(
+                _check_shard, root.child(name), name, folders[name], commit, wanted, Path(scratch)
+            )
+            for (name, commit), wanted in zip(shards, picks, strict=True)
+        ]
+        for job, (_, commit) in zip(jobs, shards, strict=True):
+            off, found = job.result()
+            problems += off
+            chosen += found
+            bar.update(commit.bytes)
+    recomputed = "nothing recomputed (give --model_path)"
+    if recompute is not None and chosen:
+        metadata = next(stored.metadata for stored in folders.values() if stored.metadata)
+        problems += _compare(metadata, chosen, recompute)
+        recomputed = f"{len(chosen)} samples recomputed"
+    for problem in problems:
+        print(problem)
+    samples = sum(commit.count for _, commit in shards)
+    print(
+        f"{'NOT IN ORDER' if problems else 'in order'}: {len(folders)} folder(s), {len(shards)} "
+        f"shard(s), {samples:,} samples, {total / 1e9:,.3f} GB; {recomputed}; "
+        f"{len(problems)} problem(s)"
+    )
+    return 1 if problems else 0
+
+
+def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
+    """Positions of random samples in each shard, `count` in all, every sample equally likely."""
+    total = sum(commit.count for _, commit in shards)
+    numbers = sorted(random.sample(range(total), min(count, total)))
+    picks, first = [], 0
+    for _, commit in shards:
+        picks.append([n - first for n in numbers if first <= n < first + commit.count])
+        first += commit.count
+    return picks
+
+
+def _check_folders(folders: dict[str, Stored]) -> Iterator[str]:
+    """All that the JSON files and the file sizes tell."""
+    common: dict[str, Any] | None = None
+    for name in expected_names(folders):
+        if name not in folders:
+            yield f"{name}: is missing"
+    for name, stored in folders.items():
+        yield from stored.damaged.values()
+        if stored.metadata is None:
+            if METADATA not in stored.damaged:
+                yield f"{_path(name, METADATA)}: is missing"
+            continue
+        try:
+            yield from _check_folder(name, stored, stored.metadata)
+            identity = stored.metadata["identity"]
+            shared = {key: value for key, value in identity.items() if key not in PER_HOST}
+        except (KeyError, TypeError, IndexError) as error:
+            yield f"{_path(name, METADATA)}: lacks what every run records: {error!r}"
+            continue
+        common = common or shared
+        for key in common:
+            if shared.get(key) != common[key]:
+                yield f"{name}: is of another run: its {key} differs"
+
+
+def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterator[str]:
+    identity = metadata["identity"]
+    hosts, machine, host = identity["num_hosts"], identity["machine"], identity["host"]
+    expected = f"machine_{machine:03d}" + (f"_host_{host:02d}" if hosts > 1 else "")
+    if name not in ("", expected):
+        yield f"{name}: holds the part of {expected}"
+    if metadata["status"] != "complete":
+        yield f"{_path(name, METADATA)}: the run is not complete: {metadata['status']}"
+    commits = [stored.commits[number] for number in sorted(stored.commits)]
+    world = identity["total_machines"] * hosts
+    upcoming = machine * hosts + host  # the next sample
+    cursor = 0
+    for expected_number, commit in enumerate(commits, start=1):
+        where = _path(name, commit.name)
+        if commit.number != expected_number:
+            yield f"{_path(name, f'shard_{expected_number:04d}.json')}: is missing"
+            break
+        if commit.run != stored.run:
+            yield f"{where}: is of another run"
+        if commit.first != upcoming:
+            word = "is missing" if commit.first > upcoming else "is there twice"
+            yield f"{where}: sample {min(upcoming, commit.first)} {word}"
+        if commit.last != commit.first + world * (commit.count - 1):
+            yield f"{where}: {commit.count} samples do not go from {commit.first} to {commit.last}"
+        upcoming = commit.last + world
+        if commit.cursor is not None:
+            position = commit.cursor["samples"]
+            if not cursor <= position <= upcoming // world:
+                yield f"{where}: its cursor does not follow from the one before"
+            cursor = position
+    for number in range(1, max(stored.commits, default=0)):
+        partial = stored.commits[number].partial if number in stored.commits else False
+        if partial:
+            yield f"{_path(name, stored.commits[number].name)}: is partial, and not the last one"
+    sums = {
+        "shards": len(commits),
+        "samples": sum(commit.count for commit in commits),
+        "tokens": sum(commit.tokens for commit in commits),
+        "bytes": sum(commit.bytes for commit in commits),
+    }
+    if metadata["status"] == "complete":
+        for what, value in sums.items():
+            if metadata[what] != value:
+                yield f"{_path(name, METADATA)}: has {metadata[what]} {what}, there are {value}"
+    committed = {commit.file for commit in commits}
+    for file in stored.files:
+        if ".pkl" in file and file[0] != "." and file not in committed:
+            yield f"{_path(name, file)}: has no JSON"
+
+
+def _path(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _check_shard(
+    store: Store, folder: str, stored: Stored, commit: Commit, wanted: list[int], scratch: Path
+) -> tuple[list[str], list[Chosen]]:
+    """What is off with a shard, and those of its samples that are to be recomputed."""
+    where = _path(folder, commit.file)
+    if commit.file not in stored.files:
+        return [f"{where}: is missing"], []
+    if stored.files[commit.file] != commit.bytes:
+        size = stored.files[commit.file]
+        return [f"{where}: has {size} bytes, its JSON says {commit.bytes}"], []
+    if stored.metadata is None:
+        return [], []
+    own = scratch / (folder or "all")
+    own.mkdir(exist_ok=True)
+    try:
+        path = store.fetch(commit.file, own)
+        try:
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            off = [] if digest == commit.sha256 else [f"{where}: its sha256 is not its JSON's"]
+            shard = read_shard(path, _limit(stored.metadata, commit))
+        finally:
+            if not store.local:
+                path.unlink(missing_ok=True)
+        off += [f"{where}: {what}" for what in _check_records(shard, stored.metadata, commit)]
+        hooks = list(shard.values())
+        chosen = [
+            Chosen(
+                f"{where}: sample {hooks[0][i]['sample_idx']}",
+                np.asarray(hooks[0][i]["token_ids"]),
+                [records[i]["activation"] for records in hooks],
+            )
+            for i in (wanted if not off else [])
+        ]
+        return off, chosen
+    except (RunError, OSError) as error:
+        off_too = [f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")]
+        return off_too, []
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        return [f"{where}: its records are not as they should be: {error!r:.200}"], []
+
+
+def _limit(metadata: dict[str, Any], commit: Commit) -> int:
+    """The most bytes that the shard may unpack to."""
+    size = np.dtype(metadata["identity"]["activation_dtype"]).itemsize
+    per_token = size * metadata["model"]["hidden_size"] + 4
+    hooks = len(commit.hooks)
+    return hooks * (commit.tokens * per_token + commit.count * PICKLE_BYTES_PER_RECORD) + 10**6
+
+
+def _check_records(shard: Shard, metadata: dict[str, Any], commit: Commit) -> Iterator[str]:
+    identity = metadata["identity"]
+    if list(shard) != [hook["key"] for hook in commit.hooks]:
+        yield f"has hooks {list(shard)}, its JSON others"
+        return
+    world = identity["total_machines"] * identity["num_hosts"]
+    indices = list(range(commit.first, commit.last + 1, world))
+    for hook in commit.hooks:
+        records = shard[hook["key"]]
+        if [record["sample_idx"] for record in records] != indices:
+            yield f"hook {hook['key']}: its samples are not those of its JSON"
+            continue
+        for record in records:
+            yield from (
+                f"hook {hook['key']}, sample {record['sample_idx']}: {what}"
+                for what in _check_record(record, metadata)
+            )
+        found = Statistics()
+        for record in records:
+            found = found.merge(Statistics.of(record["activation"]))
+        expected = Statistics.from_json(hook)
+        for what, value in found.to_json().items():
+            if not isclose(value, getattr(expected, what), rel_tol=1e-6, abs_tol=1e-9):
+                yield f"hook {hook['key']}: its {what} is {value}, its JSON says otherwise"
+        if found.tokens != commit.tokens:
+            yield f"hook {hook['key']}: has {found.tokens} tokens, its JSON says {commit.tokens}"
+
+
+def _check_record(record: Record, metadata: dict[str, Any]) -> Iterator[str]:
+    identity, model = metadata["identity"], metadata["model"]
+    activation, token_ids = record["activation"], np.asarray(record["token_ids"])
+    if str(activation.dtype) != identity["activation_dtype"]:
+        yield f"dtype {activation.dtype}, expected {identity['activation_dtype']}"
+    shape = (len(token_ids), model["hidden_size"])
+    if activation.shape != shape or tuple(record["shape"]) != shape:
+        yield f"shape {activation.shape}, expected {shape}"
+    if not 0 < len(token_ids) <= identity["max_seq_length"]:
+        yield f"{len(token_ids)} tokens"
+    elif token_ids.min() < 0 or token_ids.max() >= model["vocab_size"]:
+        yield "token ids outside the vocabulary"
+
+
+def _compare(metadata: dict[str, Any], chosen: list[Chosen], recompute: Recompute) -> Iterable[str]:
+    """Recomputes the chosen samples."""
+    identity = metadata["identity"]
+    tolerance = TOLERANCE[identity["activation_dtype"]]
+    if identity["dtype"] != "float32" or metadata["backend"] != "cpu":
+        tolerance = LOW_PRECISION_TOLERANCE
+    again = recompute(metadata, [sample.token_ids for sample in chosen])
+    for sample, activations in zip(chosen, again, strict=True):
+        for name, old, new in zip(identity["hooks"], sample.activations, activations, strict=True):
+            before, now = np.asarray(old, np.float64), np.asarray(new, np.float64)
+            error = float(np.linalg.norm(now - before)) / max(float(np.linalg.norm(before)), 1e-30)
+            if not error <= tolerance:
+                yield (
+                    f"{sample.where}, {name}: recomputed, it differs by {error:.2g} of its norm "
+                    f"(allowed: {tolerance:g})"
+                )
