@@ -122,6 +122,7 @@ class Committer:
             wait([future], timeout=0.2)  # in short turns: a failure elsewhere, or Ctrl-C
             self.check()
             if future.done():
+                future.result()
                 waiting.remove(future) if waiting else self._uploading.popleft()
         self.check()
 

@@ -5,6 +5,7 @@ import tempfile
 
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # as stores.py; tests import gcsfs before it
     "HF_HOME": tempfile.mkdtemp(prefix="hf-home-"),
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",

@@ -1,0 +1,111 @@
+"""Kills extractions at random moments and starts them again with the same command, until they end:
+`python -m benchmarks.kill_and_resume --kills 200`. What they stored must be, byte for
+byte, what an undisturbed run stores. The last line printed is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# The tool itself, with a pause after every batch: time for somebody to kill it.
+SLOWLY = """
+import sys, time
+import extract_activations as script
+add = script.ActivationStorage.add_batch
+def slowly(*arguments):
+    time.sleep(0.15)
+    return add(*arguments)
+script.ActivationStorage.add_batch = slowly
+status = script.main(sys.argv[1:])
+sys.stdout.flush()
+script.os._exit(status)
+"""
+LONGEST = 0.8  # seconds between the sign of life and the kill
+
+
+def kill_and_resume(
+    flags: Sequence[str],
+    environment: Mapping[str, str],
+    signs_of_life: Callable[[], object],
+    kills: int,
+    seed: int = 0,
+) -> int:
+    """Starts, kills and starts again; then lets it end. Returns how many runs were killed.
+
+    signs_of_life: something that changes when a run has begun to store; every fourth kill does not
+    wait for it. Ends early, with fewer kills, when a run is quicker than its killer.
+    """
+    chance = random.Random(seed)
+    command = [sys.executable, "-c", SLOWLY, *flags]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment}
+    for number in range(kills):
+        before = signs_of_life()
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        if number % 4:
+            while process.poll() is None and signs_of_life() == before:
+                time.sleep(0.01)
+        time.sleep(chance.uniform(0, LONGEST))
+        process.send_signal(signal.SIGKILL)
+        _, printed = process.communicate()
+        if process.returncode == 0:
+            return number
+        if process.returncode != -signal.SIGKILL:
+            raise RuntimeError(f"run {number} ended with {process.returncode}: {printed}")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the last run ended with {done.returncode}: {done.stderr}")
+    return kills
+
+
+def shards_in(folder: Path) -> dict[str, bytes]:
+    """Name -> content of the shards in a folder."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("shard_*.pkl.gz"))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=200, help="(default: 200)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    import extract_activations
+
+    began, killed, rounds = time.perf_counter(), 0, 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        flags = ["--demo", "--layers_to_extract", "3", "--max_seq_length", "64"]
+        flags += ["--shard_size_gb", "0.0005", "--batch_size", "4"]
+        assert extract_activations.main([*flags, "--output_dir", str(folder / "whole")]) == 0
+        whole = shards_in(folder / "whole")
+        while killed < arguments.kills:
+            out = folder / f"out_{rounds}"
+            killed += kill_and_resume(
+                [*flags, "--output_dir", str(out)],
+                {},
+                lambda out=out: len(list(out.glob("*.json"))),  # type: ignore[misc]
+                min(arguments.kills - killed, 20),
+                arguments.seed + rounds,
+            )
+            rounds += 1
+            if shards_in(out) != whole:
+                raise SystemExit(f"round {rounds}: not the bytes of an undisturbed run")
+            if extract_activations.main(["--verify", "--output_dir", str(out)]):
+                raise SystemExit(f"round {rounds}: verification failed")
+            print(f"{killed} kills, {rounds} extractions, all bytes equal", file=sys.stderr)
+    seconds = round(time.perf_counter() - began, 1)
+    print(json.dumps({"kills": killed, "extractions": rounds, "equal": True, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()

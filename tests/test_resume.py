@@ -1,0 +1,518 @@
+"""An interrupted run, continued: every sample once and the bytes of an uninterrupted run."""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+import extract_activations
+from activation_extraction import committer, demo, documents, shards, storage, stores
+from activation_extraction.documents import DocumentStream, open_files
+from activation_extraction.errors import InputError
+from activation_extraction.packing import pack
+from activation_extraction.storage import ActivationStorage
+from activation_extraction.stores import Store
+from activation_extraction.tokens import load_tokenizer, samples
+from activation_extraction.weights import Checkpoint
+
+HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
+HIDDEN = 4
+DOCUMENTS = 40
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the run goes on."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """One byte, one token."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    demo.write_tokenizer(folder, [])
+    (folder / "config.json").write_text("{}")
+    return load_tokenizer(Checkpoint(str(folder)), 2048)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Texts of 1 to 30 bytes, some empty."""
+    chance = random.Random(1)
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    texts = ["x" * chance.choice([0, 1, *range(2, 31)]) for _ in range(DOCUMENTS)]
+    path.write_text("".join(json.dumps({"text": t, "id": i}) + "\n" for i, t in enumerate(texts)))
+    return path
+
+
+@pytest.fixture
+def run(tokenizer, rows):
+    """Runs all but the model: what is stored depends on sample and position alone."""
+
+    def run(folder, *, kill_after=None, interrupt_after=None, max_samples=None, **options):
+        stream = DocumentStream(open_files(str(rows), "text"), "text")
+        place = ActivationStorage(
+            folder,
+            HOOKS,
+            identity={"model": "tiny"},
+            max_samples=max_samples,
+            **({"shard_size_gb": 1.5e-6} | options),
+        )
+        try:
+            if place.complete:
+                place.finalize()
+                return place
+            start = place.cursor
+            batches = pack(samples(stream, tokenizer, 24, max_samples, start=start), 2, 32)
+            place.open()
+            for batch in batches:
+                left = None if kill_after is None else kill_after - place._last_sample - 1
+                if left is not None and left < len(batch.samples):
+                    for sample, row, begin in batch.samples:
+                        if place._last_stored < sample.sample_idx < kill_after:
+                            for key in HOOKS:
+                                end = begin + len(sample.token_ids)
+                                place._cursor = batch.cursor
+                                place.add_activation(
+                                    key,
+                                    activations(batch)[list(HOOKS).index(key), row, begin:end],
+                                    sample.sample_idx,
+                                    sample.text_preview,
+                                    sample.token_ids,
+                                    sample.doc_id,
+                                )
+                    raise Killed
+                place.add_batch(batch, activations(batch))
+                if interrupt_after is not None and place._last_sample >= interrupt_after:
+                    place.finalize(complete=False)
+                    return place
+            place.finalize()
+        finally:
+            place.close(patient=True)
+        return place
+
+    return run
+
+
+def activations(batch):
+    values = np.zeros((len(HOOKS), *batch.token_ids.shape, HIDDEN), np.float32)
+    for sample, row, start in batch.samples:
+        stop = start + len(sample.token_ids)
+        ramp = np.arange(stop - start, dtype=np.float32)[:, None]
+        for hook in range(len(HOOKS)):
+            values[hook, row, start:stop] = sample.sample_idx + ramp / 64 + np.arange(HIDDEN) + hook
+    return values
+
+
+def content(folder: Path) -> dict[str, object]:
+    """Shards as bytes, commits without their time."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("shard") and path.suffix == ".json":
+            commit = json.loads(path.read_bytes())
+            found[path.name] = {
+                key: value for key, value in commit.items() if key not in ("committed", "checksum")
+            }
+        elif path.is_file() and path.name != "metadata.json":
+            found[path.name] = path.read_bytes()
+    return found
+
+
+@pytest.fixture
+def whole(run, tmp_path):
+    """What an uninterrupted run stores."""
+    run(tmp_path / "whole")
+    return content(tmp_path / "whole")
+
+
+def status(folder):
+    return json.loads((folder / "metadata.json").read_bytes())["status"]
+
+
+def set_status(folder, status):
+    """As a run leaves it that was killed."""
+    metadata = json.loads((folder / "metadata.json").read_bytes())
+    del metadata["checksum"]
+    (folder / "metadata.json").write_bytes(storage.seal({**metadata, "status": status}))
+
+
+def test_killed_after_every_sample_and_once_more(run, whole, tmp_path):
+    total = json.loads((tmp_path / "whole/metadata.json").read_bytes())["samples"]
+    assert total > 30 and len(whole) > 8
+    chance = random.Random(2)
+    for first in range(total):
+        folder = tmp_path / f"killed_{first}"
+        with pytest.raises(Killed):
+            run(folder, kill_after=first)
+        assert status(folder) == "running"
+        with pytest.raises(Killed):
+            run(folder, kill_after=chance.randint(first, total - 1))
+        run(folder)
+        assert content(folder) == whole, first
+        assert status(folder) == "complete"
+
+
+def test_resumed_at_every_sample_that_was_committed(run, tmp_path):
+    """Shards of one sample each: a cursor for every sample of the data set."""
+    run(tmp_path / "whole", shard_size_gb=1e-9)
+    whole = content(tmp_path / "whole")
+    total = len(whole) // 2
+    for stored in range(total + 1):
+        folder = tmp_path / f"stored_{stored}"
+        shutil.copytree(tmp_path / "whole", folder)
+        for path in folder.glob("shard_*"):
+            if int(path.name[6:10]) > stored:
+                path.unlink()
+        if stored < total:
+            metadata = storage.seal(
+                {
+                    **{
+                        key: value
+                        for key, value in json.loads(
+                            (folder / "metadata.json").read_bytes()
+                        ).items()
+                        if key != "checksum"
+                    },
+                    "status": "running",
+                }
+            )
+            (folder / "metadata.json").write_bytes(metadata)
+        run(folder, shard_size_gb=1e-9)
+        assert content(folder) == whole, stored
+
+
+def test_interrupted_anywhere_a_partial_shard_is_made_whole(run, whole, tmp_path):
+    total = json.loads((tmp_path / "whole/metadata.json").read_bytes())["samples"]
+    for first in range(0, total, 3):
+        folder = tmp_path / f"interrupted_{first}"
+        run(folder, interrupt_after=first)
+        assert status(folder) == "interrupted"
+        stored = json.loads((folder / "metadata.json").read_bytes())["samples"]
+        assert stored > first  # the whole batch, in a partial shard
+        run(folder, interrupt_after=first + 2)
+        run(folder)
+        assert content(folder) == whole, first
+
+
+@contextmanager
+def killed_at(event: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Kills the run before the event-th change of a disk or bucket, and everything after it.
+
+    The list has the events so far.
+    """
+    events: list[str] = []
+
+    def deadly(module, name, label):
+        original = getattr(module, name)
+
+        def change(*arguments, **options):
+            events.append(label)
+            if len(events) >= event:
+                raise Killed
+            return original(*arguments, **options)
+
+        patch.setattr(module, name, change)
+
+    with monkeypatch.context() as patch:
+        memory = type(fsspec.filesystem("memory"))
+        deadly(shards.os, "fsync", "write")
+        deadly(shards.os, "replace", "rename")
+        deadly(memory, "put_file", "upload")
+        deadly(memory, "info", "uploaded")
+        deadly(memory, "rm_file", "delete in bucket")
+        deadly(committer.Path, "unlink", "delete")
+        yield events
+
+
+@pytest.mark.parametrize("place", ["local", "bucket", "bucket, local kept"])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_killed_at_every_change_of_disk_and_bucket(run, tmp_path, monkeypatch, place, interrupted):
+    """Exhaustive: before the first change, the second, ... until a run is not killed any more."""
+    run = partial(run, shard_size_gb=6e-6)
+    run(tmp_path / "whole")
+    whole = content(tmp_path / "whole")
+    event, finished = 0, False
+    while not finished:
+        event += 1
+        folder, options = tmp_path / f"{event}", {}
+        if place != "local":
+            url = f"memory://{tmp_path}/{event}"
+            options = {"remote": Store(url), "delete_local": place == "bucket"}
+        if interrupted:
+            run(folder, interrupt_after=20, **options)
+        with killed_at(event, monkeypatch) as events:
+            try:
+                run(folder, **options)
+                finished = True
+            except (Killed, storage.StorageError):
+                pass
+        run(folder, **options)
+        assert status(folder) == "complete"
+        if place == "local":
+            assert content(folder) == whole, (event, events)
+            continue
+        copy = tmp_path / f"{event}_bucket"
+        fsspec.filesystem("memory").get(f"{url}/", str(copy), recursive=True)
+        assert content(copy) == whole and status(copy) == "complete", (event, events)
+        if place == "bucket":
+            assert not list(folder.glob("*.pkl.gz")), (event, events)
+        else:
+            assert content(folder) == whole
+    assert len(whole) > 6 and event > 20
+
+
+def test_a_complete_run_is_left_alone(run, whole, tmp_path):
+    folder = tmp_path / "whole"
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    assert run(folder).complete
+    assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()} == before
+
+
+def test_max_samples_may_grow_and_not_shrink(run, whole, tmp_path):
+    folder = tmp_path / "grown"
+    run(folder, max_samples=7)
+    run(folder, max_samples=20)
+    with pytest.raises(InputError, match="--max_samples: 20 samples are stored"):
+        run(folder, max_samples=19)
+    run(folder)
+    assert content(folder) == whole
+
+
+def test_only_the_current_piece_of_the_data_is_read_again(run, tmp_path, monkeypatch, rows):
+    """One file per ten rows: those before the cursor's are not opened."""
+    lines = rows.read_text().splitlines(keepends=True)
+    pieces = tmp_path / "pieces"
+    pieces.mkdir()
+    for n in range(4):
+        (pieces / f"{n}.jsonl").write_text("".join(lines[10 * n : 10 * n + 10]))
+    opened = []
+    original = documents.fsspec.open
+    monkeypatch.setattr(
+        documents.fsspec,
+        "open",
+        lambda url, *a, **k: opened.append(Path(url).name) or original(url, *a, **k),
+    )
+    stream = DocumentStream(open_files(str(pieces), "text"), "text")
+    state = None
+    for number, _ in enumerate(stream):
+        if number == 24:
+            state = stream.state()
+    opened.clear()
+    again = DocumentStream(open_files(str(pieces), "text"), "text")
+    again.restore(json.loads(json.dumps(state)))
+    assert len(list(again)) == 15
+    assert opened == ["2.jsonl", "3.jsonl"]
+
+
+def test_what_cannot_be_continued_is_refused_and_left_alone(run, whole, tmp_path):
+    def broken(name, change):
+        folder = tmp_path / name
+        shutil.copytree(tmp_path / "whole", folder)
+        change(folder)
+        return folder
+
+    def remove(*names):
+        return lambda folder: [(folder / name).unlink() for name in names]
+
+    def flip(name):
+        def change(folder):
+            data = bytearray((folder / name).read_bytes())
+            data[len(data) // 2] ^= 1
+            (folder / name).write_bytes(data)
+
+        return change
+
+    def from_another_run(folder):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(storage, "digest_of", lambda content: "0" * 64)
+            run(tmp_path / "other")
+        shutil.copy(tmp_path / "other/shard_0002.json", folder)
+
+    def truncate(folder):
+        os.truncate(folder / "shard_0002.pkl.gz", 10)
+
+    for name, change, message in (
+        ("gap", remove("shard_0002.json", "shard_0002.pkl.gz"), "shard 2 is missing and shard 3"),
+        ("no file", remove("shard_0002.pkl.gz"), "shard 2 has a JSON, but its file is missing"),
+        ("short", truncate, "shard 2 has a JSON, but its file is missing or of another size"),
+        ("no metadata", remove("metadata.json"), "already holds shards, without metadata.json"),
+        ("damaged commit", flip("shard_0002.json"), "shard_0002.json: is damaged"),
+        ("damaged metadata", flip("metadata.json"), "metadata.json: is damaged"),
+        ("other run", from_another_run, "shard_0002.json belongs to another run"),
+    ):
+        folder = broken(name, change)
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(InputError, match=message):
+            run(folder)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        run(folder, overwrite=True)
+        assert content(folder) == whole
+
+
+def test_two_processes_do_not_write_to_one_folder(run, tmp_path):
+    first = ActivationStorage(tmp_path, HOOKS)
+    first.open()
+    second = ActivationStorage(tmp_path, HOOKS)
+    with pytest.raises(InputError, match="another process is writing to it"):
+        second.open()
+    first.close()
+    second.open()
+    second.close()
+
+
+def test_the_bucket_is_what_counts(run, whole, tmp_path):
+    """Local disk gone; bucket gone with and without local shards; another bucket."""
+    url = f"memory://{tmp_path}/bucket"
+    memory = fsspec.filesystem("memory")
+
+    def in_bucket():
+        copy = tmp_path / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        memory.get(f"{url}/", str(copy), recursive=True)
+        return content(copy)
+
+    folder = tmp_path / "local"
+    with pytest.raises(Killed):
+        run(folder, kill_after=20, remote=Store(url))
+    shutil.rmtree(folder)
+    assert run(folder, remote=Store(url)).totals.shards == len(whole) // 2
+    assert in_bucket() == whole and not list(folder.glob("*.gz"))
+    shutil.rmtree(folder)
+    assert run(folder, remote=Store(url)).complete and not folder.exists()
+    # The bucket is emptied, and the local shards are not there.
+    memory.rm(url, recursive=True)
+    run(folder, remote=Store(url))
+    memory.rm(url, recursive=True)
+    with pytest.raises(InputError, match="shard_0001.pkl.gz is not there, and was deleted here"):
+        run(folder, remote=Store(url))
+    with pytest.raises(InputError, match="was uploaded to memory://.*--upload_to_gcs"):
+        run(folder)
+    # With the local shards everything is uploaded again, and nothing computed.
+    kept = tmp_path / "kept"
+    run(kept, remote=Store(url), delete_local=False)
+    memory.rm(url, recursive=True)
+    assert run(kept, remote=Store(url), delete_local=False).complete
+    assert in_bucket() == whole == content(kept)
+    # A local run gets a bucket afterwards.
+    memory.rm(url, recursive=True)
+    run(tmp_path / "whole", remote=Store(url))
+    assert in_bucket() == whole
+
+
+REFUSED = {
+    "max_seq_length": ["--max_seq_length", "48"],
+    "hooks": ["--layers_to_extract", "1", "2"],
+    "hooks ": ["--activation_type", "mlp"],
+    "keyed by": ["--hook_names", "blocks.1.hook_resid_post", "blocks.3.hook_resid_post"],
+    "dtype": ["--dtype", "bfloat16"],
+    "activation_dtype": ["--activation_dtype", "float16"],
+    "shard_size_gb": ["--shard_size_gb", "0.001"],
+    "compress_shards": ["--no_compress_shards"],
+    "data revision": ["--dataset_path", "{other_data}"],
+    "model files": ["--model_path", "{other_model}"],
+    "tokenizer": ["--model_path", "{other_tokenizer}"],
+    "text_column": ["--text_column", "url"],
+}
+
+
+@pytest.fixture(scope="module")
+def started(demo_inputs, tmp_path_factory):
+    """An extraction of the demo's inputs, and inputs that differ in one thing each."""
+    folder = tmp_path_factory.mktemp("started")
+    flags = [
+        *("--model_path", str(demo_inputs / "model")),
+        *("--dataset_path", str(demo_inputs / "documents.parquet")),
+        *("--max_seq_length", "64", "--max_samples", "40", "--shard_size_gb", "0.0005"),
+        *("--output_dir", str(folder / "out")),
+    ]
+    assert extract_activations.main([*flags, "--layers_to_extract", "1", "3"]) == 0
+    for name in ("other_model", "other_tokenizer"):
+        shutil.copytree(demo_inputs / "model", folder / name)
+    weights = bytearray((folder / "other_model/model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "other_model/model.safetensors").write_bytes(weights)
+    (folder / "other_tokenizer/tokenizer_config.json").write_text("{}")
+    (folder / "other_data").mkdir()
+    for name in ("a", "b"):
+        shutil.copy(demo_inputs / "documents.parquet", folder / f"other_data/{name}.parquet")
+    return folder, flags
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_a_changed_request_is_refused_naming_the_field(started, capsys, field):
+    folder, flags = started
+    before = {p.name: p.read_bytes() for p in (folder / "out").iterdir()}
+    changed = [flag.format(**{p.name: p for p in folder.iterdir()}) for flag in REFUSED[field]]
+    layers = ["--layers_to_extract", "1", "3"]
+    if "--layers_to_extract" in changed or "--hook_names" in changed:
+        layers = []
+    assert extract_activations.main([*flags, *layers, *changed]) == 2
+    error = capsys.readouterr().err
+    assert f"already holds an extraction with another {field.strip()}: " in error
+    assert {p.name: p.read_bytes() for p in (folder / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [["--batch_size", "4"], ["--mesh_shape", "2,4"], ["--no_data_parallel"], ["--mesh_type", "1d"]],
+    ids=" ".join,
+)
+def test_what_does_not_change_the_contents_may_change(started, tmp_path, changes):
+    """Batch size and mesh, halfway: same samples, same values within rounding."""
+    folder, flags = started
+    flags = [*flags[:-1], str(tmp_path / "out"), "--layers_to_extract", "1", "3"]
+    shutil.copytree(folder / "out", tmp_path / "out")
+    for path in (tmp_path / "out").glob("shard_*"):
+        if int(path.name[6:10]) > 2:
+            path.unlink()
+    set_status(tmp_path / "out", "running")
+    assert extract_activations.main([*flags, *changes]) == 0
+    names = sorted(path.name for path in (folder / "out").glob("shard_*.gz"))
+    assert sorted(path.name for path in (tmp_path / "out").glob("shard_*.gz")) == names
+    for name in names:
+        first, second = (shards.read_shard(at / "out" / name, 10**8) for at in (folder, tmp_path))
+        for key in first:
+            for before, after in zip(first[key], second[key], strict=True):
+                assert before["sample_idx"] == after["sample_idx"]
+                error = np.abs(before["activation"] - after["activation"]).max()
+                assert error < 1e-4 * np.sqrt(np.mean(np.square(before["activation"])))
+
+
+def test_machines_of_one_output_must_agree(started, tmp_path, capsys):
+    _, flags = started
+    flags = [*flags[:-1], str(tmp_path / "out"), "--layers_to_extract", "1", "--max_samples", "5"]
+    assert extract_activations.main([*flags, "--total_machines", "2"]) == 0
+    second = [*flags, "--total_machines", "2", "--machine_id", "1"]
+    assert extract_activations.main([*second, "--dtype", "bfloat16"]) == 2
+    assert "machine_000: already holds an extraction with another dtype" in capsys.readouterr().err
+    assert extract_activations.main([*flags, "--total_machines", "3", "--machine_id", "1"]) == 2
+    assert "with another total_machines: 2, now 3" in capsys.readouterr().err
+    assert extract_activations.main(second) == 0
+
+
+def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeypatch, capsys):
+    """A full disk in the middle of a run: status 1, one line; the same command then completes."""
+    folder, flags = started
+    flags = [*flags[:-1], str(tmp_path / "out"), "--layers_to_extract", "1", "3"]
+    original = committer.write_shard
+
+    def full(path, *arguments):
+        if path.name.startswith("shard_0002"):
+            raise OSError(28, "No space left on device")
+        return original(path, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(committer, "write_shard", full)
+        assert extract_activations.main(flags) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "shard_0002.pkl.gz: the disk is full. Stored in" in error
+    assert "1 shard(s)" in error and "the same command continues" in error
+    assert extract_activations.main(flags) == 0
+    assert content(tmp_path / "out") == content(folder / "out")
+    assert stores.reason_of(OSError(30, ""))[0] == "the file system is read-only"

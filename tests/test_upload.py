@@ -1,0 +1,395 @@
+"""Uploading to a bucket that fails, is slow or refuses; and runs that are killed meanwhile."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import fsspec
+import gcsfs
+import numpy as np
+import pytest
+from gcs_server import gcs
+from test_hosts import Pod
+from test_resume import HIDDEN, HOOKS, content, rows, run, tokenizer  # noqa: F401  # fixtures
+
+import extract_activations
+from activation_extraction import stores
+from activation_extraction.storage import ActivationStorage, StorageError
+from activation_extraction.stores import Store, StoreError
+from benchmarks.kill_and_resume import kill_and_resume, shards_in
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """An empty bucket; this process and its children reach it as gs://bucket."""
+    with gcs() as found:
+
+        def reach():
+            for name, value in found.environment.items():
+                monkeypatch.setenv(name, value)
+            monkeypatch.setattr(fsspec.config, "conf", {})
+            fsspec.config.set_conf_env(fsspec.config.conf)
+            gcsfs.GCSFileSystem.clear_instance_cache()
+
+        reach()
+        found.reach = reach
+        # In this process gcsfs does not wait between its own attempts.
+        monkeypatch.setattr(gcsfs.retry, "random", SimpleNamespace(random=lambda: -100.0))
+        yield found
+        gcsfs.GCSFileSystem.clear_instance_cache()
+
+
+@pytest.fixture(scope="module")
+def flags(demo_inputs):
+    return [
+        *("--model_path", str(demo_inputs / "model"), "--layers_to_extract", "1", "3"),
+        *("--dataset_path", str(demo_inputs / "documents.parquet"), "--max_seq_length", "64"),
+        *("--batch_size", "4", "--max_samples", "200", "--shard_size_gb", "0.0005"),
+        "--no_data_parallel",
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert extract_activations.main([*flags, "--output_dir", str(folder)]) == 0
+    return shards_in(folder)
+
+
+def upload_flags(flags, output, *more):
+    return [
+        *(*flags, "--output_dir", str(output)),
+        *("--upload_to_gcs", "--gcs_bucket", "bucket", "--gcs_prefix", "run", *more),
+    ]
+
+
+def uploaded(bucket, folder="machine_000"):
+    """The shards in the bucket."""
+    prefix = f"run/{folder}/"
+    return {
+        name.removeprefix(prefix): data
+        for name, data in bucket.objects().items()
+        if name.startswith(prefix) and name.endswith(".pkl.gz")
+    }
+
+
+def test_faults_in_a_fifth_of_the_requests_lose_nothing(flags, undisturbed, bucket, tmp_path):
+    bucket.rate = 0.2
+    bucket.reach()
+    assert extract_activations.main(upload_flags(flags, tmp_path)) == 0
+    assert sum(bucket.failed.values()) > 10 and len(bucket.failed) == 6, bucket.failed
+    assert uploaded(bucket) == undisturbed and not list(tmp_path.glob("*.pkl.gz"))
+    metadata = json.loads(bucket.objects()["run/machine_000/metadata.json"])
+    assert metadata["status"] == "complete" and metadata["samples"] == 200
+    names = {path.name for path in tmp_path.glob("*.json")}
+    assert {f"run/machine_000/{name}" for name in names} <= set(bucket.objects())
+    bucket.rate = 0
+    assert extract_activations.main(["--verify", "--output_dir", "gs://bucket/run"]) == 0
+
+
+def test_an_outage_ends_the_run_and_the_next_one_completes(
+    flags, undisturbed, bucket, tmp_path, capsys
+):
+    """Nothing works any more after some shards: status 1, and what is here stays here."""
+    bucket.reach()
+
+    def break_down():
+        while not any(name.endswith("shard_0002.json") for name in bucket.objects()):
+            time.sleep(0.01)
+        bucket.faults, bucket.rate = ("503",), 1.0
+
+    saboteur = threading.Thread(target=break_down)
+    saboteur.start()
+    command = upload_flags(flags, tmp_path, "--upload_timeout", "2")
+    assert extract_activations.main(command) == 1
+    saboteur.join()
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "kept failing for" in error and "--upload_timeout" in error
+    assert "Stored in gs://bucket/run/machine_000: " in error
+    assert "the same command continues" in error
+    stored = uploaded(bucket)
+    assert 2 <= len(stored) < len(undisturbed)
+    kept = {path.name for path in tmp_path.glob("shard_*.pkl.gz")}
+    counted = {n for n in bucket.objects() if "shard" in n and n.endswith(".json")}
+    assert kept and len(counted) + len(kept) >= 3
+    bucket.rate = 0
+    assert extract_activations.main(command) == 0
+    assert uploaded(bucket) == undisturbed and not list(tmp_path.glob("*.pkl.gz"))
+
+
+@pytest.mark.parametrize(
+    "fault,status,message",
+    [
+        ("nothing", 2, "no such bucket: elsewhere"),
+        ("403", 2, "permission denied"),
+        ("401", 2, "the credentials are missing, invalid or have expired"),
+        ("503", 1, "kept failing for"),
+    ],
+)
+def test_a_bucket_that_refuses_is_told_in_one_line_before_the_model_is_read(
+    flags, bucket, tmp_path, capsys, monkeypatch, fault, status, message
+):
+    monkeypatch.setattr(extract_activations, "prepare_model", None)
+    command = upload_flags(flags, tmp_path / "out", "--upload_timeout", "1")
+    if fault == "nothing":
+        command[command.index("bucket")] = "elsewhere"
+    else:
+        bucket.faults, bucket.rate = (fault,), 1.0
+    assert extract_activations.main(command) == status
+    error = capsys.readouterr().err.strip()
+    assert message in error and error.startswith("error: ") and len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_killed_at_random_moments_store_what_an_undisturbed_one_does(
+    flags, undisturbed, tmp_path
+):
+    out = tmp_path / "out"
+    command = [*flags, "--output_dir", str(out)]
+    killed = kill_and_resume(command, {}, lambda: len(list(out.glob("*.json"))), 10)
+    assert killed == 10 and shards_in(out) == undisturbed
+    assert extract_activations.main(["--verify", "--output_dir", str(out)]) == 0
+
+
+def test_uploading_runs_killed_at_random_moments(flags, undisturbed, bucket, tmp_path):
+    """The local disk is lost as well, every third time."""
+    out, lives = tmp_path / "out", []
+
+    def sign_of_life():
+        lives.append(len(bucket.objects()))
+        return lives[-1]
+
+    bucket.bytes_per_second = 2e6  # so that kills find uploads under way
+    command = upload_flags(flags, out)
+    killed = kill_and_resume(command, bucket.environment, sign_of_life, 10, seed=1)
+    assert killed == 10 and uploaded(bucket) == undisturbed
+    assert extract_activations.main(["--verify", "--output_dir", "gs://bucket/run"]) == 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_either_of_two_hosts_killed(demo_inputs, bucket, tmp_path, victim):
+    """Both start again, each continues its own part; the union is complete."""
+    flags = [
+        *("--model_path", demo_inputs / "model", "--layers_to_extract", 1),
+        *("--dataset_path", demo_inputs / "documents.parquet", "--max_seq_length", 64),
+        *("--batch_size", 4, "--shard_size_gb", 2e-4, "--heartbeat_timeout", 10),
+    ]
+    where = upload_flags(flags, tmp_path / "out")
+    expected = Pod(tmp_path, 2, 2, *flags, "--output_dir", tmp_path / "whole")
+    assert expected.wait() == [0, 0]
+    bucket.bytes_per_second = 4e5
+    pod = Pod(tmp_path, 2, 2, *where, **bucket.environment)
+    while f"run/machine_000_host_{victim:02d}/shard_0002.json" not in bucket.objects():
+        assert pod.processes[victim].poll() is None, pod.text(victim)
+        time.sleep(0.05)
+    pod.processes[victim].send_signal(signal.SIGKILL)
+    assert all(pod.wait())
+    bucket.bytes_per_second = None
+    pod = Pod(tmp_path, 2, 2, *where, **bucket.environment)
+    assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
+    for host in range(2):
+        name = f"machine_000_host_{host:02d}"
+        assert uploaded(bucket, name) == shards_in(tmp_path / "whole" / name)
+    assert extract_activations.main(["--verify", "--output_dir", "gs://bucket/run"]) == 0
+
+
+def fill(storage, count, tokens=1000, pause=0.0):
+    """Adds samples of (tokens, HIDDEN) float32 for each hook."""
+    for sample in range(count):
+        for key in HOOKS:
+            values = np.random.default_rng([sample, key]).random((tokens, HIDDEN), np.float32)
+            storage.add_activation(key, values, sample, "", np.zeros(tokens, np.int32))
+        time.sleep(pause)
+
+
+class SlowStore(Store):
+    """Notes what is on its way; waits until it is let go."""
+
+    def __init__(self, url):
+        super().__init__(url, patience=0.5)
+        self.go = threading.Event()
+        self.uploading, self.most = 0, 0
+        self.order: list[str] = []
+        self.counting = threading.Lock()
+
+    def put(self, path, name=None):
+        with self.counting:
+            self.uploading += path.name.endswith(".pkl")
+            self.most = max(self.most, self.uploading)
+        if path.name.endswith(".pkl"):
+            self.go.wait(20)
+        super().put(path, name)
+        with self.counting:
+            self.uploading -= path.name.endswith(".pkl")
+            self.order.append(path.name)
+
+
+def test_computing_writing_and_uploading_go_on_at_the_same_time_within_bounds(tmp_path):
+    """With a bucket that takes nothing the caller is stopped after a few shards, and goes on
+    when it does; commits reach the bucket in order."""
+    store = SlowStore(f"memory://{tmp_path}/slow")
+    size = 1000 * HIDDEN * 4 * len(HOOKS) / 1e9
+    storage = ActivationStorage(
+        tmp_path / "out", HOOKS, shard_size_gb=size, compress=False, remote=store
+    )
+    done = threading.Event()
+
+    def work():
+        fill(storage, 30)
+        storage.finalize()
+        done.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    deadline = time.monotonic() + 20
+    while store.uploading < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    written = len(list((tmp_path / "out").glob("*.pkl")))
+    assert store.most == 4 and not done.is_set()
+    assert 5 <= written <= 7  # four on their way, one waiting, one or two behind them
+    assert storage._last_sample < 10 and storage.totals.shards == 0
+    store.go.set()
+    assert done.wait(20) and storage.totals.shards == 30
+    commits = [name for name in store.order if name.endswith("json") and name[0] == "s"]
+    assert commits == [f"shard_{n:04d}.json" for n in range(1, 31)]
+
+
+def test_an_upload_error_ends_the_run_at_the_next_batch(tmp_path, monkeypatch):
+    store = Store(f"memory://{tmp_path}/broken", patience=0.1)
+    storage = ActivationStorage(tmp_path / "out", HOOKS, shard_size_gb=1e-5, remote=store)
+    storage.open()
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(store._fs, "put_file", refuse)
+    fill(storage, 2)
+    deadline = time.monotonic() + 20
+    while storage._committer.failure is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(StorageError, match="uploading shard_0001.pkl.gz: permission denied"):
+        storage.add_batch(None, None)  # type: ignore[arg-type]
+    with pytest.raises(StorageError):
+        storage.finalize()
+    kept = sorted(path.name for path in (tmp_path / "out").glob("*.gz"))
+    assert kept and storage.totals.shards == 0
+
+
+MEMORY = """
+import resource, sys, threading, time
+import numpy as np
+from activation_extraction.storage import ActivationStorage
+from activation_extraction.stores import Store
+MB = 2**20
+shard, remote = 32 * MB, Store(sys.argv[2])
+storage = ActivationStorage(
+    sys.argv[1], {0: "h"}, shard_size_gb=shard / 1e9, compress=False, remote=remote
+)
+storage.open()
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = None
+for sample in range(24):
+    values = np.full((2048, 1024), sample, np.float32)  # 8 MB, a quarter of a shard
+    values[0] = np.arange(1024)
+    before = before or peak()
+    storage.add_activation(0, values, sample, "", np.zeros(2048, np.int32))
+print(round((peak() - before) / shard, 2), flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_memory_stays_under_two_shards_with_a_slow_bucket(bucket, tmp_path):
+    """A bucket that accepts 1 MB/s; 6 shards of 32 MB are offered as fast as they are taken."""
+    bucket.bytes_per_second = 50e6  # a bounded queue, however slow, has the same ceiling
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path / "out"), "gs://bucket/slow"],
+        env=os.environ | bucket.environment | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    # Two shards, the sample that did not fit any more, and the chunks under way.
+    assert float(done.stdout) < 4.5, done.stdout
+    assert resource is not None
+
+
+class Flaky:
+    """Fails a file system's calls, as often as it is told, in the ways of the network."""
+
+    def __init__(self, monkeypatch, fs, name, errors):
+        self.errors = list(errors)
+        original = getattr(fs, name)
+
+        def call(*arguments, **options):
+            if self.errors:
+                raise self.errors.pop(0)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(fs, name, call)
+
+
+def test_what_passes_is_retried_and_what_does_not_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    store = Store(f"memory://{tmp_path}/flaky", patience=5)
+    passing = [TimeoutError(), ConnectionResetError(), gcsfs.retry.HttpError({"code": 503})]
+    Flaky(monkeypatch, store._fs, "put_file", passing)
+    store.put(path)
+    assert store.read("file") == b"content" and store.retries == 3
+    lasting = {
+        "the disk is full": OSError(errno.ENOSPC, ""),
+        "the file system is read-only": OSError(errno.EROFS, ""),
+        "permission denied": OSError("Forbidden: https://x"),
+        "the credentials are missing, invalid or have expired": gcsfs.retry.HttpError(
+            {"code": 401, "message": "Invalid Credentials"}
+        ),
+    }
+    for message, error in lasting.items():
+        Flaky(monkeypatch, store._fs, "put_file", [error])
+        with pytest.raises(StoreError, match=message) as raised:
+            store.put(path)
+        assert raised.value.final and store.retries == 3
+
+
+def test_an_upload_whose_answer_was_lost_is_recognised(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    store = Store(f"memory://{tmp_path}/lost")
+    original, calls = store._fs.put_file, []
+
+    def put(*arguments, **options):
+        calls.append(original(*arguments, **options))
+        raise ConnectionResetError
+
+    monkeypatch.setattr(store._fs, "put_file", put)
+    store.put(path)
+    assert len(calls) == 1
+
+
+def test_what_arrives_damaged_is_sent_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    store = Store(f"memory://{tmp_path}/damaged")
+    original, damaged = store._fs.put_file, [b"", b"cont", b"CONTENT"]
+
+    def put(source, target, **options):
+        original(source, target, **options)
+        if damaged:
+            store._fs.pipe_file(target, damaged.pop())
+
+    monkeypatch.setattr(store._fs, "put_file", put)
+    store.put(path)
+    assert store.read("file") == b"content" and not damaged
