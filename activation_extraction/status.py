@@ -70,7 +70,7 @@ def expected_names(folders: dict[str, Stored]) -> list[str]:
     for name, stored in folders.items():
         if stored.metadata is not None:
             identity = stored.metadata["identity"]
-            machines, hosts = identity["total_machines"], identity["num_hosts"]
+            machines, hosts = identity.get("total_machines", 1), identity.get("num_hosts", 1)
             return [
                 "" if name == "" else f"machine_{machine:03d}" + suffix
                 for machine in range(machines)
