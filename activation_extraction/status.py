@@ -3,7 +3,6 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -115,15 +114,14 @@ def _part(name: str, stored: Stored) -> Part:
 
 
 def _rates(metadata: dict[str, Any], commits: list[Commit]) -> tuple[float | None, float | None]:
-    """Tokens and samples per second, over the last shards; else since the run began."""
-    recent = list(islice(reversed(commits), RECENT))
-    if len(recent) > 1:
-        began = recent.pop().committed
-    elif recent and metadata["status"] == "running":
-        began = metadata["written"]
-    else:
-        return None, None
-    seconds = recent[0].committed - began
+    """Tokens and samples per second, over the last shards; of a run that goes on, since its start
+    at the most: it may have stood still before."""
+    running = metadata["status"] == "running"
+    began = metadata["written"] if running else 0.0
+    recent = [commit for commit in commits[-RECENT:] if commit.committed > began]
+    if recent and (not running or len(recent) == RECENT):
+        began = recent.pop(0).committed
+    seconds = recent[-1].committed - began if recent else 0.0
     if seconds <= 0:
         return None, None
     tokens, samples = (sum(getattr(c, what) for c in recent) for what in ("tokens", "count"))
