@@ -129,11 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         start_logging(config.verbose)
-        if config.status:
-            return show_status(Store(config.location, config.upload_timeout), config.aggregate)
-        if config.verify:
-            return check(config)
-        return run(config)
+        return look(config) if config.status or config.verify else run(config)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -195,11 +191,18 @@ def compute(job: Job, clock: Clock) -> tuple[bool, int]:
         return complete, stopped()
 
 
-def check(config: Config) -> int:
-    """--verify: looks at everything that is stored; returns the exit status."""
-    root = Store(config.location, config.upload_timeout)
-    again = partial(recompute, config) if config.verify_samples else None
-    return verify(root, again, config.verify_samples)
+def look(config: Config) -> int:
+    """--status and --verify: looks at what is stored; returns the exit status."""
+    try:
+        root = Store(config.location, config.upload_timeout)
+        if config.status:
+            return show_status(root, config.aggregate)
+        again = partial(recompute, config) if config.verify_samples else None
+        return verify(root, again, config.verify_samples)
+    except StoreError as error:
+        if error.final:
+            raise InputError(str(error)) from error
+        raise
 
 
 def recompute(

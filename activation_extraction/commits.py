@@ -20,6 +20,7 @@ FORMAT_VERSION = 2
 METADATA = "metadata.json"
 AGGREGATE = "aggregated_metadata.json"
 OWN_FILES = re.compile(r"\.?(metadata\.json|shard_\d{4,}\.(json|pkl|pkl\.gz))(\.tmp)?")
+NEEDED = ("identity", "status", "max_samples", "written")  # of the metadata, by other modules
 READERS = 32  # files read at the same time; they are small
 
 
@@ -44,7 +45,7 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
     try:
         content = json.loads(data)
         checksum = content.pop("checksum")
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{where}: is damaged, or not written by this program") from error
     try:
         intact = checksum == digest_of(content) and data == seal(content)
@@ -159,9 +160,14 @@ def read_stored(store: Store) -> Stored:
                 if name == METADATA:
                     if content.get("format_version") != FORMAT_VERSION:
                         raise DamagedError(f"{where}: was written by another version")
+                    if missing := [key for key in NEEDED if key not in content]:
+                        raise DamagedError(f"{where}: lacks {', '.join(missing)}")
                     metadata = content
                 else:
-                    commits[number_of(name)] = Commit.from_json(content, where)
+                    commit = Commit.from_json(content, where)
+                    if str(commit.file).split(".")[0] != name.removesuffix(".json"):
+                        raise DamagedError(f"{where}: is the JSON of {commit.file}")
+                    commits[commit.number] = commit
             except DamagedError as error:
                 damaged[name] = str(error)
     return Stored(metadata, commits, files, damaged)

@@ -1,9 +1,9 @@
 """How far an extraction is, over all machines and hosts; reads its JSON files only."""
 
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,16 +11,17 @@ from typing import Any
 from activation_extraction.commits import (
     AGGREGATE,
     FORMAT_VERSION,
+    METADATA,
     Commit,
     Stored,
     own_files,
     read_stored,
     seal,
 )
-from activation_extraction.errors import InputError
+from activation_extraction.errors import InputError, RunError
 from activation_extraction.shards import write_bytes
 from activation_extraction.statistics import Statistics
-from activation_extraction.stores import Store
+from activation_extraction.stores import Store, reason_of
 
 RECENT = 20  # shards that tell how fast a host is now
 FOLDERS = 16  # read at the same time
@@ -55,14 +56,19 @@ def read_folders(root: Store) -> dict[str, Stored]:
     Raises InputError when there is no extraction at all.
     """
     names = [name for name in root.folders() if name.startswith("machine_")]
-    if own_files(root.files()):
+    if _finished_files(root.files()):
         names.insert(0, "")
     with ThreadPoolExecutor(FOLDERS) as pool:
         stored = list(pool.map(lambda name: read_stored(root.child(name)), names))
-    found = {name: s for name, s in zip(names, stored, strict=True) if own_files(s.files)}
+    found = {name: s for name, s in zip(names, stored, strict=True) if _finished_files(s.files)}
     if not found:
         raise InputError(f"{root.url}: holds no extraction")
     return found
+
+
+def _finished_files(names: Iterable[str]) -> list[str]:
+    """Those of an extraction, without the temporary ones of a run that has just begun."""
+    return [name for name in own_files(names) if name[0] != "."]
 
 
 def expected_names(folders: dict[str, Stored]) -> list[str]:
@@ -70,7 +76,7 @@ def expected_names(folders: dict[str, Stored]) -> list[str]:
     for name, stored in folders.items():
         if stored.metadata is not None:
             identity = stored.metadata["identity"]
-            machines, hosts = identity["total_machines"], identity["num_hosts"]
+            machines, hosts = identity.get("total_machines", 1), identity.get("num_hosts", 1)
             return [
                 "" if name == "" else f"machine_{machine:03d}" + suffix
                 for machine in range(machines)
@@ -89,16 +95,17 @@ def parts_of(folders: dict[str, Stored]) -> list[Part]:
 
 def _part(name: str, stored: Stored) -> Part:
     machine, host, *_ = [int(word) for word in name.split("_") if word.isdigit()] + [0, 0]
-    if stored.metadata is None:
-        state = "damaged" if stored.files or stored.damaged else "not started"
-        return Part(name, machine, host, state)
     commits = [stored.commits[number] for number in sorted(stored.commits)]
     samples = sum(commit.count for commit in commits)
-    tokens_rate, samples_rate = _rates(stored.metadata, commits)
-    most, end = stored.metadata["max_samples"], None
-    state = "damaged" if stored.damaged else stored.metadata["status"]
-    if state == "running" and most is not None and samples_rate and commits:
-        end = commits[-1].committed + (most - samples) / samples_rate
+    tokens_rate = end = None
+    if stored.metadata is None:
+        state = "damaged" if stored.files else "not started"
+    else:
+        tokens_rate, samples_rate = _rates(stored.metadata, commits)
+        most = stored.metadata["max_samples"]
+        state = "damaged" if stored.damaged else stored.metadata["status"]
+        if state == "running" and most is not None and samples_rate:
+            end = commits[-1].committed + (most - samples) / samples_rate
     return Part(
         name,
         machine,
@@ -115,15 +122,14 @@ def _part(name: str, stored: Stored) -> Part:
 
 
 def _rates(metadata: dict[str, Any], commits: list[Commit]) -> tuple[float | None, float | None]:
-    """Tokens and samples per second, over the last shards; else since the run began."""
-    recent = list(islice(reversed(commits), RECENT))
-    if len(recent) > 1:
-        began = recent.pop().committed
-    elif recent and metadata["status"] == "running":
-        began = metadata["written"]
-    else:
-        return None, None
-    seconds = recent[0].committed - began
+    """Tokens and samples per second, over the last shards; of a run that goes on, since its start
+    at the most: it may have stood still before."""
+    running = metadata["status"] == "running"
+    began = metadata["written"] if running else 0.0
+    recent = [commit for commit in commits[-RECENT:] if commit.committed > began]
+    if recent and (not running or len(recent) == RECENT):
+        began = recent.pop(0).committed
+    seconds = recent[-1].committed - began if recent else 0.0
     if seconds <= 0:
         return None, None
     tokens, samples = (sum(getattr(c, what) for c in recent) for what in ("tokens", "count"))
@@ -168,9 +174,11 @@ def show_status(root: Store, write: bool) -> int:
     waiting = [part.name for part in parts if part.state == "not started"]
     if waiting:
         print(f"not started: {', '.join(waiting)}")
-    for stored in folders.values():
+    for name, stored in folders.items():
         for why in stored.damaged.values():
             print(f"damaged: {why}")
+        if stored.metadata is None and METADATA not in stored.damaged:
+            print(f"damaged: {root.child(name).url}/{METADATA}: is missing")
     if write:
         _write(root, total)
         print(f"written: {root.url}/{AGGREGATE}")
@@ -218,7 +226,10 @@ def _duration(seconds: float) -> str:
 
 def _write(root: Store, content: dict[str, Any]) -> None:
     if root.local:
-        write_bytes(Path(root.url) / AGGREGATE, seal(content))
+        try:
+            write_bytes(root.fetch(AGGREGATE, Path()), seal(content))
+        except OSError as error:
+            raise RunError(f"{root.url}/{AGGREGATE}: {reason_of(error)[0]}") from error
         return
     with TemporaryDirectory() as folder:
         path = Path(folder) / AGGREGATE

@@ -16,10 +16,11 @@ import numpy as np
 from tqdm import tqdm
 
 from activation_extraction.commits import METADATA, Commit, Stored
+from activation_extraction.committer import Totals
 from activation_extraction.errors import RunError
 from activation_extraction.resume import PER_HOST
 from activation_extraction.shards import Record, Shard, read_shard
-from activation_extraction.statistics import Statistics
+from activation_extraction.statistics import Statistics, merge_all
 from activation_extraction.status import expected_names, read_folders
 from activation_extraction.stores import Store
 
@@ -65,18 +66,24 @@ def verify(root: Store, recompute: Recompute | None, count: int) -> int:
             )
             for (name, commit), wanted in zip(shards, picks, strict=True)
         ]
-        for job, (_, commit) in zip(jobs, shards, strict=True):
-            off, found = job.result()
-            problems += off
-            chosen += found
-            bar.update(commit.bytes)
-    recomputed = "nothing recomputed (give --model_path)"
-    if recompute is not None and chosen:
-        metadata = next(stored.metadata for stored in folders.values() if stored.metadata)
-        problems += _compare(metadata, chosen, recompute)
-        recomputed = f"{len(chosen)} samples recomputed"
+        try:
+            for job, (_, commit) in zip(jobs, shards, strict=True):
+                off, found = job.result()
+                problems += off
+                chosen += found
+                bar.update(commit.bytes)
+        finally:  # Ctrl-C waits for the shards in hand, not for all
+            pool.shutdown(cancel_futures=True)
     for problem in problems:
         print(problem)
+    recomputed = "nothing recomputed (give --model_path)"
+    if recompute is not None:
+        recomputed = f"{len(chosen)} samples recomputed"
+    if recompute is not None and chosen:  # after what is known is told: it may fail
+        metadata = next(stored.metadata for stored in folders.values() if stored.metadata)
+        for problem in _compare(metadata, chosen, recompute):
+            print(problem)
+            problems.append(problem)
     samples = sum(commit.count for _, commit in shards)
     print(
         f"{'NOT IN ORDER' if problems else 'in order'}: {len(folders)} folder(s), {len(shards)} "
@@ -100,10 +107,13 @@ def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
 def _check_folders(folders: dict[str, Stored]) -> Iterator[str]:
     """All that the JSON files and the file sizes tell."""
     common: dict[str, Any] | None = None
-    for name in expected_names(folders):
+    expected = expected_names(folders)
+    for name in expected:
         if name not in folders:
             yield f"{name}: is missing"
     for name, stored in folders.items():
+        if name not in expected:
+            yield f"{name or 'the output itself'}: holds shards that are not part of this run"
         yield from stored.damaged.values()
         if stored.metadata is None:
             if METADATA not in stored.damaged:
@@ -156,16 +166,18 @@ def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterat
         partial = stored.commits[number].partial if number in stored.commits else False
         if partial:
             yield f"{_path(name, stored.commits[number].name)}: is partial, and not the last one"
-    sums = {
-        "shards": len(commits),
-        "samples": sum(commit.count for commit in commits),
-        "tokens": sum(commit.tokens for commit in commits),
-        "bytes": sum(commit.bytes for commit in commits),
-    }
+    totals = Totals()
+    for commit in commits:
+        totals.add(commit)
     if metadata["status"] == "complete":
-        for what, value in sums.items():
-            if metadata[what] != value:
-                yield f"{_path(name, METADATA)}: has {metadata[what]} {what}, there are {value}"
+        for what in ("shards", "samples", "tokens", "bytes"):
+            if metadata[what] != getattr(totals, what):
+                there = f"there are {getattr(totals, what)}"
+                yield f"{_path(name, METADATA)}: has {metadata[what]} {what}, {there}"
+        for hook in metadata["hooks"]:
+            found = totals.statistics.get(hook["key"], Statistics())
+            for what in _differing(found, hook):
+                yield f"{_path(name, METADATA)}: hook {hook['key']}: {what}"
     committed = {commit.file for commit in commits}
     for file in stored.files:
         if ".pkl" in file and file[0] != "." and file not in committed:
@@ -231,6 +243,9 @@ def _check_records(shard: Shard, metadata: dict[str, Any], commit: Commit) -> It
     if list(shard) != [hook["key"] for hook in commit.hooks]:
         yield f"has hooks {list(shard)}, its JSON others"
         return
+    if [hook["name"] for hook in commit.hooks] != identity["hooks"]:
+        yield "has other hooks than its run"
+        return
     world = identity["total_machines"] * identity["num_hosts"]
     indices = list(range(commit.first, commit.last + 1, world))
     for hook in commit.hooks:
@@ -238,20 +253,27 @@ def _check_records(shard: Shard, metadata: dict[str, Any], commit: Commit) -> It
         if [record["sample_idx"] for record in records] != indices:
             yield f"hook {hook['key']}: its samples are not those of its JSON"
             continue
-        for record in records:
-            yield from (
-                f"hook {hook['key']}, sample {record['sample_idx']}: {what}"
-                for what in _check_record(record, metadata)
-            )
-        found = Statistics()
-        for record in records:
-            found = found.merge(Statistics.of(record["activation"]))
-        expected = Statistics.from_json(hook)
-        for what, value in found.to_json().items():
-            if not isclose(value, getattr(expected, what), rel_tol=1e-6, abs_tol=1e-9):
-                yield f"hook {hook['key']}: its {what} is {value}, its JSON says otherwise"
+        off = [
+            f"hook {hook['key']}, sample {record['sample_idx']}: {what}"
+            for record in records
+            for what in _check_record(record, metadata)
+        ]
+        if off:
+            yield from off
+            continue
+        found = merge_all(Statistics.of(record["activation"]) for record in records)
+        for what in _differing(found, hook):
+            yield f"hook {hook['key']}: {what}"
         if found.tokens != commit.tokens:
             yield f"hook {hook['key']}: has {found.tokens} tokens, its JSON says {commit.tokens}"
+
+
+def _differing(found: Statistics, told: dict[str, Any]) -> Iterator[str]:
+    """told: as a JSON has them."""
+    expected = Statistics.from_json(told)
+    for what, value in found.to_json().items():
+        if not isclose(value, getattr(expected, what), rel_tol=1e-6, abs_tol=1e-9):
+            yield f"its {what} is {value}, its JSON says {getattr(expected, what)}"
 
 
 def _check_record(record: Record, metadata: dict[str, Any]) -> Iterator[str]:
@@ -259,6 +281,9 @@ def _check_record(record: Record, metadata: dict[str, Any]) -> Iterator[str]:
     activation, token_ids = record["activation"], np.asarray(record["token_ids"])
     if str(activation.dtype) != identity["activation_dtype"]:
         yield f"dtype {activation.dtype}, expected {identity['activation_dtype']}"
+    if token_ids.dtype != np.int32 or token_ids.ndim != 1:
+        yield f"token ids of dtype {token_ids.dtype}, shape {token_ids.shape}"
+        return
     shape = (len(token_ids), model["hidden_size"])
     if activation.shape != shape or tuple(record["shape"]) != shape:
         yield f"shape {activation.shape}, expected {shape}"

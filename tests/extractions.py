@@ -1,0 +1,128 @@
+"""Small extractions without a model, as a run leaves them, and ways to change them afterwards."""
+
+import gzip
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from activation_extraction.commits import seal, unseal
+from activation_extraction.packing import Batch, Sample, pack
+from activation_extraction.shards import write_shard
+from activation_extraction.statistics import Statistics, merge_all
+from activation_extraction.storage import ActivationStorage
+
+HOOKS: dict[Any, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
+HIDDEN, VOCABULARY, TOKENS, ROWS = 16, 50, 10, 2
+
+
+def identity_of(machine: int = 0, host: int = 0, machines: int = 1, hosts: int = 1) -> dict:
+    return {
+        "model files": "0" * 64,
+        "data": "files",
+        "data revision": "1" * 64,
+        "max_seq_length": TOKENS,
+        "dtype": "float32",
+        "activation_dtype": "float32",
+        "shard_size_gb": 4e-6,
+        "total_machines": machines,
+        "num_hosts": hosts,
+        "machine": machine,
+        "host": host,
+    }
+
+
+def folder_name(machine: int, host: int, machines: int, hosts: int) -> str:
+    if hosts > 1:
+        return f"machine_{machine:03d}_host_{host:02d}"
+    return f"machine_{machine:03d}" if machines > 1 else ""
+
+
+def samples(count: int, rank: int = 0, world: int = 1) -> Iterator[Sample]:
+    for number in range(count):
+        index = number * world + rank
+        token_ids = np.random.default_rng(index).integers(0, VOCABULARY, TOKENS, np.int32)
+        cursor, upcoming = ({"samples": n, "skip": n} for n in (number, number + 1))
+        yield Sample(index, token_ids, f"text {index} ä", f"id-{index}", cursor, upcoming)
+
+
+def activations_of(batch: Batch) -> np.ndarray:
+    """(hooks, B, T, D)"""
+    parts = [np.random.default_rng([batch.samples[0].sample.sample_idx, key]) for key in HOOKS]
+    shape = (ROWS, TOKENS, HIDDEN)
+    return np.stack([part.standard_normal(shape, np.float32) for part in parts])
+
+
+def open_part(root: Path, *part: int, identity: dict | None = None, **options: Any):
+    """The storage of one host. part: machine, host, machines, hosts."""
+    part = part or (0, 0, 1, 1)
+    return ActivationStorage(
+        root / folder_name(*part),
+        HOOKS,
+        identity={**identity_of(*part), **(identity or {})},
+        metadata={
+            "model": {"hidden_size": HIDDEN, "vocab_size": VOCABULARY},
+            "backend": "cpu",
+        },
+        **({"shard_size_gb": 4e-6} | options),
+    )
+
+
+def batches(count: int, machine: int = 0, host: int = 0, machines: int = 1, hosts: int = 1):
+    stream = samples(count, machine * hosts + host, machines * hosts)
+    return pack(stream, ROWS, TOKENS)
+
+
+def extract(root: Path, *part: int, count: int = 10, **options: Any) -> ActivationStorage:
+    """A complete part: `count` samples of 1280 bytes, three to a shard."""
+    with open_part(root, *part, **options) as storage:
+        for batch in batches(count, *part):
+            storage.add_batch(batch, activations_of(batch))
+    return storage
+
+
+def edit(path: Path, change: Callable[[dict], object]) -> None:
+    """Changes a JSON and gives it its right checksum again."""
+    content = unseal(path.read_bytes(), str(path))
+    change(content)
+    path.write_bytes(seal(content))
+
+
+def load(folder: Path, number: int) -> Any:
+    with gzip.open(folder / f"shard_{number:04d}.pkl.gz") as file:
+        return pickle.load(file)
+
+
+def replace_shard(folder: Path, number: int, data: bytes) -> None:
+    """Other bytes for a shard, to which its JSON and the metadata agree."""
+    path = folder / f"shard_{number:04d}.pkl.gz"
+    more = len(data) - path.stat().st_size
+    path.write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+    edit(
+        folder / f"shard_{number:04d}.json",
+        lambda content: content.update(sha256=digest, bytes=len(data)),
+    )
+    edit(folder / "metadata.json", lambda content: content.update(bytes=content["bytes"] + more))
+
+
+def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> None:
+    """Changes the records of a shard; its JSON and the metadata agree, statistics included."""
+    shard = load(folder, number)
+    change(shard)
+    written = folder / "changed.pkl.gz"
+    write_shard(written, shard, compress=True)
+    replace_shard(folder, number, written.read_bytes())
+    written.unlink()
+    every = [load(folder, n) for n in range(1, 1 + len(list(folder.glob("shard_*.json"))))]
+
+    def statistics(content: dict, shards: list) -> None:
+        for hook in content["hooks"]:
+            records = [record for shard in shards for record in shard[hook["key"]]]
+            hook |= merge_all(Statistics.of(r["activation"]) for r in records).to_json()
+
+    edit(folder / f"shard_{number:04d}.json", lambda content: statistics(content, [shard]))
+    edit(folder / "metadata.json", lambda content: statistics(content, every))

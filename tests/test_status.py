@@ -1,0 +1,362 @@
+"""--status tells how far every machine and host is, from JSON files alone, at any time."""
+
+import json
+import shutil
+import threading
+import time
+
+import fsspec
+import numpy as np
+import pytest
+from extractions import (
+    HIDDEN,
+    HOOKS,
+    activations_of,
+    batches,
+    edit,
+    extract,
+    folder_name,
+    open_part,
+)
+
+import extract_activations
+from activation_extraction import status
+from activation_extraction.commits import AGGREGATE, unseal
+from activation_extraction.errors import InputError
+from activation_extraction.statistics import Statistics, merge_all
+from activation_extraction.status import aggregate, parts_of, read_folders, show_status
+from activation_extraction.storage import StorageError
+from activation_extraction.stores import Store
+from activation_extraction.verify import verify
+
+NOW = 1_800_000_000.0
+
+
+def main(*arguments):
+    return extract_activations.main([str(argument) for argument in arguments])
+
+
+def parts_at(root):
+    return {part.name: part for part in parts_of(read_folders(Store(str(root))))}
+
+
+def kill(storage):
+    """What SIGKILL leaves: what is committed, and the status that it had."""
+    storage._committer.wait()
+    storage.close()
+
+
+def begin(root, *part, count=7, **options):
+    """A part that goes on, or was killed: two of its shards are committed."""
+    storage = open_part(root, *part, **options)
+    storage.open()
+    for batch in batches(count, *part):
+        storage.add_batch(batch, activations_of(batch))
+    return storage
+
+
+def in_every_state(root):
+    """Three machines with two hosts each, only one of them as it should be."""
+    extract(root, 0, 0, 3, 2, count=7)
+    kill(begin(root, 0, 1, 3, 2, max_samples=100))
+    with pytest.raises(KeyboardInterrupt):
+        with begin(root, 1, 0, 3, 2):
+            raise KeyboardInterrupt
+    with pytest.raises(StorageError):
+        with begin(root, 1, 1, 3, 2) as storage:
+            for key in HOOKS:
+                storage.add_activation(key, np.full((3, HIDDEN), np.nan), 99, "")
+    extract(root, 2, 1, 3, 2, count=4)
+    path = root / folder_name(2, 1, 3, 2) / "shard_0002.json"
+    path.write_bytes(path.read_bytes().replace(b"tokens", b"Tokens"))
+    return root
+
+
+STATES = {
+    "machine_000_host_00": ("complete", 3, 7),
+    "machine_000_host_01": ("running", 2, 6),
+    "machine_001_host_00": ("interrupted", 3, 7),
+    "machine_001_host_01": ("failed", 2, 6),
+    "machine_002_host_00": ("not started", 0, 0),
+    "machine_002_host_01": ("damaged", 1, 3),
+}
+
+
+def test_every_part_in_its_state(tmp_path):
+    parts = parts_at(in_every_state(tmp_path))
+    found = {name: (part.state, part.shards, part.samples) for name, part in parts.items()}
+    assert found == STATES
+    for name, part in parts.items():
+        assert name == folder_name(part.machine, part.host, 3, 2)
+        assert part.tokens == 10 * part.samples
+        commits = sorted((tmp_path / name).glob("shard_*.json"))
+        if part.state != "damaged":
+            stored = [json.loads(path.read_text()) for path in commits]
+            assert part.bytes == sum(commit["bytes"] for commit in stored)
+            assert part.last_commit == max((c["committed"] for c in stored), default=None)
+
+
+def test_the_table_and_its_sum(tmp_path, capsys):
+    assert show_status(Store(str(in_every_state(tmp_path))), write=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    cells = [line.split() for line in lines]
+    assert cells[0][:6] == ["machine", "host", "state", "shards", "samples", "tokens"]
+    assert [row[2] for row in cells[1:6]] == [
+        *("complete", "running", "interrupted", "failed", "damaged"),
+    ]
+    assert cells[6][:5] == ["all", "incomplete", "11", "29", "290"]
+    assert lines[7] == "not started: machine_002_host_00"
+    assert lines[8].startswith("damaged: ") and "shard_0002.json: is damaged" in lines[8]
+    assert len(lines) == 9
+    assert not (tmp_path / AGGREGATE).exists()
+
+
+def test_metadata_missing_or_damaged_is_told_and_the_rest_counts(tmp_path, capsys):
+    for machine in range(2):
+        extract(tmp_path, machine, 0, 2, 1)
+    path = tmp_path / "machine_000" / "metadata.json"
+    for data in (None, b"{", b"[]", path.read_bytes()[:-9]):
+        path.unlink(missing_ok=True)
+        if data is not None:
+            path.write_bytes(data)
+        assert show_status(Store(str(tmp_path)), write=False) == 0
+        *_, total, told = capsys.readouterr().out.splitlines()
+        assert total.split()[:5] == ["all", "incomplete", "8", "20", "200"]
+        assert told.startswith("damaged: ") and "machine_000/metadata.json: is " in told
+        folders = read_folders(Store(str(tmp_path)))
+        whole = aggregate(folders, parts_of(folders))
+        assert [hook["tokens"] for hook in whole["hooks"]] == [whole["tokens"]] * 2
+
+
+def set_times(folder, started, commits):
+    """Commit times of the shards, in order, and when the metadata was written."""
+    edit(folder / "metadata.json", lambda content: content.update(written=started))
+    paths = sorted(folder.glob("shard_*.json"))
+    for path, when in zip(paths, commits, strict=True):
+        edit(path, lambda content, when=when: content.update(committed=when))
+
+
+def test_rates_and_the_expected_end(tmp_path, monkeypatch, capsys):
+    """30 tokens and 3 samples every 10 seconds, on two machines at once."""
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    for machine in range(2):
+        kill(begin(tmp_path, machine, 0, 2, 1, count=13, max_samples=103))
+        folder = tmp_path / folder_name(machine, 0, 2, 1)
+        set_times(folder, NOW - 60, [NOW - 50, NOW - 40, NOW - 30, NOW - 20])
+    parts = parts_at(tmp_path)
+    for part in parts.values():
+        assert part.state == "running" and part.samples == 12
+        assert part.tokens_per_second == pytest.approx(3)
+        assert part.expected_end == pytest.approx(NOW - 20 + (103 - 12) / 0.3)
+    show_status(Store(str(tmp_path)), write=False)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert [cell.strip() for cell in last.split("  ") if cell][-3:] == [
+        *("0 min 20 s ago", "6", "in 4 min 43 s"),
+    ]
+
+
+def test_a_rate_is_of_the_last_shards_and_not_of_the_time_between_two_runs(tmp_path):
+    kill(begin(tmp_path, count=92))
+    folder = tmp_path
+    count = len(list(folder.glob("shard_*.json")))
+    assert count == 30
+    slow_then_fast = [NOW + 100 * n for n in range(10)]
+    slow_then_fast += [slow_then_fast[-1] + n for n in range(1, 21)]
+    set_times(folder, NOW - 100, slow_then_fast)
+    assert parts_at(folder)[""].tokens_per_second == pytest.approx(30)
+    # Stood still for a day, then started again: four shards since.
+    times = [NOW - 86400 + n for n in range(26)] + [NOW + 10 * n for n in range(1, 5)]
+    set_times(folder, NOW, times)
+    assert parts_at(folder)[""].tokens_per_second == pytest.approx(3)
+    # Started again, nothing yet; the clock was set back.
+    for started in (NOW + 50, NOW + 10**6):
+        set_times(folder, started, times)
+        assert parts_at(folder)[""].tokens_per_second is None
+        assert parts_at(folder)[""].expected_end is None
+    set_times(folder, NOW - 10**6, times[::-1])
+    assert parts_at(folder)[""].tokens_per_second is None
+
+
+def test_a_run_that_has_stored_nothing_yet(tmp_path, capsys):
+    storage = open_part(tmp_path, max_samples=10)
+    storage.open()
+    kill(storage)
+    (part,) = parts_at(tmp_path).values()
+    assert (part.state, part.shards, part.last_commit) == ("running", 0, None)
+    assert part.tokens_per_second is part.expected_end is None
+    assert show_status(Store(str(tmp_path)), write=True) == 0
+
+
+def test_the_aggregate_adds_up_and_is_left_alone(tmp_path, capsys):
+    for machine in range(3):
+        for host in range(2):
+            extract(tmp_path, machine, host, 3, 2, count=7)
+    root = Store(str(tmp_path))
+    assert main("--status", "--aggregate", "--output_dir", tmp_path) == 0
+    assert capsys.readouterr().out.endswith(f"written: {tmp_path}/{AGGREGATE}\n")
+    content = unseal((tmp_path / AGGREGATE).read_bytes(), AGGREGATE)
+    assert content["status"] == "complete"
+    assert (content["shards"], content["samples"], content["tokens"]) == (18, 42, 420)
+    for what in ("shards", "samples", "tokens", "bytes"):
+        assert content[what] == sum(part[what] for part in content["parts"])
+    files = [path for path in tmp_path.rglob("*.pkl.gz")]
+    assert content["bytes"] == sum(path.stat().st_size for path in files)
+    metadata = [json.loads(path.read_text()) for path in tmp_path.glob("machine_*/metadata.json")]
+    for number, hook in enumerate(content["hooks"]):
+        whole = merge_all(Statistics.from_json(one["hooks"][number]) for one in metadata)
+        assert hook["name"] == list(HOOKS.values())[number]
+        for what, value in whole.to_json().items():
+            assert hook[what] == pytest.approx(value, rel=1e-9), what
+    # Nobody takes it for a part of the extraction.
+    before = parts_at(tmp_path)
+    assert len(before) == 6 and not (tmp_path / f".{AGGREGATE}.tmp").exists()
+    assert verify(root, None, 0) == 0
+    assert open_part(tmp_path, 0, 1, 3, 2, max_samples=None).complete
+    assert show_status(root, write=True) == 0
+    assert parts_at(tmp_path) == before
+
+
+def test_the_aggregate_of_one_machine_lies_beside_its_metadata(tmp_path):
+    extract(tmp_path)
+    assert main("--status", "--aggregate", "--output_dir", f"file://{tmp_path}") == 0
+    assert unseal((tmp_path / AGGREGATE).read_bytes(), "")["samples"] == 10
+    assert verify(Store(str(tmp_path)), None, 0) == 0
+    assert open_part(tmp_path).complete
+    extract(tmp_path, count=3, overwrite=True)
+    assert parts_at(tmp_path)[""].samples == 3
+
+
+def test_an_aggregate_that_cannot_be_written_is_told_in_one_line(tmp_path, capsys):
+    extract(tmp_path)
+    (tmp_path / AGGREGATE).mkdir()
+    assert main("--status", "--aggregate", "--output_dir", tmp_path) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and AGGREGATE in error
+
+
+def test_a_bucket(tmp_path, capsys):
+    """fsspec's file system in memory stands for it."""
+    url = f"memory:/{tmp_path}"
+    for machine in range(2):
+        extract(tmp_path, machine, 0, 2, 1, remote=Store(f"{url}/machine_{machine:03d}"))
+    assert main("--status", "--aggregate", "--output_dir", url) == 0
+    out = capsys.readouterr().out
+    assert "all" in out and f"written: {url}/{AGGREGATE}" in out
+    memory = fsspec.filesystem("memory")
+    content = unseal(memory.cat_file(f"{tmp_path}/{AGGREGATE}"), "")
+    assert (content["status"], content["samples"]) == ("complete", 20)
+    assert [part["state"] for part in content["parts"]] == ["complete"] * 2
+    assert verify(Store(url), None, 0) == 0
+    memory.rm(str(tmp_path), recursive=True)
+
+
+def test_while_a_run_writes(tmp_path):
+    """Nothing is ever damaged, nothing counts down, and the sum is right at every moment."""
+    done = threading.Event()
+
+    def write():
+        extract(tmp_path, 1, 0, 2, 1, count=300)
+        done.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    seen = []
+    try:
+        while not done.is_set():
+            try:
+                folders = read_folders(Store(str(tmp_path)))
+            except InputError:  # not begun
+                continue
+            parts = parts_of(folders)
+            assert [part.state for part in parts] in (
+                ["not started", "running"],
+                ["not started", "complete"],
+            )
+            total = aggregate(folders, parts)
+            assert total["tokens"] == 10 * total["samples"]
+            assert all(hook["tokens"] == total["tokens"] for hook in total["hooks"])
+            seen.append(total["samples"])
+    finally:
+        thread.join()
+    assert seen == sorted(seen) and len(set(seen)) > 1
+    assert parts_at(tmp_path)["machine_001"].samples == 300
+
+
+def test_while_a_file_goes_away(tmp_path, monkeypatch):
+    """As a commit that is replaced does, between the listing and the reading."""
+    extract(tmp_path)
+    original = Store.read
+
+    def read(store, name):
+        if name == "shard_0004.json":
+            (tmp_path / name).unlink(missing_ok=True)
+        return original(store, name)
+
+    monkeypatch.setattr(Store, "read", read)
+    (part,) = parts_at(tmp_path).values()
+    assert (part.state, part.samples) == ("complete", 9)
+
+
+def test_shards_are_not_opened(tmp_path):
+    extract(tmp_path)
+    for path in tmp_path.glob("*.pkl.gz"):
+        path.unlink()
+    assert parts_at(tmp_path)[""].samples == 10
+
+
+@pytest.mark.parametrize(
+    "place,named",
+    [
+        ("{}", "{}: holds no extraction"),
+        ("{}/nowhere", "nowhere: holds no extraction"),
+        ("{}/notes/notes.txt", "holds no extraction"),
+        ("nope://x", "nope://x: Protocol not known: nope"),
+        ("memory://nowhere", "holds no extraction"),
+    ],
+)
+@pytest.mark.parametrize("flags", [["--status"], ["--status", "--aggregate"], ["--verify"]])
+def test_nothing_to_look_at_is_bad_input(place, named, flags, tmp_path, capsys):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "notes.txt").touch()
+    (tmp_path / "machine_000").mkdir()
+    assert main(*flags, "--output_dir", place.format(tmp_path)) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert named.format(tmp_path) in err
+
+
+def test_an_output_without_machines_in_its_identity(tmp_path):
+    """As somebody who uses ActivationStorage in a script of his own may leave it."""
+    extract(tmp_path)
+    edit(tmp_path / "metadata.json", lambda content: content.update(identity={"hooks": []}))
+    (part,) = parts_at(tmp_path).values()
+    assert (part.state, part.samples) == ("complete", 10)
+
+
+def test_many_folders_and_files_are_few_reads_each(tmp_path, monkeypatch):
+    """One listing a folder and one reading a JSON, whatever there is."""
+    extract(tmp_path / "out", 0, 0, 40, 1, count=1)
+    first = tmp_path / "out" / "machine_000"
+    for machine in range(1, 40):
+        shutil.copytree(first, first.with_name(f"machine_{machine:03d}"))
+    calls: list[str] = []
+    for name in ("read", "_entries"):
+        original = getattr(Store, name)
+
+        def count(store, *arguments, name=name, original=original):
+            calls.append(name)
+            return original(store, *arguments)
+
+        monkeypatch.setattr(Store, name, count)
+    assert len(parts_at(tmp_path / "out")) == 40
+    assert calls.count("read") == 80 and calls.count("_entries") == 42
+
+
+def test_durations():
+    for seconds, told in (
+        (-5, "0 min 0 s"),
+        (61, "1 min 1 s"),
+        (3660, "1 h 1 min"),
+        (90000, "1 d 1 h"),
+    ):
+        assert status._duration(seconds) == told
