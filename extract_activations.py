@@ -33,6 +33,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from activation_extraction import demo
+from activation_extraction.commits import AGGREGATE
 from activation_extraction.config import DEFAULT_LAYERS, Config, parse_args
 from activation_extraction.console import Clock, Progress, log, start_logging, stop_on_signals
 from activation_extraction.documents import (
@@ -271,6 +272,8 @@ def start_together(job: Job) -> Step:
         if job.config.overwrite and job.host.id == 0:
             for folder in stale_folders(job.config, job.host):
                 remove_extraction(folder)
+            for root, _ in output_roots(job.config):
+                root.remove(AGGREGATE)
         job.storage.open()
     except Exception as error:  # as in prepare_together
         failure = error

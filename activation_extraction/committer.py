@@ -8,6 +8,7 @@ it. Every queue is bounded: a slow bucket slows the caller down. After a failure
 
 import logging
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.commits import Commit, commit_name, seal
+from activation_extraction.commits import METADATA, Commit, commit_name, seal, unseal
 from activation_extraction.errors import RunError
 from activation_extraction.packing import Cursor
 from activation_extraction.shards import Record, Shard, write_bytes, write_shard
@@ -78,6 +79,7 @@ class Committer:
     ) -> None:
         self.totals = Totals(statistics={key: Statistics() for key in hooks})
         self.failure: StorageError | None = None
+        self.owner = uuid.uuid4().hex  # of this process, as metadata.json in the bucket has it
         self._folder = folder
         self._remote = remote
         self._hooks = hooks
@@ -198,12 +200,20 @@ class Committer:
         self._remote.put(self._folder / commit.file)
         if previous is not None:
             previous.result()
+        self.check()
+        self._check_owner(self._remote)
         self._remote.put(self._folder / commit.name)
         self.totals.upload_seconds += time.perf_counter() - began
         self.totals.add(commit)
         if self._delete_local:
-            (self._folder / commit.file).unlink()
+            (self._folder / commit.file).unlink(missing_ok=True)
         log.debug("%s: uploaded", commit.file)
+
+    def _check_owner(self, remote: Store) -> None:
+        """Two machines with one machine_id: the one that began last goes on, the other stops."""
+        data = remote.read(METADATA)
+        if data is None or unseal(data, remote.url).get("owner") != self.owner:
+            raise StorageError(f"{remote.url}: another process has begun to write there")
 
 
 def _statistics(key: Key, records: list[Record]) -> Statistics:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from activation_extraction.commits import (
     AGGREGATE,
@@ -23,6 +23,7 @@ from activation_extraction.shards import write_bytes
 from activation_extraction.statistics import Statistics
 from activation_extraction.stores import Store, reason_of
 
+SILENCE = 900.0  # seconds without a commit, at least, after which a run is not called running
 RECENT = 20  # shards that tell how fast a host is now
 FOLDERS = 16  # read at the same time
 COLUMNS: tuple[str, ...] = ("machine", "host", "state", "shards", "samples", "tokens", "GB")
@@ -33,7 +34,8 @@ COLUMNS += ("last commit", "tokens/s", "expected end")
 class Part:
     """One host's part. Times in Unix seconds; None where nothing can be told.
 
-    state: "complete", "running" (or killed: `last_commit` tells), "interrupted", "failed",
+    state: "complete", "running", "silent" (it says running and commits nothing: killed?),
+    "interrupted", "failed",
     "not started" or "damaged". tokens_per_second: over the last shards.
     """
 
@@ -97,15 +99,19 @@ def _part(name: str, stored: Stored) -> Part:
     machine, host, *_ = [int(word) for word in name.split("_") if word.isdigit()] + [0, 0]
     commits = [stored.commits[number] for number in sorted(stored.commits)]
     samples = sum(commit.count for commit in commits)
-    tokens_rate = end = None
+    pace = end = None
     if stored.metadata is None:
         state = "damaged" if stored.files else "not started"
     else:
-        tokens_rate, samples_rate = _rates(stored.metadata, commits)
+        pace = _pace(stored.metadata, commits)
         most = stored.metadata["max_samples"]
         state = "damaged" if stored.damaged else stored.metadata["status"]
-        if state == "running" and most is not None and samples_rate:
-            end = commits[-1].committed + (most - samples) / samples_rate
+        if state == "running" and pace is not None and most is not None:
+            end = commits[-1].committed + (most - samples) / pace.samples
+        patience = max(SILENCE, 5 * pace.seconds_per_shard if pace is not None else 0)
+        moved = max([stored.metadata["written"], *(commit.committed for commit in commits)])
+        if state == "running" and time.time() - moved > patience:
+            state, end = "silent", None
     return Part(
         name,
         machine,
@@ -116,14 +122,22 @@ def _part(name: str, stored: Stored) -> Part:
         tokens=sum(commit.tokens for commit in commits),
         bytes=sum(commit.bytes for commit in commits),
         last_commit=commits[-1].committed if commits else None,
-        tokens_per_second=tokens_rate,
+        tokens_per_second=None if pace is None else pace.tokens,
         expected_end=end,
     )
 
 
-def _rates(metadata: dict[str, Any], commits: list[Commit]) -> tuple[float | None, float | None]:
-    """Tokens and samples per second, over the last shards; of a run that goes on, since its start
-    at the most: it may have stood still before."""
+class Pace(NamedTuple):
+    """Tokens and samples per second, seconds per shard."""
+
+    tokens: float
+    samples: float
+    seconds_per_shard: float
+
+
+def _pace(metadata: dict[str, Any], commits: list[Commit]) -> Pace | None:
+    """Over the last shards; of a run that goes on, since its start at the most: it may have stood
+    still before."""
     running = metadata["status"] == "running"
     began = metadata["written"] if running else 0.0
     recent = [commit for commit in commits[-RECENT:] if commit.committed > began]
@@ -131,9 +145,9 @@ def _rates(metadata: dict[str, Any], commits: list[Commit]) -> tuple[float | Non
         began = recent.pop(0).committed
     seconds = recent[-1].committed - began if recent else 0.0
     if seconds <= 0:
-        return None, None
+        return None
     tokens, samples = (sum(getattr(c, what) for c in recent) for what in ("tokens", "count"))
-    return tokens / seconds, samples / seconds
+    return Pace(tokens / seconds, samples / seconds, seconds / len(recent))
 
 
 def aggregate(folders: dict[str, Stored], parts: list[Part]) -> dict[str, Any]:

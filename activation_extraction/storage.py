@@ -152,8 +152,7 @@ class ActivationStorage:
                 remove_extraction(Store(str(self.folder)))
                 if self._remote is not None:
                     remove_extraction(self._remote)
-            if not self.complete:
-                self._write_metadata("running")
+            self._write_metadata("running")
             waiting = [commit.number for commit in self._beginning.waiting]
             for commit in self._beginning.commits:
                 if commit.number in waiting:
@@ -305,6 +304,7 @@ class ActivationStorage:
             "max_samples": self._max_samples,
             "seconds": round(time.perf_counter() - self._began, 3),
             "written": round(time.time(), 3),
+            "owner": self._committer.owner,
             "remote": None if self._remote is None else self._remote.url,
             "hooks": [
                 {"key": key, "name": self._hooks[key], **part.to_json()}

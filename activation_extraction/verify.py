@@ -194,7 +194,9 @@ def _check_shard(
     """What is off with a shard, and those of its samples that are to be recomputed."""
     where = _path(folder, commit.file)
     if commit.file not in stored.files:
-        return [f"{where}: is missing"], []
+        moved = (stored.metadata or {}).get("remote")
+        hint = f" here, it was uploaded to {moved}" if moved and store.local else ""
+        return [f"{where}: is missing{hint}"], []
     if stored.files[commit.file] != commit.bytes:
         size = stored.files[commit.file]
         return [f"{where}: has {size} bytes, its JSON says {commit.bytes}"], []

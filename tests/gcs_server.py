@@ -108,6 +108,9 @@ class _Handler(BaseHTTPRequestHandler):
         bucket = self.server.bucket
         fault = bucket.choose_fault()
         body = self._body(bucket)
+        if body is None:  # the client is gone
+            self.close_connection = True
+            return
         if fault is not None and fault.isdigit():
             self._answer(
                 int(fault), [], b'{"error": {"code": %s, "message": "no"}}' % fault.encode()
@@ -135,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = _serve
 
-    def _body(self, bucket: Bucket) -> bytes:
+    def _body(self, bucket: Bucket) -> bytes | None:
         if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
             parts = []
             while size := int(self.rfile.readline().split(b";")[0], 16):
@@ -147,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         while left:
             part = self.rfile.read(min(left, CHUNK))
             if not part:
-                break
+                return None
             if bucket.bytes_per_second is not None:
                 with bucket.lock:
                     time.sleep(len(part) / bucket.bytes_per_second)
