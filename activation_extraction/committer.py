@@ -195,6 +195,7 @@ class Committer:
     def _upload(self, commit: Commit, previous: Future[None] | None) -> None:
         assert self._remote is not None
         began = time.perf_counter()
+        self._check_owner(self._remote)
         if commit.number in self._outdated:
             self._remote.remove(commit.name)
         self._remote.put(self._folder / commit.file)

@@ -34,9 +34,9 @@ COLUMNS += ("last commit", "tokens/s", "expected end")
 class Part:
     """One host's part. Times in Unix seconds; None where nothing can be told.
 
-    state: "complete", "running", "silent" (it says running and commits nothing: killed?),
-    "interrupted", "failed",
-    "not started" or "damaged". tokens_per_second: over the last shards.
+    state: "complete", "running", "silent" (its metadata says running and nothing has been committed
+    for long: killed?), "interrupted", "failed", "not started" or "damaged". tokens_per_second: over
+    the last shards.
     """
 
     name: str

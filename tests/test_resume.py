@@ -405,6 +405,21 @@ def test_the_bucket_is_what_counts(run, whole, tmp_path):
     assert in_bucket() == whole
 
 
+def test_of_two_machines_with_one_machine_id_the_later_goes_on(run, whole, tmp_path):
+    url = f"memory://{tmp_path}/shared"
+    identity = {"model": "tiny"}
+    first = ActivationStorage(tmp_path / "a", HOOKS, identity=identity, remote=Store(url))
+    first.open()
+    run(tmp_path / "b", remote=Store(url))
+    for key in HOOKS:
+        first.add_activation(key, np.zeros((3, HIDDEN), np.float32), 0, "")
+    with pytest.raises(storage.StorageError, match="another process has begun to write there"):
+        first.finalize()
+    copy = tmp_path / "copy"
+    fsspec.filesystem("memory").get(f"{url}/", str(copy), recursive=True)
+    assert content(copy) == whole
+
+
 REFUSED = {
     "max_seq_length": ["--max_seq_length", "48"],
     "hooks": ["--layers_to_extract", "1", "2"],

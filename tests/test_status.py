@@ -155,6 +155,17 @@ def test_rates_and_the_expected_end(tmp_path, monkeypatch, capsys):
     ]
 
 
+def test_a_run_that_has_gone_silent_is_not_called_running(tmp_path, monkeypatch):
+    kill(begin(tmp_path, count=13, max_samples=103))
+    for interval, patience in ((10, 900), (1000, 5000)):
+        set_times(tmp_path, NOW, [NOW + interval * n for n in range(1, 5)])
+        last = NOW + 4 * interval
+        for later, state in ((patience - 1, "running"), (patience + 1, "silent")):
+            monkeypatch.setattr(time, "time", lambda now=last + later: now)
+            assert parts_at(tmp_path)[""].state == state
+            assert (parts_at(tmp_path)[""].expected_end is None) == (state == "silent")
+
+
 def test_a_rate_is_of_the_last_shards_and_not_of_the_time_between_two_runs(tmp_path):
     kill(begin(tmp_path, count=92))
     folder = tmp_path
