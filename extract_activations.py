@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -35,7 +35,14 @@ from tqdm import tqdm
 from activation_extraction import demo
 from activation_extraction.commits import AGGREGATE
 from activation_extraction.config import DEFAULT_LAYERS, Config, parse_args
-from activation_extraction.console import Clock, Progress, log, start_logging, stop_on_signals
+from activation_extraction.console import (
+    Clock,
+    Progress,
+    log,
+    on_terminal,
+    start_logging,
+    stop_on_signals,
+)
 from activation_extraction.documents import (
     DocumentStream,
     check_dataset,
@@ -62,6 +69,7 @@ from activation_extraction.mesh import (
     check_divisibility,
     choose_shape,
     host_rows,
+    peak_flops,
     smallest_model_axis,
     usable_devices,
 )
@@ -108,6 +116,10 @@ class Forward:
     def layout(self) -> Layout:
         return self.model.layout
 
+    def flops(self, lengths: Iterable[int]) -> float:
+        """Floating point operations of samples of these lengths."""
+        return self.model.config.flops(self.model.num_layers, lengths)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -129,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     try:
         config = parse_args(argv)
-        start_logging(config.verbose)
+        start_logging(config.verbose, config.machine_id, config.host_id if config.multihost else 0)
         return look(config) if config.status or config.verify else run(config)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -179,9 +191,8 @@ def compute(job: Job, clock: Clock) -> tuple[bool, int]:
         storage.alive = watchdog.alive
         with device_errors():
             complete, failure = extract(
-                *(host, job.batches, step, job.forward.rows, storage),
-                *(Progress(max_samples_of(config, host), storage.found_samples), clock),
-                *(watchdog, stopped),
+                *(host, job.batches, step, job.forward.rows, storage, job.forward.flops),
+                *(progress_of(job), clock, watchdog, stopped),
             )
             try:
                 with clock.measure("store"):
@@ -190,6 +201,20 @@ def compute(job: Job, clock: Clock) -> tuple[bool, int]:
                 failure = failure or error
             together(host, failure)
         return complete, stopped()
+
+
+def progress_of(job: Job) -> Progress:
+    """The bar, the lines and the metrics of this host."""
+    devices = job.forward.rows.mesh.shape["device"]
+    return Progress(
+        max_samples_of(job.config, job.host),
+        job.storage.found_samples,
+        job.config.log_every,
+        chips=devices,
+        peak_flops=peak_flops(devices),
+        gauges=lambda: {"batches_ready": job.batches.ready, **job.storage.gauges()},
+        record=job.storage.record,
+    )
 
 
 def look(config: Config) -> int:
@@ -240,13 +265,15 @@ def join_hosts(config: Config) -> Host:
     if not config.multihost:
         return Host()
     log.info("joining the other hosts")
-    return join(
+    host = join(
         config.coordinator_address,
         config.host_id,
         config.num_hosts,
         config.connect_timeout,
         config.heartbeat_timeout,
     )
+    start_logging(config.verbose, config.machine_id, host.id)
+    return host
 
 
 def prepare_together(config: Config, host: Host) -> Job:
@@ -386,7 +413,7 @@ def open_dataset(config: Config) -> tuple[datasets.IterableDataset, tuple[str, s
     for root, _ in output_roots(config):
         _, earlier = find_metadata(root) or ("", {})
         if not config.overwrite and earlier.get("identity", {}).get("data") == source:
-            revision = earlier["identity"]["data revision"]
+            revision = earlier["identity"]["data content"]
     dataset, revision = open_hub_dataset(str(name), subset, str(split), revision)
     return dataset, (source, revision)
 
@@ -406,7 +433,7 @@ def identity_of(forward: Forward, host: Host, data: tuple[str, str]) -> dict[str
         "model files": model_digest(forward),
         "tokenizer": digest_files(forward.checkpoint.tokenizer_files()),
         "data": data[0],
-        "data revision": data[1],
+        "data content": data[1],
         "text_column": config.text_column,
         "max_seq_length": config.max_seq_length,
         "hooks": [hook.name for hook in model.hooks],
@@ -587,7 +614,14 @@ def read_weights(forward: Forward) -> dict[str, Any]:
         )
     as_bits = model.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
     size = total * model.dtype.itemsize
-    with tqdm(total=size, unit="B", unit_scale=True, desc="loading weights", leave=False) as bar:
+    with tqdm(
+        total=size,
+        unit="B",
+        unit_scale=True,
+        desc="loading weights",
+        leave=False,
+        disable=not on_terminal(),
+    ) as bar:
         return load_params(
             forward.weights, forward.checkpoint, model.dtype, layout, as_bits, bar.update
         )

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,9 +19,13 @@ from activation_extraction.stores import Store
 
 FORMAT_VERSION = 2
 METADATA = "metadata.json"
+METRICS = "metrics.jsonl"
 AGGREGATE = "aggregated_metadata.json"
-OWN_FILES = re.compile(r"\.?(metadata\.json|shard_\d{4,}\.(json|pkl|pkl\.gz))(\.tmp)?")
+OWN_FILES = re.compile(
+    r"\.?(metadata\.json|metrics\.jsonl|shard_\d{4,}\.(json|pkl|pkl\.gz))(\.tmp)?"
+)
 NEEDED = ("identity", "status", "max_samples", "written")  # of the metadata, by other modules
+METRICS_TAIL = 4096  # bytes that hold the last line
 READERS = 32  # files read at the same time; they are small
 
 
@@ -119,13 +124,14 @@ def number_of(name: str) -> int:
 class Stored:
     """One host's folder: metadata (None when there is none), commits by number, file sizes.
 
-    damaged: what could not be read, JSON name -> why.
+    damaged: what could not be read, JSON name -> why. metrics: the last ones of the run.
     """
 
     metadata: dict[str, Any] | None = None
     commits: dict[int, Commit] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
 
     @property
     def run(self) -> str | None:
@@ -170,4 +176,16 @@ def read_stored(store: Store) -> Stored:
                     commits[commit.number] = commit
             except DamagedError as error:
                 damaged[name] = str(error)
-    return Stored(metadata, commits, files, damaged)
+    return Stored(metadata, commits, files, damaged, _last_metrics(store, files))
+
+
+def _last_metrics(store: Store, files: Mapping[str, int]) -> dict[str, Any]:
+    """The last whole line of metrics.jsonl; they inform and decide nothing."""
+    size = files.get(METRICS, 0)
+    tail = store.read(METRICS, last=min(size, METRICS_TAIL)) if size else None
+    for line in reversed((tail or b"").splitlines()):
+        with suppress(ValueError):
+            metrics = json.loads(line)
+            if isinstance(metrics, dict):
+                return metrics
+    return {}

@@ -7,6 +7,7 @@ it. Every queue is bounded: a slow bucket slows the caller down. After a failure
 """
 
 import logging
+import shutil
 import time
 import uuid
 from collections import deque
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.commits import METADATA, Commit, commit_name, seal, unseal
+from activation_extraction.commits import METADATA, METRICS, Commit, commit_name, seal, unseal
 from activation_extraction.errors import RunError
 from activation_extraction.packing import Cursor
 from activation_extraction.shards import Record, Shard, write_bytes, write_shard
@@ -26,6 +27,7 @@ from activation_extraction.statistics import Statistics, merge_all
 from activation_extraction.stores import Store, reason_of
 
 UPLOADS = 4  # shards uploaded at the same time; one more waits on the disk for its turn
+METRICS_SECONDS = 300  # between uploads of metrics.jsonl
 
 log = logging.getLogger("extract_activations")
 
@@ -87,6 +89,7 @@ class Committer:
         self._delete_local = delete_local
         self._run = run
         self._outdated = outdated
+        self._metrics_uploaded = time.monotonic()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
         self._uploader = ThreadPoolExecutor(UPLOADS, thread_name_prefix="uploader")
         self._writing: Future[None] | None = None
@@ -127,6 +130,16 @@ class Committer:
                 future.result()
                 waiting.remove(future) if waiting else self._uploading.popleft()
         self.check()
+
+    def gauges(self) -> dict[str, Any]:
+        """What is stored and what is on its way."""
+        return {
+            "shards_stored": self.totals.shards,
+            "bytes_stored": self.totals.bytes,
+            "shards_writing": int(self._writing is not None and not self._writing.done()),
+            "shards_uploading": sum(not future.done() for future in list(self._uploading)),
+            "upload_retries": 0 if self._remote is None else self._remote.retries,
+        }
 
     def close(self, patient: bool) -> None:
         """Ends the threads; when `patient` they finish what they have in their hands."""
@@ -209,6 +222,18 @@ class Committer:
         if self._delete_local:
             (self._folder / commit.file).unlink(missing_ok=True)
         log.debug("%s: uploaded", commit.file)
+        if time.monotonic() - self._metrics_uploaded > METRICS_SECONDS:
+            self.upload_metrics()
+
+    def upload_metrics(self) -> None:
+        """As they are now: lines are added all the time."""
+        path = self._folder / METRICS
+        self._metrics_uploaded = time.monotonic()
+        if self._remote is not None and path.exists():
+            copy = path.with_name(f".{METRICS}.tmp")
+            shutil.copyfile(path, copy)
+            self._remote.put(copy, METRICS)
+            copy.unlink(missing_ok=True)
 
     def _check_owner(self, remote: Store) -> None:
         """Two machines with one machine_id: the one that began last goes on, the other stops."""

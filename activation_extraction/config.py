@@ -71,6 +71,7 @@ class Config:
     aggregate: bool
     verify: bool
     verify_samples: int
+    log_every: int
     verbose: bool
     demo: bool
 

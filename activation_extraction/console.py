@@ -1,7 +1,8 @@
-"""What the user sees of a run and how the user stops it: log, progress bar, clock, signals."""
+"""What the user sees of a run and how the user stops it: log, progress, metrics, clock, signals."""
 
 import logging
 import signal
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -14,13 +15,25 @@ from tqdm.contrib.logging import _TqdmLoggingHandler as TqdmLoggingHandler
 log = logging.getLogger("extract_activations")
 
 
-def start_logging(verbose: bool) -> None:
-    """Our own lines to stderr, above the progress bar; other libraries keep their settings."""
+def start_logging(verbose: bool, machine: int, host: int | None) -> None:
+    """One line per event to stderr, above the progress bar; other libraries keep their settings.
+
+    Hosts other than the first are quiet unless something is wrong. host: None while unknown.
+    """
     handler = TqdmLoggingHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    who = f"machine {machine} host {'?' if host is None else host}"
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s %(levelname)s {who}: %(message)s", "%Y-%m-%d %H:%M:%S")
+    )
     log.handlers = [handler]
     log.propagate = False
-    log.setLevel(logging.DEBUG if verbose else logging.INFO)
+    usual = logging.WARNING if host else logging.INFO
+    log.setLevel(logging.DEBUG if verbose else usual)
+
+
+def on_terminal() -> bool:
+    """Whether somebody watches: bars are for them, lines for log files."""
+    return sys.stderr.isatty()
 
 
 @contextmanager
@@ -67,13 +80,33 @@ class Clock:
 
 
 class Progress:
-    """A bar over samples (with a total when `max_samples` is known) that also shows tokens.
+    """A bar on a terminal, else a line every `interval` seconds; and as often a line of metrics.
 
-    stored: samples of earlier runs, with which the bar begins.
+    max_samples: of this host, None when unknown. stored: samples of earlier runs, with which the
+    bar begins. chips: devices of this host. peak_flops: of all of them per second, None when
+    unknown. gauges: what else belongs into the metrics. record: receives them, a JSON object.
     """
 
-    def __init__(self, max_samples: int | None, stored: int = 0) -> None:
+    def __init__(
+        self,
+        max_samples: int | None,
+        stored: int,
+        interval: float,
+        chips: int,
+        peak_flops: float | None,
+        gauges: Callable[[], dict[str, Any]],
+        record: Callable[[dict[str, Any]], None],
+    ) -> None:
         self.samples = self.tokens = self.steps = 0
+        self._flops = 0.0
+        self._stored = stored
+        self._max_samples = max_samples
+        self._interval = interval
+        self._chips = chips
+        self._peak_flops = peak_flops
+        self._gauges = gauges
+        self._record = record
+        self._reported = time.perf_counter(), 0, 0.0  # when, tokens, FLOPs
         known = "{l_bar}{bar}| {n_fmt}/{total_fmt} samples [{elapsed}<{remaining}{postfix}]"
         unknown = "{desc}: {n_fmt} samples [{elapsed}{postfix}]"
         self._bar = tqdm(
@@ -81,16 +114,55 @@ class Progress:
             initial=stored,
             desc="extracting",
             bar_format=known if max_samples else unknown,
+            disable=not (on_terminal() and log.isEnabledFor(logging.INFO)),
         )
 
-    def advance(self, samples: int, tokens: int) -> None:
+    def advance(self, samples: int, tokens: int, flops: float) -> None:
         """Counts one step."""
         self.samples += samples
         self.tokens += tokens
+        self._flops += flops
         self.steps += 1
-        rate = self.tokens / self._bar.format_dict["elapsed"] if self.steps else 0.0
-        self._bar.set_postfix_str(f"{self.tokens:,} tokens, {rate:,.0f} tokens/s", refresh=False)
-        self._bar.update(samples)
+        if not self._bar.disable:
+            rate = self.tokens / self._bar.format_dict["elapsed"]
+            text = f"{self.tokens:,} tokens, {rate:,.0f} tokens/s"
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(samples)
+        if time.perf_counter() - self._reported[0] >= self._interval:
+            self._report()
+
+    def _report(self) -> None:
+        now = time.perf_counter()
+        began, tokens, flops = self._reported
+        self._reported = now, self.tokens, self._flops
+        rate = (self.tokens - tokens) / (now - began)
+        used = (self._flops - flops) / (now - began)
+        share = None if self._peak_flops is None else round(used / self._peak_flops, 4)
+        metrics = {
+            "time": round(time.time(), 3),
+            "samples": self._stored + self.samples,
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "tokens_per_second": round(rate, 1),
+            "tokens_per_second_per_chip": round(rate / self._chips, 1),
+            "tflops_per_second_per_chip": round(used / self._chips / 1e12, 4),
+            "model_flops_utilisation": share,
+            **self._gauges(),
+        }
+        self._record(metrics)
+        if self._bar.disable:
+            total = f" of {self._max_samples:,}" if self._max_samples is not None else ""
+            utilisation = "" if share is None else f", {share:.0%} of peak"
+            log.info(
+                "%s%s samples, %s tokens, %.0f tokens/s%s; stored %d shards, %.2f GB, "
+                "%d uploading, %d retries",
+                *(f"{metrics['samples']:,}", total, f"{self.tokens:,}", rate, utilisation),
+                *(metrics["shards_stored"], metrics["bytes_stored"] / 1e9),
+                *(metrics["shards_uploading"], metrics["upload_retries"]),
+            )
 
     def close(self) -> None:
+        """The last report, and the end of the bar."""
+        if self._reported[1] < self.tokens:
+            self._report()
         self._bar.close()

@@ -16,4 +16,4 @@ class InputError(Exception):
 
 
 class RunError(Exception):
-    """A failure at run time. The message says what failed; the caller adds what is safe on disk."""
+    """A failure at run time. The message says what failed; the caller adds what is stored."""

@@ -330,7 +330,19 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         help="make a tiny model and sample documents in --output_dir/demo_inputs and extract from "
         "them, 256 tokens per row",
     )
-    group.add_argument("--verbose", action="store_true", help="log every step and shard")
+    group.add_argument(
+        "--log_every",
+        type=_integer(1),
+        default=30,
+        metavar="SECONDS",
+        help="between lines of metrics.jsonl and, where the output is no terminal, of progress "
+        "(default: 30 s)",
+    )
+    group.add_argument(
+        "--verbose",
+        action="store_true",
+        help="log every step and shard, on all hosts (default: hosts but the first log problems)",
+    )
 
 
 def _add_bucket_flags(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from jax import Array
@@ -28,6 +28,7 @@ def extract(
     step: Step,
     rows: HostRows,
     storage: ActivationStorage,
+    flops: Callable[[Iterable[int]], float],
     progress: Progress,
     clock: Clock,
     watchdog: Watchdog,
@@ -37,7 +38,8 @@ def extract(
 
     All hosts take the same number of steps: until none has data, or any must stop. A host without
     a batch feeds empty rows. With step n goes what a host knows of step n + 2, so that the answer
-    is there when it is needed and nobody waits for it. Returns whether the data came to its end,
+    is there when it is needed and nobody waits for it. `flops` counts the operations of samples of
+    given lengths. Returns whether the data came to its end,
     and what failed on this host or, as far as it knows by then, on another one.
     """
     failure: Exception | None = None
@@ -65,11 +67,11 @@ def extract(
             try:
                 with clock.measure("store"):
                     added = storage.add_batch(batch, on_host)
+                lengths = [len(placed.sample.token_ids) for placed in batch.samples]
+                progress.advance(added, batch.num_tokens, flops(lengths))
+                log.debug("step %d: %d samples", progress.steps, len(batch.samples))
             except Exception as error:  # as in fetch
                 failure = error if isinstance(error, StorageError) else StorageError(repr(error))
-            else:
-                progress.advance(added, batch.num_tokens)
-                log.debug("step %d: %d samples", progress.steps, len(batch.samples))
         watchdog.alive()
         with_data, stopping, failed = np.asarray(votes)
         if failed and failure is None:

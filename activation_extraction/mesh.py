@@ -38,6 +38,17 @@ RULES: dict[str, tuple[str, ...]] = {
     "leaving_sequence": (*BOTH, "pipeline"),
 }
 DEFAULT_3D_DEVICES = 64
+# Dense bfloat16 FLOP/s of one device, by a part of its kind's name (vendors' data sheets).
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6": 918e12,
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+}
 DEFAULT_3D_AXES = ("pipeline", "data", "model")
 DEFAULT_2D_AXES = ("data", "model")
 
@@ -183,6 +194,13 @@ def usable_devices(every: bool) -> list[Any]:
         return devices
     firsts = {device.process_index: device for device in reversed(devices)}
     return [firsts[index] for index in sorted(firsts)]
+
+
+def peak_flops(devices: int) -> float | None:
+    """What this many devices can do per second in bfloat16; None when that is not known."""
+    kind = jax.local_devices()[0].device_kind
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
+    return None if peak is None else peak * devices
 
 
 def host_rows(devices: Sequence[Any]) -> HostRows:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,18 @@ class QwenConfig:
             "F": self.intermediate_size,
             "V": self.vocab_size,
         }
+
+    def flops(self, layers: int, lengths: Iterable[int]) -> float:
+        """Floating point operations of a forward pass through `layers` layers.
+
+        lengths: tokens of each sample. Two per weight of a matrix and token, and what causal
+        attention needs (arXiv:2204.02311, appendix B, without the half above the diagonal).
+        """
+        heads = self.num_attention_heads * self.head_dim
+        per_token = self.hidden_size * (
+            2 * heads + 2 * self.num_key_value_heads * self.head_dim + 3 * self.intermediate_size
+        )
+        return float(sum(2 * layers * n * (per_token + heads * n) for n in lengths))
 
     @classmethod
     def from_file(cls, path: str | Path) -> "QwenConfig":

@@ -27,7 +27,7 @@ SILENCE = 900.0  # seconds without a commit, at least, after which a run is not 
 RECENT = 20  # shards that tell how fast a host is now
 FOLDERS = 16  # read at the same time
 COLUMNS: tuple[str, ...] = ("machine", "host", "state", "shards", "samples", "tokens", "GB")
-COLUMNS += ("last commit", "tokens/s", "expected end")
+COLUMNS += ("last commit", "tokens/s", "of peak", "expected end")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Part:
 
     state: "complete", "running", "silent" (its metadata says running and nothing has been committed
     for long: killed?), "interrupted", "failed", "not started" or "damaged". tokens_per_second: over
-    the last shards.
+    the last shards. utilisation: share of the devices' peak FLOP/s, from metrics.jsonl.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Part:
     bytes: int = 0
     last_commit: float | None = None
     tokens_per_second: float | None = None
+    utilisation: float | None = None
     expected_end: float | None = None
 
 
@@ -123,6 +124,7 @@ def _part(name: str, stored: Stored) -> Part:
         bytes=sum(commit.bytes for commit in commits),
         last_commit=commits[-1].committed if commits else None,
         tokens_per_second=None if pace is None else pace.tokens,
+        utilisation=stored.metrics.get("model_flops_utilisation"),
         expected_end=end,
     )
 
@@ -222,10 +224,12 @@ def _sum(parts: list[Part], total: dict[str, Any]) -> Part:
 def _row(part: Part) -> tuple[str, ...]:
     ago = "" if part.last_commit is None else f"{_duration(time.time() - part.last_commit)} ago"
     rate = "" if part.tokens_per_second is None else f"{part.tokens_per_second:,.0f}"
+    share = "" if part.utilisation is None else f"{part.utilisation:.0%}"
     end = "" if part.expected_end is None else f"in {_duration(part.expected_end - time.time())}"
     return (
         *(str(part.machine), str(part.host), part.state, f"{part.shards:,}"),
-        *(f"{part.samples:,}", f"{part.tokens:,}", f"{part.bytes / 1e9:,.3f}", ago, rate, end),
+        *(f"{part.samples:,}", f"{part.tokens:,}", f"{part.bytes / 1e9:,.3f}"),
+        *(ago, rate, share, end),
     )
 
 

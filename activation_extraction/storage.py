@@ -5,6 +5,7 @@ what counts as the same run is resume.py's.
 """
 
 import fcntl
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ import numpy as np
 from activation_extraction.commits import (
     FORMAT_VERSION,
     METADATA,
+    METRICS,
     digest_of,
     read_stored,
     seal,
@@ -152,6 +154,7 @@ class ActivationStorage:
                 remove_extraction(Store(str(self.folder)))
                 if self._remote is not None:
                     remove_extraction(self._remote)
+            self._keep_metrics()
             self._write_metadata("running")
             waiting = [commit.number for commit in self._beginning.waiting]
             for commit in self._beginning.commits:
@@ -214,9 +217,12 @@ class ActivationStorage:
         """Adds one sample's activation (tokens, hidden) at one hook.
 
         The array is kept by reference until its shard is written. Raises KeyError for an unknown
-        hook, ValueError for a sample that is out of order, given twice, or not two-dimensional.
+        hook, ValueError for a sample that is out of order, given twice, or not two-dimensional, and
+        when the extraction is complete.
         """
         self.open()
+        if self.complete:
+            raise ValueError(f"sample {sample_idx}: the extraction is complete")
         if layer_idx not in self._hooks:
             raise KeyError(f"hook {layer_idx!r} is not one of {list(self._hooks)}")
         activation = np.asarray(activation)
@@ -249,6 +255,26 @@ class ActivationStorage:
         self._pending_bytes += size
         self._last_sample = sample_idx
 
+    def gauges(self) -> dict[str, Any]:
+        """What is stored and what is on its way, for metrics."""
+        return self._committer.gauges()
+
+    def _keep_metrics(self) -> None:
+        """Those of earlier runs, when this disk does not have them."""
+        path = self.folder / METRICS
+        if self._remote is not None and not self._overwrite and not path.exists():
+            data = self._remote.read(METRICS)
+            if data is not None:
+                write_bytes(path, data)
+
+    def record(self, metrics: dict[str, Any]) -> None:
+        """Appends a line to metrics.jsonl, which lies beside the shards. Raises StorageError."""
+        try:
+            with open(self.folder / METRICS, "a") as file:
+                file.write(json.dumps(metrics) + "\n")
+        except OSError as error:
+            raise StorageError(f"{self.folder / METRICS}: {reason_of(error)[0]}") from error
+
     def _cut_shard(self, partial: bool) -> None:
         samples, self._pending, self._pending_bytes = self._pending, [], 0
         self._shards_cut += 1
@@ -260,7 +286,7 @@ class ActivationStorage:
         complete: False when the run ends before its data does. Calling it again does nothing.
         Raises ValueError, after committing, when a complete run leaves a sample incomplete.
         """
-        if self._finalized or self._beginning.settled:
+        if self._finalized or (self._beginning.settled and self._lock is None):
             return self.close()
         self.open()
         self._finalized = True
@@ -316,6 +342,7 @@ class ActivationStorage:
         write_bytes(self.folder / METADATA, seal(content))
         if self._remote is not None and upload:
             self._remote.put(self.folder / METADATA)
+            self._committer.upload_metrics()
 
 
 def _lock(folder: Path) -> int:

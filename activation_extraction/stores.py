@@ -156,12 +156,12 @@ class Store:
 
         return self._persist("listing", look)
 
-    def read(self, name: str) -> bytes | None:
-        """A whole file; None when there is none."""
+    def read(self, name: str, last: int | None = None) -> bytes | None:
+        """A whole file, or its `last` bytes; None when there is none."""
 
         def get() -> bytes | None:
             try:
-                return self._fs.cat_file(self._file(name))
+                return self._fs.cat_file(self._file(name), start=None if last is None else -last)
             except FileNotFoundError:
                 self._check_bucket()
                 return None

@@ -187,6 +187,11 @@ class Prefetch(Iterator[T]):
             self._ready.put((None, error))
         self._ready.put((None, None))
 
+    @property
+    def ready(self) -> int:
+        """How many items wait."""
+        return self._ready.qsize()
+
     def peek(self) -> T | None:
         """The next item, which stays the next one; None at the end."""
         self._head = next(self, None)

@@ -58,7 +58,7 @@ def verify(root: Store, recompute: Recompute | None, count: int) -> int:
     with (
         TemporaryDirectory() as scratch,
         ThreadPoolExecutor(WORKERS) as pool,
-        tqdm(total=total, unit="B", unit_scale=True, desc="verifying") as bar,
+        tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None) as bar,
     ):
         jobs = [
             pool.submit(

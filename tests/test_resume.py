@@ -119,7 +119,7 @@ def content(folder: Path) -> dict[str, object]:
             found[path.name] = {
                 key: value for key, value in commit.items() if key not in ("committed", "checksum")
             }
-        elif path.is_file() and path.name != "metadata.json":
+        elif path.is_file() and path.name not in ("metadata.json", "metrics.jsonl"):
             found[path.name] = path.read_bytes()
     return found
 
@@ -429,7 +429,7 @@ REFUSED = {
     "activation_dtype": ["--activation_dtype", "float16"],
     "shard_size_gb": ["--shard_size_gb", "0.001"],
     "compress_shards": ["--no_compress_shards"],
-    "data revision": ["--dataset_path", "{other_data}"],
+    "data content": ["--dataset_path", "{other_data}"],
     "model files": ["--model_path", "{other_model}"],
     "tokenizer": ["--model_path", "{other_tokenizer}"],
     "text_column": ["--text_column", "url"],

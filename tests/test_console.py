@@ -1,0 +1,168 @@
+"""What a run says while it goes on: log lines, progress, metrics."""
+
+import json
+import logging
+import re
+
+import pytest
+
+import extract_activations
+from activation_extraction import console, mesh
+from activation_extraction.commits import read_stored
+from activation_extraction.console import Progress, start_logging
+from activation_extraction.storage import ActivationStorage
+from activation_extraction.stores import Store
+from qwen2_jax import QwenConfig
+
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (DEBUG|INFO|WARNING) machine 3 host (\d|\?): .+")
+GAUGES = {
+    "batches_ready": 4,
+    "shards_stored": 2,
+    "bytes_stored": 3 * 10**9,
+    "shards_writing": 1,
+    "shards_uploading": 4,
+    "upload_retries": 5,
+}
+
+
+@pytest.mark.parametrize(
+    "host,verbose,levels",
+    [
+        (0, False, ["INFO", "WARNING"]),
+        (None, False, ["INFO", "WARNING"]),
+        (1, False, ["WARNING"]),
+        (1, True, ["DEBUG", "INFO", "WARNING"]),
+    ],
+)
+def test_log_lines_say_when_where_and_how_grave(capsys, host, verbose, levels):
+    start_logging(verbose, 3, host)
+    for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+        console.log.log(level, "a message")
+    lines = capsys.readouterr().err.splitlines()
+    assert [LINE.fullmatch(line)[1] for line in lines] == levels
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass only when the test says so."""
+    now = [100.0]
+    monkeypatch.setattr(console.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_line_of_progress_and_of_metrics_every_interval(clock, capsys):
+    start_logging(False, 3, 0)
+    recorded = []
+    progress = Progress(100, 40, 30, 4, 8e12, lambda: dict(GAUGES), recorded.append)
+    for _ in range(10):
+        clock[0] += 10
+        progress.advance(samples=5, tokens=2000, flops=2e13)
+    assert [metrics["samples"] for metrics in recorded] == [55, 70, 85]
+    for metrics in recorded:
+        assert metrics["tokens_per_second"] == 200 and metrics["tokens_per_second_per_chip"] == 50
+        assert metrics["tflops_per_second_per_chip"] == 0.5
+        assert metrics["model_flops_utilisation"] == 0.25
+        assert metrics.items() >= GAUGES.items()
+    progress.close()
+    assert recorded[-1]["samples"] == 90 and len(recorded) == 4
+    progress.close()
+    assert len(recorded) == 4
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and all(map(LINE.fullmatch, lines))
+    expected = (
+        "55 of 100 samples, 6,000 tokens, 200 tokens/s, 25% of peak; "
+        "stored 2 shards, 3.00 GB, 4 uploading, 5 retries"
+    )
+    assert lines[0].endswith(expected)
+
+
+def test_a_bar_on_a_terminal_and_no_lines(clock, capsys, monkeypatch):
+    monkeypatch.setattr(console, "on_terminal", lambda: True)
+    start_logging(False, 3, 0)
+    recorded = []
+    progress = Progress(None, 0, 30, 1, None, lambda: dict(GAUGES), recorded.append)
+    clock[0] += 31
+    progress.advance(7, 310, 1.0)
+    progress.close()
+    printed = capsys.readouterr().err
+    assert "extracting: 7 samples" in printed and "INFO" not in printed
+    assert len(recorded) == 1 and recorded[0]["model_flops_utilisation"] is None
+
+
+def test_metrics_lie_beside_the_shards_and_survive(demo_inputs, tmp_path, capsys):
+    flags = [
+        *("--model_path", str(demo_inputs / "model"), "--layers_to_extract", "1"),
+        *("--dataset_path", str(demo_inputs / "documents.parquet"), "--max_seq_length", "64"),
+        *("--output_dir", str(tmp_path)),
+    ]
+    assert extract_activations.main([*flags, "--max_samples", "50"]) == 0
+    first = (tmp_path / "metrics.jsonl").read_text()
+    assert extract_activations.main(flags) == 0
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text.startswith(first)
+    last = json.loads(text.splitlines()[-1])
+    assert last["samples"] == 300 and last["tflops_per_second_per_chip"] > 0
+    assert last.keys() >= GAUGES.keys()
+    assert extract_activations.main(["--verify", "--output_dir", str(tmp_path)]) == 0
+    assert "0 problem" in capsys.readouterr().out
+    assert extract_activations.main([*flags, "--max_samples", "5", "--overwrite"]) == 0
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_metrics_in_a_bucket_outlive_the_disk(tmp_path):
+    remote = Store(f"memory://{tmp_path}")
+    for number in range(3):
+        storage = ActivationStorage(tmp_path / str(number), {0: "h"}, remote=remote)
+        storage.open()
+        storage.record({"model_flops_utilisation": number / 10})
+        storage.finalize(complete=False)
+    lines = remote.read("metrics.jsonl").splitlines()
+    assert [json.loads(line)["model_flops_utilisation"] for line in lines] == [0, 0.1, 0.2]
+    assert read_stored(remote).metrics == {"model_flops_utilisation": 0.2}
+
+
+def test_the_last_line_may_be_cut_off(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n{"a": 2}\n{"a":')
+    assert read_stored(Store(str(tmp_path))).metrics == {"a": 2}
+
+
+def test_operations_are_counted_from_the_shapes():
+    """Against a count of every matrix product, layer by layer."""
+    config = QwenConfig.from_hf(
+        dict(
+            model_type="qwen2",
+            vocab_size=100,
+            hidden_size=12,
+            intermediate_size=20,
+            num_hidden_layers=5,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            head_dim=8,
+        )
+    )
+    total = 0
+    for n in (1, 7, 30):
+        for _ in range(4):
+            total += 2 * n * 12 * (3 * 8) * 2  # q and o
+            total += 2 * n * 12 * 8 * 2  # k and v
+            total += 2 * n * 12 * 20 * 3  # gate, up, down
+            total += 2 * 3 * 8 * n * n  # scores and their use: half of 2 * 2 * n * n each
+    assert config.flops(4, [1, 7, 30]) == total
+
+
+def test_peaks_by_the_kind_of_device(monkeypatch):
+    class Device:
+        device_kind = ""
+
+    monkeypatch.setattr(mesh.jax, "local_devices", lambda: [Device])
+    for kind, peak in {
+        "TPU v4": 275e12,
+        "TPU v5 lite": 197e12,
+        "TPU v5p": 459e12,
+        "TPU v5": 459e12,
+        "TPU v6 lite": 918e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "cpu": None,
+    }.items():
+        Device.device_kind = kind
+        assert mesh.peak_flops(2) == (None if peak is None else 2 * peak)
