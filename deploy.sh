@@ -135,7 +135,7 @@ relay() { # MACHINE: lines for the user get a prefix, if they have none; others 
     while IFS= read -r line || [[ $line ]]; do
         case $line in
             "@deploy "*) read -r _ kind line <<<"$line" && echo "$line" >>"$scratch/$kind" ;;
-            "[${names[$1]}"*) printf '%s\n' "$line" ;;
+            "["*/*"] "*) printf '%s\n' "$line" ;;
             *) printf '[%s] %s\n' "${names[$1]}" "$line" ;;
         esac
     done
@@ -216,12 +216,13 @@ if (($#)); then shift; fi # the --
 [[ $job =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*$ ]] || fail "--job $job: letters, digits, _ . - only"
 [[ $min_free =~ ^[0-9]+$ ]] || fail "--min_free_gb $min_free: not a whole number"
 port=${COORDINATOR_PORT:-8476}
+[[ $port =~ ^[0-9]+$ ]] || fail "COORDINATOR_PORT=$port: not a number"
 ssh=(ssh -oBatchMode=yes -oConnectTimeout=20 -oServerAliveInterval=30)
 names=() counts=() commands=() chosen=() plans=() seen=,
 for ((m = 0; m < ${#targets[@]}; m++)); do
     target=${targets[m]}
     case $mode in
-        gcloud) names+=("$target") counts+=(0) pattern='^[a-z0-9@_-]+$' ;; # counted by `check`
+        gcloud) names+=("$target") counts+=(0) pattern='^[a-z0-9_-]+$' ;; # counted by `check`
         ssh) names+=("${target%%,*}") pattern='^[A-Za-z0-9@_.-]+(,[A-Za-z0-9@_.-]+)*$' ;;
         local) names+=("machine_$m") counts+=("$target") pattern='^[1-9][0-9]{0,2}$' ;;
     esac
@@ -244,7 +245,8 @@ done
 for m in "${!targets[@]}"; do
     where=(MACHINE_ID="$m" TOTAL_MACHINES="${#targets[@]}" NUM_HOSTS="${counts[m]}")
     ((counts[m] == 1)) || where=("${where[@]:0:2}")
-    commands+=("$(env "${where[@]}" "$here/launch_v5e64.sh" --dry-run "$@")")
+    commands[m]=""
+    [[ $stop ]] || commands[m]=$(env "${where[@]}" "$here/launch_v5e64.sh" --dry-run "$@")
 done
 
 # ---- check, start, follow, report ----------------------------------------------------------------
@@ -280,16 +282,18 @@ while read -r m label state installed kind free; do
         echo "$label: $free GB free for the output, --min_free_gb is $min_free"
     fi >>"$scratch/error"
 done < <(recorded host | sort -V)
-for m in "${chosen[@]}"; do
-    count=$(wc -w <<<"${states[$m]:-}")
-    ((count == counts[m] && count)) || echo "${names[m]}: $count of ${counts[m]} hosts passed the check"
-done >>"$scratch/error"
-((${#versions[@]} < 2)) || for key in "${!versions[@]}"; do
-    echo "hosts differ in version (image or code): $key on${versions[$key]}"
-done >>"$scratch/error"
-((${#devices[@]} < 2)) || for key in "${!devices[@]}"; do
-    echo "hosts differ in devices: $key on${devices[$key]}"
-done >>"$scratch/error"
+{
+    for m in "${chosen[@]}"; do
+        count=$(wc -w <<<"${states[$m]:-}")
+        ((count == counts[m] && count)) || echo "${names[m]}: $count of ${counts[m]} hosts passed the check"
+    done
+    for key in "${!versions[@]}"; do
+        ((${#versions[@]} < 2)) || echo "hosts differ in version (image or code): $key on${versions[$key]}"
+    done
+    for key in "${!devices[@]}"; do
+        ((${#devices[@]} < 2)) || echo "hosts differ in devices: $key on${devices[$key]}"
+    done
+} >>"$scratch/error"
 if [[ -s $scratch/error ]]; then
     sed 's/^/error: /' "$scratch/error" >&2
     fail "nothing was started"
@@ -319,6 +323,7 @@ if [[ -s $scratch/error ]]; then
     chosen=("${begun[@]}")
     stop_all 30
     finish
+    ((!interrupts)) || exit 130
     fail "what was started is stopped again" 1
 fi
 for m in "${chosen[@]}"; do
@@ -327,9 +332,13 @@ done
 
 stage=follow
 if ((interrupts)); then stop_all 120; fi
-if [[ $detach ]] && ((!interrupts)); then
-    echo "started; the same command without --detach follows, with --stop stops"
-    exit
+if [[ $detach ]] && ((!interrupts)); then # what remains is to report what neither runs nor started
+    ended=()
+    for m in "${chosen[@]}"; do
+        [[ ${plans[m]} != follow || ${states[$m]} == *running* ]] || ended+=("$m")
+    done
+    ((${#ended[@]} == ${#chosen[@]})) || echo "started; without --detach, the same command follows"
+    chosen=("${ended[@]}")
 fi
 for m in "${chosen[@]}"; do begin "$m" on host_follow; done
 finish

@@ -15,8 +15,12 @@ host_enter() { # Sets what the other functions need, and calls one of them.
     fi
     label=$target/$number
     [[ $mode == local ]] || { mkdir -p ~/activation-extraction && cd ~/activation-extraction; }
-    name=$(printf '%s-machine_%03d_host_%02d' "$job" "$machine" "$number")
+    name=$job # without the machine's number: it may not run twice under two numbers either
+    [[ $mode != local ]] || name=$(printf '%s-machine_%03d_host_%02d' "$job" "$machine" "$number")
     folder=$PWD/.deploy/$name
+    if [[ $1 == host_stop && -e $folder/command ]]; then # whatever runs there
+        image=$(head -n 1 "$folder/command")
+    fi
     passed=(COORDINATOR_ADDRESS HOST_ID NUM_HOSTS HF_TOKEN) # into the container, where they are set
     docker=(docker)
     if [[ $image ]] && ! docker version >/dev/null 2>&1; then

@@ -45,6 +45,15 @@ def gcloud(arguments: list[str]) -> int:
     if verb == "scp":
         name = arguments[5].removesuffix(":")
     file = ROOT / "tpus" / f"{name}.json"
+    if verb == "create":
+        tpu = {"state": "READY", "hosts": 2, "coordinator": "127.0.0.1:8476"}
+        file.write_text(json.dumps(tpu))
+        for worker in range(2):
+            (ROOT / "hosts" / f"{name}-w-{worker}").mkdir()
+    if verb == "delete":
+        file.unlink()
+        for home in (ROOT / "hosts").glob(f"{name}-w-*"):
+            shutil.rmtree(home)
     if verb not in ("ssh", "scp", "describe"):
         return 0
     if not file.exists():
@@ -78,7 +87,7 @@ def docker(arguments: list[str]) -> int:
     if arguments[0] == "image":
         file = host / "image_id"
         print(file.read_text() if file.exists() else "sha256:0123456789abcdef")
-    elif arguments[0] == "run":
+    elif arguments[0] == "run" and "--name" in arguments:
         return docker_run(arguments[1:], containers)
     elif arguments[0] in ("stop", "rm"):
         folder = containers / arguments[-1]

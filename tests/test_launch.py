@@ -6,6 +6,7 @@ job in place of extract_activations.py, which waits until the test lets it go.
 
 import json
 import os
+import pty
 import re
 import shlex
 import shutil
@@ -81,25 +82,14 @@ def ignored(path):
     return result
 
 
-def build_tree(folder):
-    """What COPY puts into /workspace, from the files that git knows and those not yet added."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout.split("\n")
-    files = [Path(line) for line in listed if line and not ignored(Path(line))]
-    for instruction, rest in dockerfile():
-        if instruction == "COPY":
-            *sources, target = rest.split()
-            assert target == "./"
-            for file in files:
-                if any(source == "." or file == Path(source) for source in sources):
-                    (folder / file).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(REPOSITORY / file, folder / file)
-    return folder
+def copy(sources, folder):
+    """COPY of these names of the repository, of the files that git knows or could add."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
+    for file in map(Path, listed.stdout.splitlines()):
+        if not ignored(file) and any(source in (".", str(file)) for source in sources):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / file, folder / file)
 
 
 def free_port():
@@ -133,7 +123,8 @@ class Cloud:
         self.script(root / "venv_python", f'#!/bin/sh\n{pip}\nexec {self.python} "$@"\n')
         make = f'mkdir -p "$3/bin" && cp {root}/venv_python "$3/bin/python"'
         self.script(root / "host_bin/python3.14", f"#!/bin/sh\n[ $1 != -m ] || {{ {make}; }}\n")
-        build_tree(root / "image")
+        self.script(root / "host_bin/df", "#!/bin/sh\necho Avail; echo ' 93'\n")
+        copy(["."], root / "image")
         self.port = free_port()
         self.processes = []
 
@@ -196,6 +187,16 @@ class Cloud:
     def lines(self, name):
         path = self.root / f"{name}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @staticmethod
+    def read_until(process, text, times=1):
+        """What deploy.sh prints until it has printed this so often."""
+        seen = ""
+        while seen.count(text) < times:
+            line = process.stdout.readline()
+            assert line, seen
+            seen += line
+        return seen
 
     def wait_for_jobs(self, count):
         self.wait(lambda: len(self.lines("jobs")) >= count)
@@ -378,13 +379,13 @@ def test_three_machines_and_one_is_preempted_and_restarted(real_cloud):
     cloud = real_cloud
     flags = ["--", *DEMO, "--batch_size", "4", "--overwrite"]
     process = cloud.start("ssh", "a", "me@b", "c", *flags, MODEL_PATH=None)
-    job = cloud.root / "hosts/b/activation-extraction/.deploy/extraction-machine_001_host_00"
+    job = cloud.root / "hosts/b/activation-extraction/.deploy/extraction"
     cloud.wait(lambda: (job / "log").exists() and "compiled" in (job / "log").read_text())
     os.killpg(int((job / "pid").read_text()), signal.SIGKILL)
     text = process.communicate(timeout=200)[0]
     assert process.returncode == 1 and "me@b/0: killed, or its machine was" in text, text
     assert "a: done on all 1 hosts" in text and "c: done on all 1 hosts" in text
-    log = cloud.root / "hosts/a/activation-extraction/.deploy/extraction-machine_000_host_00/log"
+    log = cloud.root / "hosts/a/activation-extraction/.deploy/extraction/log"
     before = log.stat().st_mtime_ns
     status, text = cloud.deploy("ssh", "a", "me@b", "c", *flags, MODEL_PATH=None)
     assert status == 1 and "me@b/0: killed" in text  # not without being asked
@@ -433,12 +434,11 @@ def test_a_second_deploy_follows_and_two_at_once_start_once(cloud):
     both = [cloud.start("ssh", "a,b,c") for _ in range(2)]
     cloud.wait_for_jobs(3)
     third = cloud.start("ssh", "a,b,c")
-    seen = ""
-    while "working as 0-2" not in seen:
-        seen += third.stdout.readline()
-    assert "a: runs already" in seen
+    assert "a: runs already" in cloud.read_until(third, "] working as", 3)
     status, text = cloud.deploy("ssh", "a,b,c", "--", "--max_samples", "5")
     assert status == 2 and "a/0: a job with another command runs there" in text
+    status, text = cloud.deploy("ssh", "d", "a,b,c")  # the same hosts as another machine
+    assert status == 2 and "c/2: a job with another command runs there" in text
     cloud.finish()
     for process in (*both, third):
         text = process.communicate(timeout=60)[0]
@@ -454,7 +454,7 @@ def test_ctrl_c_stops_all_hosts(cloud, mode):
     cloud.tpu("pod", 2)
     cloud.tpu("single", 1)
     process = cloud.start(*TARGETS[mode])
-    cloud.wait_for_jobs(3)
+    cloud.read_until(process, "] working as", 3)
     os.killpg(process.pid, signal.SIGINT)
     text = process.communicate(timeout=60)[0]
     assert process.returncode == 130 and text.count("] stored\n") == 3, text
@@ -467,10 +467,9 @@ def test_a_second_ctrl_c_kills(cloud, mode):
     cloud.tpu("single", 1)
     (cloud.root / "stubborn").touch()
     process = cloud.start(*TARGETS[mode])
-    cloud.wait_for_jobs(3)
+    cloud.read_until(process, "] working as", 3)
     os.killpg(process.pid, signal.SIGINT)
-    while "again to kill them" not in process.stdout.readline():
-        pass
+    cloud.read_until(process, "again to kill them")
     os.killpg(process.pid, signal.SIGINT)
     text = process.communicate(timeout=60)[0]
     assert process.returncode == 130 and text.count("killed") + text.count("137") >= 3, text
@@ -487,8 +486,7 @@ def test_ctrl_c_before_the_job_runs(cloud, stage):
         cloud.wait(lambda: any("b" in call for call in cloud.lines("calls")))
     else:
         process = cloud.start("ssh", "a,b")
-        while not process.stdout.readline().startswith("hosts: 2"):
-            pass
+        cloud.read_until(process, "hosts: 2")
         slow.touch()
     os.killpg(process.pid, signal.SIGINT)
     if stage == "check":
@@ -509,11 +507,14 @@ def test_detach_stop_and_only(cloud):
     status, text = cloud.deploy("local", "1", "2", "--detach")
     assert status == 0 and "started" in text
     cloud.wait_for_jobs(3)
-    status, text = cloud.deploy("local", "1", "2", "--stop", "--only", "machine_1")
+    stop = ["--stop", "--only", "machine_1"]
+    status, text = cloud.deploy("local", "1", "2", *stop, MODEL_PATH=None, OUTPUT_DIR=None)
     assert status == 0 and text == "machine_1/0: stopped\nmachine_1/1: stopped\n"
     status, text = cloud.deploy("local", "1", "2", "--only", "machine_0", "--detach")
     assert status == 0 and "machine_0: runs already" in text
     (cloud.root / "status-0-0").write_text("3")
+    status, text = cloud.deploy("local", "1", "2", "--detach", "--only", "machine_1")
+    assert status == 143 and "started" not in text
     status, text = cloud.deploy("local", "1", "2")
     assert status == 3 and "machine_0/0: exit status 3" in text
     assert "machine_1/0: exit status 143" in text and len(cloud.lines("jobs")) == 3
@@ -521,7 +522,7 @@ def test_detach_stop_and_only(cloud):
 
 def test_closing_the_terminal_leaves_the_hosts_running(cloud):
     process = cloud.start("local", "2")
-    cloud.wait_for_jobs(2)
+    cloud.read_until(process, "] working as", 2)
     os.killpg(process.pid, signal.SIGHUP)
     process.communicate(timeout=60)
     cloud.finish()
@@ -534,8 +535,7 @@ def test_a_host_that_fails_is_reported_and_restarted_with_its_whole_pod(cloud):
     process = cloud.start("ssh", "a,b", "c")
     cloud.wait_for_jobs(3)
     (cloud.root / "status-1-0").write_text("0")
-    while "[b/1] finished" not in process.stdout.readline():
-        pass
+    cloud.read_until(process, "\n[b/1] finished\n")
     (cloud.root / "status-0-1").unlink()
     again = cloud.start("ssh", "a,b", "c", "--restart")
     cloud.wait_for_jobs(5)
@@ -545,6 +545,50 @@ def test_a_host_that_fails_is_reported_and_restarted_with_its_whole_pod(cloud):
     text = again.communicate(timeout=60)[0]
     assert again.returncode == 0 and "c: done on all 1 hosts" in text, text
     assert sorted(job["who"] for job in cloud.lines("jobs")) == ["0-0", "0-0", "0-1", "0-1", "1-0"]
+
+
+def test_a_tpu_that_was_preempted_and_created_again_starts_alone(cloud):
+    """Its disks are empty then, so it takes no --restart; the other machine is only followed."""
+    for name in ("one", "two"):
+        cloud.tpu(name, 1)
+    first = cloud.start("gcloud", "one", "two")
+    cloud.wait_for_jobs(2)
+    home = cloud.root / "hosts/two-w-0"
+    pid = (home / "activation-extraction/.deploy/extraction/pid").read_text()
+    os.killpg(int(pid), signal.SIGKILL)
+    cloud.tpu("two", 1, "PREEMPTED")
+    status, text = cloud.deploy("gcloud", "one", "two")
+    assert status == 2 and "error: two: is PREEMPTED, not READY" in text
+    shutil.rmtree(home)
+    cloud.tpu("two", 1)
+    second = cloud.start("gcloud", "one", "two")
+    cloud.wait_for_jobs(3)
+    cloud.finish()
+    text = second.communicate(timeout=60)[0]
+    assert second.returncode == 0 and "one: runs already" in text, text
+    assert sorted(job["who"] for job in cloud.lines("jobs")) == ["0-0", "1-0", "1-0"]
+    assert "one: done on all 1 hosts" in first.communicate(timeout=60)[0] and first.returncode == 1
+
+
+def test_ctrl_c_in_a_terminal(cloud):
+    """The terminal's own way: a session, a foreground process group, the key itself."""
+    script = f"cd {cloud.laptop} && exec bash {DEPLOY} local 2 --min_free_gb 0"
+    variables = {"PATH": os.environ["PATH"], "PYTHON": cloud.python, "OUTPUT_DIR": "out"}
+    variables |= {"MODEL_PATH": "m", "COORDINATOR_PORT": str(cloud.port), **cloud.variables}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve("/bin/bash", ["bash", "-c", script], variables)
+    text = b""
+    try:
+        while part := os.read(terminal, 4096):
+            if text.count(b"] working as") < 2 <= (text + part).count(b"] working as"):
+                os.write(terminal, b"\x03")
+            text += part
+    except OSError:  # how a terminal says that the other side is closed
+        pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert text.count(b"] stored") == 2, text
 
 
 def test_a_host_that_differs_or_is_not_there_stops_everything_before_it_starts(cloud):
@@ -561,8 +605,8 @@ def test_a_host_that_differs_or_is_not_there_stops_everything_before_it_starts(c
     status, text = cloud.deploy("gcloud", "pod", "gone", "never", *image)
     assert status == 2 and "error: gone: is PREEMPTED, not READY" in text
     assert "error: never: is not there, not READY" in text
-    status, text = cloud.deploy("gcloud", "pod", *image, "--min_free_gb", "10000000")
-    assert status == 2 and re.search(r"error: pod/0: \d+ GB free for the output", text)
+    status, text = cloud.deploy("gcloud", "pod", *image, "--min_free_gb", "94")
+    assert status == 2 and "error: pod/0: 93 GB free for the output" in text
     (cloud.root / "hosts/pod-w-1/down").touch()
     status, text = cloud.deploy("gcloud", "pod", *image)
     assert status == 2 and "error: pod: 2 of 3 hosts passed the check" in text, text
@@ -590,6 +634,7 @@ def test_a_host_that_differs_or_is_not_there_stops_everything_before_it_starts(c
         (["local", "1", "--min_free_gb", "x"], {}, "--min_free_gb x: not a whole number"),
         (["local", "1"], {"MACHINE_ID": "3"}, "MACHINE_ID: is set here from the targets"),
         (["local", "1", "--", "--host_id=1"], {}, "--host_id: is set here from the targets"),
+        (["local", "1"], {"COORDINATOR_PORT": "x"}, "COORDINATOR_PORT=x: not a number"),
         (["local", "1"], {"MODEL_PATH": None}, "MODEL_PATH: is not set"),
     ],
 )
@@ -605,3 +650,117 @@ def test_bad_input_is_one_line(cloud, arguments, variables, message):
     )
     assert result.returncode == 2 and not result.stdout
     assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
+
+
+# ---- Dockerfile
+
+
+def replay(folder, accelerator, environment):
+    """The Dockerfile's steps in order, as far as they mean anything without an engine."""
+    workspace, entry = None, None
+    for instruction, rest in dockerfile():
+        if instruction == "FROM":
+            assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", rest)
+        elif instruction == "ENV":
+            environment = environment | dict(pair.split("=", 1) for pair in rest.split())
+        elif instruction == "WORKDIR":
+            workspace = folder / rest[1:]
+            workspace.mkdir()
+        elif instruction == "ARG":
+            environment = {**environment, rest.split("=")[0]: accelerator}
+        elif instruction == "COPY":
+            *sources, target = rest.split()
+            assert target == "./"
+            copy(sources, workspace)
+        elif instruction == "RUN":
+            subprocess.run(["sh", "-c", rest], cwd=workspace, env=environment, check=True)
+        else:
+            assert instruction == "ENTRYPOINT"
+            (entry,) = json.loads(rest)
+    environment["HF_HOME"] = f"{folder}{environment['HF_HOME']}"
+    return workspace, f"{folder}{entry}", environment
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "tpu", "gpu", "gpt"])
+def test_the_image_installs_what_the_accelerator_needs(tmp_path, accelerator):
+    Cloud.script(tmp_path / "pip", '#!/bin/sh\necho "$@" >pip_arguments\n')
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    if accelerator == "gpt":
+        with pytest.raises(subprocess.CalledProcessError, match="exit status 2"):
+            replay(tmp_path, accelerator, environment)
+        return
+    workspace, entry, environment = replay(tmp_path, accelerator, environment)
+    arguments = (workspace / "pip_arguments").read_text().split()
+    file = workspace / arguments[arguments.index("--requirement") + 1]
+    extra = {"cpu": "jax==", "tpu": "jax[tpu]==", "gpu": "jax[cuda12]=="}[accelerator]
+    assert extra in file.read_text()
+    assert "--no-cache-dir" in arguments and environment["HF_HOME"].endswith("/cache/huggingface")
+    names = {path.name for path in workspace.iterdir()}
+    assert names >= {"extract_activations.py", "qwen2_jax.py", "launch_v5e64.sh"}
+    assert not names & {"tests", "README.md", ".git", ".venv", "deploy.sh", "benchmarks"}
+    assert os.access(entry, os.X_OK)
+
+
+@pytest.mark.slow
+def test_the_image_runs_the_demo_with_nothing_but_what_its_steps_install(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    environment = {k: v for k, v in os.environ.items() if k.startswith(("PIP_", "SSL_"))}
+    environment |= {"PATH": f"{tmp_path}/venv/bin:/usr/bin:/bin", "HOME": str(tmp_path)}
+    environment |= {"PIP_NO_COMPILE": "1"}  # saves half of the time
+    workspace, entry, environment = replay(tmp_path, "cpu", environment)
+
+    def run(*arguments):
+        result = subprocess.run(
+            [entry, *arguments], cwd=workspace, env=environment, capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    shell = "which python; OUTPUT_DIR=b NUM_HOSTS=1 ./launch_v5e64.sh --demo --max_samples 5"
+    assert "done: 300 samples" in run("--demo", "--output_dir", "a")
+    python, *summary = run("-c", shell).splitlines()
+    assert python == f"{tmp_path}/venv/bin/python" and "done: 5 samples" in summary[0]
+
+
+# ---- README
+
+
+def readme_commands():
+    """The shell blocks of the section about pods, in order."""
+    section = (REPOSITORY / "README.md").read_text().split("\n## Pods and many machines\n")[1]
+    section = re.split(r"\n## ", section)[0]
+    blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", section, flags=re.M)
+    return [re.sub(r"^    ", "", block.strip("\n"), flags=re.M) for block in blocks]
+
+
+def test_the_commands_of_the_readme(cloud):
+    """As written, in one shell and one folder; the cloud's answers come from the stand-ins."""
+    names = [
+        "deploy.sh",
+        "deploy_host.sh",
+        "launch_v5e64.sh",
+        *(p.name for p in REPOSITORY.glob("*.py")),
+    ]
+    for name in [*names, "activation_extraction", *(p.name for p in REPOSITORY.glob("require*"))]:
+        (cloud.laptop / name).symlink_to(REPOSITORY / name)
+    (cloud.laptop / ".venv/bin").mkdir(parents=True)
+    (cloud.laptop / ".venv/bin/python").symlink_to(cloud.root / "image_bin/python")
+    cloud.finish()
+    commands = readme_commands()
+    assert len(commands) == 5  # none was missed
+    script = "set -eux\n" + "\n".join(commands)
+    environment = {"PATH": f"{cloud.root}/bin:{os.environ['PATH']}", "HOME": str(cloud.laptop)}
+    environment |= {"COORDINATOR_PORT": str(cloud.port)}
+    result = subprocess.run(
+        ["bash", "-c", script], cwd=cloud.laptop, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    calls = cloud.lines("calls")
+    assert ["docker", "push"] in [call[:2] for call in calls]
+    told = [" ".join(call) for call in calls if call[0] == "gcloud"]
+    assert sum("tpu-vm create" in call for call in told) == 3
+    assert len(cloud.lines("jobs")) == 2 + 2 * 2 + 3 + 2  # pod-a; pod-b, pod-c; ssh; local
+    for mode in ("deploy.sh gcloud", "deploy.sh ssh", "deploy.sh local"):
+        assert mode in script
+    for variable in re.findall(r"^([A-Z_]{4,})=", script, flags=re.M):
+        assert f" {variable}" in LAUNCH.read_text()
