@@ -141,42 +141,44 @@ relay() { # MACHINE: lines for the user get a prefix, if they have none; others 
     done
 }
 
-begin() { # MACHINE FUNCTION...: in the background, out of reach of Ctrl-C
-    set -m
-    ("${@:2:1}" "$1" "${@:3}" 2>&1 || true) | relay "$1" &
-    set +m
+begin() { # MACHINE FUNCTION...: in the background, in a process group that Ctrl-C does not reach
+    ( # Job control makes the group, and stays in this shell: with it, bash may exit at a Ctrl-C.
+        set -m
+        { ("${@:2:1}" "$1" "${@:3}" 2>&1 || true) | relay "$1"; } &
+        trap 'kill -TERM -- "-$!"' TERM HUP
+        wait
+    ) &
     calls+=($!)
 }
 
-finish() { # Waits for all that was begun, however often a signal interrupts.
-    local call
+finish() { # Waits for all that was begun, and does what signals ask for in the meantime.
     while ((${#calls[@]})); do
-        call=${calls[0]}
-        while kill -0 "$call" 2>/dev/null; do wait "$call" || true; done
-        calls=("${calls[@]:1}")
+        obey
+        if kill -0 "${calls[0]}" 2>/dev/null; then sleep 0.1 || true; else calls=("${calls[@]:1}"); fi
     done
 }
 
 recorded() { cat "$scratch/$1" 2>/dev/null || true; } # KIND
 
-stop_all() { # SECONDS
+stop_all() { # SECONDS [any]
     local m
-    for m in "${chosen[@]}"; do begin "$m" on host_stop "$1"; done
+    for m in "${chosen[@]}"; do begin "$m" on host_stop "$@"; done
 }
 
-interrupt() {
-    interrupts=$((interrupts + 1))
-    case $stage:$interrupts in
-        follow:1) echo "stopping all hosts; again to kill them" >&2 && stop_all 120 ;;
-        follow:2) echo "killing the job on all hosts" >&2 && stop_all 0 ;;
-        start:1) echo "stopping all hosts as soon as they have started" >&2 ;;
-        *) exit 130 ;;
-    esac
+obey() { # The trap only counts: bash does not survive a signal inside a trap that calls functions.
+    while ((obeyed < interrupts)); do
+        obeyed=$((obeyed + 1))
+        case $stage:$obeyed in
+            follow:1) echo "stopping all hosts; again to kill them" >&2 && stop_all 120 ;;
+            follow:2) echo "killing the job on all hosts" >&2 && stop_all 0 ;;
+            start:1) echo "stopping all hosts as soon as they have started" >&2 ;;
+            *) exit 130 ;;
+        esac
+    done
 }
 
 cleanup() { # Whatever the reason for leaving; jobs on the hosts are not touched.
-    local group
-    for group in $(jobs -p); do kill -TERM -- "-$group" 2>/dev/null || true; done
+    ((!${#calls[@]})) || kill -TERM "${calls[@]}" 2>/dev/null || true
     rm -rf "$scratch"
 }
 
@@ -254,14 +256,14 @@ done
 scratch=$(mktemp -d)
 trap cleanup EXIT
 trap 'exit 129' HUP
-trap interrupt INT TERM
-stage=check interrupts=0 calls=() checked=""
+trap 'interrupts=$((interrupts + 1))' INT TERM
+stage=check interrupts=0 obeyed=0 calls=() checked=""
 version=$(cd "$here" && cat requirements*.txt ./*.py activation_extraction/*.* | sha256sum | cut -c -12)
 (cd "$here" && tar -czf "$scratch/activation-extraction-$version.tgz" --exclude=__pycache__ \
     requirements*.txt ./*.py activation_extraction)
 
 if [[ $stop ]]; then
-    stop_all 120
+    stop_all 120 any
     finish
     recorded stopped | sort -V | while read -r m label state; do echo "$label: $state"; done
     [[ $(recorded stopped) ]] || fail "no host answered" 1
@@ -270,6 +272,7 @@ fi
 
 for m in "${chosen[@]}"; do begin "$m" check; done
 finish
+obey
 declare -A versions=() devices=() states=()
 while read -r m count; do counts[m]=$count; done < <(recorded expected)
 while read -r m label state installed kind free; do
@@ -320,7 +323,10 @@ for m in "${begun[@]}"; do
 done
 if [[ -s $scratch/error ]]; then
     sed 's/^/error: /' "$scratch/error" >&2
-    chosen=("${begun[@]}")
+    chosen=()
+    for m in "${begun[@]}"; do
+        recorded started | grep -q "^$m .* by another" || chosen+=("$m")
+    done
     stop_all 30
     finish
     ((!interrupts)) || exit 130
@@ -331,7 +337,7 @@ for m in "${chosen[@]}"; do
 done
 
 stage=follow
-if ((interrupts)); then stop_all 120; fi
+if ((obeyed)); then stop_all 120; fi
 if [[ $detach ]] && ((!interrupts)); then # what remains is to report what neither runs nor started
     ended=()
     for m in "${chosen[@]}"; do

@@ -34,9 +34,14 @@ host_command() { # All that tells one job from another.
 }
 
 host_state() { # none; running; other: with another command; ended:STATUS; ended:killed
-    local same=
+    local same='' locked=''
+    while [[ -e $folder/lock ]] && ! flock --shared --nonblock "$folder/lock" true; do
+        locked=1
+        if [[ -s $folder/pid ]]; then break; fi
+        locked='' && sleep 0.05 # it is just being started, and its command not yet written
+    done
     if cmp --silent "$folder/command" <(host_command); then same=1; fi
-    if [[ -e $folder/lock ]] && ! flock --shared --nonblock "$folder/lock" true; then
+    if [[ $locked ]]; then
         if [[ $same ]]; then echo running; else echo other; fi
     elif [[ $same ]]; then
         echo "ended:$(cat "$folder/status" 2>/dev/null || echo killed)"
@@ -107,7 +112,7 @@ host_start() {
     exec 9>>"$folder/lock"
     until flock --nonblock 9; do # the job has it, or for an instant a host_state
         case $(host_state) in
-            running) echo "@deploy started $machine $label" && return ;; # by another deploy.sh
+            running) echo "@deploy started $machine $label by another deploy.sh" && return ;;
             other) echo "@deploy error $label: another job was started there" && exit 1 ;;
         esac
     done
@@ -145,16 +150,17 @@ host_run() { # The job. This shell outlives a SIGTERM to the group, to write dow
     else
         venv/bin/python "code-$version/extract_activations.py" "${words[@]:2}" || status=$?
     fi
+    rm -f "$folder/pid"
     echo "$status" >"$folder/status.part"
     mv "$folder/status.part" "$folder/status"
 }
 
 host_follow() { # The end of the log, and all that follows until the job ends.
-    local state
+    local state pid
     state=$(host_state)
     if [[ $state == running ]]; then
-        until [[ -s $folder/pid ]]; do sleep 0.1; done # it is being started
-        tail --lines=50 --follow --sleep-interval=0.2 --pid="$(cat "$folder/pid")" "$folder/log" |
+        pid=$(cat "$folder/pid" 2>/dev/null) || pid="" # gone when the job ended just now
+        tail --lines=50 --sleep-interval=0.2 ${pid:+--follow "--pid=$pid"} "$folder/log" |
             sed --unbuffered -e 's/.*\r//' -e "s|^|[$label] |"
         flock --shared "$folder/lock" true
         state=$(host_state)
@@ -164,21 +170,21 @@ host_follow() { # The end of the log, and all that follows until the job ends.
     echo "@deploy state $machine $label $state"
 }
 
-host_stop() { # Asks the job to stop, and kills it when it has not after $1 seconds.
+host_stop() { # SECONDS [any]: asks this job, or any, to stop, and kills it when it has not by then.
     local state
     state=$(host_state)
-    if [[ $state == running || $state == other ]]; then
+    if [[ $state == running || $state == other && ${2:-} ]]; then
         for _ in {1..20}; do # it may only be starting
             if [[ $image ]]; then
                 "${docker[@]}" stop --time "$1" "$name" >/dev/null 2>&1 && break
             else
-                kill -TERM -- "-$(<"$folder/pid")" 2>/dev/null && break
+                kill -TERM -- "-$(cat "$folder/pid")" 2>/dev/null && break
             fi
             ! flock --shared --wait 1 "$folder/lock" true || break
         done
         # Docker has killed the container by now; what is waited for is its client.
         if ! flock --shared --wait "$((${image:+10} + $1))" "$folder/lock" true; then
-            kill -KILL -- "-$(<"$folder/pid")" 2>/dev/null || true
+            kill -KILL -- "-$(cat "$folder/pid")" 2>/dev/null || true
         fi
         state=stopped
     fi

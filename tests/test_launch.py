@@ -186,7 +186,8 @@ class Cloud:
 
     def lines(self, name):
         path = self.root / f"{name}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.split("\n")[:-1]]
 
     @staticmethod
     def read_until(process, text, times=1):
