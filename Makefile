@@ -17,7 +17,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy $(SOURCES)
-
+	$(BIN)/shellcheck *.sh
+	$(BIN)/hadolint Dockerfile
 
 bench: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.end_to_end

@@ -1,0 +1,6 @@
+#!/bin/bash
+# What the image runs: `-c "..."` is for bash, anything else for extract_activations.py.
+if [[ ${1:-} == -c ]]; then
+    exec bash "$@"
+fi
+exec python extract_activations.py "$@"

@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# Starts the extraction on one host of a pod (of any size and type, Docker or not) or on one machine.
+set -euo pipefail
+
+usage() {
+    cat <<'END'
+usage: [VARIABLE=value ...] launch_v5e64.sh [--dry-run] [flags of extract_activations.py ...]
+
+Environment variables become flags; flags that are given as well come later and win.
+
+  required        MODEL_PATH, and GCS_BUCKET or OUTPUT_DIR
+  hosts of a pod  COORDINATOR_ADDRESS=HOST_0:PORT HOST_ID NUM_HOSTS: none of them on Cloud TPU, GKE
+                  and Slurm, all three elsewhere; NUM_HOSTS=1 alone is one host that is no pod
+  machines        MACHINE_ID TOTAL_MACHINES
+  text            DATASET_NAME DATASET_CONFIG DATASET_SPLIT, or DATASET_PATH; TEXT_COLUMN MAX_SAMPLES
+  extraction      LAYERS_TO_EXTRACT="12 18" ACTIVATION_TYPE, or HOOK_NAMES="GLOB ..."
+  computing       DTYPE BATCH_SIZE MAX_SEQ_LENGTH MESH_TYPE TPU_MESH_CONFIG=4,4,4
+                  TPU_AXIS_NAMES=data,fsdp,model STALL_TIMEOUT
+  output          OUTPUT_DIR ACTIVATION_DTYPE SHARD_SIZE_GB
+  upload          GCS_BUCKET (turns it on) GCS_PREFIX UPLOAD_TIMEOUT
+                  DELETE_LOCAL_AFTER_UPLOAD=true or false
+  PYTHON          the interpreter (default: .venv/bin/python beside this script, or python3)
+
+--dry-run prints the command, quoted for the shell, and starts nothing.
+END
+}
+
+problems=0
+problem() {
+    echo "error: $1" >&2
+    problems=1
+}
+
+# given FLAG...: whether the command line has one of these flags.
+given() {
+    local argument flag
+    for argument in "${arguments[@]}"; do
+        for flag in "$@"; do
+            [[ $argument == "--$flag" || $argument == "--$flag="* ]] && return
+        done
+    done
+    return 1
+}
+
+# needs A B: where variable A is set, B has to be, too.
+needs() {
+    if [[ ${!1:-} && ! ${!2:-} ]]; then
+        problem "$2: is not set, but $1 is"
+    fi
+}
+
+dry_run=
+arguments=()
+for argument in "$@"; do
+    case $argument in
+        --dry-run) dry_run=1 ;;
+        --help | -h) usage && exit ;;
+        *) arguments+=("$argument") ;;
+    esac
+done
+
+if [[ ! ${MODEL_PATH:-} ]] && ! given model_path demo; then
+    problem "MODEL_PATH: is not set; a hub name such as Qwen/Qwen2.5-7B, or a folder on every host"
+fi
+if [[ ! ${GCS_BUCKET:-}${OUTPUT_DIR:-} ]] && ! given gcs_bucket output_dir; then
+    problem "GCS_BUCKET: is not set; name a bucket, or set OUTPUT_DIR to keep the shards on this host"
+fi
+needs GCS_PREFIX GCS_BUCKET
+needs UPLOAD_TIMEOUT GCS_BUCKET
+needs DELETE_LOCAL_AFTER_UPLOAD GCS_BUCKET
+needs MACHINE_ID TOTAL_MACHINES
+needs TOTAL_MACHINES MACHINE_ID
+needs TPU_AXIS_NAMES TPU_MESH_CONFIG
+if [[ ${COORDINATOR_ADDRESS:-}${HOST_ID:-}${NUM_HOSTS:-} && ${NUM_HOSTS:-} != 1 ]]; then
+    for name in COORDINATOR_ADDRESS HOST_ID NUM_HOSTS; do
+        [[ ${!name:-} ]] || problem "$name: is not set; a host needs all three, or none on Cloud TPU"
+    done
+fi
+[[ ${DELETE_LOCAL_AFTER_UPLOAD:-true} =~ ^(true|false)$ ]] ||
+    problem "DELETE_LOCAL_AFTER_UPLOAD=$DELETE_LOCAL_AFTER_UPLOAD: must be true or false"
+((problems == 0)) || exit 2
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+python=${PYTHON:-$here/.venv/bin/python}
+[[ ${PYTHON:-} || -x $python ]] || python=python3
+command=("$python" "$here/extract_activations.py")
+
+# flag NAME VARIABLE: the variable as one value of the flag; flags NAME VARIABLE: as several words.
+flag() { [[ ! ${!2:-} ]] || command+=("--$1" "${!2}"); }
+flags() {
+    local words
+    IFS=$' \t\n' read -r -d '' -a words <<<"${!2:-}" || true
+    [[ ${#words[@]} == 0 ]] || command+=("--$1" "${words[@]}")
+}
+
+if [[ ${NUM_HOSTS:-} != 1 ]]; then
+    given multihost || command+=(--multihost)
+    for name in COORDINATOR_ADDRESS HOST_ID NUM_HOSTS; do flag "${name,,}" "$name"; done
+fi
+for name in MODEL_PATH DTYPE DATASET_NAME DATASET_CONFIG DATASET_SPLIT DATASET_PATH TEXT_COLUMN \
+    MAX_SAMPLES MACHINE_ID TOTAL_MACHINES ACTIVATION_TYPE BATCH_SIZE MAX_SEQ_LENGTH MESH_TYPE \
+    STALL_TIMEOUT OUTPUT_DIR ACTIVATION_DTYPE SHARD_SIZE_GB; do
+    flag "${name,,}" "$name"
+done
+flag mesh_shape TPU_MESH_CONFIG
+flag mesh_axes TPU_AXIS_NAMES
+flags layers_to_extract LAYERS_TO_EXTRACT
+flags hook_names HOOK_NAMES
+if [[ ${GCS_BUCKET:-} ]]; then
+    command+=(--upload_to_gcs)
+    for name in GCS_BUCKET GCS_PREFIX UPLOAD_TIMEOUT; do flag "${name,,}" "$name"; done
+    case ${DELETE_LOCAL_AFTER_UPLOAD:-} in
+        true) command+=(--delete_local_after_upload) ;;
+        false) command+=(--keep_local) ;;
+    esac
+fi
+command+=("${arguments[@]}")
+
+if [[ $dry_run ]]; then
+    printf '%q ' "${command[@]}"
+    echo
+else
+    exec "${command[@]}"
+fi
