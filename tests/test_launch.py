@@ -378,7 +378,7 @@ def test_a_cloud_pod_of_four_hosts_with_16_devices_in_docker(real_cloud):
 def test_three_machines_and_one_is_preempted_and_restarted(real_cloud):
     """One host each, over ssh, with the code copied. What ran to its end is left alone."""
     cloud = real_cloud
-    flags = ["--", *DEMO, "--batch_size", "4", "--overwrite"]
+    flags = ["--", *DEMO, "--batch_size", "4"]
     process = cloud.start("ssh", "a", "me@b", "c", *flags, MODEL_PATH=None)
     job = cloud.root / "hosts/b/activation-extraction/.deploy/extraction"
     cloud.wait(lambda: (job / "log").exists() and "compiled" in (job / "log").read_text())
