@@ -86,7 +86,7 @@ from activation_extraction.status import show_status
 from activation_extraction.storage import ActivationStorage, StorageError
 from activation_extraction.stores import Store, StoreError
 from activation_extraction.tokens import Prefetch, load_tokenizer, samples
-from activation_extraction.verify import verify
+from activation_extraction.verify import Recompute, verify
 from activation_extraction.weights import Checkpoint, WeightSpec, load_params
 from qwen2_jax import Qwen2, QwenConfig, weight_table
 from qwen2_jax_with_hooks import (
@@ -223,18 +223,19 @@ def look(config: Config) -> int:
         root = Store(config.location, config.upload_timeout)
         if config.status:
             return show_status(root, config.aggregate)
-        again = partial(recompute, config) if config.verify_samples else None
-        return verify(root, again, config.verify_samples)
+        load = partial(load_again, config) if config.verify_samples else None
+        return verify(root, load, config.verify_samples)
     except StoreError as error:
         if error.final:
             raise InputError(str(error)) from error
         raise
 
 
-def recompute(
-    config: Config, metadata: dict[str, Any], token_ids: list[np.ndarray]
-) -> list[np.ndarray]:
-    """Runs the model again as `metadata` says; returns (hooks, tokens, hidden) of every sample."""
+def load_again(config: Config, metadata: dict[str, Any]) -> Recompute:
+    """The model of a stored extraction, for --verify. Raises InputError when it is another one.
+
+    The function that is returned gives (hooks, tokens, hidden) of each sample.
+    """
     identity = metadata["identity"]
     config = replace(
         config,
@@ -249,15 +250,18 @@ def recompute(
         if model_digest(forward) != identity["model files"]:
             raise InputError(f"--model_path {config.model_path}: is another model than the stored")
         step = compile_step(forward)
+
+    def recompute(token_ids: list[np.ndarray]) -> list[np.ndarray]:
         stream = (Sample(i, ids, "", None, {}, {}) for i, ids in enumerate(token_ids))
-        found = []
+        found: list[np.ndarray] = []
         for batch in pack(stream, config.batch_size, config.max_seq_length):
-            activations, _ = step(batch, (False, False, False))
-            on_host = forward.rows.receive(activations)
-            found += [
-                on_host[:, placed.row, placed.start : placed.stop] for placed in batch.samples
-            ]
-    return found
+            with device_errors():
+                activations, _ = step(batch, (False, False, False))
+                on_host = forward.rows.receive(activations)
+            found += [on_host[:, at.row, at.start : at.stop] for at in batch.samples]
+        return found
+
+    return recompute
 
 
 def join_hosts(config: Config) -> Host:
