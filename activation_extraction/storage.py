@@ -139,10 +139,10 @@ class ActivationStorage:
     def open(self) -> None:
         """Takes the folder: deletes what `overwrite` says, starts the uploads that are missing.
 
-        Does nothing when it is open. Raises StorageError; InputError when another process writes
-        to the folder.
+        Does nothing when it is open, or when an earlier run has done all. Raises StorageError;
+        InputError when another process writes to the folder.
         """
-        if self._lock is not None or self._finalized:
+        if self._lock is not None or self._finalized or self._beginning.settled:
             return
         self._began = time.perf_counter()
         try:
@@ -214,7 +214,8 @@ class ActivationStorage:
         """Adds one sample's activation (tokens, hidden) at one hook.
 
         The array is kept by reference until its shard is written. Raises KeyError for an unknown
-        hook, ValueError for a sample that is out of order, given twice, or not two-dimensional.
+        hook, ValueError for a sample that is out of order, given twice, not two-dimensional, or
+        that comes after the end of a complete extraction.
         """
         self.open()
         if layer_idx not in self._hooks:
@@ -229,6 +230,8 @@ class ActivationStorage:
             raise ValueError(
                 f"sample {sample_idx}, hook {layer_idx!r}: given twice or out of order"
             )
+        if self._beginning.complete:
+            raise ValueError(f"sample {sample_idx}: {self.folder} holds a complete extraction")
         records = self._incomplete.setdefault(sample_idx, {})
         records[layer_idx] = {
             "sample_idx": int(sample_idx),
@@ -262,6 +265,7 @@ class ActivationStorage:
         """
         if self._finalized or self._beginning.settled:
             return self.close()
+        complete = complete or self._beginning.complete
         self.open()
         self._finalized = True
         done = False

@@ -274,6 +274,18 @@ def test_a_complete_run_is_left_alone(run, whole, tmp_path):
     assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()} == before
 
 
+def test_a_complete_host_stays_so_while_others_go_on(run, whole, tmp_path):
+    """It takes part in their steps, so its storage is opened and finalized like theirs."""
+    folder = tmp_path / "whole"
+    for complete in (True, False):
+        place = ActivationStorage(folder, HOOKS, identity={"model": "tiny"}, shard_size_gb=1.5e-6)
+        with place:
+            with pytest.raises(ValueError, match="holds a complete extraction"):
+                place.add_activation(1, np.zeros((3, HIDDEN), np.float32), 1000, "")
+            place.finalize(complete)
+        assert status(folder) == "complete" and content(folder) == whole
+
+
 def test_max_samples_may_grow_and_not_shrink(run, whole, tmp_path):
     folder = tmp_path / "grown"
     run(folder, max_samples=7)
