@@ -67,7 +67,7 @@ def take_up(
             f"keep {max_samples}; {OPTIONS}"
         )
     outdated = frozenset((remote or Stored()).commits)
-    complete = [_complete(stored, len(chosen), max_samples) for stored in both]
+    complete = [_complete(stored, count, max_samples) for stored in both]
     if any(complete):
         settled = complete[-1] and not waiting
         return Beginning(chosen, waiting, complete=True, settled=settled, outdated=outdated)
@@ -109,14 +109,14 @@ def _short(value: Any) -> str:
 def _choose(
     number: int, local: Stored, remote: Stored | None, places: tuple[str, str]
 ) -> tuple[Commit, bool]:
-    """The valid commit of a shard, and whether it is the bucket's; one of full size wins."""
+    """The valid commit of a shard, and whether it is the bucket's; one with more samples wins."""
     candidates = [
         (stored.commits[number], stored is remote)
         for stored in (remote, local)
         if stored is not None and number in stored.commits and stored.has(stored.commits[number])
     ]
     if candidates:
-        return min(candidates, key=lambda candidate: candidate[0].partial)
+        return max(candidates, key=lambda candidate: (not candidate[0].partial, candidate[0].count))
     commit = local.commits.get(number)
     if commit is not None and commit.file not in local.files:
         moved = (local.metadata or {}).get("remote")
@@ -125,7 +125,7 @@ def _choose(
                 f"{places[0]}: {commit.file} was uploaded to {moved}; to continue, give "
                 "--upload_to_gcs, --gcs_bucket and --gcs_prefix as before"
             )
-        if remote is not None:
+        if remote is not None and moved is not None:
             raise InputError(
                 f"{places[1]}: {commit.file} is not there, and was deleted here after its upload "
                 f"to {moved}; {OPTIONS}"
@@ -137,10 +137,10 @@ def _choose(
     )
 
 
-def _complete(stored: Stored, shards: int, max_samples: int | None) -> bool:
+def _complete(stored: Stored, samples: int, max_samples: int | None) -> bool:
     told = stored.metadata or {}
-    asked = ("complete", max_samples, shards)
-    return (told.get("status"), told.get("max_samples"), told.get("shards")) == asked
+    asked = ("complete", max_samples, samples)
+    return (told.get("status"), told.get("max_samples"), told.get("samples")) == asked
 
 
 def check_output_dir(folder: Path) -> None:

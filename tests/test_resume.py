@@ -417,6 +417,21 @@ def test_the_bucket_is_what_counts(run, whole, tmp_path):
     assert in_bucket() == whole
 
 
+def test_of_two_parts_of_a_shard_the_longer_one_counts(run, tmp_path):
+    """Interrupted with one bucket, ended without it: the bucket has less of the last shard."""
+    folder, url = tmp_path / "local", f"memory://{tmp_path}/bucket"
+    kept = {"remote": Store(url), "delete_local": False}
+    for large in (1, 1.5e-6):  # the only shard, and the last one of some
+        run(folder, interrupt_after=3, shard_size_gb=large, overwrite=True, **kept)
+        run(folder, shard_size_gb=large)
+        ended = content(folder)
+        total = json.loads((folder / "metadata.json").read_bytes())["samples"]
+        assert run(folder, shard_size_gb=large, **kept).totals.samples == total > 30
+        copy = tmp_path / f"copy_{large}"
+        fsspec.filesystem("memory").get(f"{url}/", str(copy), recursive=True)
+        assert content(copy) == ended and status(copy) == "complete"
+
+
 def test_of_two_machines_with_one_machine_id_the_later_goes_on(run, whole, tmp_path):
     url = f"memory://{tmp_path}/shared"
     identity = {"model": "tiny"}
