@@ -194,7 +194,7 @@ def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path)
     )
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--dataset_path", fewer])
     assert pod.wait() == [2, 2]
-    assert "error: hosts differ in data files: digest" in pod.text(1)
+    assert "error: hosts differ in data revision: digest" in pod.text(1)
     assert not (tmp_path / "out").exists()
 
 
@@ -223,7 +223,7 @@ def test_a_failure_on_one_host_stops_all_and_keeps_what_is_stored(demo_inputs, t
     pod = Pod(tmp_path, 2, 2, *flags, "--dataset_path", data)
     assert pod.wait() == [1, 1], [pod.text(i) for i in range(2)]
     assert "line 201: not JSON" in pod.text(1)
-    assert "another host failed" in pod.text(0) and "Safe in" in pod.text(0)
+    assert "another host failed" in pod.text(0) and "Stored in" in pod.text(0)
     metadata = json.loads((out / "machine_000_host_01/metadata.json").read_text())
     assert metadata["status"] == "interrupted" and metadata["samples"] == 200
 
@@ -289,14 +289,14 @@ def test_hosts_that_others_do_not_join_give_up(demo_inputs, tmp_path, present):
 INJECT = """
 import os, signal, sys, time
 import extract_activations as script
-from activation_extraction import storage
+from activation_extraction import committer, storage
 host, fault = os.environ["FAULT"].split(":")
 if fault == "slow writer":
-    original = storage.write_shard
+    original = committer.write_shard
     def slow(*args):
         time.sleep(4)
         return original(*args)
-    storage.write_shard = slow
+    committer.write_shard = slow
 if host == os.environ["HOST_ID"]:
     if fault in ("bug", "bug at the end", "slow writer"):
         calls, after = [], 5 if fault == "bug at the end" else 2
@@ -305,7 +305,7 @@ if host == os.environ["HOST_ID"]:
             calls.append(1)
             if len(calls) >= after:
                 raise ValueError("injected")
-            original_add(self, batch, activations)
+            return original_add(self, batch, activations)
         storage.ActivationStorage.add_batch = add
     if fault == "compile":
         def broken(*_):
