@@ -19,14 +19,14 @@ PER_HOST = ("machine", "host")  # of the identity: differ between the folders of
 
 @dataclass(frozen=True)
 class Beginning:
-    """Shards 1, 2, ... that are stored and stay; `waiting`: those that the bucket lacks.
+    """Shards 1, 2, ... that are stored and stay; `waiting`: numbers of those the bucket lacks.
 
     complete: nothing is left to compute; settled: nor to upload or to write down. outdated: numbers
     of the commits in the bucket, which must go before a new shard replaces theirs.
     """
 
     commits: list[Commit] = field(default_factory=list)
-    waiting: list[Commit] = field(default_factory=list)
+    waiting: frozenset[int] = frozenset()
     complete: bool = False
     settled: bool = False
     outdated: frozenset[int] = frozenset()
@@ -48,7 +48,7 @@ def take_up(
     for place, stored in zip(places, both, strict=False):
         _check_identity(place, stored, identity)
     chosen: list[Commit] = []
-    waiting: list[Commit] = []
+    waiting: set[int] = set()
     numbers = sorted({number for stored in both for number in stored.commits})
     for number in numbers:
         if number != len(chosen) + 1:
@@ -59,7 +59,7 @@ def take_up(
         commit, uploaded = _choose(number, local, remote, places)
         chosen.append(commit)
         if remote is not None and not uploaded:
-            waiting.append(commit)
+            waiting.add(number)
     count = sum(commit.count for commit in chosen)
     if max_samples is not None and count > max_samples:
         raise InputError(
@@ -70,11 +70,10 @@ def take_up(
     complete = [_complete(stored, count, max_samples) for stored in both]
     if any(complete):
         settled = complete[-1] and not waiting
-        return Beginning(chosen, waiting, complete=True, settled=settled, outdated=outdated)
+        return Beginning(chosen, frozenset(waiting), True, settled, outdated)
     if chosen and chosen[-1].partial:
-        last = chosen.pop()
-        waiting = [commit for commit in waiting if commit is not last]
-    return Beginning(chosen, waiting, outdated=outdated)
+        waiting.discard(chosen.pop().number)
+    return Beginning(chosen, frozenset(waiting), outdated=outdated)
 
 
 def _check_identity(place: str, stored: Stored, identity: Mapping[str, Any]) -> None:

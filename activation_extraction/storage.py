@@ -92,9 +92,9 @@ class ActivationStorage:
             self._beginning.outdated,
         )
         commits = self._beginning.commits
-        waiting = [commit.number for commit in self._beginning.waiting]
-        for commit in commits[: min(waiting, default=len(commits) + 1) - 1]:
-            self.totals.add(commit)
+        for commit in commits:
+            if commit.number not in self._beginning.waiting:
+                self.totals.add(commit)
         self._last_stored = self._last_sample = commits[-1].last if commits else -1
         self._cursor: Cursor | None = commits[-1].cursor if commits else None
         self._shards_cut = len(commits)
@@ -153,9 +153,8 @@ class ActivationStorage:
                 if self._remote is not None:
                     remove_extraction(self._remote)
             self._write_metadata("running")
-            waiting = [commit.number for commit in self._beginning.waiting]
             for commit in self._beginning.commits:
-                if commit.number in waiting:
+                if commit.number in self._beginning.waiting:
                     self._committer.upload(commit)
                 elif self._remote is not None and self._delete_local:
                     (self.folder / commit.file).unlink(missing_ok=True)  # killed before it did

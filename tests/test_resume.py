@@ -405,12 +405,14 @@ def test_the_bucket_is_what_counts(run, whole, tmp_path):
         run(folder, remote=Store(url))
     with pytest.raises(InputError, match="was uploaded to memory://.*--upload_to_gcs"):
         run(folder)
-    # With the local shards everything is uploaded again, and nothing computed.
+    # With the local shards everything is uploaded again, or what is missing, and nothing computed.
     kept = tmp_path / "kept"
     run(kept, remote=Store(url), delete_local=False)
-    memory.rm(url, recursive=True)
-    assert run(kept, remote=Store(url), delete_local=False).complete
-    assert in_bucket() == whole == content(kept)
+    for lost in (url, f"{url}/shard_0002.pkl.gz", f"{url}/shard_0003.json"):
+        memory.rm(lost, recursive=True)
+        again = run(kept, remote=Store(url), delete_local=False)
+        assert again.complete and again.totals.shards == len(whole) // 2
+        assert in_bucket() == whole == content(kept)
     # A local run gets a bucket afterwards.
     memory.rm(url, recursive=True)
     run(tmp_path / "whole", remote=Store(url))
