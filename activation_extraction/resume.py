@@ -21,15 +21,13 @@ PER_HOST = ("machine", "host")  # of the identity: differ between the folders of
 class Beginning:
     """Shards 1, 2, ... that are stored and stay; `waiting`: numbers of those the bucket lacks.
 
-    complete: nothing is left to compute; settled: nor to upload or to write down. outdated: numbers
-    of the commits in the bucket, which must go before a new shard replaces theirs.
+    complete: nothing is left to compute; settled: nor to upload or to write down.
     """
 
     commits: list[Commit] = field(default_factory=list)
     waiting: frozenset[int] = frozenset()
     complete: bool = False
     settled: bool = False
-    outdated: frozenset[int] = frozenset()
 
 
 def take_up(
@@ -66,14 +64,13 @@ def take_up(
             f"--max_samples: {count} samples are stored in {places[len(both) - 1]}, this would "
             f"keep {max_samples}; {OPTIONS}"
         )
-    outdated = frozenset((remote or Stored()).commits)
     complete = [_complete(stored, count, max_samples) for stored in both]
     if any(complete):
         settled = complete[-1] and not waiting
-        return Beginning(chosen, frozenset(waiting), True, settled, outdated)
+        return Beginning(chosen, frozenset(waiting), True, settled)
     if chosen and chosen[-1].partial:
         waiting.discard(chosen.pop().number)
-    return Beginning(chosen, frozenset(waiting), outdated=outdated)
+    return Beginning(chosen, frozenset(waiting))
 
 
 def _check_identity(place: str, stored: Stored, identity: Mapping[str, Any]) -> None:

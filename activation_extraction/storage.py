@@ -89,7 +89,6 @@ class ActivationStorage:
             compress,
             delete_local,
             digest_of(self._identity),
-            self._beginning.outdated,
         )
         commits = self._beginning.commits
         for commit in commits:
@@ -272,6 +271,7 @@ class ActivationStorage:
             if self._pending:
                 self._cut_shard(partial=True)
             self._committer.wait()
+            self._committer.check_owner()
             self._write_metadata("complete" if complete else "interrupted")
             done = True
         except OSError as error:

@@ -434,19 +434,47 @@ def test_of_two_parts_of_a_shard_the_longer_one_counts(run, tmp_path):
         assert content(copy) == ended and status(copy) == "complete"
 
 
-def test_of_two_machines_with_one_machine_id_the_later_goes_on(run, whole, tmp_path):
+@pytest.mark.parametrize("uploads", [True, False])
+def test_of_two_machines_with_one_machine_id_the_later_goes_on(run, whole, tmp_path, uploads):
+    """Whether the first one still has a shard to upload, or only its last word to say."""
     url = f"memory://{tmp_path}/shared"
     identity = {"model": "tiny"}
     first = ActivationStorage(tmp_path / "a", HOOKS, identity=identity, remote=Store(url))
     first.open()
     run(tmp_path / "b", remote=Store(url))
-    for key in HOOKS:
+    for key in HOOKS if uploads else ():
         first.add_activation(key, np.zeros((3, HIDDEN), np.float32), 0, "")
     with pytest.raises(storage.StorageError, match="another process has begun to write there"):
         first.finalize()
     copy = tmp_path / "copy"
     fsspec.filesystem("memory").get(f"{url}/", str(copy), recursive=True)
-    assert content(copy) == whole
+    assert content(copy) == whole and status(copy) == "complete"
+
+
+def test_a_shard_that_another_machine_stored_meanwhile_is_replaced_as_a_whole(
+    run, tmp_path, monkeypatch
+):
+    """This machine looked before that; it is killed while it replaces the shard."""
+    url = f"memory://{tmp_path}/shared"
+    late = ActivationStorage(
+        tmp_path / "late", HOOKS, identity={"model": "tiny"}, remote=Store(url)
+    )
+    run(tmp_path / "early", interrupt_after=3, shard_size_gb=1, remote=Store(url))
+    late.open()
+    original = Store.put
+
+    def killed(store, path):
+        if path.name == "shard_0001.json":
+            raise Killed
+        original(store, path)
+
+    monkeypatch.setattr(Store, "put", killed)
+    for key in HOOKS:
+        late.add_activation(key, np.zeros((3, HIDDEN), np.float32), 0, "")
+    with pytest.raises(Killed):
+        late.finalize()
+    assert Store(url).files()["shard_0001.pkl.gz"]
+    assert not Store(url).read("shard_0001.json")
 
 
 REFUSED = {
