@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import fsspec
 import gcsfs
+import google.auth.exceptions
 import numpy as np
 import pytest
 from gcs_server import gcs
@@ -364,6 +365,37 @@ def test_what_passes_is_retried_and_what_does_not_is_not(tmp_path, monkeypatch):
         with pytest.raises(StoreError, match=message) as raised:
             store.put(path)
         assert raised.value.final and store.retries == 3
+
+
+def test_patience_counts_the_time_without_progress_only(tmp_path, monkeypatch):
+    """An upload that takes longer than that is sent again as well, when it fails at its end."""
+    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    store = Store(f"memory://{tmp_path}/long", patience=0.3)
+    original, failures = store._fs.put_file, [TimeoutError()] * 3
+
+    def put(*arguments, callback, **options):
+        for _ in range(4):
+            time.sleep(0.1)
+            callback.call()
+        if failures:
+            raise failures.pop()
+        original(*arguments, **options)
+
+    monkeypatch.setattr(store._fs, "put_file", put)
+    store.put(path)
+    assert store.read("file") == b"content" and store.retries == 3
+    monkeypatch.setattr(store._fs, "put_file", lambda *_, **__: time.sleep(0.2) or 1 / 0)
+    with pytest.raises(StoreError, match="kept failing for .*--upload_timeout"):
+        store.put(path, "another")
+
+
+def test_a_metadata_server_out_of_reach_is_asked_again():
+    unreachable = google.auth.exceptions.RefreshError("503")
+    unreachable.__cause__ = google.auth.exceptions.TransportError("503")
+    assert not stores.reason_of(unreachable)[1]
+    assert stores.reason_of(google.auth.exceptions.RefreshError("invalid_grant"))[1]
 
 
 def test_an_upload_whose_answer_was_lost_is_recognised(tmp_path, monkeypatch):
