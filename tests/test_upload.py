@@ -21,7 +21,7 @@ from test_hosts import Pod
 from test_resume import HIDDEN, HOOKS, content, rows, run, tokenizer  # noqa: F401  # fixtures
 
 import extract_activations
-from activation_extraction import stores
+from activation_extraction import committer, stores
 from activation_extraction.storage import ActivationStorage, StorageError
 from activation_extraction.stores import Store, StoreError
 from benchmarks.kill_and_resume import kill_and_resume, shards_in
@@ -326,6 +326,11 @@ def test_memory_has_a_ceiling_of_two_shards_with_a_slow_bucket(bucket, tmp_path)
     assert 20 < offered < 40  # it was stopped, with a few shards on the disk
     # Two shards, the sample that did not fit any more, its pickle, and the chunks under way.
     assert shards < 2 + 1.5, done.stdout
+
+
+def test_a_slow_bucket_gets_its_chunks_before_the_requests_time_out():
+    """1 MB/s, as above, shared by all uploads."""
+    assert committer.UPLOADS * stores.CHUNK_BYTES / 1e6 < stores.REQUEST_SECONDS / 2
 
 
 class Flaky:
