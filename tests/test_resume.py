@@ -581,10 +581,11 @@ def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(committer, "write_shard", full)
-        assert extract_activations.main(flags) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "shard_0002.pkl.gz: the disk is full. Stored in" in error
-    assert "1 shard(s)" in error and "the same command continues" in error
+        for more, again in (["--overwrite"], " without --overwrite"), ([], ""):
+            assert extract_activations.main([*flags, *more]) == 1
+            error = capsys.readouterr().err.splitlines()[-1]
+            assert "shard_0002.pkl.gz: the disk is full. Stored in" in error
+            assert "1 shard(s)" in error and f"the same command{again} continues" in error
     assert extract_activations.main(flags) == 0
     assert content(tmp_path / "out") == content(folder / "out")
     assert stores.reason_of(OSError(30, ""))[0] == "the file system is read-only"

@@ -201,6 +201,49 @@ def test_either_of_two_hosts_killed(demo_inputs, bucket, tmp_path, victim):
     assert extract_activations.main(["--verify", "--output_dir", "gs://bucket/run"]) == 0
 
 
+def test_a_host_that_is_done_waits_for_the_uploads_of_the_others(demo_inputs, bucket, tmp_path):
+    """Everything is computed; the bucket has lost the part of host 1. Host 0 coordinates."""
+    flags = [
+        *("--model_path", demo_inputs / "model", "--layers_to_extract", 1, "--max_samples", 60),
+        *("--dataset_path", demo_inputs / "documents.parquet", "--max_seq_length", 64),
+        *("--shard_size_gb", 2e-4, "--keep_local"),
+    ]
+    where = upload_flags(flags, tmp_path / "out")
+    assert Pod(tmp_path, 2, 2, *where, **bucket.environment).wait() == [0, 0]
+    stored = uploaded(bucket, "machine_000_host_01")
+    for name in [name for name in bucket.objects() if "host_01" in name]:
+        bucket.delete(name)
+    bucket.bytes_per_second = 1e5
+    pod = Pod(tmp_path, 2, 2, *where, **bucket.environment)
+    assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
+    assert uploaded(bucket, "machine_000_host_01") == stored
+    assert "everything is computed already" in pod.text(1)
+
+
+def test_the_second_ctrl_c_does_not_wait_for_uploads(flags, undisturbed, bucket, tmp_path):
+    out = tmp_path / "out"
+    bucket.bytes_per_second = 1e4
+    process = subprocess.Popen(
+        [sys.executable, extract_activations.__file__, *upload_flags(flags, out)],
+        env=os.environ | bucket.environment | {"JAX_PLATFORMS": "cpu"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while len(list(out.glob("shard_*.gz"))) < 6:  # the computation waits for the bucket
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=10)
+    assert process.returncode == 130 and printed.splitlines()[-1] == "interrupted"
+    bucket.bytes_per_second = None
+    assert extract_activations.main(upload_flags(flags, out)) == 0
+    assert uploaded(bucket) == undisturbed
+
+
 def fill(storage, count, tokens=1000, pause=0.0):
     """Adds samples of (tokens, HIDDEN) float32 for each hook."""
     for sample in range(count):
