@@ -251,9 +251,9 @@ class ActivationStorage:
         self._last_sample = sample_idx
 
     def _cut_shard(self, partial: bool) -> None:
-        samples, self._pending, self._pending_bytes = self._pending, [], 0
+        self._committer.commit(self._pending, self._cursor, self._shards_cut + 1, partial)
+        self._pending, self._pending_bytes = [], 0  # not before: Ctrl-C may come while it waits
         self._shards_cut += 1
-        self._committer.commit(samples, self._cursor, self._shards_cut, partial)
 
     def finalize(self, complete: bool = True) -> None:
         """Commits every complete sample and metadata.json, and waits until all is stored.
