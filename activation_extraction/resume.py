@@ -5,11 +5,20 @@ is still to be uploaded. Only reads; every refusal is found here, before anythin
 import re
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.commits import METADATA, Commit, DamagedError, Stored, own_files, unseal
+from activation_extraction.commits import (
+    METADATA,
+    READERS,
+    Commit,
+    DamagedError,
+    Stored,
+    own_files,
+    unseal,
+)
 from activation_extraction.errors import InputError, one_line
 from activation_extraction.stores import Store
 
@@ -189,6 +198,9 @@ def check_siblings(root: Store, identity: Mapping[str, Any]) -> None:
 
 
 def remove_extraction(store: Store) -> None:
-    """Deletes the shards, commits and metadata in a folder, and nothing else."""
-    for name in own_files(store.files()):
-        store.remove(name)
+    """Deletes the shards, commits and metadata in a folder, and nothing else; the JSONs first."""
+    names = own_files(store.files())
+    commits = [name for name in names if name.endswith(".json")]
+    with ThreadPoolExecutor(READERS) as pool:
+        for group in (commits, names[len(commits) :]):
+            list(pool.map(store.remove, group))
