@@ -6,6 +6,7 @@ appears, in the folder and then in the bucket, and no shard is committed before 
 it. Every queue is bounded: a slow bucket slows the caller down. After a failure nothing follows.
 """
 
+import hashlib
 import logging
 import shutil
 import time
@@ -105,7 +106,14 @@ class Committer:
         )
 
     def upload(self, commit: Commit) -> None:
-        """Hands over a shard that an earlier run wrote and did not upload."""
+        """Hands over a shard that an earlier run wrote and did not upload.
+
+        Raises StorageError when it is not what its JSON says.
+        """
+        path = self._folder / commit.file
+        with open(path, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != commit.sha256:
+                raise StorageError(f"{path}: is damaged: its sha256 is not its JSON's")
         self._submit_upload(commit)
 
     def check(self) -> None:

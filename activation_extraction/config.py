@@ -159,6 +159,8 @@ def _check_places(flags: argparse.Namespace) -> None:
             raise InputError(f"--{flag}: needs --upload_to_gcs")
         if value is not None and re.search(r"[*?\[\]#\s]", value):
             raise InputError(f"--{flag} {value!r}: has a space, a wildcard or '#' in it")
+    if bucket is not None and (bucket.startswith("memory:") or bucket.endswith("://")):
+        raise InputError(f"--gcs_bucket {bucket}: is no place that lasts")
     if bucket is not None and "://" not in bucket and "/" in bucket.rstrip("/"):
         raise InputError(f"--gcs_bucket {bucket}: is a path; the bucket alone, and --gcs_prefix")
     looking = flags.status or flags.verify

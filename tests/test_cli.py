@@ -377,6 +377,31 @@ BAD_REQUESTS = {
     "output is a file": (["--output_dir", "{}/f"], {"f": ""}, "is a file, expected a folder"),
     "output below a file": (["--output_dir", "{}/f/out"], {"f": ""}, "cannot be written to"),
     "output unwritable": (["--output_dir", "/proc/activations"], {}, "cannot be written to"),
+    "bucket without upload": (["--gcs_bucket", "b"], {}, "--gcs_bucket: needs --upload_to_gcs"),
+    "upload without bucket": (["--upload_to_gcs"], {}, "--upload_to_gcs: needs --gcs_bucket"),
+    "bucket in memory": (
+        ["--upload_to_gcs", "--gcs_bucket", "memory://b"],
+        {},
+        "--gcs_bucket memory://b: is no place that lasts",
+    ),
+    "bucket with a path": (
+        ["--upload_to_gcs", "--gcs_bucket", "b/c"],
+        {},
+        "--gcs_bucket b/c: is a path",
+    ),
+    "prefix with a wildcard": (
+        ["--upload_to_gcs", "--gcs_bucket", "b", "--gcs_prefix", "run*"],
+        {},
+        "--gcs_prefix 'run*': has a space, a wildcard",
+    ),
+    "output to a URL": (["--output_dir", "gs://b/c"], {}, "use --upload_to_gcs"),
+    "s3fs is not installed": (
+        ["--upload_to_gcs", "--gcs_bucket", "s3://b", "--output_dir", "{}/o"],
+        {},
+        "--upload_to_gcs: s3://b",
+    ),
+    "aggregate without status": (["--aggregate"], {}, "--aggregate: needs --status"),
+    "verify and status": (["--verify", "--status"], {}, "exclude each other"),
     "output is taken": (
         ["--output_dir", "{}/o"],
         {"o/metadata.json": "{}"},

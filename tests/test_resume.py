@@ -413,6 +413,12 @@ def test_the_bucket_is_what_counts(run, whole, tmp_path):
         again = run(kept, remote=Store(url), delete_local=False)
         assert again.complete and again.totals.shards == len(whole) // 2
         assert in_bucket() == whole == content(kept)
+    # What was damaged here meanwhile is not uploaded.
+    memory.rm(url, recursive=True)
+    path = kept / "shard_0003.pkl.gz"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(storage.StorageError, match="shard_0003.pkl.gz: is damaged"):
+        run(kept, remote=Store(url), delete_local=False)
     # A local run gets a bucket afterwards.
     memory.rm(url, recursive=True)
     run(tmp_path / "whole", remote=Store(url))
