@@ -80,7 +80,7 @@ on() { # MACHINE FUNCTION...: calls a host_* function on every host of the machi
     case $mode in
         gcloud)
             gcloud compute tpus tpu-vm ssh "${names[machine]}" "${gcloud_flags[@]}" --worker=all \
-                --ssh-flag="-oBatchMode=yes -oServerAliveInterval=30" \
+                --batch-size=all --ssh-flag="-oBatchMode=yes -oServerAliveInterval=30" \
                 --command="bash -c $(quote "$(program "$machine" "${names[machine]}" "" "${@:2}")")"
             ;;
         ssh)
@@ -114,7 +114,7 @@ check() { # MACHINE
     echo "@deploy expected $1 ${counts[$1]}"
     if [[ ! $image && $mode == gcloud ]]; then
         gcloud compute tpus tpu-vm scp "$scratch/$package" "${names[$1]}:" "${gcloud_flags[@]}" \
-            --worker=all --scp-flag=-oBatchMode=yes </dev/null
+            --worker=all --batch-size=all --scp-flag=-oBatchMode=yes </dev/null
     elif [[ ! $image && $mode == ssh ]]; then
         IFS=, read -r -a hosts <<<"${targets[$1]}"
         for host in "${hosts[@]}"; do

@@ -63,7 +63,8 @@ def gcloud(arguments: list[str]) -> int:
     if verb == "describe":
         print(tpu["state"], tpu["hosts"], sep="\t")
         return 0
-    assert flags["worker"] == "all"
+    # By default 64 hosts at a time: of a larger pod the others would wait until these have ended.
+    assert flags["worker"] == flags["batch-size"] == "all"
     print(
         f"Attempting to SSH into 1 nodes with a total of {tpu['hosts']} workers.", file=sys.stderr
     )
