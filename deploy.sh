@@ -61,6 +61,8 @@ program() { # MACHINE HOST NUMBER FUNCTION...: a bash program that calls a host_
     eval "words=(${commands[machine]})" # quoted by launch_v5e64.sh
     output=$(value_of output_dir activations)
     for path in "$(value_of model_path "")" "$(value_of dataset_path "")"; do
+        # of a glob the folder above it
+        if [[ $path == *[*?[]* ]]; then path=${path%%[*?[]*} path=${path%/*}; fi
         if [[ $path == /* ]]; then inputs+=("$path"); fi
     done
     num_hosts=${counts[machine]}

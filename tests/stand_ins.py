@@ -117,6 +117,8 @@ def docker_run(arguments: list[str], containers: Path) -> int:
             elif flag == "--volume":
                 source, target, *_ = value.split(":")
                 mounts[target] = source
+            elif flag == "--env" and "=" in value:
+                environment |= [value.split("=", 1)]
             elif flag == "--env" and value in os.environ:
                 environment[value] = os.environ[value]
     environment |= {"HF_HOME": mounts["/cache/huggingface"], "HOME": "/nonexistent"}
@@ -133,7 +135,7 @@ def docker_run(arguments: list[str], containers: Path) -> int:
         if target.startswith("/workspace/"):
             (folder / target[1:]).symlink_to(source)
         else:
-            assert target in (source, "/cache/huggingface")
+            assert target in (source, "/cache/huggingface", "/adc.json") and Path(source).exists()
     entry = [str(workspace / "entrypoint.sh"), *arguments[1:]]
     process = subprocess.Popen(entry, cwd=workspace, env=environment)
     (folder / "pid").write_text(str(process.pid))

@@ -50,6 +50,7 @@ argv = sys.argv[1:]
 machine = argv[argv.index("--machine_id") + 1]
 who = machine + "-" + os.environ.get("HOST_ID", "0")
 at = dict(who=who, argv=argv, cwd=os.getcwd(), address=os.environ.get("COORDINATOR_ADDRESS"))
+at["credentials"] = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
 with open(root / "jobs.jsonl", "a") as file:
     file.write(json.dumps(at) + "\\n")
 print("working as", who, flush=True)
@@ -616,6 +617,47 @@ def test_a_host_that_differs_or_is_not_there_stops_everything_before_it_starts(c
     status, text = cloud.deploy("gcloud", "pod")
     assert status == 2 and "error: pod/0: the check failed" in text
     assert "error: nothing was started" in text and not cloud.lines("jobs")
+
+
+def test_what_docker_would_invent_is_refused_and_what_is_there_is_mounted(cloud):
+    """A path that is missing on a host, a glob, a ~ of another home; and credentials."""
+    image, data = ["--image", "image:1"], cloud.root / "data"
+    flags = {"MODEL_PATH": str(data / "model"), "DATASET_PATH": str(data / "texts/*.parquet")}
+    status, text = cloud.deploy("ssh", "a", *image, **flags)
+    assert status == 2 and f"{data}/model: is not on this host" in text, text
+    (data / "model").mkdir(parents=True)
+    status, text = cloud.deploy("ssh", "a", *image, **flags)
+    assert status == 2 and f"{data}/texts: is not on this host" in text, text
+    (data / "texts").mkdir()
+    status, text = cloud.deploy("ssh", "a", *image, OUTPUT_DIR="~/out", **flags)
+    assert status == 2 and "~/out: give the whole path" in text, text
+    (data / "file").touch()
+    status, text = cloud.deploy("ssh", "a", *image, OUTPUT_DIR=str(data / "file/out"), **flags)
+    assert status == 2 and f"cannot create directory '{data}/file'" in text, text
+    assert not cloud.lines("jobs")
+    key = cloud.root / "hosts/a/.config/gcloud/application_default_credentials.json"
+    key.parent.mkdir(parents=True)
+    key.touch()
+    cloud.finish()
+    status, text = cloud.deploy("ssh", "a", *image, **flags)
+    assert status == 0, text
+    assert cloud.lines("jobs")[0]["credentials"] == "/adc.json"
+    run = next(call for call in cloud.lines("calls") if call[:2] == ["docker", "run"])
+    assert f"{data}/texts:{data}/texts:ro" in run and f"{data}/model:{data}/model:ro" in run
+
+
+def test_the_container_of_another_user_of_the_host_is_left_alone(cloud):
+    other = subprocess.Popen(["sleep", "100"])
+    try:
+        folder = cloud.root / "containers/a/extraction"
+        folder.mkdir(parents=True)
+        (folder / "pid").write_text(str(other.pid))
+        cloud.finish()
+        status, text = cloud.deploy("ssh", "a", "--image", "image:1")
+        assert status == 0 and other.poll() is None, text
+    finally:
+        other.kill()
+        other.wait()
 
 
 @pytest.mark.parametrize(
