@@ -6,6 +6,10 @@
 # the background, one per machine; the facts they report are collected in files by kind.
 # shellcheck disable=SC2329  # functions are called through `begin`, `on` and `trap`
 set -euo pipefail
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then # as on macOS
+    echo "error: this is bash $BASH_VERSION; 4.4 or newer is needed" >&2
+    exit 2
+fi
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 usage() {

@@ -162,6 +162,7 @@ host_run() { # The job. This shell outlives a SIGTERM to the group, to write dow
     else
         venv/bin/python "code-$version/extract_activations.py" "${words[@]:2}" || status=$?
     fi
+    echo "$(date '+%Y-%m-%d %H:%M:%S') ended with status $status"
     rm -f "$folder/pid"
     echo "$status" >"$folder/status.part"
     mv "$folder/status.part" "$folder/status"

@@ -460,6 +460,7 @@ def test_ctrl_c_stops_all_hosts(cloud, mode):
     os.killpg(process.pid, signal.SIGINT)
     text = process.communicate(timeout=60)[0]
     assert process.returncode == 130 and text.count("] stored\n") == 3, text
+    assert len(re.findall(r"\] \d{4}-\d\d-\d\d [\d:]{8} ended with status 143\n", text)) == 3
     assert text.count("exit status 143") == 3
 
 
@@ -693,6 +694,12 @@ def test_bad_input_is_one_line(cloud, arguments, variables, message):
     )
     assert result.returncode == 2 and not result.stdout
     assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
+
+
+def test_an_old_bash_is_named():
+    script = DEPLOY.read_text().replace("BASH_VERSINFO", "OLD")
+    result = subprocess.run(["bash", "-c", f"OLD=(3 2)\n{script}"], capture_output=True, text=True)
+    assert result.returncode == 2 and "4.4 or newer is needed" in result.stderr
 
 
 # ---- Dockerfile
