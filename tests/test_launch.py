@@ -347,7 +347,7 @@ def test_a_local_pod_of_four_hosts_with_16_devices(real_cloud):
     flags = [*DEMO, "--batch_size", "16"]
     status, text = cloud.deploy("local", "4", "--", *flags, MODEL_PATH=None)
     assert status == 0, text
-    assert "[machine_0/3] done: " in text
+    assert "[machine_0/3] done: " in text and text.count("read it with") == 1
     assert text.endswith("machine_0: done on all 4 hosts\n")
     assert demo_documents(cloud.laptop / "out") == hosts_of(0, 4)
 
