@@ -118,7 +118,7 @@ def docker_run(arguments: list[str], containers: Path) -> int:
                 source, target, *_ = value.split(":")
                 mounts[target] = source
             elif flag == "--env" and "=" in value:
-                environment |= [value.split("=", 1)]
+                environment |= dict([value.split("=", 1)])
             elif flag == "--env" and value in os.environ:
                 environment[value] = os.environ[value]
     environment |= {"HF_HOME": mounts["/cache/huggingface"], "HOME": "/nonexistent"}
