@@ -647,6 +647,18 @@ def test_what_docker_would_invent_is_refused_and_what_is_there_is_mounted(cloud)
     assert f"{data}/texts:{data}/texts:ro" in run and f"{data}/model:{data}/model:ro" in run
 
 
+def test_machines_without_external_addresses(cloud):
+    cloud.tpu("pod", 2)
+    cloud.finish()
+    flags = ["--zone", "z", "--tunnel-through-iap"]
+    assert cloud.deploy("gcloud", "pod", *flags)[0] == 0
+    calls = [call for call in cloud.lines("calls") if call[:3] == ["gcloud", "compute", "tpus"]]
+    assert {call[4] for call in calls} == {"describe", "scp", "ssh"}
+    for call in calls:
+        assert "--zone=z" in call
+        assert ("--tunnel-through-iap" in call) == (call[4] != "describe")
+
+
 def test_the_container_of_another_user_of_the_host_is_left_alone(cloud):
     other = subprocess.Popen(["sleep", "100"])
     try:
