@@ -83,10 +83,10 @@ from activation_extraction.resume import (
     remove_extraction,
 )
 from activation_extraction.status import show_status
-from activation_extraction.storage import ActivationStorage, StorageError
+from activation_extraction.storage import ActivationStorage
 from activation_extraction.stores import Store, StoreError
 from activation_extraction.tokens import Prefetch, load_tokenizer, samples
-from activation_extraction.verify import verify
+from activation_extraction.verify import Recompute, verify
 from activation_extraction.weights import Checkpoint, WeightSpec, load_params
 from qwen2_jax import Qwen2, QwenConfig, weight_table
 from qwen2_jax_with_hooks import (
@@ -99,7 +99,6 @@ from qwen2_jax_with_hooks import (
 
 BATCHES_AHEAD = 4
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
-AGAIN = "start all hosts again with the same command, it continues"
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Config) -> int:
     """One extraction from beginning to end; returns the exit status."""
     host = join_hosts(config)
-    with last_words_of(host):
+    with last_words_of(host, config):
         with device_errors():
             job = prepare_together(config, host)
         clock = Clock()
@@ -169,13 +168,13 @@ def run(config: Config) -> int:
                 complete, signaled = compute(job, clock)
             else:
                 log.info("everything is computed already")
-                job.storage.finalize()
+                finish(job, clock, complete=True)
                 complete, signaled = True, 0
         except RunError as error:
             totals = job.storage.totals
             raise RunError(
                 f"{error}. Stored in {job.place}: {totals.shards} shard(s), {totals.samples} "
-                f"samples; {AGAIN if host.several else 'the same command continues'}"
+                f"samples; {how_to_continue(config, host)}"
             ) from error
     print_summary(job, clock, complete)
     return 0 if complete else 128 + (signaled or signal.SIGTERM)
@@ -187,20 +186,30 @@ def compute(job: Job, clock: Clock) -> tuple[bool, int]:
     with device_errors():
         step = start_together(job)
     clock.began = time.perf_counter()
-    with storage, stop_on_signals() as stopped, Watchdog(config.stall_timeout) as watchdog:
-        storage.alive = watchdog.alive
+    with storage, stop_on_signals() as stopped:
+        try:
+            with device_errors(), Watchdog(config.stall_timeout) as watchdog:
+                storage.alive = watchdog.alive
+                complete, failure = extract(
+                    *(host, job.batches, step, job.forward.rows, storage, job.forward.flops),
+                    *(progress_of(job), clock, watchdog, stopped),
+                )
+        except KeyboardInterrupt:  # the second Ctrl-C: do not wait for uploads
+            storage.close()
+            raise
         with device_errors():
-            complete, failure = extract(
-                *(host, job.batches, step, job.forward.rows, storage, job.forward.flops),
-                *(progress_of(job), clock, watchdog, stopped),
-            )
-            try:
-                with clock.measure("store"):
-                    storage.finalize(complete and failure is None)
-            except StorageError as error:
-                failure = failure or error
-            together(host, failure)
+            finish(job, clock, complete, failure)
         return complete, stopped()
+
+
+def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = None) -> None:
+    """Commits what is complete. No host leaves before the others: that would end them."""
+    try:
+        with clock.measure("store"):
+            job.storage.finalize(complete and failure is None)
+    except Exception as error:  # as in prepare_together
+        failure = failure or error
+    together(job.host, failure)
 
 
 def progress_of(job: Job) -> Progress:
@@ -223,18 +232,19 @@ def look(config: Config) -> int:
         root = Store(config.location, config.upload_timeout)
         if config.status:
             return show_status(root, config.aggregate)
-        again = partial(recompute, config) if config.verify_samples else None
-        return verify(root, again, config.verify_samples)
+        load = partial(load_again, config) if config.verify_samples else None
+        return verify(root, load, config.verify_samples)
     except StoreError as error:
         if error.final:
             raise InputError(str(error)) from error
         raise
 
 
-def recompute(
-    config: Config, metadata: dict[str, Any], token_ids: list[np.ndarray]
-) -> list[np.ndarray]:
-    """Runs the model again as `metadata` says; returns (hooks, tokens, hidden) of every sample."""
+def load_again(config: Config, metadata: dict[str, Any]) -> Recompute:
+    """The model of a stored extraction, for --verify. Raises InputError when it is another one.
+
+    The function that is returned gives (hooks, tokens, hidden) of each sample.
+    """
     identity = metadata["identity"]
     config = replace(
         config,
@@ -249,15 +259,18 @@ def recompute(
         if model_digest(forward) != identity["model files"]:
             raise InputError(f"--model_path {config.model_path}: is another model than the stored")
         step = compile_step(forward)
+
+    def recompute(token_ids: list[np.ndarray]) -> list[np.ndarray]:
         stream = (Sample(i, ids, "", None, {}, {}) for i, ids in enumerate(token_ids))
-        found = []
+        found: list[np.ndarray] = []
         for batch in pack(stream, config.batch_size, config.max_seq_length):
-            activations, _ = step(batch, (False, False, False))
-            on_host = forward.rows.receive(activations)
-            found += [
-                on_host[:, placed.row, placed.start : placed.stop] for placed in batch.samples
-            ]
-    return found
+            with device_errors():
+                activations, _ = step(batch, (False, False, False))
+                on_host = forward.rows.receive(activations)
+            found += [on_host[:, at.row, at.start : at.stop] for at in batch.samples]
+        return found
+
+    return recompute
 
 
 def join_hosts(config: Config) -> Host:
@@ -638,13 +651,23 @@ def device_errors() -> Iterator[None]:
         raise RunError(f"the device failed: {reason:.300}{hint}") from error
 
 
-def last_words_of(host: Host) -> AbstractContextManager[None]:
+def how_to_continue(config: Config, host: Host) -> str:
+    """After a failure."""
+    command = "the same command" + (" without --overwrite" if config.overwrite else "")
+    return (
+        f"start all hosts again with {command}, it continues"
+        if host.several
+        else f"{command} continues"
+    )
+
+
+def last_words_of(host: Host, config: Config) -> AbstractContextManager[None]:
     """What to say when JAX ends this process because another host is gone."""
     if not host.several:
         return nullcontext()
     return last_words(
         f"host {host.id} ended because another host is gone (or by a crash of its own, see above); "
-        f"what is committed is safe; {AGAIN}"
+        f"what is committed is safe; {how_to_continue(config, host)}"
     )
 
 

@@ -66,7 +66,6 @@ class Committer:
     """Writes shards to `folder` and uploads them to `remote` (None: the folder is the place).
 
     hooks: key in the shards -> the hook's full name. run: digest of the run's identity.
-    outdated: shard numbers whose commits in the bucket must go before a new shard comes.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class Committer:
         compress: bool,
         delete_local: bool,
         run: str,
-        outdated: frozenset[int],
     ) -> None:
         self.totals = Totals(statistics={key: Statistics() for key in hooks})
         self.failure: StorageError | None = None
@@ -88,7 +86,6 @@ class Committer:
         self._compress = compress
         self._delete_local = delete_local
         self._run = run
-        self._outdated = outdated
         self._metrics_uploaded = time.monotonic()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
         self._uploader = ThreadPoolExecutor(UPLOADS, thread_name_prefix="uploader")
@@ -115,6 +112,13 @@ class Committer:
         """Raises StorageError when anything in the background has failed."""
         if self.failure is not None:
             raise self.failure
+
+    def check_owner(self) -> None:
+        """Two machines with one machine_id: the one that began last goes on, the other stops."""
+        if self._remote is not None:
+            data = self._remote.read(METADATA)
+            if data is None or unseal(data, self._remote.url).get("owner") != self.owner:
+                raise StorageError(f"{self._remote.url}: another process has begun to write there")
 
     def wait(self, uploads: bool = True) -> None:
         """Until everything handed over is written and, with `uploads`, stored where it belongs.
@@ -208,14 +212,13 @@ class Committer:
     def _upload(self, commit: Commit, previous: Future[None] | None) -> None:
         assert self._remote is not None
         began = time.perf_counter()
-        self._check_owner(self._remote)
-        if commit.number in self._outdated:
-            self._remote.remove(commit.name)
+        self.check_owner()
+        self._remote.remove(commit.name)  # of a shard that this one replaces
         self._remote.put(self._folder / commit.file)
         if previous is not None:
             previous.result()
         self.check()
-        self._check_owner(self._remote)
+        self.check_owner()
         self._remote.put(self._folder / commit.name)
         self.totals.upload_seconds += time.perf_counter() - began
         self.totals.add(commit)
@@ -234,12 +237,6 @@ class Committer:
             shutil.copyfile(path, copy)
             self._remote.put(copy, METRICS)
             copy.unlink(missing_ok=True)
-
-    def _check_owner(self, remote: Store) -> None:
-        """Two machines with one machine_id: the one that began last goes on, the other stops."""
-        data = remote.read(METADATA)
-        if data is None or unseal(data, remote.url).get("owner") != self.owner:
-            raise StorageError(f"{remote.url}: another process has begun to write there")
 
 
 def _statistics(key: Key, records: list[Record]) -> Statistics:

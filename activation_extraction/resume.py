@@ -19,17 +19,15 @@ PER_HOST = ("machine", "host")  # of the identity: differ between the folders of
 
 @dataclass(frozen=True)
 class Beginning:
-    """Shards 1, 2, ... that are stored and stay; `waiting`: those that the bucket lacks.
+    """Shards 1, 2, ... that are stored and stay; `waiting`: numbers of those the bucket lacks.
 
-    complete: nothing is left to compute; settled: nor to upload or to write down. outdated: numbers
-    of the commits in the bucket, which must go before a new shard replaces theirs.
+    complete: nothing is left to compute; settled: nor to upload or to write down.
     """
 
     commits: list[Commit] = field(default_factory=list)
-    waiting: list[Commit] = field(default_factory=list)
+    waiting: frozenset[int] = frozenset()
     complete: bool = False
     settled: bool = False
-    outdated: frozenset[int] = frozenset()
 
 
 def take_up(
@@ -48,7 +46,7 @@ def take_up(
     for place, stored in zip(places, both, strict=False):
         _check_identity(place, stored, identity)
     chosen: list[Commit] = []
-    waiting: list[Commit] = []
+    waiting: set[int] = set()
     numbers = sorted({number for stored in both for number in stored.commits})
     for number in numbers:
         if number != len(chosen) + 1:
@@ -59,22 +57,20 @@ def take_up(
         commit, uploaded = _choose(number, local, remote, places)
         chosen.append(commit)
         if remote is not None and not uploaded:
-            waiting.append(commit)
+            waiting.add(number)
     count = sum(commit.count for commit in chosen)
     if max_samples is not None and count > max_samples:
         raise InputError(
             f"--max_samples: {count} samples are stored in {places[len(both) - 1]}, this would "
             f"keep {max_samples}; {OPTIONS}"
         )
-    outdated = frozenset((remote or Stored()).commits)
-    complete = [_complete(stored, len(chosen), max_samples) for stored in both]
+    complete = [_complete(stored, count, max_samples) for stored in both]
     if any(complete):
         settled = complete[-1] and not waiting
-        return Beginning(chosen, waiting, complete=True, settled=settled, outdated=outdated)
+        return Beginning(chosen, frozenset(waiting), True, settled)
     if chosen and chosen[-1].partial:
-        last = chosen.pop()
-        waiting = [commit for commit in waiting if commit is not last]
-    return Beginning(chosen, waiting, outdated=outdated)
+        waiting.discard(chosen.pop().number)
+    return Beginning(chosen, frozenset(waiting))
 
 
 def _check_identity(place: str, stored: Stored, identity: Mapping[str, Any]) -> None:
@@ -109,14 +105,14 @@ def _short(value: Any) -> str:
 def _choose(
     number: int, local: Stored, remote: Stored | None, places: tuple[str, str]
 ) -> tuple[Commit, bool]:
-    """The valid commit of a shard, and whether it is the bucket's; one of full size wins."""
+    """The valid commit of a shard, and whether it is the bucket's; one with more samples wins."""
     candidates = [
         (stored.commits[number], stored is remote)
         for stored in (remote, local)
         if stored is not None and number in stored.commits and stored.has(stored.commits[number])
     ]
     if candidates:
-        return min(candidates, key=lambda candidate: candidate[0].partial)
+        return max(candidates, key=lambda candidate: (not candidate[0].partial, candidate[0].count))
     commit = local.commits.get(number)
     if commit is not None and commit.file not in local.files:
         moved = (local.metadata or {}).get("remote")
@@ -125,7 +121,7 @@ def _choose(
                 f"{places[0]}: {commit.file} was uploaded to {moved}; to continue, give "
                 "--upload_to_gcs, --gcs_bucket and --gcs_prefix as before"
             )
-        if remote is not None:
+        if remote is not None and moved is not None:
             raise InputError(
                 f"{places[1]}: {commit.file} is not there, and was deleted here after its upload "
                 f"to {moved}; {OPTIONS}"
@@ -137,10 +133,10 @@ def _choose(
     )
 
 
-def _complete(stored: Stored, shards: int, max_samples: int | None) -> bool:
+def _complete(stored: Stored, samples: int, max_samples: int | None) -> bool:
     told = stored.metadata or {}
-    asked = ("complete", max_samples, shards)
-    return (told.get("status"), told.get("max_samples"), told.get("shards")) == asked
+    asked = ("complete", max_samples, samples)
+    return (told.get("status"), told.get("max_samples"), told.get("samples")) == asked
 
 
 def check_output_dir(folder: Path) -> None:

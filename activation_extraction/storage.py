@@ -91,12 +91,11 @@ class ActivationStorage:
             compress,
             delete_local,
             digest_of(self._identity),
-            self._beginning.outdated,
         )
         commits = self._beginning.commits
-        waiting = [commit.number for commit in self._beginning.waiting]
-        for commit in commits[: min(waiting, default=len(commits) + 1) - 1]:
-            self.totals.add(commit)
+        for commit in commits:
+            if commit.number not in self._beginning.waiting:
+                self.totals.add(commit)
         self._last_stored = self._last_sample = commits[-1].last if commits else -1
         self._cursor: Cursor | None = commits[-1].cursor if commits else None
         self._shards_cut = len(commits)
@@ -141,10 +140,10 @@ class ActivationStorage:
     def open(self) -> None:
         """Takes the folder: deletes what `overwrite` says, starts the uploads that are missing.
 
-        Does nothing when it is open. Raises StorageError; InputError when another process writes
-        to the folder.
+        Does nothing when it is open, or when an earlier run has done all. Raises StorageError;
+        InputError when another process writes to the folder.
         """
-        if self._lock is not None or self._finalized:
+        if self._lock is not None or self._finalized or self._beginning.settled:
             return
         self._began = time.perf_counter()
         try:
@@ -156,9 +155,8 @@ class ActivationStorage:
                     remove_extraction(self._remote)
             self._keep_metrics()
             self._write_metadata("running")
-            waiting = [commit.number for commit in self._beginning.waiting]
             for commit in self._beginning.commits:
-                if commit.number in waiting:
+                if commit.number in self._beginning.waiting:
                     self._committer.upload(commit)
                 elif self._remote is not None and self._delete_local:
                     (self.folder / commit.file).unlink(missing_ok=True)  # killed before it did
@@ -217,12 +215,10 @@ class ActivationStorage:
         """Adds one sample's activation (tokens, hidden) at one hook.
 
         The array is kept by reference until its shard is written. Raises KeyError for an unknown
-        hook, ValueError for a sample that is out of order, given twice, or not two-dimensional, and
-        when the extraction is complete.
+        hook, ValueError for a sample that is out of order, given twice, not two-dimensional, or
+        that comes after the end of a complete extraction.
         """
         self.open()
-        if self.complete:
-            raise ValueError(f"sample {sample_idx}: the extraction is complete")
         if layer_idx not in self._hooks:
             raise KeyError(f"hook {layer_idx!r} is not one of {list(self._hooks)}")
         activation = np.asarray(activation)
@@ -235,6 +231,8 @@ class ActivationStorage:
             raise ValueError(
                 f"sample {sample_idx}, hook {layer_idx!r}: given twice or out of order"
             )
+        if self._beginning.complete:
+            raise ValueError(f"sample {sample_idx}: {self.folder} holds a complete extraction")
         records = self._incomplete.setdefault(sample_idx, {})
         records[layer_idx] = {
             "sample_idx": int(sample_idx),
@@ -276,9 +274,9 @@ class ActivationStorage:
             raise StorageError(f"{self.folder / METRICS}: {reason_of(error)[0]}") from error
 
     def _cut_shard(self, partial: bool) -> None:
-        samples, self._pending, self._pending_bytes = self._pending, [], 0
+        self._committer.commit(self._pending, self._cursor, self._shards_cut + 1, partial)
+        self._pending, self._pending_bytes = [], 0  # not before: Ctrl-C may come while it waits
         self._shards_cut += 1
-        self._committer.commit(samples, self._cursor, self._shards_cut, partial)
 
     def finalize(self, complete: bool = True) -> None:
         """Commits every complete sample and metadata.json, and waits until all is stored.
@@ -288,6 +286,7 @@ class ActivationStorage:
         """
         if self._finalized or (self._beginning.settled and self._lock is None):
             return self.close()
+        complete = complete or self._beginning.complete
         self.open()
         self._finalized = True
         done = False
@@ -295,6 +294,7 @@ class ActivationStorage:
             if self._pending:
                 self._cut_shard(partial=True)
             self._committer.wait()
+            self._committer.check_owner()
             self._write_metadata("complete" if complete else "interrupted")
             done = True
         except OSError as error:

@@ -31,9 +31,10 @@ logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 PATIENCE = 300.0  # seconds
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts
-# One request carries one chunk; it fails when it takes longer (0.27 MB/s), and is sent again.
-CHUNK_BYTES = 16 * 2**20
-REQUEST_SECONDS = 60
+# One request carries one chunk; when it takes longer the upload fails and begins again. Four at a
+# time need 0.28 MB/s.
+CHUNK_BYTES = 8 * 2**20
+REQUEST_SECONDS = 120
 TRIAL = ".write_test"
 OBJECT_STORES = {"gs", "gcs", "s3", "s3a", "abfs", "az"}
 LOCAL_AND_FINAL = {
@@ -64,7 +65,8 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
     status = int(str(code)) if str(code).isdigit() else 0
     text = one_line(error)
     if type(error).__module__.startswith("google.auth"):
-        final = not getattr(error, "retryable", False) and "Transport" not in type(error).__name__
+        causes = {type(error).__name__, type(error.__cause__).__name__}  # metadata server: a cause
+        final = not getattr(error, "retryable", False) and "TransportError" not in causes
         return (
             f"the credentials cannot be used or have expired ({text:.200}); renew them with "
             "`gcloud auth application-default login`, or check the service account",
@@ -86,18 +88,20 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
 
 
 class _Heartbeat(Callback):
-    """fsspec calls it with every chunk that has arrived."""
+    """fsspec calls it with every chunk that has arrived; `last` is when that was."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         super().__init__()
         self._beat = beat
+        self.last = time.monotonic()
 
     def call(self, *_: Any, **__: Any) -> None:
+        self.last = time.monotonic()
         self._beat()
 
 
 class Store:
-    """One folder. `patience`: seconds to keep trying what fails for no lasting reason.
+    """One folder. `patience`: seconds without progress in which what fails is tried again.
 
     `beat` is called whenever something has moved. `retries` counts the attempts that failed.
     Methods raise StoreError; safe to use from several threads.
@@ -198,6 +202,7 @@ class Store:
             digest = hashlib.file_digest(file, "md5")  # what stores report
         size = path.stat().st_size
         target = self._file(name)
+        heartbeat = _Heartbeat(self.beat)
         attempts = 0
 
         def upload() -> None:
@@ -209,14 +214,14 @@ class Store:
             try:
                 if OBJECT_STORES.isdisjoint(self._protocols):  # those have no folders to make
                     self._fs.makedirs(self._path, exist_ok=True)
-                self._fs.put_file(str(path), target, callback=_Heartbeat(self.beat), **chunks)
+                self._fs.put_file(str(path), target, callback=heartbeat, **chunks)
             except FileNotFoundError as error:
                 self._check_bucket()
                 raise ConnectionError("the upload session was lost") from error
             if not self._holds(target, size, digest):
                 raise ConnectionError("what arrived differs from what was sent")
 
-        self._persist(f"uploading {name}", upload)
+        self._persist(f"uploading {name}", upload, heartbeat)
         self.beat()
 
     def try_writing(self) -> None:
@@ -257,18 +262,21 @@ class Store:
     def _file(self, name: str) -> str:
         return f"{self._path}/{name}"
 
-    def _persist(self, what: str, action: Callable[[], T]) -> T:
+    def _persist(
+        self, what: str, action: Callable[[], T], heartbeat: _Heartbeat | None = None
+    ) -> T:
         """The result of `action`, tried again while it fails for no lasting reason."""
-        began = time.monotonic()
+        spent = 0.0  # on attempts, each from its last progress on, and on pauses between them
         pause = FIRST_PAUSE
         while True:
+            began = time.monotonic()
             try:
                 return action()
             except StoreError:
                 raise
             except Exception as error:  # whatever a file system or the network may raise
                 reason, final = reason_of(error)
-                spent = time.monotonic() - began
+                spent += time.monotonic() - max(began, heartbeat.last if heartbeat else began)
                 if final or self.local:
                     raise StoreError(f"{self.url}: {what}: {reason}", final=True) from error
                 if spent + pause > self._patience:
@@ -280,7 +288,9 @@ class Store:
             self.retries += 1
             self.beat()
             log.debug("%s: %s: %s; trying again in %.1f s", self.url, what, reason, pause)
-            time.sleep(pause * random.uniform(0.5, 1))
+            slept = pause * random.uniform(0.5, 1)
+            time.sleep(slept)
+            spent += slept
             pause = min(2 * pause, LONGEST_PAUSE)
 
 

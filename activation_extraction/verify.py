@@ -31,8 +31,8 @@ PICKLE_BYTES_PER_RECORD = 2000  # text preview, ids and pickle's own, generously
 TOLERANCE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 1e-2}
 LOW_PRECISION_TOLERANCE = 5e-2
 
-# (metadata, token ids of samples) -> their activations, each (hooks, tokens, hidden)
-Recompute = Callable[[dict[str, Any], list[np.ndarray]], list[np.ndarray]]
+# Token ids of samples -> their activations, each (hooks, tokens, hidden).
+Recompute = Callable[[list[np.ndarray]], list[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,15 @@ class Chosen:
     activations: list[np.ndarray]  # in the order of the hooks
 
 
-def verify(root: Store, recompute: Recompute | None, count: int) -> int:
+def verify(root: Store, load: Callable[[dict[str, Any]], Recompute] | None, count: int) -> int:
     """Checks everything; prints what is off. Returns the exit status: 0 when nothing is.
 
-    count: how many random samples `recompute` is given. Raises InputError when there is nothing.
+    load: metadata -> the function that recomputes samples; it gets `count` random ones. Raises
+    InputError when there is no extraction, and as `load` does.
     """
     folders = read_folders(root)
+    metadata = next((stored.metadata for stored in folders.values() if stored.metadata), None)
+    recompute = None if load is None or metadata is None else load(metadata)
     problems = list(_check_folders(folders))
     shards = [(name, c) for name in folders for _, c in sorted(folders[name].commits.items())]
     picks = _pick(shards, count if recompute is not None else 0)
@@ -74,16 +77,12 @@ def verify(root: Store, recompute: Recompute | None, count: int) -> int:
                 bar.update(commit.bytes)
         finally:  # Ctrl-C waits for the shards in hand, not for all
             pool.shutdown(cancel_futures=True)
+    recomputed = "nothing recomputed (give --model_path)"
+    if recompute is not None and metadata is not None:
+        problems += _compare(metadata, chosen, recompute)
+        recomputed = f"{len(chosen)} samples recomputed"
     for problem in problems:
         print(problem)
-    recomputed = "nothing recomputed (give --model_path)"
-    if recompute is not None:
-        recomputed = f"{len(chosen)} samples recomputed"
-    if recompute is not None and chosen:  # after what is known is told: it may fail
-        metadata = next(stored.metadata for stored in folders.values() if stored.metadata)
-        for problem in _compare(metadata, chosen, recompute):
-            print(problem)
-            problems.append(problem)
     samples = sum(commit.count for _, commit in shards)
     print(
         f"{'NOT IN ORDER' if problems else 'in order'}: {len(folders)} folder(s), {len(shards)} "
@@ -301,7 +300,7 @@ def _compare(metadata: dict[str, Any], chosen: list[Chosen], recompute: Recomput
     tolerance = TOLERANCE[identity["activation_dtype"]]
     if identity["dtype"] != "float32" or metadata["backend"] != "cpu":
         tolerance = LOW_PRECISION_TOLERANCE
-    again = recompute(metadata, [sample.token_ids for sample in chosen])
+    again = recompute([sample.token_ids for sample in chosen])
     for sample, activations in zip(chosen, again, strict=True):
         for name, old, new in zip(identity["hooks"], sample.activations, activations, strict=True):
             before, now = np.asarray(old, np.float64), np.asarray(new, np.float64)

@@ -274,6 +274,18 @@ def test_a_complete_run_is_left_alone(run, whole, tmp_path):
     assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()} == before
 
 
+def test_a_complete_host_stays_so_while_others_go_on(run, whole, tmp_path):
+    """It takes part in their steps, so its storage is opened and finalized like theirs."""
+    folder = tmp_path / "whole"
+    for complete in (True, False):
+        place = ActivationStorage(folder, HOOKS, identity={"model": "tiny"}, shard_size_gb=1.5e-6)
+        with place:
+            with pytest.raises(ValueError, match="holds a complete extraction"):
+                place.add_activation(1, np.zeros((3, HIDDEN), np.float32), 1000, "")
+            place.finalize(complete)
+        assert status(folder) == "complete" and content(folder) == whole
+
+
 def test_max_samples_may_grow_and_not_shrink(run, whole, tmp_path):
     folder = tmp_path / "grown"
     run(folder, max_samples=7)
@@ -393,31 +405,76 @@ def test_the_bucket_is_what_counts(run, whole, tmp_path):
         run(folder, remote=Store(url))
     with pytest.raises(InputError, match="was uploaded to memory://.*--upload_to_gcs"):
         run(folder)
-    # With the local shards everything is uploaded again, and nothing computed.
+    # With the local shards everything is uploaded again, or what is missing, and nothing computed.
     kept = tmp_path / "kept"
     run(kept, remote=Store(url), delete_local=False)
-    memory.rm(url, recursive=True)
-    assert run(kept, remote=Store(url), delete_local=False).complete
-    assert in_bucket() == whole == content(kept)
+    for lost in (url, f"{url}/shard_0002.pkl.gz", f"{url}/shard_0003.json"):
+        memory.rm(lost, recursive=True)
+        again = run(kept, remote=Store(url), delete_local=False)
+        assert again.complete and again.totals.shards == len(whole) // 2
+        assert in_bucket() == whole == content(kept)
     # A local run gets a bucket afterwards.
     memory.rm(url, recursive=True)
     run(tmp_path / "whole", remote=Store(url))
     assert in_bucket() == whole
 
 
-def test_of_two_machines_with_one_machine_id_the_later_goes_on(run, whole, tmp_path):
+def test_of_two_parts_of_a_shard_the_longer_one_counts(run, tmp_path):
+    """Interrupted with one bucket, ended without it: the bucket has less of the last shard."""
+    folder, url = tmp_path / "local", f"memory://{tmp_path}/bucket"
+    kept = {"remote": Store(url), "delete_local": False}
+    for large in (1, 1.5e-6):  # the only shard, and the last one of some
+        run(folder, interrupt_after=3, shard_size_gb=large, overwrite=True, **kept)
+        run(folder, shard_size_gb=large)
+        ended = content(folder)
+        total = json.loads((folder / "metadata.json").read_bytes())["samples"]
+        assert run(folder, shard_size_gb=large, **kept).totals.samples == total > 30
+        copy = tmp_path / f"copy_{large}"
+        fsspec.filesystem("memory").get(f"{url}/", str(copy), recursive=True)
+        assert content(copy) == ended and status(copy) == "complete"
+
+
+@pytest.mark.parametrize("uploads", [True, False])
+def test_of_two_machines_with_one_machine_id_the_later_goes_on(run, whole, tmp_path, uploads):
+    """Whether the first one still has a shard to upload, or only its last word to say."""
     url = f"memory://{tmp_path}/shared"
     identity = {"model": "tiny"}
     first = ActivationStorage(tmp_path / "a", HOOKS, identity=identity, remote=Store(url))
     first.open()
     run(tmp_path / "b", remote=Store(url))
-    for key in HOOKS:
+    for key in HOOKS if uploads else ():
         first.add_activation(key, np.zeros((3, HIDDEN), np.float32), 0, "")
     with pytest.raises(storage.StorageError, match="another process has begun to write there"):
         first.finalize()
     copy = tmp_path / "copy"
     fsspec.filesystem("memory").get(f"{url}/", str(copy), recursive=True)
-    assert content(copy) == whole
+    assert content(copy) == whole and status(copy) == "complete"
+
+
+def test_a_shard_that_another_machine_stored_meanwhile_is_replaced_as_a_whole(
+    run, tmp_path, monkeypatch
+):
+    """This machine looked before that; it is killed while it replaces the shard."""
+    url = f"memory://{tmp_path}/shared"
+    late = ActivationStorage(
+        tmp_path / "late", HOOKS, identity={"model": "tiny"}, remote=Store(url)
+    )
+    run(tmp_path / "early", interrupt_after=3, shard_size_gb=1, remote=Store(url))
+    late.open()
+    original = Store.put
+
+    def killed(store, path):
+        if path.name == "shard_0001.json":
+            raise Killed
+        original(store, path)
+
+    monkeypatch.setattr(Store, "put", killed)
+    for key in HOOKS:
+        late.add_activation(key, np.zeros((3, HIDDEN), np.float32), 0, "")
+    with pytest.raises(Killed):
+        late.finalize()
+    assert Store(url).files()["shard_0001.pkl.gz"]
+    assert not Store(url).read("shard_0001.json")
 
 
 REFUSED = {
@@ -524,10 +581,11 @@ def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(committer, "write_shard", full)
-        assert extract_activations.main(flags) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "shard_0002.pkl.gz: the disk is full. Stored in" in error
-    assert "1 shard(s)" in error and "the same command continues" in error
+        for more, again in (["--overwrite"], " without --overwrite"), ([], ""):
+            assert extract_activations.main([*flags, *more]) == 1
+            error = capsys.readouterr().err.splitlines()[-1]
+            assert "shard_0002.pkl.gz: the disk is full. Stored in" in error
+            assert "1 shard(s)" in error and f"the same command{again} continues" in error
     assert extract_activations.main(flags) == 0
     assert content(tmp_path / "out") == content(folder / "out")
     assert stores.reason_of(OSError(30, ""))[0] == "the file system is read-only"

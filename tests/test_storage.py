@@ -243,6 +243,22 @@ def test_an_exception_commits_what_is_complete(tmp_path):
     assert json.loads((tmp_path / "metadata.json").read_text())["status"] == "interrupted"
 
 
+def test_ctrl_c_while_waiting_for_the_writer_loses_nothing(tmp_path, monkeypatch):
+    """In a notebook, say, where the caller may go on."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with ActivationStorage(tmp_path, HOOKS, shard_size_gb=4e-6) as storage:
+        for sample in range(3):
+            add(storage, sample)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(storage._committer, "wait", interrupted)
+            add(storage, 3)
+        add(storage, 3)
+    assert [part["samples"]["first"] for part in commits(tmp_path)] == [0, 3]
+
+
 def test_an_incomplete_sample_of_a_complete_run_is_an_error(tmp_path):
     storage = ActivationStorage(tmp_path, HOOKS)
     storage.add_activation(3, activation(0, 3, 10), 0, "")

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import fsspec
 import gcsfs
+import google.auth.exceptions
 import numpy as np
 import pytest
 from gcs_server import gcs
@@ -20,7 +21,7 @@ from test_hosts import Pod
 from test_resume import HIDDEN, HOOKS, content, rows, run, tokenizer  # noqa: F401  # fixtures
 
 import extract_activations
-from activation_extraction import stores
+from activation_extraction import committer, stores
 from activation_extraction.storage import ActivationStorage, StorageError
 from activation_extraction.stores import Store, StoreError
 from benchmarks.kill_and_resume import kill_and_resume, shards_in
@@ -200,6 +201,49 @@ def test_either_of_two_hosts_killed(demo_inputs, bucket, tmp_path, victim):
     assert extract_activations.main(["--verify", "--output_dir", "gs://bucket/run"]) == 0
 
 
+def test_a_host_that_is_done_waits_for_the_uploads_of_the_others(demo_inputs, bucket, tmp_path):
+    """Everything is computed; the bucket has lost the part of host 1. Host 0 coordinates."""
+    flags = [
+        *("--model_path", demo_inputs / "model", "--layers_to_extract", 1, "--max_samples", 60),
+        *("--dataset_path", demo_inputs / "documents.parquet", "--max_seq_length", 64),
+        *("--shard_size_gb", 2e-4, "--keep_local"),
+    ]
+    where = upload_flags(flags, tmp_path / "out")
+    assert Pod(tmp_path, 2, 2, *where, **bucket.environment).wait() == [0, 0]
+    stored = uploaded(bucket, "machine_000_host_01")
+    for name in [name for name in bucket.objects() if "host_01" in name]:
+        bucket.delete(name)
+    bucket.bytes_per_second = 1e5
+    pod = Pod(tmp_path, 2, 2, *where, **bucket.environment)
+    assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
+    assert uploaded(bucket, "machine_000_host_01") == stored
+    assert "everything is computed already" in pod.text(0)
+
+
+def test_the_second_ctrl_c_does_not_wait_for_uploads(flags, undisturbed, bucket, tmp_path):
+    out = tmp_path / "out"
+    bucket.bytes_per_second = 1e4
+    process = subprocess.Popen(
+        [sys.executable, extract_activations.__file__, *upload_flags(flags, out)],
+        env=os.environ | bucket.environment | {"JAX_PLATFORMS": "cpu"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while len(list(out.glob("shard_*.gz"))) < 6:  # the computation waits for the bucket
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=10)
+    assert process.returncode == 130 and printed.splitlines()[-1] == "interrupted"
+    bucket.bytes_per_second = None
+    assert extract_activations.main(upload_flags(flags, out)) == 0
+    assert uploaded(bucket) == undisturbed
+
+
 def fill(storage, count, tokens=1000, pause=0.0):
     """Adds samples of (tokens, HIDDEN) float32 for each hook."""
     for sample in range(count):
@@ -327,6 +371,11 @@ def test_memory_has_a_ceiling_of_two_shards_with_a_slow_bucket(bucket, tmp_path)
     assert shards < 2 + 1.5, done.stdout
 
 
+def test_a_slow_bucket_gets_its_chunks_before_the_requests_time_out():
+    """1 MB/s, as above, shared by all uploads."""
+    assert committer.UPLOADS * stores.CHUNK_BYTES / 1e6 < stores.REQUEST_SECONDS / 2
+
+
 class Flaky:
     """Fails a file system's calls, as often as it is told, in the ways of the network."""
 
@@ -364,6 +413,37 @@ def test_what_passes_is_retried_and_what_does_not_is_not(tmp_path, monkeypatch):
         with pytest.raises(StoreError, match=message) as raised:
             store.put(path)
         assert raised.value.final and store.retries == 3
+
+
+def test_patience_counts_the_time_without_progress_only(tmp_path, monkeypatch):
+    """An upload that takes longer than that is sent again as well, when it fails at its end."""
+    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    store = Store(f"memory://{tmp_path}/long", patience=0.3)
+    original, failures = store._fs.put_file, [TimeoutError()] * 3
+
+    def put(*arguments, callback, **options):
+        for _ in range(4):
+            time.sleep(0.1)
+            callback.call()
+        if failures:
+            raise failures.pop()
+        original(*arguments, **options)
+
+    monkeypatch.setattr(store._fs, "put_file", put)
+    store.put(path)
+    assert store.read("file") == b"content" and store.retries == 3
+    monkeypatch.setattr(store._fs, "put_file", lambda *_, **__: time.sleep(0.2) or 1 / 0)
+    with pytest.raises(StoreError, match="kept failing for .*--upload_timeout"):
+        store.put(path, "another")
+
+
+def test_a_metadata_server_out_of_reach_is_asked_again():
+    unreachable = google.auth.exceptions.RefreshError("503")
+    unreachable.__cause__ = google.auth.exceptions.TransportError("503")
+    assert not stores.reason_of(unreachable)[1]
+    assert stores.reason_of(google.auth.exceptions.RefreshError("invalid_grant"))[1]
 
 
 def test_an_upload_whose_answer_was_lost_is_recognised(tmp_path, monkeypatch):
