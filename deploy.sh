@@ -6,6 +6,10 @@
 # the background, one per machine; the facts they report are collected in files by kind.
 # shellcheck disable=SC2329  # functions are called through `begin`, `on` and `trap`
 set -euo pipefail
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then # as on macOS
+    echo "error: this is bash $BASH_VERSION; 4.4 or newer is needed" >&2
+    exit 2
+fi
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 usage() {
@@ -22,6 +26,7 @@ hosts and machines are set here. COORDINATOR_PORT (8476) is where hosts meet out
 
   --image IMAGE      run in Docker; without it the code is copied and its requirements installed
   --zone, --project  for gcloud (default: as gcloud is configured)
+  --tunnel-through-iap, --internal-ip   how gcloud reaches TPUs without external addresses
   --job NAME         (default: extraction) tells jobs on the same hosts apart
   --only TARGET      deal with this one of the targets (local: machine_0, machine_1, ...)
   --restart          start machines again that failed or were preempted; they continue
@@ -61,6 +66,8 @@ program() { # MACHINE HOST NUMBER FUNCTION...: a bash program that calls a host_
     eval "words=(${commands[machine]})" # quoted by launch_v5e64.sh
     output=$(value_of output_dir activations)
     for path in "$(value_of model_path "")" "$(value_of dataset_path "")"; do
+        # of a glob the folder above it
+        if [[ $path == *[*?[]* ]]; then path=${path%%[*?[]*} path=${path%/*}; fi
         if [[ $path == /* ]]; then inputs+=("$path"); fi
     done
     num_hosts=${counts[machine]}
@@ -79,8 +86,8 @@ on() { # MACHINE FUNCTION...: calls a host_* function on every host of the machi
     local machine=$1 host hosts number=0
     case $mode in
         gcloud)
-            gcloud compute tpus tpu-vm ssh "${names[machine]}" "${gcloud_flags[@]}" --worker=all \
-                --ssh-flag="-oBatchMode=yes -oServerAliveInterval=30" \
+            gcloud compute tpus tpu-vm ssh "${names[machine]}" "${reach[@]}" --worker=all \
+                --batch-size=all --ssh-flag="-oBatchMode=yes -oServerAliveInterval=30" \
                 --command="bash -c $(quote "$(program "$machine" "${names[machine]}" "" "${@:2}")")"
             ;;
         ssh)
@@ -113,8 +120,8 @@ check() { # MACHINE
     fi
     echo "@deploy expected $1 ${counts[$1]}"
     if [[ ! $image && $mode == gcloud ]]; then
-        gcloud compute tpus tpu-vm scp "$scratch/$package" "${names[$1]}:" "${gcloud_flags[@]}" \
-            --worker=all --scp-flag=-oBatchMode=yes </dev/null
+        gcloud compute tpus tpu-vm scp "$scratch/$package" "${names[$1]}:" "${reach[@]}" \
+            --worker=all --batch-size=all --scp-flag=-oBatchMode=yes </dev/null
     elif [[ ! $image && $mode == ssh ]]; then
         IFS=, read -r -a hosts <<<"${targets[$1]}"
         for host in "${hosts[@]}"; do
@@ -190,13 +197,14 @@ case $mode in
     --help | -h) usage && exit ;;
     *) fail "${mode:-MODE}: expected gcloud, ssh or local (see --help)" ;;
 esac
-image="" job=extraction only="" restart="" stop="" detach="" min_free=20 targets=() gcloud_flags=()
+image="" job=extraction only="" restart="" stop="" detach="" min_free=20 targets=() gcloud_flags=() reach=()
 while (($#)) && [[ $1 != -- ]]; do
     case $1 in
         --help | -h) usage && exit ;;
         --restart) restart=1 ;;
         --stop) stop=1 ;;
         --detach) detach=1 ;;
+        --tunnel-through-iap | --internal-ip) reach+=("$1") ;;
         --*)
             [[ ${2:---} != -- ]] || fail "$1: needs a value, or is unknown (see --help)"
             case $1 in
@@ -214,6 +222,7 @@ while (($#)) && [[ $1 != -- ]]; do
     shift
 done
 if (($#)); then shift; fi # the --
+reach+=("${gcloud_flags[@]}")
 ((${#targets[@]})) || fail "TARGET: none is given (see --help)"
 [[ $job =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*$ ]] || fail "--job $job: letters, digits, _ . - only"
 [[ $min_free =~ ^[0-9]+$ ]] || fail "--min_free_gb $min_free: not a whole number"

@@ -18,6 +18,7 @@ host_enter() { # Sets what the other functions need, and calls one of them.
     name=$job # without the machine's number: it may not run twice under two numbers either
     [[ $mode != local ]] || name=$(printf '%s-machine_%03d_host_%02d' "$job" "$machine" "$number")
     folder=$PWD/.deploy/$name
+    container=$name-$UID # the engine is shared with the other users of the host, ~ is not
     if [[ $1 == host_stop && -e $folder/command ]]; then # whatever runs there
         image=$(head -n 1 "$folder/command")
     fi
@@ -94,16 +95,23 @@ host_code() { # Prints the code's version, after unpacking it and installing wha
     echo "$version"
 }
 
+host_refuse() { echo "$1" >&2 && exit 1; }
+
 host_check() {
-    local state installed free path=$output
+    local state installed free path
     trap '(($? == 0)) || echo "@deploy error $label: the check failed, see above"' EXIT
     state=$(host_state)
     case $state in
         running | other) installed=$(cat "$folder/version") ;;
         *) if [[ $image ]]; then installed=$(host_image); else installed=$(host_code); fi ;;
     esac
-    until [[ -d $path ]]; do path=$(dirname "$path"); done
-    free=$(df --output=avail --block-size=1000000000 "$path" | tail -n 1)
+    for path in "${inputs[@]}"; do # Docker would make folders in place of what is missing
+        [[ -e $path ]] || host_refuse "$path: is not on this host"
+    done
+    [[ $output != "~"* ]] || host_refuse "$output: give the whole path, a container has another ~"
+    mkdir -p "$output"
+    [[ $image || -w $output ]] || host_refuse "$output: is not writable (it is root's after Docker)"
+    free=$(df --output=avail --block-size=1000000000 "$output" | tail -n 1)
     echo "@deploy host $machine $label $state $installed $(host_devices) $((free))"
 }
 
@@ -130,26 +138,31 @@ host_start() {
 host_run() { # The job. This shell outlives a SIGTERM to the group, to write down the exit status.
     trap : TERM
     local status=0 variable path options=(--shm-size=16g) inside=$output
+    local adc=${GOOGLE_APPLICATION_CREDENTIALS:-~/.config/gcloud/application_default_credentials.json}
     export PYTHONUNBUFFERED=1
     if ((num_hosts > 1)); then
         export COORDINATOR_ADDRESS=$coordinator HOST_ID=$number NUM_HOSTS=$num_hosts
     fi
     if [[ $image ]]; then # The options are explained in the Dockerfile.
-        "${docker[@]}" rm --force "$name" >/dev/null 2>&1 || true # left by a crash of this shell
+        "${docker[@]}" rm --force "$container" >/dev/null 2>&1 || true # a crash left it
         [[ $inside == /* ]] || inside=/workspace/$output
-        mkdir -p "$output" ~/.cache/huggingface
+        mkdir -p ~/.cache/huggingface
         options+=(--volume "$(realpath "$output"):$inside")
         options+=(--volume "$(realpath ~/.cache/huggingface):/cache/huggingface")
         for path in "${inputs[@]}"; do options+=(--volume "$path:$path:ro"); done
+        if [[ -e $adc ]]; then # for buckets, where no service account of the VM serves
+            options+=(--volume "$adc:/adc.json:ro" --env GOOGLE_APPLICATION_CREDENTIALS=/adc.json)
+        fi
         for variable in "${passed[@]}"; do options+=(--env "$variable"); done
         case $(host_devices) in gpu:*) options+=(--gpus all) ;; *) options+=(--privileged) ;; esac
-        "${docker[@]}" run --rm --init --name "$name" --net=host "${options[@]}" \
+        "${docker[@]}" run --rm --init --name "$container" --net=host "${options[@]}" \
             "$checked" "${words[@]:2}" || status=$?
     elif [[ $mode == local ]]; then
         "${words[@]}" || status=$?
     else
         venv/bin/python "code-$version/extract_activations.py" "${words[@]:2}" || status=$?
     fi
+    echo "$(date '+%Y-%m-%d %H:%M:%S') ended with status $status"
     rm -f "$folder/pid"
     echo "$status" >"$folder/status.part"
     mv "$folder/status.part" "$folder/status"
@@ -176,7 +189,7 @@ host_stop() { # SECONDS [any]: asks this job, or any, to stop, and kills it when
     if [[ $state == running || $state == other && ${2:-} ]]; then
         for _ in {1..20}; do # it may only be starting
             if [[ $image ]]; then
-                "${docker[@]}" stop --time "$1" "$name" >/dev/null 2>&1 && break
+                "${docker[@]}" stop -t "$1" "$container" >/dev/null 2>&1 && break
             else
                 kill -TERM -- "-$(cat "$folder/pid")" 2>/dev/null && break
             fi

@@ -672,7 +672,7 @@ def last_words_of(host: Host, config: Config) -> AbstractContextManager[None]:
 
 
 def print_summary(job: Job, clock: Clock, complete: bool) -> None:
-    """What is stored, where the time went, and how to read it."""
+    """What is stored; from the first host also where the time went, and how to read it."""
     totals, elapsed = job.storage.totals, clock.elapsed
     new = totals.tokens - job.storage.found_tokens
     spent = ", ".join(
@@ -683,6 +683,8 @@ def print_summary(job: Job, clock: Clock, complete: bool) -> None:
         f"{totals.tokens:,} tokens, {len(job.forward.model.hooks)} hook(s), {totals.shards} "
         f"shard(s), {totals.bytes / 1e6:,.1f} MB in {job.place}"
     )
+    if job.host.id != 0 and not job.config.verbose:
+        return
     if new:
         print(
             f"time: {elapsed:.1f} s, {new / elapsed:,.0f} tokens/s; waiting for {spent} s; in the "

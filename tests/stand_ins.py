@@ -63,7 +63,8 @@ def gcloud(arguments: list[str]) -> int:
     if verb == "describe":
         print(tpu["state"], tpu["hosts"], sep="\t")
         return 0
-    assert flags["worker"] == "all"
+    # By default 64 hosts at a time: of a larger pod the others would wait until these have ended.
+    assert flags["worker"] == flags["batch-size"] == "all"
     print(
         f"Attempting to SSH into 1 nodes with a total of {tpu['hosts']} workers.", file=sys.stderr
     )
@@ -116,6 +117,8 @@ def docker_run(arguments: list[str], containers: Path) -> int:
             elif flag == "--volume":
                 source, target, *_ = value.split(":")
                 mounts[target] = source
+            elif flag == "--env" and "=" in value:
+                environment |= dict([value.split("=", 1)])
             elif flag == "--env" and value in os.environ:
                 environment[value] = os.environ[value]
     environment |= {"HF_HOME": mounts["/cache/huggingface"], "HOME": "/nonexistent"}
@@ -132,7 +135,7 @@ def docker_run(arguments: list[str], containers: Path) -> int:
         if target.startswith("/workspace/"):
             (folder / target[1:]).symlink_to(source)
         else:
-            assert target in (source, "/cache/huggingface")
+            assert target in (source, "/cache/huggingface", "/adc.json") and Path(source).exists()
     entry = [str(workspace / "entrypoint.sh"), *arguments[1:]]
     process = subprocess.Popen(entry, cwd=workspace, env=environment)
     (folder / "pid").write_text(str(process.pid))

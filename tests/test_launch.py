@@ -50,6 +50,7 @@ argv = sys.argv[1:]
 machine = argv[argv.index("--machine_id") + 1]
 who = machine + "-" + os.environ.get("HOST_ID", "0")
 at = dict(who=who, argv=argv, cwd=os.getcwd(), address=os.environ.get("COORDINATOR_ADDRESS"))
+at["credentials"] = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
 with open(root / "jobs.jsonl", "a") as file:
     file.write(json.dumps(at) + "\\n")
 print("working as", who, flush=True)
@@ -346,7 +347,7 @@ def test_a_local_pod_of_four_hosts_with_16_devices(real_cloud):
     flags = [*DEMO, "--batch_size", "16"]
     status, text = cloud.deploy("local", "4", "--", *flags, MODEL_PATH=None)
     assert status == 0, text
-    assert "[machine_0/3] done: " in text
+    assert "[machine_0/3] done: " in text and text.count("read it with") == 1
     assert text.endswith("machine_0: done on all 4 hosts\n")
     assert demo_documents(cloud.laptop / "out") == hosts_of(0, 4)
 
@@ -459,6 +460,7 @@ def test_ctrl_c_stops_all_hosts(cloud, mode):
     os.killpg(process.pid, signal.SIGINT)
     text = process.communicate(timeout=60)[0]
     assert process.returncode == 130 and text.count("] stored\n") == 3, text
+    assert len(re.findall(r"\] \d{4}-\d\d-\d\d [\d:]{8} ended with status 143\n", text)) == 3
     assert text.count("exit status 143") == 3
 
 
@@ -618,6 +620,59 @@ def test_a_host_that_differs_or_is_not_there_stops_everything_before_it_starts(c
     assert "error: nothing was started" in text and not cloud.lines("jobs")
 
 
+def test_what_docker_would_invent_is_refused_and_what_is_there_is_mounted(cloud):
+    """A path that is missing on a host, a glob, a ~ of another home; and credentials."""
+    image, data = ["--image", "image:1"], cloud.root / "data"
+    flags = {"MODEL_PATH": str(data / "model"), "DATASET_PATH": str(data / "texts/*.parquet")}
+    status, text = cloud.deploy("ssh", "a", *image, **flags)
+    assert status == 2 and f"{data}/model: is not on this host" in text, text
+    (data / "model").mkdir(parents=True)
+    status, text = cloud.deploy("ssh", "a", *image, **flags)
+    assert status == 2 and f"{data}/texts: is not on this host" in text, text
+    (data / "texts").mkdir()
+    status, text = cloud.deploy("ssh", "a", *image, OUTPUT_DIR="~/out", **flags)
+    assert status == 2 and "~/out: give the whole path" in text, text
+    (data / "file").touch()
+    status, text = cloud.deploy("ssh", "a", *image, OUTPUT_DIR=str(data / "file/out"), **flags)
+    assert status == 2 and f"cannot create directory '{data}/file'" in text, text
+    assert not cloud.lines("jobs")
+    key = cloud.root / "hosts/a/.config/gcloud/application_default_credentials.json"
+    key.parent.mkdir(parents=True)
+    key.touch()
+    cloud.finish()
+    status, text = cloud.deploy("ssh", "a", *image, **flags)
+    assert status == 0, text
+    assert cloud.lines("jobs")[0]["credentials"] == "/adc.json"
+    run = next(call for call in cloud.lines("calls") if call[:2] == ["docker", "run"])
+    assert f"{data}/texts:{data}/texts:ro" in run and f"{data}/model:{data}/model:ro" in run
+
+
+def test_machines_without_external_addresses(cloud):
+    cloud.tpu("pod", 2)
+    cloud.finish()
+    flags = ["--zone", "z", "--tunnel-through-iap"]
+    assert cloud.deploy("gcloud", "pod", *flags)[0] == 0
+    calls = [call for call in cloud.lines("calls") if call[:3] == ["gcloud", "compute", "tpus"]]
+    assert {call[4] for call in calls} == {"describe", "scp", "ssh"}
+    for call in calls:
+        assert "--zone=z" in call
+        assert ("--tunnel-through-iap" in call) == (call[4] != "describe")
+
+
+def test_the_container_of_another_user_of_the_host_is_left_alone(cloud):
+    other = subprocess.Popen(["sleep", "100"])
+    try:
+        folder = cloud.root / "containers/a/extraction"
+        folder.mkdir(parents=True)
+        (folder / "pid").write_text(str(other.pid))
+        cloud.finish()
+        status, text = cloud.deploy("ssh", "a", "--image", "image:1")
+        assert status == 0 and other.poll() is None, text
+    finally:
+        other.kill()
+        other.wait()
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
@@ -651,6 +706,12 @@ def test_bad_input_is_one_line(cloud, arguments, variables, message):
     )
     assert result.returncode == 2 and not result.stdout
     assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
+
+
+def test_an_old_bash_is_named():
+    script = DEPLOY.read_text().replace("BASH_VERSINFO", "OLD")
+    result = subprocess.run(["bash", "-c", f"OLD=(3 2)\n{script}"], capture_output=True, text=True)
+    assert result.returncode == 2 and "4.4 or newer is needed" in result.stderr
 
 
 # ---- Dockerfile

@@ -1,0 +1,221 @@
+"""README.md says what is: its commands and snippets run as written, its flags and messages exist.
+
+Commands run in one shell in the order in which they are written, with stand-ins for what the hub
+and the bucket would answer. Those of the section about pods are test_launch.py's part.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import gcsfs
+import pyarrow
+import pyarrow.parquet
+import pytest
+from gcs_server import gcs
+from hub_server import serve_hub
+
+from activation_extraction import demo
+from activation_extraction.flags import build_parser
+from qwen2_jax import Qwen2, QwenConfig, weight_table
+
+REPOSITORY = Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text()
+PODS = "Pods and many machines"
+SCRIPTS = ("deploy.sh", "deploy_host.sh", "launch_v5e64.sh")
+# What others print: docker, libtpu, gcloud.
+NOT_OURS = {
+    "denied",
+    "libtpu_lockfile",
+    "The TPU is already in use by",
+    "SSH Key is not present in the SSH agent",
+    "RESOURCE_EXHAUSTED",
+}
+# Of gcloud and docker; --documents is our benchmark's.
+OTHERS_FLAGS = {
+    *("--accelerator-type", "--location", "--repository-format", "--spot", "--version"),
+    *("--platform", "--build-arg", "--recursive", "--documents"),
+}
+# Stands for .venv/bin/python and the other programs there: what would take long is only recorded.
+PROGRAM = """#!/bin/sh
+case "$(basename $0) $*" in
+    python\\ extract_activations.py*) exec {python} "$@" ;;
+esac
+echo "$(basename $0) $*" >>{record}
+"""
+
+
+def section(title):
+    return re.split(r"\n## ", README.split(f"\n## {title}\n")[1])[0]
+
+
+def blocks(text):
+    """The indented ones, without their indentation."""
+    found = re.findall(r"(?:^    .*\n|^\n(?=    ))+", text, flags=re.M)
+    return [re.sub(r"^    ", "", block.strip("\n"), flags=re.M) for block in found]
+
+
+def is_python(block):
+    return block.startswith(("import ", "from "))
+
+
+BLOCKS = [b for b in blocks(README.replace(section(PODS), "")) if not b.startswith("out/ ")]
+COMMANDS = "\n".join(block for block in BLOCKS if not is_python(block))
+LINES = COMMANDS.replace("\\\n", "").splitlines()
+
+
+def with_bucket(text):
+    return text.replace("BUCKET", "bucket").replace("PREFIX", "prefix")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A tiny model of 24 layers and a few documents under the names that the README uses."""
+    root = tmp_path_factory.mktemp("hub")
+    model = root / "models/Qwen/Qwen2.5-0.5B"
+    model.mkdir(parents=True)
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 24}
+    config = {**demo.MODEL_CONFIG, **small}
+    (model / "config.json").write_text(json.dumps(config))
+    weights = weight_table(Qwen2(QwenConfig.from_hf(config)))
+    demo.write_weights(model / "model.safetensors", weights.values())
+    demo.write_tokenizer(model, [])
+    texts = root / "datasets/HuggingFaceFW/fineweb-edu"
+    (texts / "sample").mkdir(parents=True)
+    card = "configs:\n- config_name: sample-10BT\n  data_files: sample/*.parquet\n"
+    (texts / "README.md").write_text(f"---\n{card}---\n")
+    rows = [{"text": f"document {number}", "id": str(number)} for number in range(150)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), texts / "sample/0.parquet")
+    with serve_hub(root) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory, hub):
+    """A checkout in which all commands were run, what they printed and recorded, the bucket."""
+    root = tmp_path_factory.mktemp("checkout")
+    for path in REPOSITORY.iterdir():
+        if path.name[0] != "." and not (path.is_dir() and path.name in ("activations", "out")):
+            (root / path.name).symlink_to(path)
+    (root / ".venv/bin").mkdir(parents=True)
+    for name in ("python", "ruff", "mypy", "shellcheck", "hadolint"):
+        program = root / ".venv/bin" / name
+        program.write_text(PROGRAM.format(python=sys.executable, record=root / "recorded"))
+        program.chmod(0o755)
+    for stamp in (".runtime", ".dev", ".libtpu"):  # all is installed
+        (root / ".venv" / stamp).touch()
+    with gcs() as bucket:
+        environment = os.environ | bucket.environment | {"HF_ENDPOINT": hub.endpoint}
+        done = subprocess.run(
+            ["bash", "-euxc", with_bucket(COMMANDS)],
+            cwd=root,
+            env=environment | {"HF_HOME": str(root / "home")},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        yield root, done.stdout, (root / "recorded").read_text().splitlines(), bucket
+
+
+def test_the_commands_do_what_is_said(checkout):
+    root, printed, _, bucket = checkout
+    assert "done: 300 samples" in printed and "demo_activations/shard_0001.pkl.gz" in printed
+    assert printed.count("done: 100 samples") == 2  # here, and to the bucket
+    assert json.loads((root / "out/metadata.json").read_text())["samples"] == 100
+    assert "prefix/machine_000/shard_0001.pkl.gz" in bucket.objects()
+    assert "tokens/s" in printed and "0 problem" in printed  # --status, --verify
+    assert "--layers_to_extract" in printed  # --help
+
+
+def test_what_takes_long_exists(checkout):
+    _, _, recorded, _ = checkout
+    calls = "\n".join(recorded)
+    for tool in ("ruff check", "ruff format", "mypy", "shellcheck", "hadolint"):  # make lint
+        assert f"{tool} " in calls
+    assert "python -m pytest\n" in calls and "python -m pytest -m not slow\n" in calls
+    for file in re.findall(r"-m pip install -r (\S+)", calls):
+        assert (REPOSITORY / file).is_file()
+    modules = set(re.findall(r"-m (benchmarks\.\w+)", calls))
+    assert modules == {"benchmarks.end_to_end", "benchmarks.kill_and_resume"}
+    for module in modules:
+        assert callable(importlib.import_module(module).main)
+
+
+def test_the_layout_is_told(checkout):
+    root, _, _, _ = checkout
+    told = next(block for block in blocks(README) if block.startswith("out/ "))
+    for name in ("shard_0001.pkl.gz", "shard_0001.json", "metrics.jsonl", "metadata.json"):
+        assert f"\n  {name} " in told and (root / "out" / name).is_file()
+    commit = json.loads((root / "out/shard_0001.json").read_text())
+    for field in ("sha256", "bytes", "tokens", "cursor", "run", "partial", "committed"):
+        assert field in told and field in commit
+
+
+def test_the_snippets_read_shards(checkout, monkeypatch):
+    root, _, _, bucket = checkout
+    snippets = [with_bucket(block) for block in BLOCKS if is_python(block)]
+    assert len(snippets) == 3
+    monkeypatch.chdir(root)
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    fields = re.findall(r"^\| `(\w+)` \|", section("What it writes"), flags=re.M)
+    for snippet in snippets:
+        found = {}
+        exec(snippet, found)
+        assert list(found["records"]) == [12, 18] and len(found["records"][12]) == 100
+        assert list(found["records"][12][0]) == fields
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    assert tuple(found["activations"][0].shape) == found["records"][12][0]["shape"]
+
+
+def test_every_flag_exists():
+    known = {option for action in build_parser()._actions for option in action.option_strings}
+    for script in SCRIPTS:
+        known |= set(re.findall(r"--[\w-]+", (REPOSITORY / script).read_text()))
+    assert known > {"--upload_to_gcs", "--min_free_gb", "--dry-run"}
+    named = set(re.findall(r"(?<![\w|-])--[a-z][\w-]*", README))
+    assert len(named) > 50 and named - known == OTHERS_FLAGS
+    for line in LINES:  # of benchmarks: in their sources
+        if match := re.search(r"-m benchmarks\.(\w+)(.*?)( #|$)", line):
+            source = (REPOSITORY / f"benchmarks/{match[1]}.py").read_text()
+            assert all(f'"{flag}"' in source for flag in re.findall(r"--\w+", match[2]))
+
+
+def sources():
+    """All that can be printed, Python's adjacent string literals joined."""
+    files = [*REPOSITORY.glob("*.py"), *REPOSITORY.glob("activation_extraction/*.py")]
+    text = "\n".join(path.read_text() for path in [*files, *map(REPOSITORY.joinpath, SCRIPTS)])
+    return re.sub(r'"\s*\n\s*f?"', "", text)
+
+
+# Names, numbers and dots stand for what differs; the sources have a placeholder there.
+VARIABLE = (
+    r"(?:gs://)?\.\.\.|(?<![\w.])'?\w*\d\w*'?|(?<!-)\b[A-Z]{4,}\b|pod-\w(?:/\d)?|sha256:|\[|\]"
+)
+
+
+@pytest.mark.parametrize("title", [PODS, "When something goes wrong"])
+def test_every_message_is_printed_by_the_sources(title):
+    text, quoted = sources(), []
+    table = section(title).split("what to do |\n|")[1]
+    for row in table.splitlines()[1:]:
+        if row.startswith("| "):
+            printed = row.split(" | ")[1 if title == PODS else 0]
+            messages = re.findall(r"`([^`]+)`", printed)
+            assert messages, row
+            quoted += messages
+    assert len(quoted) > 10
+    for message in quoted:
+        for part in re.split("|".join([VARIABLE, *NOT_OURS]), message):
+            words = part.strip(" :,'")
+            assert not words or words in text, f"{message!r}: {words!r} is printed nowhere"
+        fixed = re.sub("|".join([VARIABLE, *NOT_OURS]), "", message)
+        assert message in NOT_OURS or len(fixed.strip(" :,'")) > 5, message
