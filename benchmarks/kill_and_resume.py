@@ -41,8 +41,8 @@ def kill_and_resume(
 ) -> int:
     """Starts, kills and starts again; then lets it end. Returns how many runs were killed.
 
-    signs_of_life: something that changes when a run has begun to store; every fourth kill does not
-    wait for it. Ends early, with fewer kills, when a run is quicker than its killer.
+    signs_of_life: something that changes when a run has begun to store; the first two kills and
+    every fourth do not wait for it. Ends early, with fewer kills, when a run is quicker than its killer.
     """
     chance = random.Random(seed)
     command = [sys.executable, "-c", SLOWLY, *flags]
@@ -52,7 +52,7 @@ def kill_and_resume(
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
-        if number % 4:
+        if number > 1 and number % 4:
             while process.poll() is None and signs_of_life() == before:
                 time.sleep(0.01)
         time.sleep(chance.uniform(0, LONGEST))
