@@ -5,17 +5,15 @@ This script is the story of a run, from the command line to the summary; each ch
 module that it calls. Everything the user can get wrong is found before the weights are read.
 """
 
-import hashlib
 import json
-import math
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,33 +22,13 @@ from typing import Any
 # Before the libraries are imported: `datasets` would load PyTorch wherever it is installed.
 os.environ.setdefault("USE_TORCH", "false")
 
-import datasets
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
-from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from activation_extraction import demo
-from activation_extraction.commits import AGGREGATE
-from activation_extraction.config import DEFAULT_LAYERS, Config, parse_args
-from activation_extraction.console import (
-    Clock,
-    Progress,
-    log,
-    on_terminal,
-    start_logging,
-    stop_on_signals,
-)
-from activation_extraction.documents import (
-    DocumentStream,
-    check_dataset,
-    describe_files,
-    open_files,
-    open_hub_dataset,
-)
-from activation_extraction.errors import InputError, RunError, one_line
+from activation_extraction.config import Config, parse_args
+from activation_extraction.console import Clock, Progress, log, start_logging, stop_on_signals
+from activation_extraction.documents import check_dataset
+from activation_extraction.errors import InputError, RunError
 from activation_extraction.hosts import (
     Host,
     Watchdog,
@@ -62,62 +40,28 @@ from activation_extraction.hosts import (
     together,
 )
 from activation_extraction.loop import Step, extract
-from activation_extraction.mesh import (
-    HostRows,
-    Layout,
-    build_layout,
-    check_divisibility,
-    choose_shape,
-    host_rows,
-    peak_flops,
-    smallest_model_axis,
-    usable_devices,
-)
-from activation_extraction.packing import Batch, Sample, pack
-from activation_extraction.resume import (
-    PER_HOST,
-    check_output_dir,
-    check_siblings,
-    find_metadata,
-    other_folders,
-    remove_extraction,
-)
+from activation_extraction.mesh import peak_flops
+from activation_extraction.packing import Batch
+from activation_extraction.places import open_bucket, output_roots, remove_others, stale_folders
+from activation_extraction.resume import PER_HOST, check_output_dir, check_siblings
 from activation_extraction.status import show_status
 from activation_extraction.storage import ActivationStorage
 from activation_extraction.stores import Store, StoreError
-from activation_extraction.tokens import Prefetch, load_tokenizer, samples
-from activation_extraction.verify import Recompute, verify
-from activation_extraction.weights import Checkpoint, WeightSpec, load_params
-from qwen2_jax import Qwen2, QwenConfig, weight_table
-from qwen2_jax_with_hooks import (
-    Hook,
-    HookedQwen2,
-    create_model_with_hooks,
-    hooks_for_layers,
-    hooks_matching,
+from activation_extraction.text import max_samples_of, open_batches, open_dataset
+from activation_extraction.tokens import Prefetch, load_tokenizer
+from activation_extraction.verify import verify
+from forward_pass import (
+    Forward,
+    build_model,
+    compile_step,
+    device_errors,
+    load_again,
+    model_digest,
+    prepare_model,
 )
+from qwen2_jax import Qwen2, QwenConfig, weight_table
 
-BATCHES_AHEAD = 4
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
-
-
-@dataclass(frozen=True)
-class Forward:
-    """A checked model: what it computes, with which weights, on which devices."""
-
-    config: Config
-    checkpoint: Checkpoint
-    model: HookedQwen2
-    weights: dict[tuple[str, ...], WeightSpec]
-    rows: HostRows
-
-    @property
-    def layout(self) -> Layout:
-        return self.model.layout
-
-    def flops(self, lengths: Iterable[int]) -> float:
-        """Floating point operations of samples of these lengths."""
-        return self.model.config.flops(self.model.num_layers, lengths)
 
 
 @dataclass(frozen=True)
@@ -240,39 +184,6 @@ def look(config: Config) -> int:
         raise
 
 
-def load_again(config: Config, metadata: dict[str, Any]) -> Recompute:
-    """The model of a stored extraction, for --verify. Raises InputError when it is another one.
-
-    The function that is returned gives (hooks, tokens, hidden) of each sample.
-    """
-    identity = metadata["identity"]
-    config = replace(
-        config,
-        layers_to_extract=None,
-        hook_names=tuple(identity["hooks"]),
-        dtype=identity["dtype"],
-        activation_dtype=identity["activation_dtype"],
-        max_seq_length=identity["max_seq_length"],
-    )
-    with device_errors():
-        forward = prepare_model(config, Host())
-        if model_digest(forward) != identity["model files"]:
-            raise InputError(f"--model_path {config.model_path}: is another model than the stored")
-        step = compile_step(forward)
-
-    def recompute(token_ids: list[np.ndarray]) -> list[np.ndarray]:
-        stream = (Sample(i, ids, "", None, {}, {}) for i, ids in enumerate(token_ids))
-        found: list[np.ndarray] = []
-        for batch in pack(stream, config.batch_size, config.max_seq_length):
-            with device_errors():
-                activations, _ = step(batch, (False, False, False))
-                on_host = forward.rows.receive(activations)
-            found += [on_host[:, at.row, at.start : at.stop] for at in batch.samples]
-        return found
-
-    return recompute
-
-
 def join_hosts(config: Config) -> Host:
     """This process alone, or as one of the pod's."""
     if not config.multihost:
@@ -310,10 +221,7 @@ def start_together(job: Job) -> Step:
     try:
         step = compile_step(job.forward)
         if job.config.overwrite and job.host.id == 0:
-            for folder in stale_folders(job.config, job.host):
-                remove_extraction(folder)
-            for root, _ in output_roots(job.config):
-                root.remove(AGGREGATE)
+            remove_others(job.config, job.host)
         job.storage.open()
     except Exception as error:  # as in prepare_together
         failure = error
@@ -367,75 +275,6 @@ def prepare(config: Config, host: Host) -> Job:
     return Job(host, forward, storage, batches, identity, remote.url if remote else str(folder))
 
 
-def output_roots(config: Config) -> list[tuple[Store, bool]]:
-    """The folders above those of machines and hosts, and whether each is in the bucket."""
-    roots = [(Store(config.output_url), False)]
-    if config.bucket_url is not None:
-        roots.append((Store(config.bucket_url, config.upload_timeout), True))
-    return roots
-
-
-def stale_folders(config: Config, host: Host) -> list[Store]:
-    """What an earlier run of this machine, with other hosts or machines, left in the output."""
-    found = []
-    for root, in_bucket in output_roots(config):
-        own = {config.folder_name(i, host.count, in_bucket) for i in range(host.count)}
-        found += other_folders(root, config.machine, own)
-    return found
-
-
-def open_bucket(config: Config, host: Host) -> Store | None:
-    """This host's folder in the bucket, after a trial. Raises InputError when it is refused."""
-    if config.bucket_url is None:
-        return None
-    name = config.folder_name(host.id, host.count, in_bucket=True)
-    try:
-        store = Store(config.bucket_url, config.upload_timeout).child(name)
-        store.try_writing()
-    except StoreError as error:
-        if error.final:
-            raise InputError(f"--upload_to_gcs: {error}") from error
-        raise
-    return store
-
-
-def prepare_model(config: Config, host: Host) -> Forward:
-    """The model on its mesh, with a checkpoint that has been checked. Raises InputError."""
-    checkpoint = Checkpoint(config.model_path)
-    qwen = QwenConfig.from_file(checkpoint.file("config.json"))
-    model, rows = build_model(config, qwen, host)
-    weights = weight_table(model)
-    every = weight_table(Qwen2(qwen)).values()
-    known = {name for spec in every for name in spec.hf_names} | {"lm_head.weight"}
-    checkpoint.check(weights.values(), known)
-    return Forward(config, checkpoint, model, weights, rows)
-
-
-def open_dataset(config: Config) -> tuple[datasets.IterableDataset, tuple[str, str]]:
-    """The data set, and its name and revision: what an extraction that goes on must not change.
-
-    Of the hub the revision is that with which the extraction began.
-    """
-    if config.dataset_path is not None:
-        dataset = open_files(config.dataset_path, config.text_column)
-        files = json.dumps(describe_files(config.dataset_path))
-        return dataset, ("files", hashlib.sha256(files.encode()).hexdigest())
-    name, subset, split = config.dataset_name, config.dataset_config, config.dataset_split
-    source = " ".join(filter(None, (name, subset, split)))
-    revision = None
-    for root, _ in output_roots(config):
-        _, earlier = find_metadata(root) or ("", {})
-        if not config.overwrite and earlier.get("identity", {}).get("data") == source:
-            revision = earlier["identity"]["data content"]
-    dataset, revision = open_hub_dataset(str(name), subset, str(split), revision)
-    return dataset, (source, revision)
-
-
-def model_digest(forward: Forward) -> str:
-    """Of the configuration and the weights, as far as `digest_files` reads them."""
-    return digest_files(forward.checkpoint.weight_files())
-
-
 def identity_of(forward: Forward, host: Host, data: tuple[str, str]) -> dict[str, Any]:
     """What decides the content of the shards: it may not change when a run is continued.
 
@@ -486,169 +325,6 @@ def open_storage(
         remote=remote,
         delete_local=config.delete_local_after_upload,
     )
-
-
-def open_batches(
-    config: Config,
-    host: Host,
-    tokenizer: Tokenizer,
-    dataset: datasets.IterableDataset,
-    storage: ActivationStorage,
-) -> Prefetch[Batch]:
-    """This host's part of the text that is not stored yet, as packed batches, prepared in the
-    background."""
-    if storage.complete:
-        return Prefetch(iter(()), BATCHES_AHEAD)
-    rank = config.machine_id * host.count + host.id
-    world = config.total_machines * host.count
-    documents = DocumentStream(dataset, config.text_column, rank, world)
-    stream = samples(
-        *(documents, tokenizer, config.max_seq_length, max_samples_of(config, host)),
-        *(rank, world, storage.cursor),
-    )
-    batches = Prefetch(pack(stream, config.batch_size, config.max_seq_length), BATCHES_AHEAD)
-    try:
-        if batches.peek() is None and world == 1 and not storage.found_samples:
-            raise InputError("the data set is empty: no row has text")
-    except RunError as error:
-        raise InputError(str(error)) from error
-    return batches
-
-
-def build_model(config: Config, qwen: QwenConfig, host: Host) -> tuple[HookedQwen2, HostRows]:
-    """The hooked model on its mesh, and how rows come to the mesh. Raises InputError."""
-    devices = usable_devices(config.use_data_parallel)
-    dtype = choose_dtype(config.dtype)
-    stored = dtype if config.activation_dtype == "auto" else jnp.dtype(config.activation_dtype)
-    hooks = choose_hooks(config, qwen.num_hidden_layers)
-    if config.max_seq_length > qwen.max_position_embeddings:
-        raise InputError(
-            f"--max_seq_length {config.max_seq_length}: the model has "
-            f"{qwen.max_position_embeddings} positions"
-        )
-    rows = host_rows(devices)
-    total_rows = config.batch_size * rows.hosts
-    smallest_model = 1
-    if config.mesh_type == "auto":
-        alone = create_model_with_hooks(qwen, hooks, dtype, stored)
-        smallest_model = smallest_model_axis(
-            len(devices),
-            total_rows,
-            weights=sum(math.prod(spec.shape) for spec in weight_table(alone).values()),
-            captured=len(hooks) * total_rows * config.max_seq_length * qwen.hidden_size,
-            itemsize=dtype.itemsize,
-        )
-    shape, remark = choose_shape(
-        config.mesh_type,
-        config.mesh_shape if config.use_data_parallel else None,
-        config.mesh_axes if config.use_data_parallel else None,
-        devices=len(devices),
-        hosts=rows.hosts,
-        smallest_model=smallest_model,
-    )
-    if remark:
-        log.info("%s", remark)
-    layout = build_layout(devices, shape, qwen.num_key_value_heads)
-    check_divisibility(layout, total_rows, config.max_seq_length, qwen.sizes)
-    model = create_model_with_hooks(qwen, hooks, dtype, stored, layout=layout)
-    return model, rows
-
-
-def choose_dtype(name: str) -> Any:
-    """The computing dtype; auto is what the hardware is built for."""
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
-
-
-def choose_hooks(config: Config, depth: int) -> tuple[Hook, ...]:
-    """The hooks asked for. The default layers are clipped to the depth, explicit ones are not."""
-    if config.hook_names is not None:
-        return hooks_matching(config.hook_names, depth)
-    layers = config.layers_to_extract or [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
-    return hooks_for_layers(layers, config.activation_type, depth)
-
-
-def max_samples_of(config: Config, host: Host) -> int | None:
-    """This host's share of what the machine may store."""
-    most = config.max_samples
-    return None if most is None else len(range(host.id, most, host.count))
-
-
-def compile_step(forward: Forward) -> Step:
-    """Loads the weights and compiles the forward pass, once for the whole run.
-
-    Returns the function (batch or None, flags of this host) -> (activations (hooks, rows of all
-    hosts, T, D), number of hosts that set each flag). It does not wait for the devices.
-    """
-    config, model, rows = forward.config, forward.model, forward.rows
-    shape = (config.batch_size, config.max_seq_length)
-    params = read_weights(forward)
-    began = time.perf_counter()
-
-    def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
-        return model.apply({"params": params}, tokens, segments, positions), flags.sum(axis=0)
-
-    def abstract(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        whole = (shape[0] * rows.hosts, *shape[1:])
-        return jax.ShapeDtypeStruct(whole, jnp.int32, sharding=rows.incoming())
-
-    outgoing = rows.outgoing(config.max_seq_length), rows.everywhere()
-    inputs = [abstract(shape)] * 3 + [abstract((1, 3))]
-    compiled = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs).compile()
-    log.info("compiled in %.1f s", time.perf_counter() - began)
-    nothing = np.zeros(shape, np.int32)
-
-    def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Array, Array]:
-        arrays = [nothing] * 3
-        if batch is not None:
-            arrays = [batch.token_ids, batch.segment_ids, batch.positions]
-        return compiled(params, *map(rows.feed, (*arrays, np.array([flags], np.int32))))
-
-    return step
-
-
-def read_weights(forward: Forward) -> dict[str, Any]:
-    """The parameters, each in its shards, with a progress bar."""
-    model, layout = forward.model, forward.layout
-    total = sum(math.prod(spec.shape) for spec in forward.weights.values())
-    mesh = " x ".join(f"{name} {size}" for name, size in layout.shape.items())
-    log.info(
-        "model: layers 0 to %d of %d, %.3g M parameters, %s; %s mesh: %s",
-        *(model.num_layers - 1, model.config.num_hidden_layers, total / 1e6, model.dtype),
-        *(jax.default_backend(), mesh),
-    )
-    if model.stages > 1:
-        count = model.micro_batches(forward.config.batch_size * forward.rows.hosts)
-        idle = (model.stages - 1) / (count + model.stages - 1)
-        log.info(
-            "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%",
-            *(model.stages, count, 100 * idle),
-        )
-    as_bits = model.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
-    size = total * model.dtype.itemsize
-    with tqdm(
-        total=size,
-        unit="B",
-        unit_scale=True,
-        desc="loading weights",
-        leave=False,
-        disable=not on_terminal(),
-    ) as bar:
-        return load_params(
-            forward.weights, forward.checkpoint, model.dtype, layout, as_bits, bar.update
-        )
-
-
-@contextmanager
-def device_errors() -> Iterator[None]:
-    """Turns what the device or its compiler reports into a RunError of one line."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        reason = one_line(error).rstrip(".")
-        hint = "; try a smaller --batch_size or fewer layers" if "EXHAUSTED" in reason else ""
-        raise RunError(f"the device failed: {reason:.300}{hint}") from error
 
 
 def how_to_continue(config: Config, host: Host) -> str:

@@ -42,7 +42,8 @@ def kill_and_resume(
     """Starts, kills and starts again; then lets it end. Returns how many runs were killed.
 
     signs_of_life: something that changes when a run has begun to store; the first two kills and
-    every fourth do not wait for it. Ends early, with fewer kills, when a run is quicker than its killer.
+    every fourth do not wait for it. Ends early, with fewer kills, when a run is quicker than its
+    killer.
     """
     chance = random.Random(seed)
     command = [sys.executable, "-c", SLOWLY, *flags]
