@@ -180,6 +180,8 @@ host_follow() { # The end of the log, and all that follows until the job ends.
     elif [[ $state == ended:[!0]* ]]; then
         tail --lines=5 "$folder/log" | sed "s|^|[$label] |"
     fi
+    # A job that is killed may leave half a line, which must not hide what follows.
+    [[ ! $(tail --bytes=1 "$folder/log" 2>/dev/null) ]] || echo
     echo "@deploy state $machine $label $state"
 }
 

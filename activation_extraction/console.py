@@ -20,7 +20,7 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
 
     Hosts other than the first are quiet unless something is wrong. host: None while unknown.
     """
-    handler = TqdmLoggingHandler()
+    handler = TqdmLoggingHandler() if on_terminal() else logging.StreamHandler()
     who = f"machine {machine} host {'?' if host is None else host}"
     handler.setFormatter(
         logging.Formatter(f"%(asctime)s %(levelname)s {who}: %(message)s", "%Y-%m-%d %H:%M:%S")

@@ -57,6 +57,9 @@ print("working as", who, flush=True)
 status = root / f"status-{{who}}"
 while not (root / "finish").exists() and not status.exists():
     time.sleep(0.02)
+if (root / "half").exists():
+    print("half a line", end="", flush=True)
+    os.killpg(0, signal.SIGKILL)
 print("finished", flush=True)
 os._exit(int(status.read_text()) if status.exists() else 0)
 """
@@ -550,6 +553,14 @@ def test_a_host_that_fails_is_reported_and_restarted_with_its_whole_pod(cloud):
     assert sorted(job["who"] for job in cloud.lines("jobs")) == ["0-0", "0-0", "0-1", "0-1", "1-0"]
 
 
+def test_a_job_that_is_killed_within_a_line(cloud):
+    (cloud.root / "half").touch()
+    cloud.finish()
+    status, text = cloud.deploy("local", "1")
+    assert status == 1 and "half a line\n" in text, text
+    assert "machine_0/0: killed, or its machine was" in text, text
+
+
 def test_a_tpu_that_was_preempted_and_created_again_starts_alone(cloud):
     """Its disks are empty then, so it takes no --restart; the other machine is only followed."""
     for name in ("one", "two"):
@@ -573,6 +584,8 @@ def test_a_tpu_that_was_preempted_and_created_again_starts_alone(cloud):
     assert "one: done on all 1 hosts" in first.communicate(timeout=60)[0] and first.returncode == 1
 
 
+# JAX, which other tests use in this process, warns of every fork; this one becomes bash at once.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_ctrl_c_in_a_terminal(cloud):
     """The terminal's own way: a session, a foreground process group, the key itself."""
     script = f"cd {cloud.laptop} && exec bash {DEPLOY} local 2 --min_free_gb 0"
