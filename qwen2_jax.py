@@ -13,6 +13,7 @@ Reference: `transformers.models.qwen2.modeling_qwen2` and the Qwen2 report (arXi
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
 from activation_extraction.attention import Attention, blocked_attention, einsum
+from activation_extraction.bits import from_bits, to_bits
 from activation_extraction.mesh import Layout
 from activation_extraction.qwen_config import QwenConfig
 from activation_extraction.weights import WeightSpec
@@ -37,7 +39,7 @@ LOGICAL_AXES = {
     "V": "vocab",
 }
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
-HookValues = dict[str, Array]  # kind of hook ("attn", "mlp", "residual") -> (B, T, D)
+Added = dict[str, Array]  # "attn" and "mlp" -> what they added to the stream, (B, T, D)
 
 
 class Linear(nn.Module):
@@ -67,15 +69,6 @@ def _parameter(module: Any, name: str, letters: str, init: Callable[..., Array])
     axes = tuple(LOGICAL_AXES[letter] for letter in letters)
     shape = tuple(module.config.sizes[letter] for letter in letters)
     return module.param(name, nn.with_logical_partitioning(init, axes), shape, module.dtype)
-
-
-def from_bits(x: Array) -> Array:
-    """bfloat16 from uint16 bits; anything else as it is.
-
-    Weights may be handed over as bits, and the CPU wants them so: XLA has no bfloat16 slices or
-    gathers there and would widen whole stacks of layers to float32, in every step.
-    """
-    return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
 class Embedding(nn.Module):
@@ -170,7 +163,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One block. Returns the residual stream after it and everything a hook may ask for."""
+    """One block. Returns the residual stream after it and what its two halves added."""
 
     config: QwenConfig
     dtype: Any
@@ -185,12 +178,11 @@ class DecoderLayer(nn.Module):
 
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array
-    ) -> tuple[Array, HookValues]:
+    ) -> tuple[Array, Added]:
         attn = self.self_attn(self.input_layernorm(x), rotary, segment_ids)
         x = x + attn
         mlp = self.mlp(self.post_attention_layernorm(x))
-        x = x + mlp
-        return x, {"attn": attn, "mlp": mlp, "residual": x}
+        return x + mlp, {"attn": attn, "mlp": mlp}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,9 +221,36 @@ class Decoder:
             params, per_layer = xs
             gathered = jax.tree.map(self.layout.gather, params, axes)
             own = {"params": jax.tree.map(from_bits, gathered)}
-            return body(lambda *inputs: self.layer.apply(own, *inputs), carry, per_layer), None
+            layer = self._in_groups(functools.partial(self.layer.apply, own))
+            return body(layer, carry, per_layer), None
 
         return jax.lax.scan(step, carry, (params, per_layer))[0]
+
+    def _in_groups(self, layer: Callable) -> Callable:
+        """`layer`, a few rows at a time where that keeps them in the caches (on one CPU).
+
+        Rows that hold nothing but padding, as in the last batch of a run, are left as they are.
+        """
+
+        def apply(*inputs: Any) -> tuple[Array, Added]:
+            segment_ids = inputs[-1]
+            size = self.layout.rows_at_once(*segment_ids.shape)
+            if size == len(segment_ids):
+                return layer(*inputs)
+            groups = jax.tree.map(lambda x: to_bits(x).reshape(-1, size, *x.shape[1:]), inputs)
+            done = jax.lax.map(group, groups)
+            return jax.tree.map(lambda x: from_bits(x.reshape(-1, *x.shape[2:]), self.dtype), done)
+
+        def group(inputs: Any) -> tuple[Array, Added]:
+            return jax.lax.cond(inputs[-1].any(), compute, skip, *inputs)
+
+        def compute(x: Array, *others: Any) -> Any:
+            return jax.tree.map(to_bits, layer(from_bits(x, self.dtype), *others))
+
+        def skip(x: Array, *_: Any) -> Any:
+            return x, {"attn": x, "mlp": x}
+
+        return apply
 
 
 def _is_boxed(x: Any) -> bool:

@@ -139,7 +139,8 @@ class HookedQwen2(nn.Module):
 
         def block(layer: Callable, carry: tuple[Array, Array], slots: Array) -> Any:
             x, captured = carry
-            x, values = layer(x, rotary, segment_ids)
+            x, added = layer(x, rotary, segment_ids)
+            values = added | {"residual": x}
             for order, slot in zip(orders, slots, strict=True):
                 value = self._captured_bits(values[KINDS[order]])
                 captured = lax.dynamic_update_index_in_dim(captured, value, slot, axis=0)
@@ -181,7 +182,8 @@ class HookedQwen2(nn.Module):
 
             def block(layer: Callable, carry: tuple[Array, Array], slots: Array) -> Any:
                 x, captured = carry
-                x, values = layer(x, rotary, segment_ids[number])
+                x, added = layer(x, rotary, segment_ids[number])
+                values = added | {"residual": x}
                 for order, slot in zip(orders, slots, strict=True):
                     value = self._captured_bits(values[KINDS[order]])
                     at = jnp.maximum(slot, 0), number, 0, 0, 0
@@ -247,7 +249,10 @@ class HookedQwen2(nn.Module):
 
 
 def _bits(x: Array) -> Array:
-    """The same bits as unsigned integers, which the CPU updates in place (see `from_bits`)."""
+    """The same bits as unsigned integers, which the CPU updates in place (see bits.py).
+
+    For float32 too: XLA then keeps the layout in which results leave out of the loop.
+    """
     return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
 
 

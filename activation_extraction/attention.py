@@ -1,9 +1,8 @@
 """Attention over packed rows: causal, segment-isolated, grouped-query.
 
 Every function here has one signature, `Attention`, so the model takes any of them as a callable.
-`dense_attention` is the definition, materialising all scores; `blocked_attention` computes the same
-in blocks of queries that read only the keys up to their own block, so that memory grows with T
-and not with its square. `einsum` fixes the numerics of every matrix product of the model.
+`dense_attention` is the definition, materialising all scores; `blocked_attention` is for CPUs.
+`einsum` fixes the numerics of every matrix product of the model.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, G = N / K, H head size.
 """
@@ -14,13 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from activation_extraction.bits import from_bits, to_bits
+
 # (q BTNH, k BSKH, v BSKH, q_segments BT, k_segments BS, first_query) -> BTNH in q's dtype.
 # Query head n reads key/value head n // (N / K). The queries are the T tokens of the row from
 # `first_query` on (an int or a traced scalar), the keys are the whole row. A token sees the tokens
-# of its own segment that are not after it.
+# of its own segment that are not after it. The segments of a row follow one another; padding,
+# segment 0, comes last, and what it gives means nothing.
 Attention = Callable[[Array, Array, Array, Array, Array, int | Array], Array]
 
-QUERY_BLOCK = 128
+QUERY_BLOCK = 64
+KEY_BLOCK = 128
+MOST_LENGTHS = 32  # of runs of keys: what compiling costs grows with it
 
 
 def einsum(equation: str, x: Array, y: Array) -> Array:
@@ -52,24 +56,80 @@ def dense_attention(
 def blocked_attention(
     q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array, first_query: int | Array
 ) -> Array:
-    """Attention in blocks of `QUERY_BLOCK` queries. See `Attention`.
+    """Attention in blocks of queries that read only the keys they may see. See `Attention`.
 
-    Where `first_query` is known when compiling, later keys are not read; otherwise they are masked.
+    For CPUs. What a block may see is a run of keys, from the beginning of its first segment to its
+    last query. One program is compiled for each of a few lengths of the run, and each block takes
+    the one it needs; blocks of nothing but padding take none. Memory grows with T, not with T * S.
     """
-    length = q.shape[1]
-    blocks = []
-    for start in range(0, length, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, length)
-        queries = slice(start, stop)
-        keys = slice(first_query + stop if isinstance(first_query, int) else None)
-        blocks.append(
-            dense_attention(
-                q[:, queries],
-                k[:, keys],
-                v[:, keys],
-                q_segments[:, queries],
-                k_segments[:, keys],
-                first_query + start,
-            )
-        )
-    return jnp.concatenate(blocks, axis=1)
+    batch, length, heads, head_dim = q.shape
+    keys, kv_heads = k.shape[1:3]
+    if padding := -length % QUERY_BLOCK:
+        q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
+        q_segments = jnp.pad(q_segments, ((0, 0), (0, padding)))
+    per_row = (length + padding) // QUERY_BLOCK
+    sizes = _run_lengths(keys)
+    choices = _choices(q_segments, k_segments, first_query, sizes)
+    segments = q_segments.reshape(-1, QUERY_BLOCK)
+    # Queries of a block and heads of a group side by side: rows of one product for each of K heads.
+    grouped = to_bits(q).reshape(-1, QUERY_BLOCK, kv_heads, heads // kv_heads * head_dim)
+    grouped = grouped.swapaxes(1, 2).reshape(len(segments), kv_heads, -1, head_dim)
+    k_bits, v_bits = to_bits(k).swapaxes(1, 2), to_bits(v).swapaxes(1, 2)  # BKSH
+
+    def block(number: Array) -> Array:
+        row = number // per_row
+        start = first_query + number % per_row * QUERY_BLOCK
+
+        def seeing(size: int) -> Callable[[], Array]:
+            def run() -> Array:
+                first = jnp.clip(start + QUERY_BLOCK - size, 0, keys - size)
+                run_of = (row, 0, first, 0), (1, kv_heads, size, head_dim)
+                run_segments = lax.dynamic_slice(k_segments, (row, first), (1, size))
+                causal = (start + jnp.arange(QUERY_BLOCK))[:, None] >= first + jnp.arange(size)
+                out = _attend(
+                    from_bits(grouped[number], q.dtype),
+                    from_bits(lax.dynamic_slice(k_bits, *run_of)[0], k.dtype),
+                    from_bits(lax.dynamic_slice(v_bits, *run_of)[0], v.dtype),
+                    causal & (segments[number][:, None] == run_segments),
+                )
+                return to_bits(out)
+
+            return run
+
+        def nothing() -> Array:
+            return jnp.zeros(grouped.shape[1:], grouped.dtype)
+
+        return lax.switch(choices[number], [nothing, *map(seeing, sizes)])
+
+    out = lax.map(block, jnp.arange(len(segments)))
+    out = out.reshape(len(segments), kv_heads, QUERY_BLOCK, -1).swapaxes(1, 2)
+    return from_bits(out.reshape(batch, -1, heads, head_dim)[:, :length], q.dtype)
+
+
+def _run_lengths(keys: int) -> list[int]:
+    """The lengths of runs of keys that programs are compiled for; the last one is all keys."""
+    step = KEY_BLOCK * -(-keys // (KEY_BLOCK * MOST_LENGTHS))
+    return [*range(step, keys, step), keys]
+
+
+def _choices(
+    q_segments: Array, k_segments: Array, first_query: int | Array, sizes: list[int]
+) -> Array:
+    """For each block, row by row: which of `sizes` it needs, counted from 1; 0 for padding."""
+    firsts = q_segments[:, ::QUERY_BLOCK, None]
+    begins = jnp.argmax(k_segments[:, None, :] == firsts, axis=-1)
+    ends = first_query + QUERY_BLOCK * jnp.arange(1, begins.shape[1] + 1)
+    needed = jnp.searchsorted(jnp.asarray(sizes), jnp.minimum(ends, sizes[-1]) - begins) + 1
+    real = q_segments.reshape(*begins.shape, QUERY_BLOCK).any(axis=-1)
+    return jnp.where(real, needed, 0).reshape(-1)
+
+
+def _attend(q: Array, k: Array, v: Array, visible: Array) -> Array:
+    """(K, Q * G, H) queries over (K, S, H) keys and values; visible: (Q, S). Like q."""
+    scores = einsum("KQH,KSH->KQS", q, k) * q.shape[-1] ** -0.5
+    by_query = scores.reshape(len(k), len(visible), -1, k.shape[1])  # K, Q, G, S
+    by_query = jnp.where(visible[:, None], by_query, jnp.finfo(jnp.float32).min)
+    scores = by_query.reshape(scores.shape)
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    total = weights.sum(axis=-1, keepdims=True)
+    return (einsum("KQS,KSH->KQH", weights.astype(v.dtype), v) / total).astype(q.dtype)

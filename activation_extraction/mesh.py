@@ -37,6 +37,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "captured_sequence": BOTH,
     "leaving_sequence": (*BOTH, "pipeline"),
 }
+TOKENS_AT_ONCE = 2048  # on one CPU
 DEFAULT_3D_DEVICES = 64
 # Dense bfloat16 FLOP/s of one device, by a part of its kind's name (vendors' data sheets).
 PEAK_FLOPS = {
@@ -102,6 +103,21 @@ class Layout:
     def gather(self, weight: Array, axes: Sequence[str]) -> Array:
         """A weight just before its use: complete along fsdp, split as before along the rest."""
         return weight if self.size("fsdp") == 1 else self.constrain(weight, *axes, without="fsdp")
+
+    def rows_at_once(self, rows: int, length: int) -> int:
+        """How many rows of `length` tokens go through a layer together; a divisor of `rows`.
+
+        One CPU is fastest with as many tokens as its caches can hold, everything else with all.
+        """
+        if self.mesh is None or self.mesh.size > 1 or self._platform != "cpu":
+            return rows
+        fitting = max(TOKENS_AT_ONCE // length, 1)
+        return max(size for size in range(1, min(fitting, rows) + 1) if rows % size == 0)
+
+    @property
+    def _platform(self) -> str:
+        assert self.mesh is not None
+        return self.mesh.devices.flat[0].platform
 
     def attend(
         self, attention: Attention, q: Array, k: Array, v: Array, segment_ids: Array

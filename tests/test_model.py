@@ -11,7 +11,7 @@ import torch
 from conftest import Reference, make_reference
 from flax.traverse_util import flatten_dict
 
-from activation_extraction.attention import blocked_attention, dense_attention
+from activation_extraction.attention import KEY_BLOCK, blocked_attention, dense_attention
 from activation_extraction.errors import InputError
 from activation_extraction.mesh import build_layout
 from activation_extraction.weights import Checkpoint, load_params
@@ -144,20 +144,71 @@ def test_only_the_needed_layers_are_in_the_weights(reference: Reference):
     assert "model.layers.1.mlp.down_proj.weight" in names
 
 
-@pytest.mark.parametrize("heads,kv_heads", [(4, 1), (4, 2), (4, 4)])
-def test_blocked_attention_equals_the_dense_definition(heads, kv_heads):
+@pytest.mark.parametrize(
+    "keys,first_query,kv_heads",
+    [(40, 0, 2), (300, 100, 1), (300, 100, 2), (300, 100, 4), (5000, 0, 2), (5000, 2500, 2)],
+)
+def test_blocked_attention_equals_the_dense_definition(keys, first_query, kv_heads):
+    """Rows of one segment, of several, of several and padding, of nothing; part of the queries."""
+    q, k, v = attention_inputs((4, keys), 4, kv_heads)
+    lengths = np.array([[0, 0, keys], [keys // 3, 1, keys], [7, keys // 2, keys // 8], [0, 0, 0]])
+    ends = np.cumsum(lengths, axis=1)[:, :, None]
+    segments = (np.arange(keys) >= ends).sum(axis=1) + 1
+    segments = jnp.asarray(np.where(segments > 3, 0, segments), jnp.int32)
+    some = slice(first_query, first_query + 200)
+    inputs = q[:, some], k, v, segments[:, some], segments
+    real = np.asarray(segments[:, some]) > 0
+    got = jax.jit(blocked_attention)(*inputs, first_query)
+    np.testing.assert_allclose(got[real], dense_attention(*inputs, first_query)[real], atol=2e-6)
+    known = jax.jit(blocked_attention, static_argnums=5)(*inputs, first_query)
+    np.testing.assert_array_equal(got, known)
+
+
+def test_blocked_attention_does_not_read_blocks_of_other_segments():
+    """Nor keys that come later: what lies there is not a number."""
+    length = 1024
+    q, k, v = attention_inputs((1, length), 4, 2)
+    segments = jnp.asarray(np.repeat([1, 2, 3], [256, 384, 384])[None], jnp.int32)
+    near = np.arange(256 - KEY_BLOCK, 640)  # lengths are rounded up
+    k, v = (jnp.full_like(x, jnp.nan).at[:, near].set(x[:, near]) for x in (k, v))
+    got = np.asarray(blocked_attention(q, k, v, segments, segments, 0))
+    assert np.isfinite(got[:, 256:640]).all()
+    assert np.isnan(got[:, :128]).all() and np.isnan(got[:, 640:]).all()
+
+
+def attention_inputs(shape, heads, kv_heads):
     chance = np.random.default_rng(1)
-    length = 300
-    q, k, v = (
-        jnp.asarray(chance.standard_normal((2, length, n, 16), np.float32))
+    return (
+        jnp.asarray(chance.standard_normal((*shape, n, 16), np.float32))
         for n in (heads, kv_heads, kv_heads)
     )
-    segments = jnp.asarray(np.sort(chance.integers(1, 5, (2, length)), axis=1), jnp.int32)
-    np.testing.assert_allclose(
-        blocked_attention(q, k, v, segments, segments, 0),
-        dense_attention(q, k, v, segments, segments, 0),
-        atol=2e-6,
-    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_go_through_a_layer_in_groups_on_one_cpu(tmp_path, dtype):
+    """The values are those of all rows together, and rows of padding cost nothing."""
+    reference = make_reference(tmp_path, num_hidden_layers=2, num_key_value_heads=2)
+    config = reference.config
+    alone = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
+    assert alone.rows_at_once(6, 1024) == 2 and alone.rows_at_once(5, 1024) == 1
+    assert alone.rows_at_once(6, 64) == 6 and alone.rows_at_once(6, 4096) == 1
+    two = build_layout(jax.devices()[:2], {"model": 2}, kv_heads=2)
+    assert two.rows_at_once(6, 1024) == 6
+    token_ids, segment_ids, positions = rows(config.vocab_size, (4, 1024))
+    segment_ids = segment_ids * np.array([1, 1, 0, 0], np.int32)[:, None]
+    hooks = every_hook(config)
+    values = []
+    for layout in (alone, None):
+        model = create_model_with_hooks(config, hooks, dtype, layout=layout)
+        params = {"params": load(model, reference.folder, dtype)}
+        got = jax.jit(model.apply)(params, token_ids, segment_ids, positions)
+        values.append(np.asarray(got, np.float32))
+    grouped, whole = values
+    for hook, got, expected in zip(hooks, grouped[:, :2], whole[:, :2], strict=True):
+        allowed = TOLERANCE if dtype == jnp.float32 else 0.03
+        assert rms_error(got, expected) < allowed * np.sqrt(np.mean(np.square(expected))), hook
+    stream = np.array([hook.kind == "residual" for hook in hooks])
+    assert (grouped[stream, 2:] == grouped[stream, 2:][:1]).all()  # the embedding, all the way
 
 
 def test_dense_attention_by_hand():
