@@ -136,11 +136,11 @@ class SelfAttention(nn.Module):
         queries = "batch", "query_sequence", "heads", "head_dim"
         keys = "batch", "sequence", "kv_heads", "head_dim"
         constrain = self.layout.constrain
-        q = rotate(constrain(self.q_proj(x), *queries), rotary).astype(self.dtype)
+        q = rotate(constrain(self.q_proj(x), *queries), rotary) * self.config.head_dim**-0.5
         k = rotate(constrain(self.k_proj(x), *keys), rotary).astype(self.dtype)
         v = constrain(self.v_proj(x), *keys).astype(self.dtype)
         with jax.named_scope("attention"):
-            heads = self.layout.attend(self.attention, q, k, v, segment_ids)
+            heads = self.layout.attend(self.attention, q.astype(self.dtype), k, v, segment_ids)
         return constrain(self.o_proj(heads).astype(self.dtype), *STREAM)
 
 

@@ -16,7 +16,8 @@ from jax import Array, lax
 from activation_extraction.bits import from_bits, to_bits
 
 # (q BTNH, k BSKH, v BSKH, q_segments BT, k_segments BS, first_query) -> BTNH in q's dtype.
-# Query head n reads key/value head n // (N / K). The queries are the T tokens of the row from
+# Query head n reads key/value head n // (N / K). Scores are the products of q and k: q comes
+# multiplied by H**-0.5, before it was rounded. The queries are the T tokens of the row from
 # `first_query` on (an int or a traced scalar), the keys are the whole row. A token sees the tokens
 # of its own segment that are not after it. The segments of a row follow one another; padding,
 # segment 0, comes last, and what it gives means nothing.
@@ -44,7 +45,7 @@ def dense_attention(
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
     grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
-    scores = einsum("BTKGH,BSKH->BKGTS", grouped, k) * head_dim**-0.5
+    scores = einsum("BTKGH,BSKH->BKGTS", grouped, k)
     causal = first_query + jnp.arange(queries)[:, None] >= jnp.arange(keys)[None, :]
     visible = causal & (q_segments[:, :, None] == k_segments[:, None, :])  # BTS
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
@@ -126,7 +127,7 @@ def _choices(
 
 def _attend(q: Array, k: Array, v: Array, visible: Array) -> Array:
     """(K, Q * G, H) queries over (K, S, H) keys and values; visible: (Q, S). Like q."""
-    scores = einsum("KQH,KSH->KQS", q, k) * q.shape[-1] ** -0.5
+    scores = einsum("KQH,KSH->KQS", q, k)
     by_query = scores.reshape(len(k), len(visible), -1, k.shape[1])  # K, Q, G, S
     by_query = jnp.where(visible[:, None], by_query, jnp.finfo(jnp.float32).min)
     scores = by_query.reshape(scores.shape)
