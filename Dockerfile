@@ -11,12 +11,15 @@
 #   --shm-size=16g   because libtpu and the readers of data share memory in /dev/shm (Docker: 64 MB)
 #   --init           so that SIGTERM reaches the program at any time: process 1 ignores it by default
 # On a GPU machine --gpus all takes the place of --privileged; on a CPU none of them is needed.
-# Keep /cache/huggingface and the output outside: -v ~/.cache/huggingface:/cache/huggingface
+# Keep the output outside, and what would be fetched and compiled again at every start:
+#   -v ~/.cache/huggingface:/cache/huggingface
+#   -v ~/.cache/activation_extraction:/cache/activation_extraction
 
 FROM python:3.11.13-slim-bookworm
 
 # What changes least comes first: a change to the scripts must not install everything again.
 ENV HF_HOME=/cache/huggingface \
+    XDG_CACHE_HOME=/cache \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1
 WORKDIR /workspace

@@ -146,9 +146,10 @@ host_run() { # The job. This shell outlives a SIGTERM to the group, to write dow
     if [[ $image ]]; then # The options are explained in the Dockerfile.
         "${docker[@]}" rm --force "$container" >/dev/null 2>&1 || true # a crash left it
         [[ $inside == /* ]] || inside=/workspace/$output
-        mkdir -p ~/.cache/huggingface
+        mkdir -p ~/.cache/huggingface ~/.cache/activation_extraction
         options+=(--volume "$(realpath "$output"):$inside")
         options+=(--volume "$(realpath ~/.cache/huggingface):/cache/huggingface")
+        options+=(--volume "$(realpath ~/.cache/activation_extraction):/cache/activation_extraction")
         for path in "${inputs[@]}"; do options+=(--volume "$path:$path:ro"); done
         if [[ -e $adc ]]; then # for buckets, where no service account of the VM serves
             options+=(--volume "$adc:/adc.json:ro" --env GOOGLE_APPLICATION_CREDENTIALS=/adc.json)

@@ -25,6 +25,7 @@ os.environ.setdefault("USE_TORCH", "false")
 import jax
 
 from activation_extraction import demo
+from activation_extraction.compilation import use_compilation_cache
 from activation_extraction.config import Config, parse_args
 from activation_extraction.console import Clock, Progress, log, start_logging, stop_on_signals
 from activation_extraction.documents import check_dataset
@@ -176,6 +177,8 @@ def look(config: Config) -> int:
         root = Store(config.location, config.upload_timeout)
         if config.status:
             return show_status(root, config.aggregate)
+        if config.verify_samples:
+            use_compilation_cache(config, Host())
         load = partial(load_again, config) if config.verify_samples else None
         return verify(root, load, config.verify_samples)
     except StoreError as error:
@@ -232,7 +235,7 @@ def start_together(job: Job) -> Step:
 def fingerprint(job: Job) -> dict[str, Any]:
     """All that must be the same on every host of a run, by name."""
     own = {"host_id", "coordinator_address", "output_dir", "output_url", "model_path"}
-    own |= {"dataset_path", "verbose"}
+    own |= {"dataset_path", "verbose", "compilation_cache"}
     asked = {name: value for name, value in asdict(job.config).items() if name not in own}
     here = Path(__file__).parent
     source = [*here.glob("*.py"), *(here / "activation_extraction").glob("*.py")]
@@ -249,6 +252,7 @@ def prepare(config: Config, host: Host) -> Job:
     """Checks the whole request; what costs most, the weights, comes last. Raises InputError."""
     folder = config.output_dir / config.folder_name(host.id, host.count, in_bucket=False)
     check_output_dir(folder)
+    use_compilation_cache(config, host)
     remote = open_bucket(config, host)
     stale = stale_folders(config, host)
     if stale and not config.overwrite:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 from tqdm import tqdm
 
+from activation_extraction.compilation import watch_compiling
 from activation_extraction.config import DEFAULT_LAYERS, Config
 from activation_extraction.console import log, on_terminal
 from activation_extraction.errors import InputError, RunError, one_line
@@ -154,8 +155,10 @@ def compile_step(forward: Forward) -> Step:
 
     outgoing = rows.outgoing(config.max_seq_length), rows.everywhere()
     inputs = [abstract(shape)] * 3 + [abstract((1, 3))]
-    compiled = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs).compile()
-    log.info("compiled in %.1f s", time.perf_counter() - began)
+    with watch_compiling() as from_cache:
+        compiled = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs).compile()
+    where = ", from the cache" if from_cache() else ""
+    log.info("compiled in %.1f s%s", time.perf_counter() - began, where)
     nothing = np.zeros(shape, np.int32)
 
     def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Array, Array]:

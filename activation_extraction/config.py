@@ -22,6 +22,7 @@ ENVIRONMENT = {
     "num_hosts": ("JAX_PROCESS_COUNT", "NUM_HOSTS"),
     "mesh_shape": ("TPU_MESH_CONFIG",),
     "mesh_axes": ("TPU_AXIS_NAMES",),
+    "compilation_cache": ("JAX_COMPILATION_CACHE_DIR",),
 }
 
 
@@ -30,6 +31,7 @@ class Config:
     """One run, as asked for. Field names are the flags'.
 
     bucket_url: where to upload to, the folder above those of machines and hosts; None: nowhere.
+    compilation_cache: a folder, a URL or "off"; None: the default.
     """
 
     model_path: str
@@ -58,6 +60,7 @@ class Config:
     connect_timeout: int
     heartbeat_timeout: int
     stall_timeout: int
+    compilation_cache: str | None
     output_dir: Path
     output_url: str
     activation_dtype: str

@@ -234,6 +234,14 @@ def _add_computing_flags(parser: argparse.ArgumentParser) -> None:
         "use all devices (default)",
         "use one device of every host",
     )
+    group.add_argument(
+        "--compilation_cache",
+        type=_text,
+        metavar="FOLDER",
+        help="where JAX keeps compiled programs for the next start, or off; with --multihost a "
+        "folder or URL that all hosts share (default: JAX_COMPILATION_CACHE_DIR, else "
+        "activation_extraction/jax in XDG_CACHE_HOME or ~/.cache; off with --multihost)",
+    )
     _add_host_flags(parser)
 
 

@@ -8,9 +8,13 @@ safetensors files that they need. Which parameters exist is the model's knowledg
 import dataclasses
 import functools
 import json
+import math
+import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,14 @@ from activation_extraction.mesh import Layout
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
-FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+FLOAT_TYPES: dict[str, np.dtype] = {
+    "F64": np.dtype("float64"),
+    "F32": np.dtype("float32"),
+    "F16": np.dtype("float16"),
+    "BF16": jnp.dtype("bfloat16"),
+}
+READERS = 3  # threads, and tensors in flight
+ALIGNMENT = 64  # bytes, of XLA's buffers
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 # Written by some exporters, recomputed by every model from rope_theta.
 IGNORED_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -83,8 +94,8 @@ class WeightSpec:
                     f"config.json asks for {self.hf_shape}"
                 )
 
-    def tensor(self, read: ReadTensor, dtype: Any, number: int, index: Index) -> np.ndarray:
-        """Part of the parameter that checkpoint tensor `number` makes up, as `dtype`.
+    def tensor(self, read: ReadTensor, number: int, index: Index) -> np.ndarray:
+        """Part of the parameter that checkpoint tensor `number` makes up, with the file's dtype.
 
         index: within that part, without the "layers" axis. `read(name, hf_index)` returns part of
         a checkpoint tensor.
@@ -93,7 +104,7 @@ class WeightSpec:
         bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
         wanted = [stop - start for start, stop in bounds]
         if number >= len(self.hf_names):
-            return np.zeros(wanted, dtype)
+            return np.zeros(wanted, np.float32)
         merged: list[tuple[int, int]] = []
         for axis, size, (start, stop) in zip(axes, shape, bounds, strict=True):
             if axis != "head_dim":
@@ -103,15 +114,44 @@ class WeightSpec:
             else:
                 raise ValueError("head_dim cannot be split: it is the inner part of a flat axis")
         part = read(self.hf_names[number], tuple(slice(*bound) for bound in merged))
-        return part.reshape(wanted).astype(dtype, copy=False)
+        return part.reshape(wanted)
+
+    def part(self, read: ReadTensor, dtype: Any, numbers: range, index: Index) -> np.ndarray:
+        """Part of the parameter as a new array of `dtype`.
+
+        Of a stacked one only the layers `numbers`, among which the first entry of `index` chooses.
+        Each value is copied once, straight to where it belongs.
+        """
+        shape = (len(numbers), *self.shape[1:]) if self.stacked else self.shape
+        sizes = [len(range(size)[chosen]) for size, chosen in zip(shape, index, strict=True)]
+        part = _aligned(sizes, dtype)
+        if not self.stacked:
+            part[...] = self.tensor(read, 0, index)
+            return part
+        for row, number in zip(part, numbers[index[0]], strict=True):
+            row[...] = self.tensor(read, number, index[1:])
+        return part
 
     def assemble(self, read: ReadTensor, dtype: Any) -> np.ndarray:
         """The whole parameter as a NumPy array of `dtype`."""
-        if not self.stacked:
-            return self.tensor(read, dtype, 0, (slice(None),) * len(self.shape))
-        everything = (slice(None),) * (len(self.shape) - 1)
-        layers = range(self.shape[0])
-        return np.stack([self.tensor(read, dtype, k, everything) for k in layers])
+        return self.part(read, dtype, range(self.shape[0]), (slice(None),) * len(self.shape))
+
+
+def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """An empty array as XLA wants it: on the CPU it takes such memory over instead of copying."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorPlace:
+    """Where a safetensors file keeps a tensor: shape, dtype, and the byte at which it begins."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int
 
 
 class Checkpoint:
@@ -204,7 +244,7 @@ class Checkpoint:
         names = set(self._file_of_tensor or ())
         for spec in table:
             for path in {self.tensor_path(name) for name in spec.hf_names}:
-                shapes = self._shapes(path)
+                shapes = {name: place.shape for name, place in self._header(path).items()}
                 names |= set(shapes)
                 own = [name for name in spec.hf_names if self.tensor_path(name) == path]
                 dataclasses.replace(spec, hf_names=tuple(own)).check(shapes, str(path))
@@ -216,31 +256,50 @@ class Checkpoint:
             )
 
     @functools.cached_property
-    def _headers(self) -> dict[Path, dict[str, tuple[int, ...]]]:
+    def _headers(self) -> dict[Path, dict[str, TensorPlace]]:
         return {}
 
-    def _shapes(self, path: Path) -> dict[str, tuple[int, ...]]:
+    def _header(self, path: Path) -> dict[str, TensorPlace]:
         if path not in self._headers:
             try:
-                with safe_open(path, "np") as tensors:
-                    slices = {name: tensors.get_slice(name) for name in tensors.keys()}
-                    types = {name: part.get_dtype() for name, part in slices.items()}
-                    shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+                with safe_open(path, "np"):  # checks the header, and the file's size against it
+                    self._headers[path] = _read_header(path)
             except (SafetensorError, OSError) as error:
                 raise InputError(f"{path}: not a complete safetensors file: {error}") from error
-            for name, dtype in types.items():
-                if dtype not in FLOAT_TYPES:
-                    raise InputError(
-                        f"{path}: tensor {name} is {dtype}; only {', '.join(FLOAT_TYPES)} are read "
-                        "(quantised checkpoints are not)"
-                    )
-            self._headers[path] = shapes
         return self._headers[path]
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """Part of a tensor. The file is mapped for this call only, so its pages do not pile up."""
-        with safe_open(self.tensor_path(tensor), "np") as tensors:
-            return tensors.get_slice(tensor)[index]
+        """Part of a tensor, as a view of the file: its bytes are read when it is copied.
+
+        The file is mapped for as long as the view lives, so pages that were read do not pile up.
+        """
+        path = self.tensor_path(tensor)
+        place = self._header(path)[tensor]
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        values = np.frombuffer(mapped, place.dtype, math.prod(place.shape), place.offset)
+        return values.reshape(place.shape)[index]
+
+
+def _read_header(path: Path) -> dict[str, TensorPlace]:
+    """Of a safetensors file: 8 bytes with the length of a JSON, the JSON, the tensors' bytes.
+
+    Raises InputError for dtypes that are not in FLOAT_TYPES.
+    """
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    places = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in FLOAT_TYPES:
+            raise InputError(
+                f"{path}: tensor {name} is {entry['dtype']}; only {', '.join(FLOAT_TYPES)} are "
+                "read (quantised checkpoints are not)"
+            )
+        offset = 8 + length + entry["data_offsets"][0]
+        places[name] = TensorPlace(tuple(entry["shape"]), FLOAT_TYPES[entry["dtype"]], offset)
+    return places
 
 
 def load_params(
@@ -253,54 +312,81 @@ def load_params(
 ) -> dict[str, Any]:
     """Reads every parameter straight into its shards, layer by layer (of all stages at once).
 
-    A process reads only the parts that its devices hold, each once. Besides what the devices have
-    it holds no more than its parts of one tensor (of every stage that it takes part in). as_bits:
-    hand a 2-byte `dtype` over as uint16. `progress` is called with the bytes of each part loaded.
-    Returns the nested parameter dict.
+    A process reads only the parts that its devices hold, each once, with several threads. Besides
+    what the devices have in the end it holds no more than its parts of READERS tensors (of every
+    stage that it takes part in). as_bits: hand a 2-byte `dtype` over as uint16. `progress` is
+    called with the bytes of each part loaded. Returns the nested parameter dict.
     """
+    stages = layout.size("pipeline")
+    whole = {path: spec for path, spec in table.items() if not spec.stacked}
+    stacked = {path: spec for path, spec in table.items() if spec.stacked}
+    length = min((spec.shape[0] for spec in stacked.values()), default=0) // stages
 
-    def array(spec: WeightSpec, shape: Shape, axes: tuple[str, ...], numbers: range) -> jax.Array:
-        """Checkpoint tensors stacked along axis 0, or the one tensor when there is no such axis."""
+    def load(spec: WeightSpec, numbers: range) -> jax.Array:
+        shape, axes = spec.shape, spec.axes
+        if spec.stacked:
+            shape, axes = (stages, *shape[1:]), ("stage", *axes[1:])
         parts: dict[str, np.ndarray] = {}
 
         def part(index: Index | None) -> np.ndarray:
             key = str(index)
             if key not in parts:
                 index = index or (slice(None),) * len(shape)
-                parts[key] = load(index).view(np.uint16) if as_bits else load(index)
+                values = spec.part(checkpoint.read, dtype, numbers, index)
+                parts[key] = values.view(np.uint16) if as_bits else values
             return parts[key]
 
-        def load(index: Index) -> np.ndarray:
-            if not spec.stacked:
-                return spec.tensor(checkpoint.read, dtype, 0, index)
-            wanted = numbers[index[0]]
-            return np.stack([spec.tensor(checkpoint.read, dtype, k, index[1:]) for k in wanted])
+        array = jax.make_array_from_callback(shape, layout.sharding(axes, shape), part)
+        return jax.block_until_ready(array)  # from now on the host's copy is not needed
 
-        loaded = jax.make_array_from_callback(shape, layout.sharding(axes, shape), part)
-        progress(loaded.nbytes)
-        return loaded
-
-    stages = layout.size("pipeline")
-    params = {}
-    for path, spec in table.items():
-        if not spec.stacked:
-            params[path] = array(spec, spec.shape, spec.axes, range(0))
-            continue
-        length = spec.shape[0] // stages
-        stack = _empty_stack(layout.sharding(spec.axes, spec.shape), spec.shape, dtype, as_bits)
+    def jobs() -> Iterator[tuple[WeightSpec, range]]:
+        yield from ((spec, range(0)) for spec in whole.values())
         for k in range(length):
             layers = range(k, stages * length, length)  # layer k of every stage
-            row = array(spec, (stages, *spec.shape[1:]), ("stage", *spec.axes[1:]), layers)
-            stack = _put_layer(stack, row, np.int32(k))
-        params[path] = stack
-    return unflatten_dict(params)
+            yield from ((spec, layers) for spec in stacked.values())
+
+    with ThreadPoolExecutor(READERS, "read-weights") as pool:
+        arrays = _ahead(pool, load, jobs())
+        params = {}
+        for path in whole:
+            params[path] = next(arrays)
+            progress(params[path].nbytes)
+        stacks = _empty_stacks(stacked, layout, np.uint16 if as_bits else dtype)
+        for k in range(length):
+            for path in stacked:
+                row = next(arrays)
+                progress(row.nbytes)
+                # Waiting, because rows would otherwise queue up in front of the devices.
+                stacks[path] = jax.block_until_ready(_put_layer(stacks[path], row, np.int32(k)))
+                del row  # it counts among those in flight
+    return unflatten_dict(params | stacks)
 
 
-def _empty_stack(
-    sharding: jax.sharding.Sharding, shape: Shape, dtype: Any, as_bits: bool
-) -> jax.Array:
-    kind = jnp.uint16 if as_bits else dtype
-    return jax.jit(lambda: jnp.zeros(shape, kind), out_shardings=sharding)()
+def _ahead(
+    pool: ThreadPoolExecutor, load: Callable[..., jax.Array], jobs: Iterable[tuple[Any, ...]]
+) -> Iterator[jax.Array]:
+    """`load(*job)` of every job, in order; READERS at a time, the one that is out included."""
+    begun: deque[Future[jax.Array]] = deque()
+    for job in jobs:
+        begun.append(pool.submit(load, *job))
+        if len(begun) == READERS:
+            yield begun.popleft().result()
+    while begun:
+        yield begun.popleft().result()
+
+
+def _empty_stacks(
+    table: Mapping[tuple[str, ...], WeightSpec], layout: Layout, dtype: Any
+) -> dict[tuple[str, ...], jax.Array]:
+    """Zeros for all stacked parameters, made by one program: compiling is what takes time here."""
+    shardings = {path: layout.sharding(spec.axes, spec.shape) for path, spec in table.items()}
+
+    def fill(zeros: jax.Array) -> dict[tuple[str, ...], jax.Array]:
+        # A zero of its own for each: XLA would make equal outputs once and copy them.
+        pairs = zip(zeros, table.items(), strict=True)
+        return {path: jnp.broadcast_to(zero, spec.shape) for zero, (path, spec) in pairs}
+
+    return jax.jit(fill, out_shardings=shardings)(np.zeros(len(table), dtype))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

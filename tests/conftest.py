@@ -7,6 +7,7 @@ os.environ |= {
     "JAX_PLATFORMS": "cpu",
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # as stores.py; tests import gcsfs before it
     "HF_HOME": tempfile.mkdtemp(prefix="hf-home-"),
+    "JAX_ENABLE_COMPILATION_CACHE": "false",  # but in test_compilation.py
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

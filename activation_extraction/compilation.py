@@ -1,0 +1,96 @@
+"""JAX's persistent compilation cache: a run that starts again does not compile again.
+
+JAX's key for an entry covers the program, its devices, the compiler's version and flags, and on the
+CPU the machine's instruction sets: a folder may be shared between machines of different kinds.
+"""
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+from activation_extraction.config import Config
+from activation_extraction.console import log
+from activation_extraction.errors import InputError
+from activation_extraction.hosts import Host
+
+OFF = "off"
+HIT = "/jax/compilation_cache/cache_hits"  # jax.monitoring's event
+PROBLEM = "Error (reading|writing) persistent compilation cache"  # JAX's warning
+
+
+def use_compilation_cache(config: Config, host: Host) -> None:
+    """Has JAX keep compiled programs in `--compilation_cache`, else in the user's cache folder.
+
+    Several hosts have none unless asked: JAX writes on host 0 only, so their folder must be a
+    shared one. Raises InputError for a folder that was asked for and cannot be used; where the
+    default one cannot, that is a warning.
+    """
+    if not jax.config.read("jax_enable_compilation_cache"):  # JAX_ENABLE_COMPILATION_CACHE=false
+        return
+    folder = config.compilation_cache
+    if folder is None and not host.several:
+        try:
+            folder = _usable(default_folder(), config.output_dir)
+        except InputError as error:
+            log.warning("%s: nothing is kept for the next start", error)
+    elif folder == OFF:
+        folder = None
+    elif folder is not None and "://" not in folder:
+        folder = _usable(Path(os.path.expanduser(folder)), config.output_dir)
+    jax.config.update("jax_enable_compilation_cache", folder is not None)
+    if folder is not None:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        # A damaged entry is compiled anew; `watch_compiling` reports it for the one that counts.
+        warnings.filterwarnings("ignore", PROBLEM)
+    if folder is not None and "://" in folder:
+        # The compiler's own caches, which JAX would put there too, know no URLs.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+
+def default_folder() -> Path:
+    """Below XDG_CACHE_HOME, else ~/.cache."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(caches, "activation_extraction", "jax")
+
+
+def _usable(folder: Path, output: Path) -> str:
+    """The folder, made if need be. Raises InputError where it cannot be written, or lies in the
+    output, which holds nothing but the extraction."""
+    if folder.resolve().is_relative_to(output.resolve()):
+        raise InputError(f"--compilation_cache {folder}: lies within --output_dir {output}")
+    try:
+        # Who can write there can have any code run here.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InputError(f"--compilation_cache {folder}: {error.strerror}") from error
+    return str(folder)
+
+
+@contextmanager
+def watch_compiling() -> Iterator[Callable[[], bool]]:
+    """Yields the function that tells whether anything came from the cache inside the block.
+
+    What JAX has to say about a damaged cache becomes a line of the log.
+    """
+    hits = 0
+
+    def count(event: str, **_: str | int) -> None:
+        nonlocal hits
+        hits += event == HIT
+
+    jax.monitoring.register_event_listener(count)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", PROBLEM)
+            yield lambda: hits > 0
+    finally:
+        jax.monitoring.unregister_event_listener(count)
+    for warning in caught:
+        log.warning("%s", " ".join(str(warning.message).split()))
