@@ -21,6 +21,7 @@ from activation_extraction.config import DEFAULT_LAYERS, Config
 from activation_extraction.console import log, on_terminal
 from activation_extraction.errors import InputError, RunError, one_line
 from activation_extraction.hosts import Host, digest_files
+from activation_extraction.kernels import attention_for
 from activation_extraction.loop import Step
 from activation_extraction.mesh import (
     HostRows,
@@ -116,8 +117,8 @@ def build_model(config: Config, qwen: QwenConfig, host: Host) -> tuple[HookedQwe
         log.info("%s", remark)
     layout = build_layout(devices, shape, qwen.num_key_value_heads)
     check_divisibility(layout, total_rows, config.max_seq_length, qwen.sizes)
-    model = create_model_with_hooks(qwen, hooks, dtype, stored, layout=layout)
-    return model, rows
+    attention = attention_for(devices[0].platform)
+    return create_model_with_hooks(qwen, hooks, dtype, stored, attention, layout), rows
 
 
 def choose_dtype(name: str) -> Any:

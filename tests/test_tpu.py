@@ -4,32 +4,20 @@ Compiling runs nothing: the numbers here are what the compiler plans. libtpu com
 """
 
 import math
-import os
-import re
-from functools import cache
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import unflatten_dict
-from jax.experimental import topologies
+from jax.sharding import NamedSharding
 
-from activation_extraction.config import parse_args
-from activation_extraction.hosts import Host
-from extract_activations import build_model
+from benchmarks.tpu_plan import ARRAY, COLLECTIVE, EIGHT, QWEN_7B, Compiled, compile_for, groups
 from qwen2_jax import QwenConfig, weight_table
 from qwen2_jax_with_hooks import HookedQwen2
 
 pytest.importorskip("libtpu")
-# Nothing opens a TPU here, so the lock that keeps processes from sharing one is not needed.
-os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
-QWEN_7B = QwenConfig(152064, 3584, 18944, 28, 28, 4, 128, 1e6, 1e-6, 32768, False)
+QWEN_HALF_B = QwenConfig(151936, 896, 4864, 24, 14, 2, 64, 1e6, 1e-6, 32768, True)
 QWEN_72B = QwenConfig(152064, 8192, 29568, 80, 64, 8, 128, 1e6, 1e-6, 32768, False)
-EIGHT = "--layers_to_extract 6 9 12 15 18 21 24 27"
 CHIPS_8, CHIPS_16 = ({"chips_per_host_bounds": (n, 4, 1)} for n in (2, 4))
 MEGACORE = {"chip_config_name": "megacore"}
 TOPOLOGIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {  # with the 2d mesh to expect
@@ -40,48 +28,7 @@ TOPOLOGIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {  # with th
     "v6e-64": ("v6e:8x8", {}, {"data": 16, "model": 4}),
     "v5e-64, 4 hosts": ("v5e:8x8", CHIPS_16, {"data": 4, "model": 16}),
 }
-COLLECTIVE = re.compile(
-    r" ((?:ragged-)?all-to-all|all-reduce|all-gather|reduce-scatter|collective-\w+)(?:-start)?\("
-)
-
-
-class Compiled(NamedTuple):
-    """The forward pass as a run would compile it, and the bytes of one chip."""
-
-    model: HookedQwen2
-    text: str
-    memory: Any
-
-
-@cache
-def compile_for(qwen: QwenConfig, flags: str, topology: str, **how: Any) -> Compiled:
-    """What build_model and compile_step do for these flags, with shapes in place of arrays."""
-    config = parse_args(["--dtype", "bfloat16", *flags.split()])
-    devices = topologies.get_topology_desc(topology, platform="tpu", **how).devices
-    with patch.object(jax, "devices", return_value=devices):
-        model, rows = build_model(config, qwen, Host())
-    params = {}
-    for path, spec in weight_table(model).items():
-        split = model.layout.sharding(spec.axes, spec.shape)
-        params[path] = jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16, sharding=split)
-    shape = config.batch_size * rows.hosts, config.max_seq_length
-    batch = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows.incoming())] * 3
-    forward = jax.jit(model.apply, out_shardings=rows.outgoing(shape[1]))
-    compiled = forward.lower({"params": unflatten_dict(params)}, *batch).compile()
-    return Compiled(model, compiled.as_text() or "", compiled.memory_analysis())
-
-
-def layer_loop(text: str) -> list[str]:
-    """The instructions of the loop over layers, those inside fusions included."""
-    pending = re.findall(r' while\(.*body=(%[\w.-]+).*op_name="[^"]*/layers/while"', text)
-    assert len(pending) == 1
-    computations = dict(re.findall(r"^(%[\w.-]+) .*\{\n((?:  .*\n)+)\}", text, re.M))
-    found: list[str] = []
-    while pending:
-        lines = computations.pop(pending.pop(), "")
-        found += lines.splitlines()
-        pending += re.findall(r"(?:calls|body|to_apply)=(%[\w.-]+)", lines)
-    return found
+FSDP_72B = "--mesh_shape 16,4,4 --mesh_axes data,fsdp,model --batch_size 4 --layers_to_extract 9 79"
 
 
 def collectives(compiled: Compiled) -> list[tuple[str, bool]]:
@@ -92,38 +39,25 @@ def collectives(compiled: Compiled) -> list[tuple[str, bool]]:
     mesh = compiled.model.layout.mesh
     assert mesh is not None
     found = {}
-    for line in layer_loop(compiled.text):
-        if kind := COLLECTIVE.search(line):
-            places = np.unravel_index(groups(line), mesh.devices.shape)
+    for instruction in compiled.plan.layer_loop():
+        if kind := COLLECTIVE.search(instruction.line):
+            places = np.unravel_index(groups(instruction.line), mesh.devices.shape)
             data = places[mesh.axis_names.index("data")]
-            channel = line.partition("channel_id=")[2].partition(",")[0]
+            channel = instruction.line.partition("channel_id=")[2].partition(",")[0]
             found[channel] = kind[1], bool((data != data[:, :1]).any())
     return list(found.values())
 
 
-def groups(line: str) -> np.ndarray:
-    """Which devices talk: a group per row, from any of the ways in which XLA writes them."""
-
-    def numbers(text: str) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", text)]
-
-    def iota(shape: list[int], order: str | None) -> np.ndarray:
-        ids = np.arange(math.prod(shape)).reshape(shape)
-        return ids.transpose(numbers(order)) if order else ids
-
-    if found := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line):
-        return np.array([numbers(group) for group in found[1].split("},{")])
-    transposed = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
-    if found := re.search(rf"replica_groups=\[([\d,]+)\]<={transposed}", line):
-        return iota(numbers(found[2]), found[3]).reshape(numbers(found[1]))
-    ids = rf"(?:, device_ids=\({transposed}\))?"
-    found = re.search(rf"replica_groups=mesh\[(.*?)\]{ids} \{{([^:]*?)\}}", line)
-    assert found, line
-    axes, sizes = re.findall(r"'(\w+)'", found[1]), numbers(re.sub(r"'\w+'", "", found[1]))
-    of_axes = iota(numbers(found[2]) if found[2] else sizes, found[3]).reshape(sizes)
-    within = [axes.index(axis) for axis in re.findall(r"'(\w+)'", found[4])]
-    last = np.moveaxis(of_axes, within, range(-len(within), 0))
-    return last.reshape(-1, math.prod(sizes[axis] for axis in within))
+def one_layer(model: HookedQwen2) -> set[tuple[int, ...]]:
+    """Shapes of a layer's weight matrices on one chip, split and gathered; sorted, without ones."""
+    found = set()
+    for path, spec in weight_table(model).items():
+        for without in (None, "fsdp"):
+            split = model.layout.spec(spec.axes, spec.shape, without)
+            local = NamedSharding(model.layout.mesh, split).shard_shape(spec.shape)[1:]
+            if path[0] == "layers" and len(local) > 1 and path[-1] == "weight":
+                found.add(tuple(sorted(size for size in local if size > 1)))
+    return found
 
 
 def weights_per_chip(model: HookedQwen2) -> float:
@@ -160,7 +94,8 @@ every_topology = pytest.mark.parametrize(
 @every_topology
 def test_7b_weights_are_split_over_the_chips_of_a_host(name):
     topology, how, mesh = TOPOLOGIES[name]
-    model, _, memory = compile_for(QWEN_7B, EIGHT, topology, **how)
+    compiled = compile_for(QWEN_7B, EIGHT, topology, **how)
+    model, memory = compiled.model, compiled.memory
     assert model.layout.shape == mesh
     assert memory.argument_size_in_bytes == pytest.approx(weights_per_chip(model), rel=0.1)
 
@@ -189,6 +124,46 @@ def test_72b_fits_chips_of_16_gb(axes):
     assert memory.peak_memory_in_bytes < 16e9
     if "fsdp" in axes:
         assert not [kind for kind, crosses in collectives(compiled) if crosses]
+
+
+@pytest.mark.parametrize(
+    "qwen,flags,topology,how",
+    [
+        pytest.param(QWEN_7B, EIGHT, "v5e:8x8", {}, marks=pytest.mark.slow),
+        (QWEN_7B, EIGHT, "v5e:2x4", CHIPS_8),
+        pytest.param(QWEN_72B, FSDP_72B, "v5e:16x16", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_read_their_weights_in_place_and_never_hold_all_scores(qwen, flags, topology, how):
+    """The slice of a layer's weight out of the stack is part of the product that reads it."""
+    compiled = compile_for(qwen, flags, topology, **how)
+    weights, size = one_layer(compiled.model), compiled.model.layout.size
+    rows = compiled.rows // size("data", "fsdp")
+    scores = rows * qwen.num_attention_heads // size("model") * compiled.length**2
+    inside = compiled.plan.layer_loop()
+    assert len(weights) >= 4 and any("splash" in instruction.name for instruction in inside)
+    for instruction in inside:
+        if instruction.opcode not in ("parameter", "tuple", "get-tuple-element", "bitcast"):
+            for shape in shapes(instruction.result):
+                assert math.prod(shape) < scores, instruction.line
+    for instruction in compiled.plan.layer():
+        if compiled.plan.kind(instruction) not in ("product", "collective"):
+            for shape in shapes(instruction.result):
+                alike = tuple(sorted(size for size in shape if size > 1))
+                assert alike not in weights, instruction.line
+
+
+def shapes(result: str) -> list[list[int]]:
+    """Of the arrays in the result of an instruction."""
+    return [[int(n) for n in found[2].split(",") if n] for found in ARRAY.finditer(result)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernel_takes_narrow_heads_and_rows_of_any_length(dtype):
+    flags = f"--dtype {dtype} --max_seq_length 1000 --layers_to_extract 10 23"
+    compiled = compile_for(QWEN_HALF_B, flags, "v5e:2x4", **CHIPS_8)
+    assert compiled.model.layout.size("query") == 2
+    assert any("splash" in instruction.name for instruction in compiled.plan.layer_loop())
 
 
 def test_memory_grows_with_the_hooks_and_not_with_the_depth():

@@ -1,0 +1,268 @@
+"""Attention as kernels: splash attention on TPUs, a Triton kernel on GPUs.
+
+Every public function but `attention_for` is an `Attention`. `attention_for` is the only place where
+a platform chooses its function. The kernels work on blocks that stay on the chip, so that no scores
+reach its memory; none of them rounds float32.
+
+Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+from activation_extraction.attention import Attention, blocked_attention
+
+LANES = 128  # the width of a TPU's registers: splash attention's blocks are multiples of it
+MOST_IN_BLOCK = 512  # queries or keys
+GPU_QUERIES, GPU_KEYS = 128, 64  # in a block; with H = 128 two stages fit the shared memory
+PADDING = -1  # the segment of tokens that only fill a block
+HIDDEN = -1e30  # the score of a key that is not visible; finite, so that differences are
+
+
+def attention_for(platform: str) -> Attention:
+    """The function for devices whose `platform` this is."""
+    chosen: dict[str, Attention] = {
+        "cpu": blocked_attention,
+        "tpu": splash_attention,
+        "gpu": triton_attention,
+        "cuda": triton_attention,
+        "rocm": triton_attention,
+    }
+    return chosen[platform]
+
+
+def splash_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_segments: Array,
+    k_segments: Array,
+    first_query: int | Array,
+    interpret: bool = False,
+) -> Array:
+    """Pallas splash attention, for TPUs. See `Attention`; `interpret` is for tests on other ones.
+
+    The kernel must know when compiling where the queries begin: a traced `first_query` has to be a
+    multiple of T, and each of its values becomes a branch of its own.
+    """
+    length, keys = q.shape[1], k.shape[1]
+
+    def from_query(first: int) -> Array:
+        return _splash(q, k, v, q_segments, k_segments, first, interpret)
+
+    if isinstance(first_query, int):
+        return from_query(first_query)
+    branches = [lambda first=first: from_query(first) for first in range(0, keys, length)]
+    return lax.switch(first_query // length, branches)
+
+
+def _splash(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_segments: Array,
+    k_segments: Array,
+    first_query: int,
+    interpret: bool,
+) -> Array:
+    length = q.shape[1]
+    q, k = _scale(q, k)
+    q, k, v, q_segments, k_segments = _fill_all(q, k, v, q_segments, k_segments, LANES, LANES)
+    mask = splash.CausalMask((q.shape[1], k.shape[1]), offset=first_query)
+    kernel = splash.make_splash_mha_single_device(
+        splash.MultiHeadMask([mask] * q.shape[2]),
+        block_sizes=splash.BlockSizes(block_q=_block(q.shape[1]), block_kv=_block(k.shape[1])),
+        interpret=interpret,
+    )
+    heads_first = (x.swapaxes(1, 2) for x in (q, k, v))  # BNTH, BKSH
+    # The kernel asks for no precision, and a TPU would round float32 to bfloat16.
+    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
+        out = jax.vmap(kernel)(*heads_first, splash.SegmentIds(q_segments, k_segments))
+    return out.swapaxes(1, 2)[:, :length]
+
+
+def _scale(q: Array, k: Array) -> tuple[Array, Array]:
+    """Queries times H**-0.5, which the kernel leaves out, without rounding them a second time.
+
+    Where the factor is no power of two, bfloat16 queries become two halves whose sum is right to
+    16 bits, and the keys are doubled to match.
+    """
+    size = q.shape[-1]
+    scale = size**-0.5
+    exact = q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5
+    if not exact:  # one concatenation and arithmetic on it: XLA makes this one pass over the data
+        q, k = jnp.concatenate([q, q], axis=-1), jnp.concatenate([k, k], axis=-1)
+    scaled = q.astype(jnp.float32) * scale
+    if exact:
+        return scaled.astype(q.dtype), k
+    # Not a cast to bfloat16 and back, which XLA may leave out as a needless loss of precision.
+    high = lax.reduce_precision(scaled, exponent_bits=8, mantissa_bits=7)
+    halves = jnp.where(jnp.arange(2 * size) < size, high, scaled - high)
+    return halves.astype(q.dtype), k
+
+
+def _fill_all(
+    q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array, block_q: int, block_k: int
+) -> tuple[Array, ...]:
+    """Lengthens rows to whole blocks, with tokens of a segment of their own."""
+    q, q_segments = _fill(q, block_q, 0), _fill(q_segments, block_q, PADDING)
+    k, v = _fill(k, block_k, 0), _fill(v, block_k, 0)
+    k_segments = _fill(k_segments, block_k, PADDING)
+    return q, k, v, q_segments, k_segments
+
+
+def _fill(x: Array, block: int, value: int, axis: int = 1) -> Array:
+    """Lengthens an axis to a multiple of `block`."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % block)
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def _block(length: int) -> int:
+    """The largest block that divides a multiple of LANES."""
+    fitting = range(LANES, min(length, MOST_IN_BLOCK) + 1, LANES)
+    return max(block for block in fitting if length % block == 0)
+
+
+def triton_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_segments: Array,
+    k_segments: Array,
+    first_query: int | Array,
+    interpret: bool = False,
+) -> Array:
+    """Flash attention (arXiv:2307.08691) in Pallas for Triton, for GPUs. See `Attention`.
+
+    Reads neither the blocks of keys after its queries nor those before their segments; keys and
+    values are shared by the heads of a group, not repeated. Checked in interpret mode and lowered
+    for CUDA, but not run on a GPU so far. float32 is left to `blocked_attention`: the GPU's matrix
+    units would round it. `interpret` is for tests elsewhere.
+    """
+    if q.dtype == jnp.float32:
+        return blocked_attention(q, k, v, q_segments, k_segments, first_query)
+    length, head_dim = q.shape[1], q.shape[3]
+    block_q, block_k = (
+        min(most, max(16, pl.next_power_of_2(n)))
+        for most, n in ((GPU_QUERIES, length), (GPU_KEYS, k.shape[1]))
+    )
+    inputs = _fill_all(q, k, v, q_segments, k_segments, block_q, block_k)
+    wide = max(16, pl.next_power_of_2(head_dim))  # Triton's blocks are powers of two
+    q, k, v = (_fill(x, wide, 0, axis=3) for x in inputs[:3])
+    q_segments, k_segments = inputs[3:]
+    rows, queries, heads, _ = q.shape
+    keys, group = k.shape[1], heads // k.shape[2]
+    first = jnp.full((1,), first_query, jnp.int32)
+    begins = _first_key_blocks(q_segments, k_segments, block_q, block_k)
+
+    def of_queries(i: Any, b: Any, h: Any) -> tuple[Any, ...]:
+        return b, i, h, 0
+
+    def of_keys(i: Any, b: Any, h: Any) -> tuple[Any, ...]:
+        return b, 0, lax.div(h, group), 0
+
+    row = pl.BlockSpec((None, keys, None, wide), of_keys)
+    out = pl.pallas_call(
+        partial(_flash_kernel, block_k=block_k, scale=head_dim**-0.5),
+        grid=(queries // block_q, rows, heads),
+        in_specs=[
+            pl.BlockSpec((1,), lambda i, b, h: (0,)),
+            pl.BlockSpec((None, 1), lambda i, b, h: (b, i)),
+            pl.BlockSpec((None, block_q, None, wide), of_queries),
+            row,
+            row,
+            pl.BlockSpec((None, block_q), lambda i, b, h: (b, i)),
+            pl.BlockSpec((None, keys), lambda i, b, h: (b, 0)),
+        ],
+        out_specs=pl.BlockSpec((None, block_q, None, wide), of_queries),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        compiler_params=triton.CompilerParams(num_warps=4 if wide <= 64 else 8, num_stages=2),
+        interpret=interpret,
+        name="attention",
+    )(first, begins, q, k, v, q_segments, k_segments)
+    return out[:, :length, :, :head_dim]
+
+
+def _first_key_blocks(q_segments: Array, k_segments: Array, block_q: int, block_k: int) -> Array:
+    """(B, blocks of queries) int32: the first block of keys with a segment in the queries' range.
+
+    Segments need not be in order for this to be right, but few keys are left out when they are not.
+    """
+    rows = q_segments.shape[0]
+    of_q = q_segments.reshape(rows, -1, 1, block_q)
+    of_k = k_segments.reshape(rows, 1, -1, block_k)
+    meet = (of_q.min(-1) <= of_k.max(-1)) & (of_k.min(-1) <= of_q.max(-1))
+    return jnp.argmax(meet, axis=-1).astype(jnp.int32)
+
+
+def _flash_kernel(
+    first_ref: Any,
+    begin_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    q_segments_ref: Any,
+    k_segments_ref: Any,
+    out_ref: Any,
+    *,
+    block_k: int,
+    scale: float,
+) -> None:
+    """One block of queries of one head: the running maximum, sum and values of the softmax."""
+    block_q, wide = q_ref.shape
+    q, q_segments = q_ref[...], q_segments_ref[...]
+    first = first_ref[0] + pl.program_id(0) * block_q
+    positions = first + jnp.arange(block_q)
+    scale = scale * math.log2(math.e)  # 2**x is what the hardware has
+
+    def step(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        out, most, total = carry
+        keys = pl.ds(block * block_k, block_k)
+        scores = triton.dot(q, k_ref[keys, :], trans_b=True) * scale
+        visible = q_segments[:, None] == k_segments_ref[keys][None, :]
+        visible &= positions[:, None] >= (block * block_k + jnp.arange(block_k))[None, :]
+        scores = jnp.where(visible, scores, HIDDEN)
+        new_most = jnp.maximum(most, scores.max(axis=-1))
+        # Exactly 0 for what is hidden, also in a row that has seen no key so far.
+        weights = jnp.where(visible, jnp.exp2(scores - new_most[:, None]), 0.0)
+        shrink = jnp.exp2(most - new_most)
+        values = triton.dot(weights.astype(v_ref.dtype), v_ref[keys, :])
+        return out * shrink[:, None] + values, new_most, total * shrink + weights.sum(axis=-1)
+
+    start = (
+        jnp.zeros((block_q, wide), jnp.float32),
+        jnp.full((block_q,), HIDDEN, jnp.float32),
+        jnp.zeros((block_q,), jnp.float32),
+    )
+    end = jnp.minimum(lax.div(first + block_q + block_k - 1, block_k), k_ref.shape[0] // block_k)
+    out, _, total = lax.fori_loop(begin_ref[0], end, step, start)
+    total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # 0 in a block's filling alone
+    out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
+
+
+def cudnn_attention(
+    q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array, first_query: int | Array
+) -> Array:
+    """cuDNN's, for GPUs. See `Attention`. Segments are told by a mask (B, 1, T, S) in memory."""
+    if q.dtype == jnp.float32:
+        return blocked_attention(q, k, v, q_segments, k_segments, first_query)
+    positions = first_query + jnp.arange(q.shape[1])
+    visible = positions[:, None] >= jnp.arange(k.shape[1])[None, :]
+    visible &= q_segments[:, :, None] == k_segments[:, None, :]
+    return jax.nn.dot_product_attention(q, k, v, mask=visible[:, None], implementation="cudnn")
+
+
+GPU_CANDIDATES: dict[str, Attention] = {
+    "triton": triton_attention,
+    "cudnn": cudnn_attention,
+    "blocked": blocked_attention,
+}

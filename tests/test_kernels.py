@@ -1,0 +1,107 @@
+"""The kernels of attention against its definition, run in Pallas's interpret mode on the CPU."""
+
+import base64
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from activation_extraction.attention import blocked_attention, dense_attention
+from activation_extraction.kernels import (
+    attention_for,
+    splash_attention,
+    triton_attention,
+)
+
+# T, S, first query, query heads, key/value heads, head size
+CASES = {
+    "groups of four": (256, 256, 0, 4, 1, 64),
+    "second half of the queries": (128, 256, 128, 4, 2, 128),
+    "rows that end within a block": (200, 200, 0, 2, 2, 128),
+    "few queries of a long row": (72, 360, 216, 2, 1, 64),
+}
+
+
+def inputs(case, dtype):
+    """Two packed rows of three segments; the second ends in padding."""
+    length, keys, first, heads, kv_heads, size = CASES[case]
+    generator = np.random.default_rng(0)
+    shapes = (2, length, heads, size), *[(2, keys, kv_heads, size)] * 2
+    q, k, v = (jnp.asarray(generator.standard_normal(shape), dtype) for shape in shapes)
+    segments = np.ones((2, keys), np.int32)
+    segments[:, keys // 3 :], segments[:, keys // 2 :] = 2, 3
+    segments[1, -keys // 5 :] = 0
+    return 2 * q, k, v, jnp.asarray(segments[:, first : first + length]), jnp.asarray(segments)
+
+
+def error(got, expected):
+    """The root mean square of the difference over that of the values."""
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert np.isfinite(got).all()
+    return np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("traced", [False, True], ids=["known", "traced"])
+@pytest.mark.parametrize(
+    "kernel,dtype",
+    [
+        (splash_attention, jnp.float32),
+        (splash_attention, jnp.bfloat16),
+        (triton_attention, jnp.bfloat16),
+    ],
+)
+def test_kernels_compute_attention(kernel, dtype, case, traced):
+    arrays, first = inputs(case, dtype), CASES[case][2]
+    run = partial(kernel, interpret=True)
+    got = jax.jit(run)(*arrays, first) if traced else run(*arrays, first)
+    exact = dense_attention(*(x.astype(jnp.float32) for x in arrays[:3]), *arrays[3:], first)
+    assert got.dtype == dtype
+    if dtype == jnp.float32:
+        assert error(got, exact) < 1e-6
+    else:  # no worse than rounding probabilities and values once each
+        assert error(got, exact) < 1.1 * error(dense_attention(*arrays, first), exact)
+
+
+def test_scaled_queries_are_not_rounded_a_second_time():
+    """Scores of some hundreds, as the biases of Qwen's keys make them: an error is multiplied."""
+    q, k, v, *segments = inputs("rows that end within a block", jnp.bfloat16)
+    arrays = 8 * q, 4 * k, v, *segments
+    exact = dense_attention(*(x.astype(jnp.float32) for x in arrays[:3]), *segments, 0)
+    wanted = error(dense_attention(*arrays, 0), exact)
+    assert error(splash_attention(*arrays, 0, interpret=True), exact) < 1.1 * wanted
+    assert error(triton_attention(*arrays, 0, interpret=True), exact) < 1.1 * wanted
+
+
+def lowered(attention, platform, dtype, case="second half of the queries"):
+    arrays = inputs(case, dtype)
+    function = jax.jit(lambda *arrays: attention(*arrays, CASES[case][2]))
+    return function.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_tpu_multiplies_float32_as_such(dtype):
+    text = lowered(splash_attention, "tpu", dtype)
+    kernel = re.search(r"\\22body\\22: ?\\22([^\\]+)", text)
+    assert kernel is not None
+    exact = b"contract_precision<fp32>" in base64.b64decode(kernel[1])
+    assert exact == (dtype == jnp.float32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gpu_kernel_can_be_lowered_from_here(case):
+    assert "triton" in lowered(triton_attention, "cuda", jnp.bfloat16, case)
+
+
+def test_a_gpu_multiplies_float32_as_such():
+    text = lowered(triton_attention, "cuda", jnp.float32)
+    assert "triton" not in text and "precision = [HIGHEST, HIGHEST]" in text
+
+
+def test_every_platform_has_its_attention():
+    assert attention_for("cpu") is blocked_attention
+    assert attention_for("tpu") is splash_attention
+    assert attention_for("gpu") is attention_for("cuda") is triton_attention
