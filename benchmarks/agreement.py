@@ -42,7 +42,7 @@ class Agreement:
                     deviations.append(deviation(values, expected))
         if set(found.values()) != {tokens}:
             raise Disagreement(f"{folder.name}: tokens by layer are {found}, expected {tokens}")
-        worst = max(deviations, default=None)
+        worst = float(np.max(deviations)) if deviations else None  # NaN, if any is
         if worst is not None and not worst <= TOLERANCE[dtype]:
             raise Disagreement(
                 f"{folder.name}: deviates by {worst:.3g} of the RMS, {TOLERANCE[dtype]} is allowed"

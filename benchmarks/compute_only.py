@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from jax import Array
 
 from activation_extraction.config import parse_args
 from activation_extraction.hosts import Host
@@ -31,7 +32,7 @@ def samples(documents: Sequence[Sequence[int]]) -> Iterator[Sample]:
 
 def seconds_of(step: Step, batches: Sequence[Batch]) -> float:
     """Of all batches; as in a run the next one is handed over while one computes."""
-    in_flight = deque()
+    in_flight: deque[Array] = deque()
     began = time.perf_counter()
     for batch in batches:
         in_flight.append(step(batch, (False, False, False))[0])

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.agreement import Agreement, Disagreement
-from benchmarks.inputs import SHAPES, make_documents, make_model, tokenise
+from benchmarks.inputs import make_documents, make_model, tokenise
 from benchmarks.peak import DTYPES, best
 from benchmarks.processes import ROOT, extract, machine, run
+from benchmarks.shapes import SHAPES
 from qwen2_jax import QwenConfig
 
 Row = dict[str, Any]
@@ -199,8 +200,8 @@ def report(bench: Bench, rows: dict[str, dict[str, list[Row]]], peaks: dict[str,
         print(
             f"ours {dtype}: compiled in {row['compile_seconds']:.1f} s, first batch stored "
             f"{row['first_batch_seconds']:.1f} s after the start; full rows, computing alone, "
-            f"{row['full_rows_tokens_per_second']:.0f} tokens/s, "
-            f"{row['full_rows_of_peak']:.0%} of the peak of {peaks['best'][dtype] / 1e9:.0f} GFLOP/s"
+            f"{row['full_rows_tokens_per_second']:.0f} tokens/s, {row['full_rows_of_peak']:.0%} of "
+            f"the peak of {peaks['best'][dtype] / 1e9:.0f} GFLOP/s"
         )
     for name, of_dtype in ratios.items():
         print(f"ours / {name}: " + ", ".join(f"{d} {r:.2f}" for d, r in of_dtype.items()))

@@ -60,26 +60,24 @@ def run(command: Sequence[str]) -> Finished:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(ROOT)
     began = time.perf_counter()
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    peak = PeakMemory(process.pid)
     lines: list[tuple[float, str]] = []
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        peak = PeakMemory(process.pid)
+        assert process.stdout is not None and process.stderr is not None
+        stderr = process.stderr
 
-    def read_lines() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            lines.append((time.perf_counter() - began, line))
+        def read_lines() -> None:
+            lines.extend((time.perf_counter() - began, line) for line in stderr)
 
-    reader = threading.Thread(target=read_lines)
-    reader.start()
-    assert process.stdout is not None
-    output = process.stdout.read()
-    status = process.wait()
-    reader.join()
-    if status:
+        reader = threading.Thread(target=read_lines)
+        reader.start()
+        output = process.stdout.read()
+        reader.join()
+    if process.returncode:
         sys.stderr.writelines(line for _, line in lines)
-        raise SystemExit(f"{' '.join(command)}: ended with status {status}")
+        raise SystemExit(f"{' '.join(command)}: ended with status {process.returncode}")
     return Finished(output, lines, time.perf_counter() - began, peak.bytes)
 
 
@@ -104,9 +102,8 @@ def extract(output: Path, flags: Sequence[str]) -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    fields = dict(
-        (part.strip() for part in line.split(":", 1)) for line in info.splitlines() if ":" in line
-    )
+    pairs = [line.split(":", 1) for line in info.splitlines() if ":" in line]
+    fields = {name.strip(): value.strip() for name, value in pairs}
     wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
     return {
         "processor": fields.get("model name", platform.processor()),

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from benchmarks.inputs import SHAPES, make_documents, make_model
+from benchmarks.inputs import make_documents, make_model
 from benchmarks.processes import extract
+from benchmarks.shapes import SHAPES
 
 LOAD = """
 import json, sys
