@@ -3,7 +3,8 @@
 Random weights of the Qwen2.5-0.5B shape, documents of log-normal length (median 620 tokens, sigma
 1.0, cut at 2048), layers 10..23, gzip-pickle shards on disk. The others are competitors.py's part;
 compute_only.py is this tool without storing. Every run is a process of its own; they take turns,
---rounds times, and medians are reported. The last line printed is one JSON object.
+--rounds times, and medians are reported. "disturbed" is what other processes took of the machine
+meanwhile. The last line printed is one JSON object.
 
 "end to end" is from after loading and compiling until the last shard is on the disk. Tokens are
 real ones, padding not counted, and so are operations. Of what takes others minutes only a part is
@@ -38,7 +39,8 @@ COMPETITORS = ROOT / ".venv/competitors/bin/python"
 LAYERS = range(10, 24)  # the tool's default
 HEADER = (
     f"{'':17} {'tokens/s':>9} {'compute':>8} {'GFLOP/s':>8} {'compute':>8} {'of peak':>8} "
-    f"{'compute':>8} {'memory':>8} {'bytes/tk':>9} {'process':>8} {'deviation':>10}  part"
+    f"{'compute':>8} {'memory':>8} {'bytes/tk':>9} {'process':>8} {'deviation':>10} "
+    f"{'disturbed':>9}  part"
 )
 
 
@@ -97,7 +99,8 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Row:
     """An extraction; and, in a process of its own, the computing alone."""
     flags = [*bench.flags(), "--dtype", dtype]
     whole = extract(output, flags)
-    alone = run([sys.executable, "-m", "benchmarks.compute_only", *flags]).result
+    computing = run([sys.executable, "-m", "benchmarks.compute_only", *flags])
+    alone = computing.result
     full = alone["full_rows_tokens"] / alone["full_rows_seconds"]
     length = bench.given.max_seq_length
     return {
@@ -106,6 +109,7 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Row:
         "full_rows_tokens_per_second": full,
         "full_rows_flops_per_second": full * bench.flops([length]),
         "steps": alone["steps"],
+        "disturbed": max(whole["disturbed"], computing.disturbed),
         "bytes": whole["bytes"],
         "bytes_per_token": whole["bytes"] / whole["tokens"],
         "written_tokens": whole["tokens"],
@@ -132,6 +136,7 @@ def run_other(bench: Bench, name: str, dtype: str, output: Path) -> Row:
         **{name: found[name] for name in ("bytes", "tokens", "written_tokens")},
         "peak_bytes": done.peak_bytes,
         "process_seconds": done.seconds,
+        "disturbed": done.disturbed,
         "versions": found["versions"],
     }
 
@@ -157,7 +162,8 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Row]]]:
                 rows[name][dtype].append(row)
                 print(
                     f"round {number + 1}: {name} {dtype}: {row['tokens_per_second']:.0f} tokens/s, "
-                    f"computing alone {row['compute_tokens_per_second']:.0f}",
+                    f"computing alone {row['compute_tokens_per_second']:.0f}; others used "
+                    f"{row['disturbed']:.0%} of the machine",
                     flush=True,
                 )
     return rows
@@ -226,7 +232,7 @@ def line(name: str, dtype: str, row: Row, part: tuple[int, int]) -> str:
         f" {row['flops_per_second'] / 1e9:8.0f} {row['compute_flops_per_second'] / 1e9:8.0f}"
         f" {row['of_peak']:8.0%} {row['compute_of_peak']:8.0%} {row['peak_bytes'] / 1e9:5.1f} GB"
         f" {row['bytes_per_token']:9.0f} {row['process_seconds']:6.0f} s {deviation:>10}"
-        f"  1/{part[0]} computed, 1/{part[1]} of it written"
+        f" {row['disturbed']:9.0%}  1/{part[0]} computed, 1/{part[1]} of it written"
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import threading
@@ -38,12 +39,17 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class Finished:
-    """A process that ended well. lines: of its stderr, each with the seconds since its start."""
+    """A process that ended well.
+
+    lines: of its stderr, each with the seconds since its start. disturbed: the share of the
+    machine's time that others took meanwhile; with more than a few percent figures mean little.
+    """
 
     output: str
     lines: list[tuple[float, str]]
     seconds: float
     peak_bytes: int
+    disturbed: float
 
     @property
     def result(self) -> dict[str, Any]:
@@ -59,7 +65,7 @@ def run(command: Sequence[str]) -> Finished:
     """Runs a command on the CPU, without network. Exits, showing its stderr, when it fails."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(ROOT)
-    began = time.perf_counter()
+    began, before = time.perf_counter(), _seconds_of_others()
     lines: list[tuple[float, str]] = []
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -78,7 +84,18 @@ def run(command: Sequence[str]) -> Finished:
     if process.returncode:
         sys.stderr.writelines(line for _, line in lines)
         raise SystemExit(f"{' '.join(command)}: ended with status {process.returncode}")
-    return Finished(output, lines, time.perf_counter() - began, peak.bytes)
+    seconds = time.perf_counter() - began
+    disturbed = max(0.0, _seconds_of_others() - before) / seconds / (os.cpu_count() or 1)
+    return Finished(output, lines, seconds, peak.bytes, disturbed)
+
+
+def _seconds_of_others() -> float:
+    """Processor time of all that is neither idle nor a child of ours that has ended."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    idle, waiting = fields[3:5]
+    ours = resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = (sum(fields) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+    return busy - ours.ru_utime - ours.ru_stime
 
 
 def extract(output: Path, flags: Sequence[str]) -> dict[str, Any]:
@@ -94,6 +111,7 @@ def extract(output: Path, flags: Sequence[str]) -> dict[str, Any]:
         "extraction_seconds": totals["seconds"],
         "process_seconds": done.seconds,
         "peak_bytes": done.peak_bytes,
+        "disturbed": done.disturbed,
         "compile_seconds": float(compiled.split("compiled in")[1].split()[0]),
         "first_batch_seconds": done.seconds_until(" step 1: "),
     }
