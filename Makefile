@@ -20,7 +20,7 @@ lint: $(VENV)/.dev
 	$(BIN)/shellcheck *.sh
 	$(BIN)/hadolint Dockerfile
 
-bench: $(VENV)/.dev
+bench: $(VENV)/.runtime $(VENV)/competitors/.done
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.end_to_end
 
 clean:
@@ -36,6 +36,12 @@ $(VENV)/.runtime: requirements.txt | $(VENV)/bin/python
 # The TPU compiler, for tests only and out of the way: JAX would look for a TPU wherever it is found.
 $(VENV)/.libtpu: requirements-libtpu.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/libtpu --requirement requirements-libtpu.txt
+	touch $@
+
+# What the benchmark compares with; its versions need not be ours.
+$(VENV)/competitors/.done: requirements-competitors.txt | $(VENV)/bin/python
+	$(PYTHON) -m venv $(VENV)/competitors
+	$(VENV)/competitors/bin/python -m pip install --quiet --requirement requirements-competitors.txt
 	touch $@
 
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.runtime

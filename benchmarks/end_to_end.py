@@ -1,127 +1,274 @@
-"""The whole job at a real model's size: `make bench`.
+"""The whole job at a real model's size, this tool and others side by side: `make bench`.
 
 Random weights of the Qwen2.5-0.5B shape, documents of log-normal length (median 620 tokens, sigma
-1.0, cut at 2048), the default layers 10..23, gzip-pickle shards on disk. Each run is a process of
-its own. The last line printed is one JSON object.
+1.0, cut at 2048), layers 10..23, gzip-pickle shards on disk. The others are competitors.py's part;
+compute_only.py is this tool without storing. Every run is a process of its own; they take turns,
+--rounds times, and medians are reported. "disturbed" is what other processes took of the machine
+meanwhile. The last line printed is one JSON object.
+
+"end to end" is from after loading and compiling until the last shard is on the disk. Tokens are
+real ones, padding not counted, and so are operations. Of what takes others minutes only a part is
+done (all with --whole): one batch of so many is computed, one document of so many of these is
+written. Their rate is that of computing and writing, one after the other, as they do it.
 """
 
 import argparse
 import json
-import os
-import subprocess
+import shutil
+import statistics
 import sys
 import tempfile
-import threading
-import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from benchmarks.agreement import Agreement, Disagreement
+from benchmarks.inputs import make_documents, make_model, tokenise
+from benchmarks.peak import DTYPES, best
+from benchmarks.processes import ROOT, extract, machine, run
+from benchmarks.shapes import SHAPES
+from qwen2_jax import QwenConfig
 
-from activation_extraction import demo
-from qwen2_jax import Qwen2, QwenConfig, weight_table
-
-ROOT = Path(__file__).parents[1]
-SHAPE_05B = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "vocab_size": 151936,
-}
-
-
-def make_model(folder: Path, config: dict[str, Any]) -> int:
-    """Writes a checkpoint of random bfloat16 weights; returns the number of parameters."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    demo.write_tokenizer(folder, [])
-    table = weight_table(Qwen2(QwenConfig.from_hf(config)))
-    if config["tie_word_embeddings"]:
-        del table["lm_head", "weight"]
-    demo.write_weights(folder / "model.safetensors", table.values())
-    return sum(int(np.prod(spec.shape)) for spec in table.values())
+Row = dict[str, Any]
+# Contender -> one batch computed of so many, one document of these written of so many.
+PARTS = {"ours": (1, 1), "alone": (2, 1), "sorted": (3, 1), "padded": (3, 8), "lens": (4, 1)}
+COMPETITORS = ROOT / ".venv/competitors/bin/python"
+LAYERS = range(10, 24)  # the tool's default
+HEADER = (
+    f"{'':17} {'tokens/s':>9} {'compute':>8} {'GFLOP/s':>8} {'compute':>8} {'of peak':>8} "
+    f"{'compute':>8} {'memory':>8} {'bytes/tk':>9} {'process':>8} {'deviation':>10} "
+    f"{'disturbed':>9}  part"
+)
 
 
-def make_documents(path: Path, count: int) -> None:
-    """Documents with FineWeb-Edu's lengths; without merges, one byte is one token."""
-    chance = np.random.default_rng(0)
-    lengths = np.clip(chance.lognormal(np.log(620), 1.0, count).round().astype(int), 1, 2048)
-    letters = np.frombuffer(b"etaoinshrdlu ", np.uint8)
-    rows = [{"text": chance.choice(letters, n).tobytes().decode()} for n in lengths]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+@dataclass(frozen=True)
+class Bench:
+    """Inputs on disk, and what was asked for."""
+
+    folder: Path
+    given: argparse.Namespace
+    config: QwenConfig
+    documents: list[list[int]]
+
+    @property
+    def layers(self) -> list[int]:
+        """Those extracted: the default, clipped to the model's depth as the tool does."""
+        return sorted({min(layer, self.config.num_hidden_layers - 1) for layer in LAYERS})
+
+    def flops(self, lengths: Sequence[int]) -> float:
+        """Per token of documents of these lengths."""
+        return self.config.flops(self.layers[-1] + 1, lengths) / sum(lengths)
+
+    def flags(self) -> list[str]:
+        """Those of this tool."""
+        given = self.given
+        places = ["--model_path", str(self.folder / "model")]
+        places += ["--dataset_path", str(self.folder / "documents.jsonl")]
+        sizes = ["--batch_size", given.batch_size, "--max_seq_length", given.max_seq_length]
+        return [*places, *map(str, sizes)]
 
 
-def run(model: Path, documents: Path, output: Path, *flags: str) -> dict[str, float]:
-    """One extraction in a process of its own: metadata totals, seconds and peak memory in bytes."""
-    command = [sys.executable, str(ROOT / "extract_activations.py"), "--overwrite", *flags]
-    command += ["--model_path", str(model), "--dataset_path", str(documents)]
-    began = time.perf_counter()
-    process = subprocess.Popen(
-        [*command, "--output_dir", str(output)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    peak = PeakMemory(process.pid)
-    printed, _ = process.communicate()
-    if process.returncode:
-        raise SystemExit(f"{command} ended with status {process.returncode}")
-    print(printed.strip(), file=sys.stderr)
-    totals = json.loads((output / "metadata.json").read_text())
+def prepare(folder: Path, given: argparse.Namespace) -> Bench:
+    """Makes the inputs in `folder`."""
+    model, documents = folder / "model", folder / "documents.jsonl"
+    make_model(model, SHAPES[given.shape])
+    make_documents(documents, given.documents)
+    token_ids = tokenise(model, documents, given.max_seq_length)
+    (folder / "token_ids.json").write_text(json.dumps(token_ids))
+    return Bench(folder, given, QwenConfig.from_file(model / "config.json"), token_ids)
+
+
+def measure_peaks(given: argparse.Namespace) -> dict[str, float]:
+    """dtype -> FLOP/s of the fastest matrix product of either library."""
+    found: dict[str, float] = defaultdict(float)
+    libraries = [(sys.executable, "jax")]
+    if set(given.only) != {"ours"}:
+        libraries.append((str(given.competitors), "torch"))
+    for python, library in libraries:
+        command = [python, str(ROOT / "benchmarks/peak.py"), library, "--dtypes", *given.dtypes]
+        done = run([*command, "--seconds", str(given.peak_seconds)])
+        for dtype, rate in best(done.result).items():
+            found[dtype] = max(found[dtype], rate)
+    return dict(found)
+
+
+def run_ours(bench: Bench, dtype: str, output: Path) -> Row:
+    """An extraction; and, in a process of its own, the computing alone."""
+    flags = [*bench.flags(), "--dtype", dtype]
+    whole = extract(output, flags)
+    computing = run([sys.executable, "-m", "benchmarks.compute_only", *flags])
+    alone = computing.result
+    full = alone["full_rows_tokens"] / alone["full_rows_seconds"]
+    length = bench.given.max_seq_length
     return {
-        "samples": totals["samples"],
-        "tokens": totals["tokens"],
-        "bytes": totals["bytes"],
-        "extraction_seconds": totals["seconds"],
-        "process_seconds": time.perf_counter() - began,
-        "peak_bytes": peak.bytes,
+        "tokens_per_second": whole["tokens"] / whole["extraction_seconds"],
+        "compute_tokens_per_second": alone["tokens"] / alone["seconds"],
+        "full_rows_tokens_per_second": full,
+        "full_rows_flops_per_second": full * bench.flops([length]),
+        "steps": alone["steps"],
+        "disturbed": max(whole["disturbed"], computing.disturbed),
+        "bytes": whole["bytes"],
+        "bytes_per_token": whole["bytes"] / whole["tokens"],
+        "written_tokens": whole["tokens"],
+        **{name: whole[name] for name in ("tokens", "peak_bytes", "process_seconds")},
+        **{name: whole[name] for name in ("compile_seconds", "first_batch_seconds")},
     }
 
 
-class PeakMemory:
-    """Watches the peak resident size of a process, as Linux counts it, until it ends."""
+def run_other(bench: Bench, name: str, dtype: str, output: Path) -> Row:
+    """One of competitors.py."""
+    every, written_every = (1, 1) if bench.given.whole else PARTS[name]
+    command = [str(bench.given.competitors), str(ROOT / "benchmarks/competitors.py"), name]
+    command += ["--model", str(bench.folder / "model"), "--output", str(output), "--dtype", dtype]
+    command += ["--token_ids", str(bench.folder / "token_ids.json")]
+    command += ["--every", str(every), "--written_every", str(written_every)]
+    done = run([*command, "--layers", *map(str, bench.layers)])
+    found = done.result
+    compute = found["compute_seconds"] / found["tokens"]
+    store = found["store_seconds"] / found["written_tokens"]
+    return {
+        "tokens_per_second": 1 / (compute + store),
+        "compute_tokens_per_second": 1 / compute,
+        "bytes_per_token": found["bytes"] / found["written_tokens"],
+        **{name: found[name] for name in ("bytes", "tokens", "written_tokens")},
+        "peak_bytes": done.peak_bytes,
+        "process_seconds": done.seconds,
+        "disturbed": done.disturbed,
+        "versions": found["versions"],
+    }
 
-    def __init__(self, pid: int) -> None:
-        self.bytes = 0
-        self._status = Path(f"/proc/{pid}/status")
-        threading.Thread(target=self._watch, daemon=True).start()
 
-    def _watch(self) -> None:
-        while True:
-            try:
-                fields = dict(line.split(":", 1) for line in self._status.read_text().splitlines())
-            except OSError:
-                return
-            if "VmHWM" not in fields:
-                return
-            self.bytes = int(fields["VmHWM"].split()[0]) * 1024
-            time.sleep(0.02)
+def run_all(bench: Bench) -> dict[str, dict[str, list[Row]]]:
+    """Contender -> dtype -> what each round found. Exits when one computes something else."""
+    agreement = Agreement(bench.documents)
+    rows: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for number in range(bench.given.rounds):
+        for dtype in bench.given.dtypes:
+            for name in bench.given.only:
+                output = bench.folder / name
+                row = (
+                    run_ours(bench, dtype, output)
+                    if name == "ours"
+                    else run_other(bench, name, dtype, output)
+                )
+                try:
+                    row["deviation"] = agreement.check(output, dtype, row["written_tokens"])
+                except Disagreement as error:
+                    raise SystemExit(f"error: {error}") from error
+                shutil.rmtree(output)
+                rows[name][dtype].append(row)
+                print(
+                    f"round {number + 1}: {name} {dtype}: {row['tokens_per_second']:.0f} tokens/s, "
+                    f"computing alone {row['compute_tokens_per_second']:.0f}; others used "
+                    f"{row['disturbed']:.0%} of the machine",
+                    flush=True,
+                )
+    return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--documents", type=int, default=24, help="(default: 24)")
-    parser.add_argument("--batch_size", default="8", help="rows per step (default: 8)")
-    parser.add_argument("--max_seq_length", default="2048", help="tokens per row (default: 2048)")
-    arguments = parser.parse_args()
-    results = {}
+def summarise(bench: Bench, rounds: Sequence[Row], peak: float) -> Row:
+    """Medians of one contender's rounds, and what follows from them."""
+    row = {
+        name: statistics.median(found[name] for found in rounds)
+        for name, value in rounds[0].items()
+        if isinstance(value, int | float)
+    }
+    per_token = bench.flops([len(ids) for ids in bench.documents])
+    row["flops_per_second"] = row["tokens_per_second"] * per_token
+    row["compute_flops_per_second"] = row["compute_tokens_per_second"] * per_token
+    for name in ("flops_per_second", "compute_flops_per_second", "full_rows_flops_per_second"):
+        if name in row:
+            row[name.replace("flops_per_second", "of_peak")] = row[name] / peak
+    row["end_to_end_over_compute"] = row["tokens_per_second"] / row["compute_tokens_per_second"]
+    others = {"deviation": rounds[0]["deviation"], "versions": rounds[0].get("versions")}
+    spread = [found["tokens_per_second"] for found in rounds]
+    return {**others, **row, "tokens_per_second_of_rounds": spread}
+
+
+def report(bench: Bench, rows: dict[str, dict[str, list[Row]]], peaks: dict[str, Any]) -> Row:
+    """Prints the table; returns what the JSON line has."""
+    print(HEADER)
+    contenders: dict[str, dict[str, Row]] = defaultdict(dict)
+    ratios: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, of_dtypes in rows.items():
+        part = (1, 1) if bench.given.whole else PARTS[name]
+        for dtype, rounds in of_dtypes.items():
+            row = summarise(bench, rounds, peaks["best"][dtype])
+            contenders[name][dtype] = {**row, "part": part}
+            if name != "ours" and "ours" in contenders:
+                ours = contenders["ours"][dtype]["tokens_per_second"]
+                ratios[name][dtype] = ours / row["tokens_per_second"]
+            print(line(name, dtype, row, part))
+    for dtype, row in contenders.get("ours", {}).items():
+        print(
+            f"ours {dtype}: compiled in {row['compile_seconds']:.1f} s, first batch stored "
+            f"{row['first_batch_seconds']:.1f} s after the start; full rows, computing alone, "
+            f"{row['full_rows_tokens_per_second']:.0f} tokens/s, {row['full_rows_of_peak']:.0%} of "
+            f"the peak of {peaks['best'][dtype] / 1e9:.0f} GFLOP/s"
+        )
+    for name, of_dtype in ratios.items():
+        print(f"ours / {name}: " + ", ".join(f"{d} {r:.2f}" for d, r in of_dtype.items()))
+    lengths = [len(ids) for ids in bench.documents]
+    asked = {name: value for name, value in vars(bench.given).items() if name != "competitors"}
+    return {
+        "machine": machine(),
+        "versions": {name: version(name) for name in ("jax", "jaxlib", "numpy", "isal")},
+        "asked": asked,
+        "documents": {"count": len(lengths), "tokens": sum(lengths), "layers": bench.layers},
+        "peak_flops_per_second": peaks,
+        "contenders": contenders,
+        "ours_over": ratios,
+    }
+
+
+def line(name: str, dtype: str, row: Row, part: tuple[int, int]) -> str:
+    """One line of the table."""
+    deviation = "-" if row["deviation"] is None else f"{row['deviation']:.1e}"
+    return (
+        f"{name:8}{dtype:9} {row['tokens_per_second']:9.0f} {row['compute_tokens_per_second']:8.0f}"
+        f" {row['flops_per_second'] / 1e9:8.0f} {row['compute_flops_per_second'] / 1e9:8.0f}"
+        f" {row['of_peak']:8.0%} {row['compute_of_peak']:8.0%} {row['peak_bytes'] / 1e9:5.1f} GB"
+        f" {row['bytes_per_token']:9.0f} {row['process_seconds']:6.0f} s {deviation:>10}"
+        f" {row['disturbed']:9.0%}  1/{part[0]} computed, 1/{part[1]} of it written"
+    )
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--documents", type=int, default=41, help="(default: 41, which fill two steps of 8 x 2048)"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="(default: 1)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="NAME")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--batch_size", type=int, default=8, help="rows per step (default: 8)")
+    parser.add_argument("--max_seq_length", type=int, default=2048, help="(default: 2048)")
+    parser.add_argument("--whole", action="store_true", help="others do all, too: hours")
+    parser.add_argument("--shape", choices=SHAPES, default="0.5B", help="(default: 0.5B)")
+    parser.add_argument("--peak_seconds", type=float, default=0.5, help="per matrix product")
+    parser.add_argument(
+        "--competitors", type=Path, default=COMPETITORS, help="their Python (default: make bench's)"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    given = parse(argv)
+    if set(given.only) != {"ours"} and not given.competitors.exists():
+        raise SystemExit(f"{given.competitors}: no such Python; `make bench` makes it")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        parameters = make_model(folder / "model", SHAPE_05B)
-        make_documents(folder / "documents.jsonl", arguments.documents)
-        for dtype, size in (("bfloat16", 2), ("float32", 4)):
-            flags = ["--dtype", dtype, "--batch_size", arguments.batch_size]
-            flags += ["--max_seq_length", arguments.max_seq_length]
-            found = run(folder / "model", folder / "documents.jsonl", folder / "out", *flags)
-            found["tokens_per_second"] = found["tokens"] / found["extraction_seconds"]
-            found["peak_over_weights"] = found["peak_bytes"] / (parameters * size)
-            results[dtype] = found
-    print(json.dumps(results))
+        bench = prepare(Path(name), given)
+        before = measure_peaks(given)
+        rows = run_all(bench)
+        after = measure_peaks(given)
+        best_of = {dtype: max(before[dtype], after[dtype]) for dtype in before}
+        found = report(bench, rows, {"before": before, "after": after, "best": best_of})
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from benchmarks.end_to_end import SHAPE_05B, make_documents, make_model, run
+from benchmarks.inputs import make_documents, make_model
+from benchmarks.processes import extract
+from benchmarks.shapes import SHAPES
 
 LOAD = """
 import json, sys
@@ -42,7 +44,7 @@ print(json.dumps({"beyond": resident("VmHWM") - before - sum(shards), "layer": l
 def half_billion(tmp_path_factory):
     """A checkpoint of the Qwen2.5-0.5B shape and its number of parameters."""
     folder = tmp_path_factory.mktemp("half_billion")
-    return folder, make_model(folder, SHAPE_05B)
+    return folder, make_model(folder, SHAPES["0.5B"])
 
 
 @pytest.mark.slow
@@ -50,9 +52,10 @@ def test_peak_memory_stays_under_2_2_times_the_weights(half_billion, tmp_path):
     """The whole process, libraries and buffers included, at 4 x 512 tokens."""
     model, parameters = half_billion
     make_documents(tmp_path / "documents.jsonl", 4)
-    flags = ["--batch_size", "4", "--max_seq_length", "512"]
+    flags = ["--model_path", str(model), "--dataset_path", str(tmp_path / "documents.jsonl")]
+    flags += ["--batch_size", "4", "--max_seq_length", "512"]
     for dtype, size in (("bfloat16", 2), ("float32", 4)):
-        found = run(model, tmp_path / "documents.jsonl", tmp_path / dtype, *flags, "--dtype", dtype)
+        found = extract(tmp_path / dtype, [*flags, "--dtype", dtype])
         assert found["samples"] == 4
         assert found["peak_bytes"] < 2.2 * parameters * size, dtype
 

@@ -36,10 +36,10 @@ NOT_OURS = {
     "SSH Key is not present in the SSH agent",
     "RESOURCE_EXHAUSTED",
 }
-# Of gcloud and docker; --documents is our benchmark's.
+# Of gcloud and docker; the last ones are our benchmark's.
 OTHERS_FLAGS = {
     *("--accelerator-type", "--location", "--repository-format", "--spot", "--version"),
-    *("--platform", "--build-arg", "--recursive", "--documents"),
+    *("--platform", "--build-arg", "--recursive", "--documents", "--only", "--dtypes"),
 }
 # Stands for .venv/bin/python and the other programs there: what would take long is only recorded.
 PROGRAM = """#!/bin/sh
@@ -103,11 +103,12 @@ def checkout(tmp_path_factory, hub):
         if path.name[0] != "." and not (path.is_dir() and path.name in ("activations", "out")):
             (root / path.name).symlink_to(path)
     (root / ".venv/bin").mkdir(parents=True)
+    (root / ".venv/competitors").mkdir()
     for name in ("python", "ruff", "mypy", "shellcheck", "hadolint"):
         program = root / ".venv/bin" / name
         program.write_text(PROGRAM.format(python=sys.executable, record=root / "recorded"))
         program.chmod(0o755)
-    for stamp in (".runtime", ".dev", ".libtpu"):  # all is installed
+    for stamp in (".runtime", ".dev", ".libtpu", "competitors/.done"):  # all is installed
         (root / ".venv" / stamp).touch()
     with gcs() as bucket:
         environment = os.environ | bucket.environment | {"HF_ENDPOINT": hub.endpoint}
@@ -142,7 +143,8 @@ def test_what_takes_long_exists(checkout):
     for file in re.findall(r"-m pip install -r (\S+)", calls):
         assert (REPOSITORY / file).is_file()
     modules = set(re.findall(r"-m (benchmarks\.\w+)", calls))
-    assert modules == {"benchmarks.end_to_end", "benchmarks.kill_and_resume"}
+    names = ("end_to_end", "writing", "gpu", "kill_and_resume")
+    assert modules == {f"benchmarks.{name}" for name in names}
     for module in modules:
         assert callable(importlib.import_module(module).main)
 

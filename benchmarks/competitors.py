@@ -1,0 +1,241 @@
+"""What others do with the same weights, documents and output; end_to_end.py runs it, one process
+for each contender, in an interpreter of its own (requirements-competitors.txt). No JAX in here.
+
+padded  the loop people write: batches padded to their longest document, attention mask,
+        output_hidden_states, widened to float32, pickle and gzip at its default level
+sorted  the same with documents sorted by length, and the quick gzip of isal
+alone   one document at a time, so neither padding nor mask; values as they are, isal
+lens    TransformerLens: run_with_cache of the residual stream, otherwise as `alone`
+
+Every one writes records {sample_idx, activation, shape, text_preview, token_ids, doc_id} by layer
+into shards of gzip and pickle, each synced to the disk. The last line printed is one JSON object.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from isal import igzip
+
+# A batch of token ids -> for every layer asked for (documents, tokens, hidden).
+Forward = Callable[[Sequence[Sequence[int]]], list[torch.Tensor]]
+SHARD_BYTES = 10**9  # before compression, as the tool's default
+FASTEST = 1  # isal's level
+
+
+@dataclass(frozen=True)
+class Way:
+    """How documents are batched and written. batched: pad several into one batch."""
+
+    batched: bool = False
+    by_length: bool = False
+    widen: bool = False
+    quick_gzip: bool = True
+    lens: bool = False
+
+
+WAYS = {
+    "padded": Way(batched=True, widen=True, quick_gzip=False),
+    "sorted": Way(batched=True, by_length=True, widen=True),
+    "alone": Way(),
+    "lens": Way(lens=True),
+}
+
+
+def batches(lengths: Sequence[int], way: Way, size: int, every: int) -> list[list[int]]:
+    """Numbers of the documents in every batch; of `every` batches only the one in the middle."""
+    order = list(range(len(lengths)))
+    if way.by_length:
+        order.sort(key=lambda number: lengths[number])
+    size = size if way.batched else 1
+    groups = [order[start : start + size] for start in range(0, len(order), size)]
+    return groups[min(every // 2, len(groups) - 1) :: every]
+
+
+def load_transformers(folder: str, dtype: torch.dtype, layers: Sequence[int]) -> Forward:
+    """transformers' model without its head, with its fastest attention on this machine."""
+    import transformers
+
+    model = transformers.AutoModel.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    model.eval()
+    # hidden_states[-1] is the residual stream after the final norm; without one it is as the rest.
+    model.norm = torch.nn.Identity()
+
+    def forward(documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        tokens, mask = pad(documents)
+        found = model(tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
+        return [found.hidden_states[layer + 1] for layer in layers]
+
+    return forward
+
+
+def pad(documents: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Token ids (documents, longest), and their mask; one document alone needs none."""
+    if len(documents) == 1:
+        return torch.tensor([documents[0]]), None
+    longest = max(map(len, documents))
+    tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in documents])
+    mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in documents])
+    return tokens, mask
+
+
+def load_lens(folder: str, dtype: torch.dtype, layers: Sequence[int]) -> Forward:
+    """TransformerLens on the same model, computing no more than it must.
+
+    It goes through its own attention, which keeps all scores: that is what its hooks need. Of the
+    output layer only the last token is computed; layers beyond the last one asked for are not.
+    """
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    bridge = TransformerBridge.boot_transformers(folder, hf_model=model, dtype=dtype)
+    names = [f"blocks.{layer}.hook_resid_post" for layer in layers]
+    depth = model.config.num_hidden_layers
+    stop = max(layers) + 1 if max(layers) + 1 < depth else None
+
+    def forward(documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        _, cache = bridge.run_with_cache(
+            torch.tensor(documents),
+            names_filter=names,
+            stop_at_layer=stop,
+            logits_to_keep=1,
+            output_attentions=False,
+            use_cache=False,
+        )
+        return [cache[name] for name in names]
+
+    return forward
+
+
+def as_numpy(values: torch.Tensor, widen: bool) -> np.ndarray:
+    """NumPy has no bfloat16: either everything becomes float32, or the bits are kept."""
+    if widen or values.dtype == torch.float32:
+        return values.float().numpy()
+    return values.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+@dataclass
+class Shards:
+    """Writes records to shard_0001.pkl.gz, ... in a folder, as soon as one is full."""
+
+    folder: Path
+    layers: Sequence[int]
+    way: Way
+    bytes: int = 0
+    _count: int = 0
+    _size: int = 0
+    _shard: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def add(self, number: int, ids: Sequence[int], values: Sequence[torch.Tensor]) -> None:
+        """One document: its number, its token ids and, for every layer, (tokens, hidden)."""
+        arrays = [as_numpy(value, self.way.widen) for value in values]
+        size = sum(array.nbytes for array in arrays)
+        if self._size and self._size + size > SHARD_BYTES:
+            self.flush()
+        for layer, array in zip(self.layers, arrays, strict=True):
+            record = {
+                "sample_idx": number,
+                "activation": array,
+                "shape": array.shape,
+                "text_preview": "",
+                "token_ids": np.array(ids, np.int32),
+                "doc_id": None,
+            }
+            self._shard.setdefault(layer, []).append(record)
+        self._size += size
+
+    def flush(self) -> None:
+        """Writes what has come together, and waits for the disk."""
+        if not self._size:
+            return
+        self._count += 1
+        path = self.folder / f"shard_{self._count:04d}.pkl.gz"
+        with open(path, "wb") as file:
+            with self._compressed(file) as stream:
+                pickle.dump(self._shard, stream)
+            file.flush()
+            os.fsync(file.fileno())
+        self.bytes += path.stat().st_size
+        self._shard, self._size = {}, 0
+
+    def _compressed(self, file: Any) -> Any:
+        if self.way.quick_gzip:
+            return igzip.IGzipFile(fileobj=file, mode="wb", compresslevel=FASTEST)
+        return gzip.GzipFile(fileobj=file, mode="wb")  # level 9
+
+
+@torch.inference_mode()
+def run(
+    forward: Forward,
+    documents: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[int]],
+    shards: Shards,
+    written_every: int,
+) -> dict[str, float]:
+    """Computes all groups and writes every `written_every`-th document of them.
+
+    Returns tokens and seconds of computing and of writing; both go on in turn, in one thread.
+    """
+    done = {"tokens": 0, "written_tokens": 0, "documents": 0, "compute_seconds": 0.0}
+    began = time.perf_counter()
+    for group in groups:
+        at = time.perf_counter()
+        values = forward([documents[number] for number in group])
+        done["compute_seconds"] += time.perf_counter() - at
+        for row, number in enumerate(group):
+            ids = documents[number]
+            done["tokens"] += len(ids)
+            if done["documents"] % written_every == 0:
+                shards.add(number, ids, [value[row, : len(ids)] for value in values])
+                done["written_tokens"] += len(ids)
+            done["documents"] += 1
+    shards.flush()
+    done["store_seconds"] = time.perf_counter() - began - done["compute_seconds"]
+    return done | {"bytes": shards.bytes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("way", choices=WAYS)
+    parser.add_argument("--model", required=True, help="folder of the checkpoint")
+    parser.add_argument("--token_ids", type=Path, required=True, help="JSON: a list per document")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the shards, empty")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), required=True)
+    parser.add_argument("--layers", type=int, nargs="+", required=True)
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--every", type=int, default=1, help="compute one batch of so many")
+    parser.add_argument(
+        "--written_every", type=int, default=1, help="write one document of so many"
+    )
+    given = parser.parse_args()
+    way, dtype = WAYS[given.way], getattr(torch, given.dtype)
+    documents = json.loads(given.token_ids.read_text())
+    began = time.perf_counter()
+    forward = (load_lens if way.lens else load_transformers)(given.model, dtype, given.layers)
+    with torch.inference_mode():
+        forward([documents[0][:16]])  # as compiling elsewhere: not part of the time
+    loaded = time.perf_counter()
+    groups = batches([len(ids) for ids in documents], way, given.batch_size, given.every)
+    given.output.mkdir(parents=True, exist_ok=True)
+    shards = Shards(given.output, given.layers, way)
+    done = run(forward, documents, groups, shards, given.written_every)
+    versions = {name: version(name) for name in ("torch", "transformers", "isal")}
+    if way.lens:
+        versions["transformer-lens"] = version("transformer-lens")
+    print(json.dumps(done | {"load_seconds": loaded - began, "versions": versions}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The tool's compiled step over the same batches as in a run, storing nothing; end_to_end.py runs
+it in a process of its own. Takes the tool's flags; the last line printed is one JSON object.
+
+After the documents come rows that are full, one document of --max_seq_length tokens in each: what
+the step makes of a batch without padding and with the longest attention.
+"""
+
+import json
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from jax import Array
+
+from activation_extraction.config import parse_args
+from activation_extraction.hosts import Host
+from activation_extraction.loop import Step
+from activation_extraction.packing import Batch, Sample, pack
+from benchmarks.inputs import tokenise
+from forward_pass import compile_step, prepare_model
+
+
+def samples(documents: Sequence[Sequence[int]]) -> Iterator[Sample]:
+    """Documents as the packing takes them."""
+    for number, ids in enumerate(documents):
+        yield Sample(number, np.asarray(ids, np.int32), "", None, {}, {})
+
+
+def seconds_of(step: Step, batches: Sequence[Batch]) -> float:
+    """Of all batches; as in a run the next one is handed over while one computes."""
+    in_flight: deque[Array] = deque()
+    began = time.perf_counter()
+    for batch in batches:
+        in_flight.append(step(batch, (False, False, False))[0])
+        if len(in_flight) > 1:
+            in_flight.popleft().block_until_ready()
+    while in_flight:
+        in_flight.popleft().block_until_ready()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    config = parse_args(sys.argv[1:])
+    logging.getLogger("extract_activations").addHandler(logging.StreamHandler())
+    rows, length = config.batch_size, config.max_seq_length
+    documents = tokenise(Path(config.model_path), Path(str(config.dataset_path)), length)
+    packed = list(pack(samples(documents), rows, length))
+    full = list(pack(samples([[n] * length for n in range(rows)]), rows, length))
+    forward = prepare_model(config, Host())
+    began = time.perf_counter()
+    step = compile_step(forward)
+    found = {
+        "load_and_compile_seconds": time.perf_counter() - began,
+        "steps": len(packed),
+        "tokens": sum(batch.num_tokens for batch in packed),
+        "seconds": seconds_of(step, packed),
+        "full_rows_tokens": rows * length,
+        "full_rows_seconds": seconds_of(step, full),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

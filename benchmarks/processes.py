@@ -1,0 +1,133 @@
+"""Processes that are measured: peak memory, seconds, what they print; and what machine this is."""
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+TOOL = str(ROOT / "extract_activations.py")
+
+
+class PeakMemory:
+    """Watches the peak resident size of a process, as Linux counts it, until it ends."""
+
+    def __init__(self, pid: int) -> None:
+        self.bytes = 0
+        self._status = Path(f"/proc/{pid}/status")
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                fields = dict(line.split(":", 1) for line in self._status.read_text().splitlines())
+            except OSError:
+                return
+            if "VmHWM" not in fields:
+                return
+            self.bytes = int(fields["VmHWM"].split()[0]) * 1024
+            time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that ended well.
+
+    lines: of its stderr, each with the seconds since its start. disturbed: the share of the
+    machine's time that others took meanwhile; with more than a few percent figures mean little.
+    """
+
+    output: str
+    lines: list[tuple[float, str]]
+    seconds: float
+    peak_bytes: int
+    disturbed: float
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """Its last line, a JSON object."""
+        return json.loads(self.output.splitlines()[-1])
+
+    def seconds_until(self, words: str) -> float:
+        """When it first printed this to stderr. Raises StopIteration when it did not."""
+        return next(at for at, line in self.lines if words in line)
+
+
+def run(command: Sequence[str]) -> Finished:
+    """Runs a command on the CPU, without network. Exits, showing its stderr, when it fails."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = str(ROOT)
+    began, before = time.perf_counter(), _seconds_of_others()
+    lines: list[tuple[float, str]] = []
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        peak = PeakMemory(process.pid)
+        assert process.stdout is not None and process.stderr is not None
+        stderr = process.stderr
+
+        def read_lines() -> None:
+            lines.extend((time.perf_counter() - began, line) for line in stderr)
+
+        reader = threading.Thread(target=read_lines)
+        reader.start()
+        output = process.stdout.read()
+        reader.join()
+    if process.returncode:
+        sys.stderr.writelines(line for _, line in lines)
+        raise SystemExit(f"{' '.join(command)}: ended with status {process.returncode}")
+    seconds = time.perf_counter() - began
+    disturbed = max(0.0, _seconds_of_others() - before) / seconds / (os.cpu_count() or 1)
+    return Finished(output, lines, seconds, peak.bytes, disturbed)
+
+
+def _seconds_of_others() -> float:
+    """Processor time of all that is neither idle nor a child of ours that has ended."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    idle, waiting = fields[3:5]
+    ours = resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = (sum(fields) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+    return busy - ours.ru_utime - ours.ru_stime
+
+
+def extract(output: Path, flags: Sequence[str]) -> dict[str, Any]:
+    """One extraction by this tool: totals of its metadata, seconds and peak memory in bytes.
+
+    first_batch_seconds: from the start of the process until storage has the first batch.
+    """
+    done = run([sys.executable, TOOL, *flags, "--output_dir", str(output), "--verbose"])
+    totals = json.loads((output / "metadata.json").read_text())
+    compiled = next(line for _, line in done.lines if "compiled in" in line)
+    return {
+        **{name: totals[name] for name in ("samples", "tokens", "bytes", "shards")},
+        "extraction_seconds": totals["seconds"],
+        "process_seconds": done.seconds,
+        "peak_bytes": done.peak_bytes,
+        "disturbed": done.disturbed,
+        "compile_seconds": float(compiled.split("compiled in")[1].split()[0]),
+        "first_batch_seconds": done.seconds_until(" step 1: "),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    pairs = [line.split(":", 1) for line in info.splitlines() if ":" in line]
+    fields = {name.strip(): value.strip() for name, value in pairs}
+    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    return {
+        "processor": fields.get("model name", platform.processor()),
+        "cores": len(os.sched_getaffinity(0)),
+        "extensions": [name for name in wanted if name in fields.get("flags", "").split()],
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,27 @@
+"""The config.json of the models that benchmarks run: Qwen2.5's, and one for trying them out."""
+
+from typing import Any
+
+
+def _shape(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
+) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": tied,
+        "vocab_size": vocabulary,
+    }
+
+
+SHAPES = {
+    "tiny": _shape(64, 128, 12, 4, 2, 300, True),
+    "0.5B": _shape(896, 4864, 24, 14, 2, 151936, True),
+    "1.5B": _shape(1536, 8960, 28, 12, 2, 151936, True),
+    "7B": _shape(3584, 18944, 28, 28, 4, 152064, False),
+}

@@ -1,0 +1,205 @@
+"""Writing alone, without a model: `python -m benchmarks.writing`.
+
+Values are like activations: normal, of another size in every dimension, a few dimensions and the
+first token of every document 100 times as large. On one core, MB/s of them and how small they get:
+the standard library's gzip at its default level, against what the tool writes; and the tool's
+ActivationStorage as a run uses it, on one core and on all. Then what each part of that costs. The
+last line printed is one JSON object.
+"""
+
+import argparse
+import gzip
+import hashlib
+import io
+import json
+import os
+import pickle
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from isal import igzip
+
+from activation_extraction.packing import Batch, Sample, pack
+from activation_extraction.shards import COMPRESSION_LEVEL, PICKLE_PROTOCOL, write_shard
+from activation_extraction.statistics import Statistics
+from activation_extraction.storage import ActivationStorage
+from benchmarks.processes import machine
+
+HIDDEN, HOOKS, ROWS, LENGTH = 896, 14, 8, 1024
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+ALL_CORES = os.sched_getaffinity(0)
+
+
+def activations(dtype: Any) -> np.ndarray:
+    """(hooks, rows, tokens, hidden)"""
+    chance = np.random.default_rng(0)
+    sizes = chance.lognormal(0.0, 0.5, HIDDEN).astype(np.float32)
+    sizes[chance.choice(HIDDEN, 4, replace=False)] *= 100
+    values = chance.standard_normal((HOOKS, ROWS, LENGTH, HIDDEN), np.float32) * sizes
+    values[:, :, 0] *= 100
+    return values.astype(dtype)
+
+
+def batches(count: int) -> list[Batch]:
+    """Full rows of one document each."""
+    numbers = range(count * ROWS)
+    ids = np.arange(LENGTH, dtype=np.int32)
+    return list(pack((Sample(n, ids, "", None, {}, {}) for n in numbers), ROWS, LENGTH))
+
+
+def seconds(action: Callable[[], object], rounds: int) -> float:
+    """Median of several calls."""
+    taken = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        action()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+@contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """Within it, this process has no others."""
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, ALL_CORES)
+
+
+def records(values: np.ndarray) -> dict[int | str, list[Any]]:
+    """A shard of everything, as the tool has it."""
+    ids = np.arange(LENGTH, dtype=np.int32)
+    return {
+        layer: [
+            {
+                "sample_idx": row,
+                "activation": of_row,
+                "shape": of_row.shape,
+                "text_preview": "",
+                "token_ids": ids,
+                "doc_id": None,
+            }
+            for row, of_row in enumerate(of_layer)
+        ]
+        for layer, of_layer in enumerate(values)
+    }
+
+
+def store(folder: Path, values: np.ndarray, count: int) -> float:
+    """Seconds of an ActivationStorage from the first batch to the last shard."""
+    hooks: dict[int | str, str] = {
+        layer: f"blocks.{layer}.hook_resid_post" for layer in range(HOOKS)
+    }
+    given = batches(count)
+    began = time.perf_counter()
+    with ActivationStorage(folder, hooks, shard_size_gb=0.2, overwrite=True) as storage:
+        for batch in given:
+            storage.add_batch(batch, values)
+    return time.perf_counter() - began
+
+
+def against_gzip(folder: Path, values: np.ndarray, rounds: int) -> dict[str, float]:
+    """MB/s and compressed size of the same shard, as others write it and as the tool does."""
+    sample = records(values[:, :1, : LENGTH // 4])  # gzip takes its time
+    size = values[:, :1, : LENGTH // 4].nbytes
+
+    def others() -> None:
+        with gzip.open(folder / "others.pkl.gz", "wb") as file:  # level 9
+            pickle.dump(sample, file)
+
+    slow = seconds(others, 1)
+    quick = seconds(lambda: write_shard(folder / "same.pkl.gz", sample, True), rounds)
+    shard = records(values)
+    whole = seconds(lambda: write_shard(folder / "ours.pkl.gz", shard, True), rounds)
+    ratios = {name: (folder / f"{name}.pkl.gz").stat().st_size for name in ("others", "same")}
+    return {
+        "gzip_mb_per_second": size / slow / 1e6,
+        "gzip_ratio": ratios["others"] / size,
+        "ours_mb_per_second": values.nbytes / whole / 1e6,
+        "ours_same_sample_mb_per_second": size / quick / 1e6,
+        "ours_ratio": ratios["same"] / size,
+        "times_as_fast": slow / size / (whole / values.nbytes),
+        "size_against_gzip": ratios["same"] / ratios["others"],
+    }
+
+
+def parts(folder: Path, values: np.ndarray, rounds: int) -> dict[str, float]:
+    """MB/s, of uncompressed values, of everything that happens to a shard, one after the other."""
+    shard = records(values)
+    plain = pickle.dumps(shard, PICKLE_PROTOCOL)
+    packed = igzip.compress(plain, compresslevel=COMPRESSION_LEVEL)
+
+    def write() -> None:
+        with open(folder / "plain", "wb") as file:
+            file.write(packed)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def stream() -> None:
+        with igzip.IGzipFile(fileobj=io.BytesIO(), mode="wb", compresslevel=1, mtime=0) as file:
+            pickle.dump(shard, file, PICKLE_PROTOCOL)
+
+    actions: dict[str, Callable[[], object]] = {
+        "statistics": lambda: [Statistics.of(row) for layer in values for row in layer],
+        "pickle": lambda: pickle.dumps(shard, PICKLE_PROTOCOL),
+        "compress at once": lambda: igzip.compress(plain, compresslevel=COMPRESSION_LEVEL),
+        "pickle and compress": stream,
+        "sha256 of the compressed": lambda: hashlib.sha256(packed).digest(),
+        "write and sync": write,
+    }
+    return {name: values.nbytes / seconds(call, rounds) / 1e6 for name, call in actions.items()}
+
+
+def measure(folder: Path, dtype: str, rounds: int, count: int) -> dict[str, Any]:
+    """Everything for one dtype, with a line for each result."""
+    values = activations(DTYPES[dtype])
+    one_core = {min(ALL_CORES)}
+    with on_cores(one_core):
+        found: dict[str, Any] = dict(against_gzip(folder, values, rounds))
+        of_parts = parts(folder, values, rounds)
+    print(
+        f"{dtype}: gzip {found['gzip_mb_per_second']:.0f} MB/s to {found['gzip_ratio']:.3f}, "
+        f"tool {found['ours_mb_per_second']:.0f} MB/s to {found['ours_ratio']:.3f}: "
+        f"{found['times_as_fast']:.1f} times as fast",
+        flush=True,
+    )
+    for name, cores in (("one_core", one_core), ("all_cores", ALL_CORES)):
+        with on_cores(cores):
+            taken = [store(folder / "out", values, count) for _ in range(rounds)]
+        found[f"storage_{name}_mb_per_second"] = (
+            values.nbytes * count / statistics.median(taken) / 1e6
+        )
+    found["parts_mb_per_second"] = of_parts
+    print(
+        f"{dtype}: ActivationStorage {found['storage_one_core_mb_per_second']:.0f} MB/s on one "
+        f"core, {found['storage_all_cores_mb_per_second']:.0f} on {len(ALL_CORES)}; "
+        + ", ".join(f"{name} {rate:.0f}" for name, rate in of_parts.items()),
+        flush=True,
+    )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--rounds", type=int, default=3, help="of which medians (default: 3)")
+    parser.add_argument("--batches", type=int, default=3, help="for the storage (default: 3)")
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: /tmp)")
+    given = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(dir=given.folder) as name:
+        found = {
+            dtype: measure(Path(name), dtype, given.rounds, given.batches) for dtype in given.dtypes
+        }
+    print(json.dumps({"machine": machine(), **found}))
+
+
+if __name__ == "__main__":
+    main()

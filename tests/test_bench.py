@@ -1,0 +1,110 @@
+"""The benchmarks run, compare what they should, and end with the JSON line that README reads."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from activation_extraction.shards import write_shard
+from benchmarks import competitors, end_to_end, gpu, peak, writing
+from benchmarks.agreement import Agreement, Disagreement
+
+DOCUMENTS = [[1, 2, 3], [4, 5]]
+
+
+def test_side_by_side(capsys, monkeypatch):
+    """This tool and transformers in two ways, in processes of their own, on a tiny model."""
+    flags = ["--shape", "tiny", "--documents", "9", "--max_seq_length", "64", "--batch_size", "2"]
+    flags += ["--only", "ours", "alone", "padded", "--dtypes", "float32", "--whole"]
+    monkeypatch.setattr(end_to_end, "measure_peaks", lambda _: {"float32": 1e12})  # takes long
+    end_to_end.main([*flags, "--competitors", sys.executable])
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])
+    assert "ours / padded" in printed and "deviation" in printed
+    assert set(found["ours_over"]) == {"alone", "padded"}
+    assert found["machine"]["cores"] and found["versions"]["jax"]
+    assert set(found["peak_flops_per_second"]) == {"before", "after", "best"}
+    tokens = found["documents"]["tokens"]
+    for name, rows in found["contenders"].items():
+        row = rows["float32"]
+        assert row["tokens"] == row["written_tokens"] == tokens
+        assert row["bytes"] > 0 and row["peak_bytes"] > 1e8 and row["process_seconds"] > 0
+        assert 0 < row["of_peak"] and 0 < row["compute_of_peak"] < 1
+        assert row["tokens_per_second"] > 0 and row["compute_tokens_per_second"] > 0
+        assert name == "ours" or row["deviation"] < 1e-4
+    ours = found["contenders"]["ours"]["float32"]
+    assert ours["first_batch_seconds"] > ours["compile_seconds"] > 0
+    assert 0 < ours["full_rows_of_peak"] < 1
+
+
+@pytest.mark.parametrize("library", ["jax", "torch"])
+def test_peaks(library):
+    found = peak.best(peak.measure(library, [(8, 16, 8), (16, 16, 8)], peak.DTYPES, 0.01))
+    assert set(found) == {"bfloat16", "float32"} and min(found.values()) > 0
+
+
+def test_what_others_batch():
+    lengths = [5, 1, 4, 2, 3]
+    ways = competitors.WAYS
+    assert competitors.batches(lengths, ways["padded"], 2, 1) == [[0, 1], [2, 3], [4]]
+    assert competitors.batches(lengths, ways["sorted"], 2, 1) == [[1, 3], [4, 2], [0]]
+    assert competitors.batches(lengths, ways["alone"], 2, 3) == [[1], [4]]
+    tokens, mask = competitors.pad([[7], [8, 9]])
+    assert tokens.tolist() == [[7, 0], [8, 9]] and mask is not None
+    assert mask.tolist() == [[1, 0], [1, 1]]
+
+
+def store(folder: Path, activations: list[np.ndarray], tokens: list[list[int]]) -> Path:
+    folder.mkdir()
+    records = [
+        {
+            "sample_idx": number,
+            "activation": activation,
+            "shape": activation.shape,
+            "text_preview": "",
+            "token_ids": np.array(ids, np.int32),
+            "doc_id": None,
+        }
+        for number, (activation, ids) in enumerate(zip(activations, tokens, strict=True))
+    ]
+    write_shard(folder / "shard_0001.pkl.gz", {3: records}, compress=True)  # type: ignore[dict-item]
+    return folder
+
+
+def test_other_values_or_tokens_are_noticed(tmp_path):
+    agreement = Agreement(DOCUMENTS)
+    values = [np.ones((3, 4), np.float32), np.ones((2, 4), np.float32)]
+    first = store(tmp_path / "first", values, DOCUMENTS)
+    assert agreement.check(first, "float32", 5) is None
+    near = store(tmp_path / "near", [value * 1.001 for value in values], DOCUMENTS)
+    assert agreement.check(near, "float32", 5) == pytest.approx(1e-3, rel=1e-2)
+    for name, others, tokens, count in (
+        ("values", [values[0], values[1] * 2], DOCUMENTS, 5),
+        ("tokens", values, [[1, 2, 3], [4, 6]], 5),
+        ("count", values[:1], DOCUMENTS[:1], 5),
+        ("nan", [values[0], values[1] * np.nan], DOCUMENTS, 5),
+    ):
+        with pytest.raises(Disagreement):
+            agreement.check(store(tmp_path / name, others, tokens), "float32", count)
+
+
+def test_writing(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(writing, "LENGTH", 64)
+    writing.main(["--rounds", "1", "--batches", "1", "--folder", str(tmp_path)])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for dtype in writing.DTYPES:
+        assert found[dtype]["times_as_fast"] > 1
+        assert 0.9 < found[dtype]["size_against_gzip"] < 1.1
+        assert found[dtype]["storage_all_cores_mb_per_second"] > 1
+
+
+def test_gpu_script_without_a_gpu(capsys, monkeypatch):
+    assert gpu.main(["--shapes", "7B"]) == 2
+    assert capsys.readouterr().err == "no GPU: JAX finds only cpu\n"
+    monkeypatch.setattr(gpu, "run_torch", lambda *_: None)  # slow to start
+    flags = ["--shapes", "tiny", "--rows", "2", "--length", "32", "--seconds", "0.01"]
+    assert gpu.main(flags) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["shapes"]["tiny"]["ours"]["tokens_per_second_with_copies"] > 0
