@@ -24,6 +24,7 @@ LANES = 128  # the width of a TPU's registers: splash attention's blocks are mul
 MOST_IN_BLOCK = 512  # queries or keys
 GPU_QUERIES, GPU_KEYS = 128, 64  # in a block; with H = 128 two stages fit the shared memory
 PADDING = -1  # the segment of tokens that only fill a block
+LOG2_E = math.log2(math.e)  # exp(x) is 2**(x * LOG2_E), which is what the hardware has
 HIDDEN = -1e30  # the score of a key that is not visible; finite, so that differences are
 
 
@@ -74,7 +75,6 @@ def _splash(
     interpret: bool,
 ) -> Array:
     length = q.shape[1]
-    q, k = _scale(q, k)
     q, k, v, q_segments, k_segments = _fill_all(q, k, v, q_segments, k_segments, LANES, LANES)
     mask = splash.CausalMask((q.shape[1], k.shape[1]), offset=first_query)
     kernel = splash.make_splash_mha_single_device(
@@ -87,26 +87,6 @@ def _splash(
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
         out = jax.vmap(kernel)(*heads_first, splash.SegmentIds(q_segments, k_segments))
     return out.swapaxes(1, 2)[:, :length]
-
-
-def _scale(q: Array, k: Array) -> tuple[Array, Array]:
-    """Queries times H**-0.5, which the kernel leaves out, without rounding them a second time.
-
-    Where the factor is no power of two, bfloat16 queries become two halves whose sum is right to
-    16 bits, and the keys are doubled to match.
-    """
-    size = q.shape[-1]
-    scale = size**-0.5
-    exact = q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5
-    if not exact:  # one concatenation and arithmetic on it: XLA makes this one pass over the data
-        q, k = jnp.concatenate([q, q], axis=-1), jnp.concatenate([k, k], axis=-1)
-    scaled = q.astype(jnp.float32) * scale
-    if exact:
-        return scaled.astype(q.dtype), k
-    # Not a cast to bfloat16 and back, which XLA may leave out as a needless loss of precision.
-    high = lax.reduce_precision(scaled, exponent_bits=8, mantissa_bits=7)
-    halves = jnp.where(jnp.arange(2 * size) < size, high, scaled - high)
-    return halves.astype(q.dtype), k
 
 
 def _fill_all(
@@ -172,7 +152,7 @@ def triton_attention(
 
     row = pl.BlockSpec((None, keys, None, wide), of_keys)
     out = pl.pallas_call(
-        partial(_flash_kernel, block_k=block_k, scale=head_dim**-0.5),
+        partial(_flash_kernel, block_k=block_k),
         grid=(queries // block_q, rows, heads),
         in_specs=[
             pl.BlockSpec((1,), lambda i, b, h: (0,)),
@@ -215,19 +195,17 @@ def _flash_kernel(
     out_ref: Any,
     *,
     block_k: int,
-    scale: float,
 ) -> None:
     """One block of queries of one head: the running maximum, sum and values of the softmax."""
     block_q, wide = q_ref.shape
     q, q_segments = q_ref[...], q_segments_ref[...]
     first = first_ref[0] + pl.program_id(0) * block_q
     positions = first + jnp.arange(block_q)
-    scale = scale * math.log2(math.e)  # 2**x is what the hardware has
 
     def step(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, most, total = carry
         keys = pl.ds(block * block_k, block_k)
-        scores = triton.dot(q, k_ref[keys, :], trans_b=True) * scale
+        scores = triton.dot(q, k_ref[keys, :], trans_b=True) * LOG2_E
         visible = q_segments[:, None] == k_segments_ref[keys][None, :]
         visible &= positions[:, None] >= (block * block_k + jnp.arange(block_k))[None, :]
         scores = jnp.where(visible, scores, HIDDEN)
@@ -258,7 +236,8 @@ def cudnn_attention(
     positions = first_query + jnp.arange(q.shape[1])
     visible = positions[:, None] >= jnp.arange(k.shape[1])[None, :]
     visible &= q_segments[:, :, None] == k_segments[:, None, :]
-    return jax.nn.dot_product_attention(q, k, v, mask=visible[:, None], implementation="cudnn")
+    mask = visible[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0, implementation="cudnn")
 
 
 GPU_CANDIDATES: dict[str, Attention] = {

@@ -34,7 +34,13 @@ def inputs(case, dtype):
     segments = np.ones((2, keys), np.int32)
     segments[:, keys // 3 :], segments[:, keys // 2 :] = 2, 3
     segments[1, -keys // 5 :] = 0
-    return 2 * q, k, v, jnp.asarray(segments[:, first : first + length]), jnp.asarray(segments)
+    return (
+        q * (2 * size**-0.5),
+        k,
+        v,
+        jnp.asarray(segments[:, first : first + length]),
+        jnp.asarray(segments),
+    )
 
 
 def error(got, expected):
@@ -66,7 +72,7 @@ def test_kernels_compute_attention(kernel, dtype, case, traced):
         assert error(got, exact) < 1.1 * error(dense_attention(*arrays, first), exact)
 
 
-def test_scaled_queries_are_not_rounded_a_second_time():
+def test_large_scores_are_not_rounded():
     """Scores of some hundreds, as the biases of Qwen's keys make them: an error is multiplied."""
     q, k, v, *segments = inputs("rows that end within a block", jnp.bfloat16)
     arrays = 8 * q, 4 * k, v, *segments
