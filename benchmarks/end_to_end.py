@@ -198,11 +198,11 @@ def report(bench: Bench, rows: dict[str, dict[str, list[Row]]], peaks: dict[str,
         for dtype, rounds in of_dtypes.items():
             row = summarise(bench, rounds, peaks["best"][dtype])
             contenders[name][dtype] = {**row, "part": part}
-            if name != "ours" and "ours" in contenders:
-                ours = contenders["ours"][dtype]["tokens_per_second"]
-                ratios[name][dtype] = ours / row["tokens_per_second"]
             print(line(name, dtype, row, part))
     for dtype, row in contenders.get("ours", {}).items():
+        for name in contenders.keys() - {"ours"}:
+            other = contenders[name][dtype]["tokens_per_second"]
+            ratios[name][dtype] = row["tokens_per_second"] / other
         print(
             f"ours {dtype}: compiled in {row['compile_seconds']:.1f} s, first batch stored "
             f"{row['first_batch_seconds']:.1f} s after the start; full rows, computing alone, "
