@@ -30,7 +30,7 @@ def use_compilation_cache(config: Config, host: Host) -> None:
     shared one. Raises InputError for a folder that was asked for and cannot be used; where the
     default one cannot, that is a warning.
     """
-    if not jax.config.read("jax_enable_compilation_cache"):  # JAX_ENABLE_COMPILATION_CACHE=false
+    if not jax.config.values["jax_enable_compilation_cache"]:  # by the environment
         return
     folder = config.compilation_cache
     if folder is None and not host.several:
@@ -93,4 +93,5 @@ def watch_compiling() -> Iterator[Callable[[], bool]]:
     finally:
         jax.monitoring.unregister_event_listener(count)
     for warning in caught:
-        log.warning("%s", " ".join(str(warning.message).split()))
+        reason = " ".join(str(warning.message).split())
+        log.warning("the compilation cache could not be used: %s", reason)

@@ -122,6 +122,7 @@ def docker_run(arguments: list[str], containers: Path) -> int:
             elif flag == "--env" and value in os.environ:
                 environment[value] = os.environ[value]
     environment |= {"HF_HOME": mounts["/cache/huggingface"], "HOME": "/nonexistent"}
+    environment["XDG_CACHE_HOME"] = str(Path(mounts["/cache/activation_extraction"]).parent)
     folder = containers / name
     workspace = folder / "workspace"
     try:
@@ -135,7 +136,8 @@ def docker_run(arguments: list[str], containers: Path) -> int:
         if target.startswith("/workspace/"):
             (folder / target[1:]).symlink_to(source)
         else:
-            assert target in (source, "/cache/huggingface", "/adc.json") and Path(source).exists()
+            known = "/cache/huggingface", "/cache/activation_extraction", "/adc.json", source
+            assert target in known and Path(source).exists()
     entry = [str(workspace / "entrypoint.sh"), *arguments[1:]]
     process = subprocess.Popen(entry, cwd=workspace, env=environment)
     (folder / "pid").write_text(str(process.pid))

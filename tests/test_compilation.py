@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 import extract_activations
@@ -40,7 +41,7 @@ def settings(monkeypatch):
     """What would be set in JAX, which these tests must leave as it is."""
     found: dict[str, object] = {}
     monkeypatch.setattr("jax.config.update", found.__setitem__)
-    monkeypatch.setattr("jax.config.read", lambda name: True)
+    monkeypatch.setattr(type(jax.config), "values", {"jax_enable_compilation_cache": True})
     return found
 
 

@@ -752,7 +752,8 @@ def replay(folder, accelerator, environment):
         else:
             assert instruction == "ENTRYPOINT"
             (entry,) = json.loads(rest)
-    environment["HF_HOME"] = f"{folder}{environment['HF_HOME']}"
+    for name in ("HF_HOME", "XDG_CACHE_HOME"):
+        environment[name] = f"{folder}{environment[name]}"
     return workspace, f"{folder}{entry}", environment
 
 
