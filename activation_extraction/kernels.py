@@ -21,7 +21,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from activation_extraction.attention import Attention, blocked_attention
 
 LANES = 128  # the width of a TPU's registers: splash attention's blocks are multiples of it
-MOST_IN_BLOCK = 512  # queries or keys
+MOST_IN_BLOCK = 1024  # bytes of one number of each query or key: 512 in bfloat16
 GPU_QUERIES, GPU_KEYS = 128, 64  # in a block; with H = 128 two stages fit the shared memory
 PADDING = -1  # the segment of tokens that only fill a block
 LOG2_E = math.log2(math.e)  # exp(x) is 2**(x * LOG2_E), which is what the hardware has
@@ -79,7 +79,9 @@ def _splash(
     mask = splash.CausalMask((q.shape[1], k.shape[1]), offset=first_query)
     kernel = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([mask] * q.shape[2]),
-        block_sizes=splash.BlockSizes(block_q=_block(q.shape[1]), block_kv=_block(k.shape[1])),
+        block_sizes=splash.BlockSizes(
+            block_q=_block(q.shape[1], q.dtype), block_kv=_block(k.shape[1], k.dtype)
+        ),
         interpret=interpret,
     )
     heads_first = (x.swapaxes(1, 2) for x in (q, k, v))  # BNTH, BKSH
@@ -106,10 +108,10 @@ def _fill(x: Array, block: int, value: int, axis: int = 1) -> Array:
     return jnp.pad(x, widths, constant_values=value)
 
 
-def _block(length: int) -> int:
-    """The largest block that divides a multiple of LANES."""
-    fitting = range(LANES, min(length, MOST_IN_BLOCK) + 1, LANES)
-    return max(block for block in fitting if length % block == 0)
+def _block(length: int, dtype: Any) -> int:
+    """The largest block of at most MOST_IN_BLOCK that divides a multiple of LANES."""
+    most = min(length, MOST_IN_BLOCK // dtype.itemsize)
+    return max(size for size in range(LANES, most + 1, LANES) if length % size == 0)
 
 
 def triton_attention(

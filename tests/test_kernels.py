@@ -97,6 +97,7 @@ def test_a_tpu_multiplies_float32_as_such(dtype):
     assert exact == (dtype == jnp.float32)
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_the_gpu_kernel_can_be_lowered_from_here(case):
     assert "triton" in lowered(triton_attention, "cuda", jnp.bfloat16, case)

@@ -28,7 +28,11 @@ TOPOLOGIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {  # with th
     "v6e-64": ("v6e:8x8", {}, {"data": 16, "model": 4}),
     "v5e-64, 4 hosts": ("v5e:8x8", CHIPS_16, {"data": 4, "model": 16}),
 }
-FSDP_72B = "--mesh_shape 16,4,4 --mesh_axes data,fsdp,model --batch_size 4 --layers_to_extract 9 79"
+FLAGS_72B = (
+    "--mesh_shape {} --mesh_axes {} --batch_size 4 --layers_to_extract 9 19 29 39 49 59 69 79"
+)
+FSDP_72B = FLAGS_72B.format("16,4,4", "data,fsdp,model")
+PIPELINE_72B = FLAGS_72B.format("4,16,4", "pipeline,data,model")
 
 
 def collectives(compiled: Compiled) -> list[tuple[str, bool]]:
@@ -49,14 +53,16 @@ def collectives(compiled: Compiled) -> list[tuple[str, bool]]:
 
 
 def one_layer(model: HookedQwen2) -> set[tuple[int, ...]]:
-    """Shapes of a layer's weight matrices on one chip, split and gathered; sorted, without ones."""
-    found = set()
+    """Shapes of a layer's weight matrices as a chip's products take them; sorted, without ones.
+
+    With fsdp that is after gathering; what is sent for it may be cut out of the stack before.
+    """
+    found, mesh = set(), model.layout.mesh
     for path, spec in weight_table(model).items():
-        for without in (None, "fsdp"):
-            split = model.layout.spec(spec.axes, spec.shape, without)
-            local = NamedSharding(model.layout.mesh, split).shard_shape(spec.shape)[1:]
-            if path[0] == "layers" and len(local) > 1 and path[-1] == "weight":
-                found.add(tuple(sorted(size for size in local if size > 1)))
+        if path[0] == "layers" and len(spec.shape) > 2 and path[-1] == "weight":
+            split = NamedSharding(mesh, model.layout.spec(spec.axes, spec.shape, without="fsdp"))
+            local = split.shard_shape(spec.shape)[1:]
+            found.add(tuple(sorted(size for size in local if size > 1)))
     return found
 
 
@@ -113,16 +119,14 @@ def test_7b_layers_reduce_twice_and_never_between_hosts(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", ["data,fsdp,model", "pipeline,data,model"])
-def test_72b_fits_chips_of_16_gb(axes):
-    shape = "16,4,4" if "fsdp" in axes else "4,16,4"
-    flags = f"--mesh_shape {shape} --mesh_axes {axes} --batch_size 4 --layers_to_extract "
-    compiled = compile_for(QWEN_72B, flags + "9 19 29 39 49 59 69 79", "v5e:16x16")
+@pytest.mark.parametrize("flags", [FSDP_72B, PIPELINE_72B], ids=["fsdp", "pipeline"])
+def test_72b_fits_chips_of_16_gb(flags):
+    compiled = compile_for(QWEN_72B, flags, "v5e:16x16")
     memory, arguments = compiled.memory, compiled.memory.argument_size_in_bytes
     assert arguments == pytest.approx(weights_per_chip(compiled.model), rel=0.1)
     assert arguments + memory.output_size_in_bytes + memory.temp_size_in_bytes < 16e9
     assert memory.peak_memory_in_bytes < 16e9
-    if "fsdp" in axes:
+    if flags == FSDP_72B:
         assert not [kind for kind, crosses in collectives(compiled) if crosses]
 
 
@@ -141,7 +145,7 @@ def test_layers_read_their_weights_in_place_and_never_hold_all_scores(qwen, flag
     rows = compiled.rows // size("data", "fsdp")
     scores = rows * qwen.num_attention_heads // size("model") * compiled.length**2
     inside = compiled.plan.layer_loop()
-    assert len(weights) >= 4 and any("splash" in instruction.name for instruction in inside)
+    assert len(weights) >= 3 and any("splash" in instruction.name for instruction in inside)
     for instruction in inside:
         if instruction.opcode not in ("parameter", "tuple", "get-tuple-element", "bitcast"):
             for shape in shapes(instruction.result):
@@ -158,7 +162,7 @@ def shapes(result: str) -> list[list[int]]:
     return [[int(n) for n in found[2].split(",") if n] for found in ARRAY.finditer(result)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_the_kernel_takes_narrow_heads_and_rows_of_any_length(dtype):
     flags = f"--dtype {dtype} --max_seq_length 1000 --layers_to_extract 10 23"
     compiled = compile_for(QWEN_HALF_B, flags, "v5e:2x4", **CHIPS_8)
@@ -168,11 +172,12 @@ def test_the_kernel_takes_narrow_heads_and_rows_of_any_length(dtype):
 
 def test_memory_grows_with_the_hooks_and_not_with_the_depth():
     def beyond_arguments(*layers: int) -> int:
-        flags = f"--max_seq_length 1024 --layers_to_extract {' '.join(map(str, layers))}"
+        # Rows so long that no (B, T, F) array fits a chip's fast memory, which holds it by chance.
+        flags = f"--max_seq_length 2048 --layers_to_extract {' '.join(map(str, layers))}"
         memory = compile_for(QWEN_7B, flags, "v5e:2x4", **CHIPS_8).memory
         return memory.output_size_in_bytes + memory.temp_size_in_bytes
 
     deep = beyond_arguments(5, 23)
-    a_hook = 8 * 1024 * QWEN_7B.hidden_size * 2 / 8  # rows, tokens, width, bytes each; chips
+    a_hook = 8 * 2048 * QWEN_7B.hidden_size * 2 / 8  # rows, tokens, width, bytes each; chips
     assert abs(deep - beyond_arguments(5, 11)) < 0.1 * a_hook
     assert beyond_arguments(2, 5, 8, 11, 14, 17, 20, 23) - deep == pytest.approx(6 * a_hook, 0.1)
