@@ -58,6 +58,7 @@ def one_layer(model: HookedQwen2) -> set[tuple[int, ...]]:
     With fsdp that is after gathering; what is sent for it may be cut out of the stack before.
     """
     found, mesh = set(), model.layout.mesh
+    assert mesh is not None
     for path, spec in weight_table(model).items():
         if path[0] == "layers" and len(spec.shape) > 2 and path[-1] == "weight":
             split = NamedSharding(mesh, model.layout.spec(spec.axes, spec.shape, without="fsdp"))
