@@ -1,0 +1,78 @@
+"""Reading weights: each tensor once, to the bit, and few at a time."""
+
+import threading
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import Reference
+from safetensors.numpy import save_file
+
+from activation_extraction.mesh import build_layout
+from activation_extraction.weights import READERS, Checkpoint, WeightSpec, load_params
+from qwen2_jax import Qwen2, weight_table
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("metadata", ["", "x", "xxx"])
+def test_parts_are_what_the_file_holds_to_the_bit(tmp_path, dtype, metadata):
+    """Every pattern of 16 bits, infinities and NaN included, wherever the header ends."""
+    patterns = np.arange(2**16, dtype=np.uint16).view(jnp.dtype("bfloat16")).reshape(64, -1)
+    with np.errstate(all="ignore"):
+        values = patterns.astype(dtype)
+        expected = values.astype(np.float32)
+    save_file({"t": values}, tmp_path / "model.safetensors", {"made by": metadata})
+    spec = WeightSpec((64, 512, 2), ("embed", "kv_heads", "head_dim"), ("t",))
+    read = Checkpoint(str(tmp_path)).read
+    everything = slice(None)
+    for rows, heads in ((everything, everything), (slice(60, 64), slice(1, 400))):
+        with np.errstate(all="ignore"):
+            part = spec.part(read, np.float32, range(0), (rows, heads, everything))
+        wanted = np.ascontiguousarray(expected.reshape(spec.shape)[rows, heads])
+        np.testing.assert_array_equal(part.view(np.uint32), wanted.view(np.uint32))
+        assert part.ctypes.data % 64 == 0
+
+
+class Watched(Checkpoint):
+    """Counts how often each tensor is read, and which one fails."""
+
+    fails = ""
+
+    def __init__(self, path) -> None:
+        super().__init__(str(path))
+        self.reads: Counter[str] = Counter()
+        self.threads: set[int] = set()
+
+    def read(self, tensor, index):
+        if tensor == self.fails:
+            raise OSError("the disk is gone")
+        self.reads[tensor] += 1
+        self.threads.add(threading.get_ident())
+        return super().read(tensor, index)
+
+
+def load(reference, checkpoint, progress=lambda _: None):
+    layout = build_layout(jax.devices()[:2], {"data": 2}, kv_heads=1)
+    table = weight_table(Qwen2(reference.config))
+    return load_params(table, checkpoint, np.float32, layout, progress=progress)
+
+
+def test_every_tensor_is_read_once_however_many_devices_hold_it(reference: Reference):
+    checkpoint = Watched(reference.folder)
+    loaded: list[int] = []
+    params = load(reference, checkpoint, loaded.append)
+    tied = reference.config.tie_word_embeddings
+    again = {"model.embed_tokens.weight"} if tied else set()
+    assert {name for name, count in checkpoint.reads.items() if count > 1} <= again
+    assert 1 <= len(checkpoint.threads) <= READERS
+    assert sum(loaded) == sum(array.nbytes for array in jax.tree.leaves(params))
+
+
+def test_a_read_that_fails_ends_the_loading(reference: Reference):
+    checkpoint = Watched(reference.folder)
+    checkpoint.fails = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(OSError, match="the disk is gone"):
+        load(reference, checkpoint)
+    assert "model.layers.2.mlp.down_proj.weight" not in checkpoint.reads
