@@ -2,9 +2,10 @@
 
 Random bfloat16 weights of the Qwen2.5 shapes made on the device, full rows of 2048 tokens, 8
 residual layers evenly spaced. TFLOP/s of the step alone, and with the activations copied to the
-host; their share of the fastest bfloat16 matrix product measured here; and transformers on torch,
-on the same GPU and at the same shapes (gpu_torch.py, a process of its own). `--shapes tiny` runs
-anywhere: it tries this script out. The last line printed is one JSON object.
+host, with every attention that kernels.py has for GPUs; their share of the fastest bfloat16 matrix
+product measured here; and transformers on torch, on the same GPU and at the same shapes
+(gpu_torch.py, a process of its own). `--shapes tiny` runs anywhere: it tries this script out. The
+last line printed is one JSON object.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,7 +28,9 @@ from flax.traverse_util import unflatten_dict
 from jax import Array
 
 from activation_extraction.config import parse_args
+from activation_extraction.errors import one_line
 from activation_extraction.hosts import Host
+from activation_extraction.kernels import GPU_CANDIDATES
 from activation_extraction.mesh import HostRows
 from benchmarks.peak import CPU_PRODUCTS, GPU_PRODUCTS, measure
 from benchmarks.processes import ROOT, machine
@@ -61,13 +64,26 @@ def random_params(model: HookedQwen2) -> dict[str, Any]:
     )
 
 
-def run_ours(shape: str, given: argparse.Namespace) -> Row:
+def run_ours(shape: str, given: argparse.Namespace) -> dict[str, Row]:
+    """Name of the attention -> what its step does, or why it failed."""
+    found: dict[str, Row] = {}
+    for name in given.attention:
+        try:
+            found[name] = run_attention(name, shape, given)
+        except Exception as error:  # whatever a kernel fails with, the others are to be measured
+            found[name] = {"failed": one_line(error)[:500]}
+            print(f"{shape:5} {name}: failed: {found[name]['failed']}", file=sys.stderr)
+    return found
+
+
+def run_attention(name: str, shape: str, given: argparse.Namespace) -> Row:
     """The step as the tool would compile it: seconds of compiling, TFLOP/s, with copies and not."""
     config = QwenConfig.from_hf(SHAPES[shape])
     layers = evenly_spaced(config.num_hidden_layers)
     flags = ["--dtype", "bfloat16", "--batch_size", str(given.rows), "--no_data_parallel"]
     flags += ["--max_seq_length", str(given.length), "--layers_to_extract", *map(str, layers)]
     model, rows = build_model(parse_args(flags), config, Host())
+    model = model.clone(attention=GPU_CANDIDATES[name])
     params = random_params(model)
     ones = jnp.ones((given.rows, given.length), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(given.length, dtype=jnp.int32), ones.shape)
@@ -129,19 +145,23 @@ def run_torch(shape: str, given: argparse.Namespace) -> Row | None:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def describe(shape: str, ours: Row, others: Row | None, peak: float) -> str:
-    """One line of the table."""
-    text = (
-        f"{shape:5} ours {ours['flops_per_second'] / 1e12:8.3f} TFLOP/s, "
-        f"{ours['flops_per_second'] / peak:.0%} of the peak, "
-        f"{ours['tokens_per_second']:.0f} tokens/s; with copies "
-        f"{ours['tokens_per_second_with_copies']:.0f}; compiled in {ours['compile_seconds']:.1f} s"
-    )
+def describe(shape: str, ours: dict[str, Row], others: Row | None, peak: float) -> Iterator[str]:
+    """Lines of the table."""
+    for name, row in ours.items():
+        if "failed" not in row:
+            yield (
+                f"{shape:5} {name:8} {row['flops_per_second'] / 1e12:8.3f} TFLOP/s, "
+                f"{row['flops_per_second'] / peak:.0%} of the peak, "
+                f"{row['tokens_per_second']:.0f} tokens/s; with copies "
+                f"{row['tokens_per_second_with_copies']:.0f}; "
+                f"compiled in {row['compile_seconds']:.1f} s"
+            )
     for name, row in (others or {}).items():
         if isinstance(row, dict) and "tokens_per_second" in row:
-            text += f"; transformers {name} {row['tokens_per_second']:.0f} tokens/s"
-            text += f", with copies {row['tokens_per_second_with_copies']:.0f}"
-    return text
+            yield (
+                f"{shape:5} transformers {name} {row['tokens_per_second']:.0f} tokens/s, with "
+                f"copies {row['tokens_per_second_with_copies']:.0f}"
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,8 +170,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=8, help="per step (default: 8)")
     parser.add_argument("--length", type=int, default=2048, help="tokens per row (default: 2048)")
     parser.add_argument("--seconds", type=float, default=5, help="per figure (default: 5)")
+    parser.add_argument(
+        "--attention", nargs="+", choices=GPU_CANDIDATES, help="(default: all; without GPU blocked)"
+    )
     given = parser.parse_args(argv)
     on_gpu = jax.default_backend() == "gpu"
+    given.attention = given.attention or (list(GPU_CANDIDATES) if on_gpu else ["blocked"])
     if not on_gpu and given.shapes != ["tiny"]:
         print(f"no GPU: JAX finds only {jax.default_backend()}", file=sys.stderr)
         return 2
@@ -163,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found[shape] = {"ours": run_ours(shape, given), "transformers": others}
         torch_peak = (others or {}).get("peak_flops_per_second", 0.0)
         peak = max(*peaks.values(), torch_peak)
-        print(describe(shape, found[shape]["ours"], others, peak), flush=True)
+        print(*describe(shape, found[shape]["ours"], others, peak), sep="\n", flush=True)
     device = jax.local_devices()[0].device_kind
     result = {"device": device, "peak_flops_per_second": peak, "products": peaks, "shapes": found}
     print(json.dumps({"machine": machine(), "jax": jax.__version__, **result}))

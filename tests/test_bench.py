@@ -107,4 +107,4 @@ def test_gpu_script_without_a_gpu(capsys, monkeypatch):
     flags = ["--shapes", "tiny", "--rows", "2", "--length", "32", "--seconds", "0.01"]
     assert gpu.main(flags) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["shapes"]["tiny"]["ours"]["tokens_per_second_with_copies"] > 0
+    assert found["shapes"]["tiny"]["ours"]["blocked"]["tokens_per_second_with_copies"] > 0
