@@ -39,7 +39,7 @@ NOT_OURS = {
 # Of gcloud and docker; the last ones are our benchmark's.
 OTHERS_FLAGS = {
     *("--accelerator-type", "--location", "--repository-format", "--spot", "--version"),
-    *("--platform", "--build-arg", "--recursive", "--documents", "--dtypes"),
+    *("--platform", "--build-arg", "--recursive", "--dtypes"),
 }
 # Stands for .venv/bin/python and the other programs there: what would take long is only recorded.
 PROGRAM = """#!/bin/sh
@@ -143,7 +143,7 @@ def test_what_takes_long_exists(checkout):
     for file in re.findall(r"-m pip install -r (\S+)", calls):
         assert (REPOSITORY / file).is_file()
     modules = set(re.findall(r"-m (benchmarks\.\w+)", calls))
-    names = ("end_to_end", "writing", "gpu", "kill_and_resume")
+    names = ("end_to_end", "writing", "gpu", "tpu_plan", "kill_and_resume")
     assert modules == {f"benchmarks.{name}" for name in names}
     for module in modules:
         assert callable(importlib.import_module(module).main)
