@@ -33,7 +33,7 @@ from activation_extraction.mesh import (
     smallest_model_axis,
     usable_devices,
 )
-from activation_extraction.packing import Batch, Sample, pack
+from activation_extraction.packing import Batch, pack, samples_of
 from activation_extraction.verify import Recompute
 from activation_extraction.weights import Checkpoint, WeightSpec, load_params
 from qwen2_jax import Qwen2, QwenConfig, weight_table
@@ -224,9 +224,8 @@ def load_again(config: Config, metadata: dict[str, Any]) -> Recompute:
         step = compile_step(forward)
 
     def recompute(token_ids: list[np.ndarray]) -> list[np.ndarray]:
-        stream = (Sample(i, ids, "", None, {}, {}) for i, ids in enumerate(token_ids))
         found: list[np.ndarray] = []
-        for batch in pack(stream, config.batch_size, config.max_seq_length):
+        for batch in pack(samples_of(token_ids), config.batch_size, config.max_seq_length):
             with device_errors():
                 activations, _ = step(batch, (False, False, False))
                 on_host = forward.rows.receive(activations)

@@ -38,17 +38,28 @@ def einsum(equation: str, x: Array, y: Array) -> Array:
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
+def visible(
+    q_segments: Array, k_segments: Array, first_query: int | Array, first_key: int | Array = 0
+) -> Array:
+    """Which keys each query sees: (..., T) and (..., S) segments -> (..., T, S) bool.
+
+    The queries and keys are those of their row from `first_query` and `first_key` on.
+    """
+    positions = first_query + jnp.arange(q_segments.shape[-1])
+    causal = positions[:, None] >= first_key + jnp.arange(k_segments.shape[-1])
+    return causal & (q_segments[..., :, None] == k_segments[..., None, :])
+
+
 def dense_attention(
     q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array, first_query: int | Array
 ) -> Array:
     """Attention with all (T, S) scores at once; the reference for tests. See `Attention`."""
     batch, queries, heads, head_dim = q.shape
-    keys, kv_heads = k.shape[1:3]
+    kv_heads = k.shape[2]
     grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
     scores = einsum("BTKGH,BSKH->BKGTS", grouped, k)
-    causal = first_query + jnp.arange(queries)[:, None] >= jnp.arange(keys)[None, :]
-    visible = causal & (q_segments[:, :, None] == k_segments[:, None, :])  # BTS
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    seen = visible(q_segments, k_segments, first_query)
+    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = einsum("BKGTS,BSKH->BTKGH", probabilities, v)
     return out.reshape(batch, queries, heads, head_dim).astype(q.dtype)
@@ -85,13 +96,12 @@ def blocked_attention(
             def run() -> Array:
                 first = jnp.clip(start + QUERY_BLOCK - size, 0, keys - size)
                 run_of = (row, 0, first, 0), (1, kv_heads, size, head_dim)
-                run_segments = lax.dynamic_slice(k_segments, (row, first), (1, size))
-                causal = (start + jnp.arange(QUERY_BLOCK))[:, None] >= first + jnp.arange(size)
+                run_segments = lax.dynamic_slice(k_segments, (row, first), (1, size))[0]
                 out = _attend(
                     from_bits(grouped[number], q.dtype),
                     from_bits(lax.dynamic_slice(k_bits, *run_of)[0], k.dtype),
                     from_bits(lax.dynamic_slice(v_bits, *run_of)[0], v.dtype),
-                    causal & (segments[number][:, None] == run_segments),
+                    visible(segments[number], run_segments, start, first),
                 )
                 return to_bits(out)
 
@@ -125,11 +135,11 @@ def _choices(
     return jnp.where(real, needed, 0).reshape(-1)
 
 
-def _attend(q: Array, k: Array, v: Array, visible: Array) -> Array:
-    """(K, Q * G, H) queries over (K, S, H) keys and values; visible: (Q, S). Like q."""
+def _attend(q: Array, k: Array, v: Array, seen: Array) -> Array:
+    """(K, Q * G, H) queries over (K, S, H) keys and values; seen: (Q, S). Like q."""
     scores = einsum("KQH,KSH->KQS", q, k)
-    by_query = scores.reshape(len(k), len(visible), -1, k.shape[1])  # K, Q, G, S
-    by_query = jnp.where(visible[:, None], by_query, jnp.finfo(jnp.float32).min)
+    by_query = scores.reshape(len(k), len(seen), -1, k.shape[1])  # K, Q, G, S
+    by_query = jnp.where(seen[:, None], by_query, jnp.finfo(jnp.float32).min)
     scores = by_query.reshape(scores.shape)
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     total = weights.sum(axis=-1, keepdims=True)

@@ -32,25 +32,35 @@ def use_compilation_cache(config: Config, host: Host) -> None:
     """
     if not jax.config.values["jax_enable_compilation_cache"]:  # by the environment
         return
-    folder = config.compilation_cache
-    if folder is None and not host.several:
-        try:
-            folder = _usable(default_folder(), config.output_dir)
-        except InputError as error:
-            log.warning("%s: nothing is kept for the next start", error)
-    elif folder == OFF:
-        folder = None
-    elif folder is not None and "://" not in folder:
-        folder = _usable(Path(os.path.expanduser(folder)), config.output_dir)
+    folder = _folder(config, host)
     jax.config.update("jax_enable_compilation_cache", folder is not None)
-    if folder is not None:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        # A damaged entry is compiled anew; `watch_compiling` reports it for the one that counts.
-        warnings.filterwarnings("ignore", PROBLEM)
-    if folder is not None and "://" in folder:
+    if folder is None:
+        return
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # A damaged entry is compiled anew; `watch_compiling` reports it for the one that counts.
+    warnings.filterwarnings("ignore", PROBLEM)
+    if _is_url(folder):
         # The compiler's own caches, which JAX would put there too, know no URLs.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+
+def _folder(config: Config, host: Host) -> str | None:
+    """The folder or URL to be used; None for no cache."""
+    given = config.compilation_cache
+    if given == OFF or (given is None and host.several):
+        return None
+    if given is None:
+        try:
+            return _usable(default_folder(), config.output_dir)
+        except InputError as error:
+            log.warning("%s: nothing is kept for the next start", error)
+            return None
+    return given if _is_url(given) else _usable(Path(os.path.expanduser(given)), config.output_dir)
+
+
+def _is_url(folder: str) -> bool:
+    return "://" in folder
 
 
 def default_folder() -> Path:

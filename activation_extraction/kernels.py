@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-from activation_extraction.attention import Attention, blocked_attention
+from activation_extraction.attention import Attention, blocked_attention, visible
 
 LANES = 128  # the width of a TPU's registers: splash attention's blocks are multiples of it
 MOST_IN_BLOCK = 1024  # bytes of one number of each query or key: 512 in bfloat16
@@ -55,39 +55,26 @@ def splash_attention(
     multiple of T, and each of its values becomes a branch of its own.
     """
     length, keys = q.shape[1], k.shape[1]
+    q, k, v, *segments = _fill_all(q, k, v, q_segments, k_segments, LANES, LANES)
+    heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]  # BNTH, BKSH
+    blocks = splash.BlockSizes(
+        block_q=_block(q.shape[1], q.dtype), block_kv=_block(k.shape[1], k.dtype)
+    )
 
     def from_query(first: int) -> Array:
-        return _splash(q, k, v, q_segments, k_segments, first, interpret)
+        mask = splash.CausalMask((q.shape[1], k.shape[1]), offset=first)
+        kernel = splash.make_splash_mha_single_device(
+            splash.MultiHeadMask([mask] * q.shape[2]), block_sizes=blocks, interpret=interpret
+        )
+        # The kernel asks for no precision, and a TPU would round float32 to bfloat16.
+        with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
+            return jax.vmap(kernel)(*heads_first, splash.SegmentIds(*segments))
 
     if isinstance(first_query, int):
-        return from_query(first_query)
-    branches = [lambda first=first: from_query(first) for first in range(0, keys, length)]
-    return lax.switch(first_query // length, branches)
-
-
-def _splash(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_segments: Array,
-    k_segments: Array,
-    first_query: int,
-    interpret: bool,
-) -> Array:
-    length = q.shape[1]
-    q, k, v, q_segments, k_segments = _fill_all(q, k, v, q_segments, k_segments, LANES, LANES)
-    mask = splash.CausalMask((q.shape[1], k.shape[1]), offset=first_query)
-    kernel = splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([mask] * q.shape[2]),
-        block_sizes=splash.BlockSizes(
-            block_q=_block(q.shape[1], q.dtype), block_kv=_block(k.shape[1], k.dtype)
-        ),
-        interpret=interpret,
-    )
-    heads_first = (x.swapaxes(1, 2) for x in (q, k, v))  # BNTH, BKSH
-    # The kernel asks for no precision, and a TPU would round float32 to bfloat16.
-    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
-        out = jax.vmap(kernel)(*heads_first, splash.SegmentIds(q_segments, k_segments))
+        out = from_query(first_query)
+    else:
+        branches = [lambda first=first: from_query(first) for first in range(0, keys, length)]
+        out = lax.switch(first_query // length, branches)
     return out.swapaxes(1, 2)[:, :length]
 
 
@@ -202,18 +189,16 @@ def _flash_kernel(
     block_q, wide = q_ref.shape
     q, q_segments = q_ref[...], q_segments_ref[...]
     first = first_ref[0] + pl.program_id(0) * block_q
-    positions = first + jnp.arange(block_q)
 
     def step(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, most, total = carry
         keys = pl.ds(block * block_k, block_k)
         scores = triton.dot(q, k_ref[keys, :], trans_b=True) * LOG2_E
-        visible = q_segments[:, None] == k_segments_ref[keys][None, :]
-        visible &= positions[:, None] >= (block * block_k + jnp.arange(block_k))[None, :]
-        scores = jnp.where(visible, scores, HIDDEN)
+        seen = visible(q_segments, k_segments_ref[keys], first, block * block_k)
+        scores = jnp.where(seen, scores, HIDDEN)
         new_most = jnp.maximum(most, scores.max(axis=-1))
         # Exactly 0 for what is hidden, also in a row that has seen no key so far.
-        weights = jnp.where(visible, jnp.exp2(scores - new_most[:, None]), 0.0)
+        weights = jnp.where(seen, jnp.exp2(scores - new_most[:, None]), 0.0)
         shrink = jnp.exp2(most - new_most)
         values = triton.dot(weights.astype(v_ref.dtype), v_ref[keys, :])
         return out * shrink[:, None] + values, new_most, total * shrink + weights.sum(axis=-1)
@@ -235,10 +220,7 @@ def cudnn_attention(
     """cuDNN's, for GPUs. See `Attention`. Segments are told by a mask (B, 1, T, S) in memory."""
     if q.dtype == jnp.float32:
         return blocked_attention(q, k, v, q_segments, k_segments, first_query)
-    positions = first_query + jnp.arange(q.shape[1])
-    visible = positions[:, None] >= jnp.arange(k.shape[1])[None, :]
-    visible &= q_segments[:, :, None] == k_segments[:, None, :]
-    mask = visible[:, None]
+    mask = visible(q_segments, k_segments, first_query)[:, None]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0, implementation="cudnn")
 
 

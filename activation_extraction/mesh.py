@@ -109,15 +109,10 @@ class Layout:
 
         One CPU is fastest with as many tokens as its caches can hold, everything else with all.
         """
-        if self.mesh is None or self.mesh.size > 1 or self._platform != "cpu":
+        if self.mesh is None or self.mesh.size > 1 or self.mesh.devices.flat[0].platform != "cpu":
             return rows
         fitting = max(TOKENS_AT_ONCE // length, 1)
         return max(size for size in range(1, min(fitting, rows) + 1) if rows % size == 0)
-
-    @property
-    def _platform(self) -> str:
-        assert self.mesh is not None
-        return self.mesh.devices.flat[0].platform
 
     def attend(
         self, attention: Attention, q: Array, k: Array, v: Array, segment_ids: Array

@@ -5,7 +5,7 @@ A batch holds a contiguous run of samples, so what is stored is always a prefix 
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from typing import Any, NamedTuple
@@ -27,6 +27,12 @@ class Sample:
     doc_id: str | int | float | None
     cursor: Cursor
     next_cursor: Cursor
+
+
+def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Sample]:
+    """Samples of token ids alone, numbered from 0, that come from no dataset."""
+    for number, ids in enumerate(documents):
+        yield Sample(number, np.asarray(ids, np.int32), "", None, {}, {})
 
 
 class Placed(NamedTuple):

@@ -10,24 +10,17 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from jax import Array
 
 from activation_extraction.config import parse_args
 from activation_extraction.hosts import Host
 from activation_extraction.loop import Step
-from activation_extraction.packing import Batch, Sample, pack
+from activation_extraction.packing import Batch, pack, samples_of
 from benchmarks.inputs import tokenise
 from forward_pass import compile_step, prepare_model
-
-
-def samples(documents: Sequence[Sequence[int]]) -> Iterator[Sample]:
-    """Documents as the packing takes them."""
-    for number, ids in enumerate(documents):
-        yield Sample(number, np.asarray(ids, np.int32), "", None, {}, {})
 
 
 def seconds_of(step: Step, batches: Sequence[Batch]) -> float:
@@ -48,8 +41,8 @@ def main() -> None:
     logging.getLogger("extract_activations").addHandler(logging.StreamHandler())
     rows, length = config.batch_size, config.max_seq_length
     documents = tokenise(Path(config.model_path), Path(str(config.dataset_path)), length)
-    packed = list(pack(samples(documents), rows, length))
-    full = list(pack(samples([[n] * length for n in range(rows)]), rows, length))
+    packed = list(pack(samples_of(documents), rows, length))
+    full = list(pack(samples_of([[n] * length for n in range(rows)]), rows, length))
     forward = prepare_model(config, Host())
     began = time.perf_counter()
     step = compile_step(forward)

@@ -68,7 +68,7 @@ class Bench:
         places = ["--model_path", str(self.folder / "model")]
         places += ["--dataset_path", str(self.folder / "documents.jsonl")]
         sizes = ["--batch_size", given.batch_size, "--max_seq_length", given.max_seq_length]
-        return [*places, *map(str, sizes)]
+        return [*places, *map(str, sizes), "--compilation_cache", "off"]
 
 
 def prepare(folder: Path, given: argparse.Namespace) -> Bench:

@@ -34,18 +34,13 @@ from activation_extraction.kernels import GPU_CANDIDATES
 from activation_extraction.mesh import HostRows
 from benchmarks.peak import CPU_PRODUCTS, GPU_PRODUCTS, measure
 from benchmarks.processes import ROOT, machine
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, evenly_spaced
 from forward_pass import build_model
 from qwen2_jax import QwenConfig, weight_table
 from qwen2_jax_with_hooks import HookedQwen2
 
 HOOKS = 8
 Row = dict[str, Any]
-
-
-def evenly_spaced(depth: int) -> list[int]:
-    """Layers, the last one among them."""
-    return sorted({depth * (number + 1) // HOOKS - 1 for number in range(HOOKS)})
 
 
 def random_params(model: HookedQwen2) -> dict[str, Any]:
@@ -79,7 +74,7 @@ def run_ours(shape: str, given: argparse.Namespace) -> dict[str, Row]:
 def run_attention(name: str, shape: str, given: argparse.Namespace) -> Row:
     """The step as the tool would compile it: seconds of compiling, TFLOP/s, with copies and not."""
     config = QwenConfig.from_hf(SHAPES[shape])
-    layers = evenly_spaced(config.num_hidden_layers)
+    layers = evenly_spaced(HOOKS, config.num_hidden_layers)
     flags = ["--dtype", "bfloat16", "--batch_size", str(given.rows), "--no_data_parallel"]
     flags += ["--max_seq_length", str(given.length), "--layers_to_extract", *map(str, layers)]
     model, rows = build_model(parse_args(flags), config, Host())

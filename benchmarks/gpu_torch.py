@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModel, Qwen2Config
 
 from benchmarks.peak import CPU_PRODUCTS, GPU_PRODUCTS, best, measure
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, evenly_spaced
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -50,8 +50,7 @@ def measure_attention(attention: str, given: argparse.Namespace) -> dict[str, fl
             config, dtype=torch.bfloat16, attn_implementation=attention
         ).eval()
         tokens = torch.ones((given.rows, given.length), dtype=torch.long)
-    depth = config.num_hidden_layers
-    layers = sorted({depth * (number + 1) // given.hooks - 1 for number in range(given.hooks)})
+    layers = evenly_spaced(given.hooks, config.num_hidden_layers)
     shape = (len(layers), given.rows, given.length, config.hidden_size)
     on_host = torch.empty(shape, dtype=torch.bfloat16, pin_memory=DEVICE == "cuda")
     kept: dict[int, torch.Tensor] = {}

@@ -19,6 +19,11 @@ def _shape(
     }
 
 
+def evenly_spaced(count: int, depth: int) -> list[int]:
+    """So many layers of `depth`, the last one among them."""
+    return sorted({depth * (number + 1) // count - 1 for number in range(count)})
+
+
 SHAPES = {
     "tiny": _shape(64, 128, 12, 4, 2, 300, True),
     "0.5B": _shape(896, 4864, 24, 14, 2, 151936, True),

@@ -25,6 +25,7 @@ from jax.experimental import topologies
 
 from activation_extraction.config import parse_args
 from activation_extraction.hosts import Host
+from benchmarks.shapes import SHAPES
 from forward_pass import build_model
 from qwen2_jax import QwenConfig, weight_table
 from qwen2_jax_with_hooks import HookedQwen2
@@ -32,7 +33,7 @@ from qwen2_jax_with_hooks import HookedQwen2
 # Nothing opens a TPU here, so the lock that keeps processes from sharing one is not needed.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
-QWEN_7B = QwenConfig(152064, 3584, 18944, 28, 28, 4, 128, 1e6, 1e-6, 32768, False)
+QWEN_7B = QwenConfig.from_hf(SHAPES["7B"])
 EIGHT = "--layers_to_extract 6 9 12 15 18 21 24 27"
 COLLECTIVE = re.compile(
     r" ((?:ragged-)?all-to-all|all-reduce|all-gather|reduce-scatter|collective-\w+)(?:-start)?\("
@@ -290,7 +291,7 @@ def ideal(compiled: Compiled) -> dict[str, int]:
     size, item = model.config.sizes, model.dtype.itemsize
     parts = layout.size("model", "query")
     tokens = compiled.rows * compiled.length // layout.size("data", "fsdp")
-    heads, kv, mlp = (size[n] * size.get("H", 1) // parts for n in "NKF")
+    heads, kv = (size[n] * size["H"] // parts for n in "NK")
     mlp, hidden = size["F"] // parts, size["D"]
     widths = [(hidden, heads), *[(hidden, kv)] * 2, (heads, hidden)]
     widths += [*[(hidden, mlp)] * 2, (mlp, hidden)]

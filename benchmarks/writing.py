@@ -26,7 +26,7 @@ import ml_dtypes
 import numpy as np
 from isal import igzip
 
-from activation_extraction.packing import Batch, Sample, pack
+from activation_extraction.packing import Batch, pack, samples_of
 from activation_extraction.shards import COMPRESSION_LEVEL, PICKLE_PROTOCOL, write_shard
 from activation_extraction.statistics import Statistics
 from activation_extraction.storage import ActivationStorage
@@ -49,9 +49,7 @@ def activations(dtype: Any) -> np.ndarray:
 
 def batches(count: int) -> list[Batch]:
     """Full rows of one document each."""
-    numbers = range(count * ROWS)
-    ids = np.arange(LENGTH, dtype=np.int32)
-    return list(pack((Sample(n, ids, "", None, {}, {}) for n in numbers), ROWS, LENGTH))
+    return list(pack(samples_of([np.arange(LENGTH)] * (count * ROWS)), ROWS, LENGTH))
 
 
 def seconds(action: Callable[[], object], rounds: int) -> float:

@@ -13,7 +13,7 @@ import extract_activations
 from activation_extraction import demo
 from activation_extraction.config import parse_args
 from activation_extraction.hosts import Host
-from activation_extraction.packing import Sample, pack
+from activation_extraction.packing import pack, samples_of
 from extract_activations import compile_step, main, prepare
 from qwen2_jax_with_hooks import create_model_with_hooks, hooks_matching
 
@@ -22,9 +22,7 @@ ROUNDING = 1e-5  # of float32 through a few layers, as the largest error over th
 
 def random_samples(lengths, vocab_size):
     chance = np.random.default_rng(7)
-    for i, n in enumerate(lengths):
-        token_ids = chance.integers(0, vocab_size, n, np.int32)
-        yield Sample(i, token_ids, "", None, {}, {})
+    return samples_of([chance.integers(0, vocab_size, n) for n in lengths])
 
 
 def test_packed_equals_alone(reference: Reference):

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from benchmarks.shapes import SHAPES
 from benchmarks.tpu_plan import ARRAY, COLLECTIVE, EIGHT, QWEN_7B, Compiled, compile_for, groups
 from qwen2_jax import QwenConfig, weight_table
 from qwen2_jax_with_hooks import HookedQwen2
 
 pytest.importorskip("libtpu")
 
-QWEN_HALF_B = QwenConfig(151936, 896, 4864, 24, 14, 2, 64, 1e6, 1e-6, 32768, True)
+QWEN_HALF_B = QwenConfig.from_hf(SHAPES["0.5B"])
 QWEN_72B = QwenConfig(152064, 8192, 29568, 80, 64, 8, 128, 1e6, 1e-6, 32768, False)
 CHIPS_8, CHIPS_16 = ({"chips_per_host_bounds": (n, 4, 1)} for n in (2, 4))
 MEGACORE = {"chip_config_name": "megacore"}
