@@ -115,6 +115,11 @@ def commit_name(number: int) -> str:
     return f"shard_{number:04d}.json"
 
 
+def part_folder(machine: int, host: int, hosts: int) -> str:
+    """Name of the folder of one of a machine's hosts, where a run has several of either."""
+    return f"machine_{machine:03d}" + (f"_host_{host:02d}" if hosts > 1 else "")
+
+
 def number_of(name: str) -> int:
     """Number of the shard that a file belongs to."""
     return int(name.removeprefix("shard_").split(".")[0])
@@ -137,6 +142,11 @@ class Stored:
     def run(self) -> str | None:
         """Digest of the run's identity."""
         return None if self.metadata is None else digest_of(self.metadata["identity"])
+
+    @property
+    def in_order(self) -> list[Commit]:
+        """The commits by their numbers."""
+        return [self.commits[number] for number in sorted(self.commits)]
 
     def has(self, commit: Commit) -> bool:
         """Whether the shard of this commit is here, in its full size."""

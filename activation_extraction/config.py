@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from activation_extraction.commits import part_folder
 from activation_extraction.errors import InputError
 from activation_extraction.flags import DEFAULT_DATASET, DEFAULT_MODEL, DEFAULT_PREFIX, build_parser
 
@@ -78,16 +79,11 @@ class Config:
     verbose: bool
     demo: bool
 
-    @property
-    def machine(self) -> str:
-        """Name of this machine in folder names."""
-        return f"machine_{self.machine_id:03d}"
-
     def folder_name(self, host_id: int, num_hosts: int, in_bucket: bool) -> str:
         """Of one host of this machine, in the output; "" is the output itself."""
-        if num_hosts > 1:
-            return f"{self.machine}_host_{host_id:02d}"
-        return self.machine if in_bucket or self.total_machines > 1 else ""
+        if num_hosts > 1 or in_bucket or self.total_machines > 1:
+            return part_folder(self.machine_id, host_id, num_hosts)
+        return ""
 
     @property
     def location(self) -> str:

@@ -39,8 +39,8 @@ def extract(
     All hosts take the same number of steps: until none has data, or any must stop. A host without
     a batch feeds empty rows. With step n goes what a host knows of step n + 2, so that the answer
     is there when it is needed and nobody waits for it. `flops` counts the operations of samples of
-    given lengths. Returns whether the data came to its end,
-    and what failed on this host or, as far as it knows by then, on another one.
+    given lengths. Returns whether the data came to its end, and what failed on this host or, as far
+    as it knows by then, on another one.
     """
     failure: Exception | None = None
     complete = True

@@ -21,7 +21,7 @@ def stale_folders(config: Config, host: Host) -> list[Store]:
     found = []
     for root, in_bucket in output_roots(config):
         own = {config.folder_name(i, host.count, in_bucket) for i in range(host.count)}
-        found += other_folders(root, config.machine, own)
+        found += other_folders(root, config.machine_id, own)
     return found
 
 

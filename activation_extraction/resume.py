@@ -17,6 +17,7 @@ from activation_extraction.commits import (
     DamagedError,
     Stored,
     own_files,
+    part_folder,
     unseal,
 )
 from activation_extraction.errors import InputError, one_line
@@ -163,12 +164,12 @@ def check_output_dir(folder: Path) -> None:
         raise InputError(f"{name}: cannot be written to: {reason or one_line(error)}") from error
 
 
-def other_folders(root: Store, machine: str, own: set[str]) -> list[Store]:
+def other_folders(root: Store, machine: int, own: set[str]) -> list[Store]:
     """Folders with an extraction by the same machine as another number of hosts or machines.
 
     Beside `own`, the folders of this run ("" is the root itself), their samples would count twice.
     """
-    pattern = re.compile(rf"{machine}(_host_\d+)?")
+    pattern = re.compile(rf"{part_folder(machine, host=0, hosts=1)}(_host_\d+)?")
     candidates = ["", *filter(pattern.fullmatch, root.folders())]
     stores = [root.child(name) for name in candidates if name not in own]
     return [store for store in stores if own_files(store.files())]

@@ -15,6 +15,7 @@ from activation_extraction.commits import (
     Commit,
     Stored,
     own_files,
+    part_folder,
     read_stored,
     seal,
 )
@@ -81,11 +82,9 @@ def expected_names(folders: dict[str, Stored]) -> list[str]:
             identity = stored.metadata["identity"]
             machines, hosts = identity.get("total_machines", 1), identity.get("num_hosts", 1)
             return [
-                "" if name == "" else f"machine_{machine:03d}" + suffix
+                "" if name == "" else part_folder(machine, host, hosts)
                 for machine in range(machines)
-                for suffix in (
-                    [f"_host_{host:02d}" for host in range(hosts)] if hosts > 1 else [""]
-                )
+                for host in range(hosts)
             ]
     return list(folders)
 
@@ -98,7 +97,7 @@ def parts_of(folders: dict[str, Stored]) -> list[Part]:
 
 def _part(name: str, stored: Stored) -> Part:
     machine, host, *_ = [int(word) for word in name.split("_") if word.isdigit()] + [0, 0]
-    commits = [stored.commits[number] for number in sorted(stored.commits)]
+    commits = stored.in_order
     samples = sum(commit.count for commit in commits)
     pace = end = None
     if stored.metadata is None:

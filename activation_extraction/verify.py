@@ -15,7 +15,7 @@ import ml_dtypes  # noqa: F401  # makes NumPy know the name bfloat16
 import numpy as np
 from tqdm import tqdm
 
-from activation_extraction.commits import METADATA, Commit, Stored
+from activation_extraction.commits import METADATA, Commit, Stored, part_folder
 from activation_extraction.committer import Totals
 from activation_extraction.errors import RunError
 from activation_extraction.resume import PER_HOST
@@ -54,7 +54,7 @@ def verify(root: Store, load: Callable[[dict[str, Any]], Recompute] | None, coun
     metadata = next((stored.metadata for stored in folders.values() if stored.metadata), None)
     recompute = None if load is None or metadata is None else load(metadata)
     problems = list(_check_folders(folders))
-    shards = [(name, c) for name in folders for _, c in sorted(folders[name].commits.items())]
+    shards = [(name, commit) for name in folders for commit in folders[name].in_order]
     picks = _pick(shards, count if recompute is not None else 0)
     total = sum(commit.bytes for _, commit in shards)
     chosen: list[Chosen] = []
@@ -134,12 +134,12 @@ def _check_folders(folders: dict[str, Stored]) -> Iterator[str]:
 def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterator[str]:
     identity = metadata["identity"]
     hosts, machine, host = identity["num_hosts"], identity["machine"], identity["host"]
-    expected = f"machine_{machine:03d}" + (f"_host_{host:02d}" if hosts > 1 else "")
+    expected = part_folder(machine, host, hosts)
     if name not in ("", expected):
         yield f"{name}: holds the part of {expected}"
     if metadata["status"] != "complete":
         yield f"{_path(name, METADATA)}: the run is not complete: {metadata['status']}"
-    commits = [stored.commits[number] for number in sorted(stored.commits)]
+    commits = stored.in_order
     world = identity["total_machines"] * hosts
     upcoming = machine * hosts + host  # the next sample
     cursor = 0
@@ -161,10 +161,9 @@ def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterat
             if not cursor <= position <= upcoming // world:
                 yield f"{where}: its cursor does not follow from the one before"
             cursor = position
-    for number in range(1, max(stored.commits, default=0)):
-        partial = stored.commits[number].partial if number in stored.commits else False
-        if partial:
-            yield f"{_path(name, stored.commits[number].name)}: is partial, and not the last one"
+    for commit in commits[:-1]:
+        if commit.partial:
+            yield f"{_path(name, commit.name)}: is partial, and not the last one"
     totals = Totals()
     for commit in commits:
         totals.add(commit)
