@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import PickleBuffer
 from typing import IO, Any, ClassVar, TypedDict
 
 import ml_dtypes
@@ -22,9 +23,7 @@ from isal import igzip, igzip_threaded
 
 from activation_extraction.errors import RunError, one_line
 
-# Protocol 4 names only NumPy internals that NumPy 1.26 also has; 5 would shut out its users.
-PICKLE_PROTOCOL = 4
-# What protocol 4 makes of plain containers and arrays.
+# The instructions of a shard's pickle: what plain containers and arrays need, see `_Pickler`.
 INSTRUCTIONS = b"".join(
     (
         *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
@@ -41,7 +40,8 @@ INSTRUCTIONS = b"".join(
 )
 WRITE_BEHIND = 32 * 2**20  # bytes of a file after which the disk is set to work
 COMPRESSION_LEVEL = 1
-COMPRESSION_THREADS = min(os.cpu_count() or 1, 4)
+# One more than cores, as one of them waits at times; more than 8 would outrun the sha256.
+COMPRESSION_THREADS = min((os.cpu_count() or 1) + 1, 8)
 
 
 class Record(TypedDict):
@@ -68,17 +68,17 @@ class _CountingFile:
         self.size = 0
         self.seconds = 0.0
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | PickleBuffer) -> int:
         began = time.perf_counter()
-        self._file.write(data)
+        size = self._file.write(data)
         self.sha256.update(data)
-        self.size += len(data)
+        self.size += size
         if sys.platform == "linux" and self.size - self._handed_over >= WRITE_BEHIND:
             # Begins to write to the disk and does not wait for it: little is left to sync.
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             self._handed_over = self.size
         self.seconds += time.perf_counter() - began
-        return len(data)
+        return size
 
     def flush(self) -> None:
         self._file.flush()
@@ -128,18 +128,44 @@ def write_bytes(path: Path, data: bytes) -> None:
     write_atomically(path, lambda file: file.write(data))
 
 
+class _Pickler(pickle.Pickler):
+    """Writes arrays straight from their memory; `pickle.dump` copies all of them and keeps the
+    copies until its end.
+
+    Protocol 5 allows that. Its own form of arrays names NumPy internals that NumPy 1.26 does not
+    have, so theirs is that of protocol 4, and but for the number the whole pickle is.
+    """
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file, protocol=5)
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return NotImplemented
+        reduced: Any = np.empty(0, value.dtype).__reduce__()
+        rebuild, arguments, (version, _shape, dtype, fortran, _data) = reduced
+        content = np.asarray(value, order="C").reshape(-1).view(np.uint8).data
+        data = PickleBuffer(content.toreadonly())  # what can be written to is no bytes
+        return rebuild, arguments, (version, value.shape, dtype, fortran, data)
+
+
+def pickle_shard(shard: Shard, file: Any) -> None:
+    """Writes a shard to a file as it is uncompressed."""
+    _Pickler(file).dump(shard)
+
+
 def write_shard(path: Path, shard: Shard, compress: bool) -> Written:
     """Writes a shard atomically, as gzip when `compress`, with nothing of time or place in it."""
 
     def write(file: IO[bytes]) -> None:
         if not compress:
-            pickle.dump(shard, file, protocol=PICKLE_PROTOCOL)
+            pickle_shard(shard, file)
             return
         # The number of threads does not show in the bytes, nor does the time.
         with igzip_threaded.open(
             file, "wb", compresslevel=COMPRESSION_LEVEL, threads=COMPRESSION_THREADS
         ) as stream:
-            pickle.dump(shard, stream, protocol=PICKLE_PROTOCOL)
+            pickle_shard(shard, stream)
 
     return write_atomically(path, write)
 

@@ -27,7 +27,7 @@ import numpy as np
 from isal import igzip
 
 from activation_extraction.packing import Batch, pack, samples_of
-from activation_extraction.shards import COMPRESSION_LEVEL, PICKLE_PROTOCOL, write_shard
+from activation_extraction.shards import COMPRESSION_LEVEL, pickle_shard, write_shard
 from activation_extraction.statistics import Statistics
 from activation_extraction.storage import ActivationStorage
 from benchmarks.processes import machine
@@ -132,7 +132,13 @@ def against_gzip(folder: Path, values: np.ndarray, rounds: int) -> dict[str, flo
 def parts(folder: Path, values: np.ndarray, rounds: int) -> dict[str, float]:
     """MB/s, of uncompressed values, of everything that happens to a shard, one after the other."""
     shard = records(values)
-    plain = pickle.dumps(shard, PICKLE_PROTOCOL)
+
+    def pickled() -> bytes:
+        file = io.BytesIO()
+        pickle_shard(shard, file)
+        return file.getvalue()
+
+    plain = pickled()
     packed = igzip.compress(plain, compresslevel=COMPRESSION_LEVEL)
 
     def write() -> None:
@@ -143,11 +149,11 @@ def parts(folder: Path, values: np.ndarray, rounds: int) -> dict[str, float]:
 
     def stream() -> None:
         with igzip.IGzipFile(fileobj=io.BytesIO(), mode="wb", compresslevel=1, mtime=0) as file:
-            pickle.dump(shard, file, PICKLE_PROTOCOL)
+            pickle_shard(shard, file)
 
     actions: dict[str, Callable[[], object]] = {
         "statistics": lambda: [Statistics.of(row) for layer in values for row in layer],
-        "pickle": lambda: pickle.dumps(shard, PICKLE_PROTOCOL),
+        "pickle": pickled,
         "compress at once": lambda: igzip.compress(plain, compresslevel=COMPRESSION_LEVEL),
         "pickle and compress": stream,
         "sha256 of the compressed": lambda: hashlib.sha256(packed).digest(),

@@ -7,13 +7,14 @@ import os
 import pickle
 import subprocess
 import sys
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from activation_extraction.errors import InputError
-from activation_extraction.shards import write_atomically
+from activation_extraction.shards import read_shard, write_atomically, write_shard
 from activation_extraction.statistics import Statistics, merge_all
 from activation_extraction.storage import ActivationStorage, StorageError
 
@@ -107,6 +108,36 @@ def test_same_input_same_bytes(tmp_path):
         fill(tmp_path / name)
     for path in (tmp_path / "a").glob("shard_*.gz"):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_arrays_are_pickled_as_by_numpy_and_not_copied(dtype, tmp_path):
+    values = np.ones((2, 4096, 1024), dtype)
+    ids = np.arange(4096, dtype=np.int32)
+    records = [
+        {"sample_idx": n, "activation": values[n], "shape": values[n].shape, "token_ids": ids}
+        for n in range(len(values))
+    ]
+    tracemalloc.start()
+    try:
+        write_shard(tmp_path / "shard.pkl", {3: records, 5: records[:1]}, compress=False)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 10**6 < values[0].nbytes
+    written = (tmp_path / "shard.pkl").read_bytes()
+    assert written[:2] == pickle.PROTO + b"\5"
+    assert written[2:] == pickle.dumps({3: records, 5: records[:1]}, protocol=4)[2:]
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (5, 8)])
+def test_arrays_of_any_layout_in_memory_are_stored(shape, tmp_path):
+    values = np.arange(40.0).reshape(5, 8)[: shape[0]]
+    layouts = [values, values.copy("F"), np.repeat(values, 2, axis=1)[:, ::2], values[::-1][::-1]]
+    layouts.append(np.broadcast_to(values, shape))
+    write_shard(tmp_path / "shard.pkl", {3: [{"activation": each} for each in layouts]}, False)
+    for record in read_shard(tmp_path / "shard.pkl", 10**5)[3]:
+        np.testing.assert_array_equal(record["activation"], values)
 
 
 def test_plain_pickle_without_compression(tmp_path):
@@ -281,7 +312,11 @@ def test_wrong_additions_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "value,dtype,named",
-    [(np.nan, np.float32, "NaN or inf"), (1e6, np.float16, "float16 ends at 65504")],
+    [
+        (np.nan, np.float32, "NaN or inf"),
+        (1e6, np.float16, "float16 ends at 65504"),
+        (np.where(np.arange(HIDDEN) % 2, np.inf, -np.inf), np.float32, "NaN or inf"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 def test_nan_and_infinity_stop_the_run_and_are_not_stored(tmp_path, value, dtype, named):
@@ -320,5 +355,8 @@ def test_statistics_merge_to_those_of_the_whole():
     direct = Statistics.of(whole)
     for field, value in direct.to_json().items():
         assert merged.to_json()[field] == pytest.approx(value, rel=1e-9), field
-    assert direct.variance == pytest.approx(whole.var(dtype=np.float64), rel=1e-6)
+    norms = np.linalg.norm(whole.astype(np.float64), axis=1)
+    expected = [997, whole.size, whole.mean(dtype=np.float64), whole.var(dtype=np.float64)]
+    expected += [norms.mean(), norms.max()]
+    assert list(direct.to_json().values()) == pytest.approx(expected, rel=1e-9)
     assert merge_all([]) == Statistics()
