@@ -18,6 +18,7 @@ from activation_extraction.errors import RunError
 from activation_extraction.stores import Store
 
 FORMAT_VERSION = 2
+PART_PREFIX = "machine_"
 METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
 AGGREGATE = "aggregated_metadata.json"
@@ -117,7 +118,12 @@ def commit_name(number: int) -> str:
 
 def part_folder(machine: int, host: int, hosts: int) -> str:
     """Name of the folder of one of a machine's hosts, where a run has several of either."""
-    return f"machine_{machine:03d}" + (f"_host_{host:02d}" if hosts > 1 else "")
+    return f"{PART_PREFIX}{machine:03d}" + (f"_host_{host:02d}" if hosts > 1 else "")
+
+
+def part_folders(root: Store) -> list[str]:
+    """Names of the folders of all hosts in an output, where it has several."""
+    return [name for name in root.folders() if name.startswith(PART_PREFIX)]
 
 
 def number_of(name: str) -> int:

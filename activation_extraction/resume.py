@@ -18,6 +18,7 @@ from activation_extraction.commits import (
     Stored,
     own_files,
     part_folder,
+    part_folders,
     unseal,
 )
 from activation_extraction.errors import InputError, one_line
@@ -177,8 +178,7 @@ def other_folders(root: Store, machine: int, own: set[str]) -> list[Store]:
 
 def find_metadata(root: Store) -> tuple[str, dict[str, Any]] | None:
     """Some host's metadata in this output, and where it is; None when there is none."""
-    names = [name for name in root.folders() if name.startswith("machine_")]
-    for store in (root, *map(root.child, names)):
+    for store in (root, *map(root.child, part_folders(root))):
         data = store.read(METADATA)
         try:
             if data is not None:

@@ -74,8 +74,10 @@ class _CountingFile:
         self.sha256.update(data)
         self.size += size
         if sys.platform == "linux" and self.size - self._handed_over >= WRITE_BEHIND:
-            # Begins to write to the disk and does not wait for it: little is left to sync.
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            # Begins to write to the disk and does not wait for it: little is left to sync. What is
+            # on the disk already stays in memory, for the upload: nothing is told of that again.
+            part = self._handed_over, self.size - self._handed_over
+            os.posix_fadvise(self._file.fileno(), *part, os.POSIX_FADV_DONTNEED)
             self._handed_over = self.size
         self.seconds += time.perf_counter() - began
         return size
@@ -129,11 +131,11 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes arrays straight from their memory; `pickle.dump` copies all of them and keeps the
-    copies until its end.
+    """Writes arrays straight from their memory (those in C order); `pickle.dump` copies all of them
+    and keeps the copies until its end.
 
-    Protocol 5 allows that. Its own form of arrays names NumPy internals that NumPy 1.26 does not
-    have, so theirs is that of protocol 4, and but for the number the whole pickle is.
+    Protocol 5 allows that. NumPy's own form for it names internals that NumPy 1.26 does not have,
+    so arrays keep the form of protocol 4, and but for its number so does the whole pickle.
     """
 
     def __init__(self, file: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-TOKENS_AT_ONCE = 128  # in float64 they stay in a core's caches
+BLOCK_BYTES = 2**20  # of values in float64, which stay in a core's caches
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class Statistics:
     def of(cls, activation: np.ndarray) -> "Statistics":
         """Statistics of one (tokens, hidden) array of any float dtype, computed in float64."""
         squares, total = np.empty(len(activation)), 0.0
-        for start in range(0, len(activation), TOKENS_AT_ONCE):
-            block = slice(start, start + TOKENS_AT_ONCE)
+        tokens_at_once = max(1, BLOCK_BYTES // (8 * activation.shape[1]))
+        for start in range(0, len(activation), tokens_at_once):
+            block = slice(start, start + tokens_at_once)
             wide = activation[block].astype(np.float64)
             np.einsum("td,td->t", wide, wide, out=squares[block])
             with np.errstate(invalid="ignore"):  # see `finite`

@@ -16,6 +16,7 @@ from activation_extraction.commits import (
     Stored,
     own_files,
     part_folder,
+    part_folders,
     read_stored,
     seal,
 )
@@ -59,7 +60,7 @@ def read_folders(root: Store) -> dict[str, Stored]:
 
     Raises InputError when there is no extraction at all.
     """
-    names = [name for name in root.folders() if name.startswith("machine_")]
+    names = part_folders(root)
     if _finished_files(root.files()):
         names.insert(0, "")
     with ThreadPoolExecutor(FOLDERS) as pool:

@@ -27,6 +27,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from activation_extraction import demo
 from activation_extraction.config import parse_args
+from activation_extraction.stores import Store
+from activation_extraction.verify import verify
 from qwen2_jax import Qwen2, QwenConfig, weight_table
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -138,3 +140,18 @@ def texts(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Callable[[Path | str], list[str]]:
+    """Verifies a folder or URL; the problems found, in agreement with the exit status."""
+
+    def run(root: Path | str) -> list[str]:
+        capsys.readouterr()
+        status = verify(Store(str(root)), None, 0)
+        *problems, summary = capsys.readouterr().out.splitlines()
+        assert summary.startswith("NOT IN ORDER" if problems else "in order"), summary
+        assert status == (1 if problems else 0)
+        return problems
+
+    return run

@@ -69,6 +69,28 @@ def test_one_compilation_for_20_batches_of_different_lengths(demo_inputs, tmp_pa
     assert metadata["tokens"] > 20 * 8 * 90  # so there were more than 20 batches
 
 
+def test_a_batch_is_stored_while_the_next_one_computes(demo_inputs, tmp_path, monkeypatch):
+    events = []
+    compile_step = extract_activations.compile_step
+    add_batch = extract_activations.ActivationStorage.add_batch
+
+    def compile_and_watch(forward):
+        step = compile_step(forward)
+        return lambda *arguments: (events.append("computes"), step(*arguments))[1]
+
+    def store(*arguments):
+        events.append("stored")
+        return add_batch(*arguments)
+
+    monkeypatch.setattr(extract_activations, "compile_step", compile_and_watch)
+    monkeypatch.setattr(extract_activations.ActivationStorage, "add_batch", store)
+    flags = ["--max_seq_length", 96, "--batch_size", 8, "--output_dir", tmp_path]
+    assert main(arguments(demo_inputs, *flags)) == 0
+    batches = len(events) // 2
+    assert batches > 20
+    assert events == ["computes", *["computes", "stored"] * (batches - 1), "stored"]
+
+
 def test_devices_give_the_values_of_one_device(demo_inputs, tmp_path):
     results = []
     for flags in (["--no_data_parallel"], ["--use_data_parallel"], ["--mesh_shape", "2,2,2"]):

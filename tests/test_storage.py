@@ -3,18 +3,15 @@
 import gzip
 import hashlib
 import json
-import os
 import pickle
 import subprocess
 import sys
-import tracemalloc
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from activation_extraction.errors import InputError
-from activation_extraction.shards import read_shard, write_atomically, write_shard
 from activation_extraction.statistics import Statistics, merge_all
 from activation_extraction.storage import ActivationStorage, StorageError
 
@@ -110,36 +107,6 @@ def test_same_input_same_bytes(tmp_path):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_arrays_are_pickled_as_by_numpy_and_not_copied(dtype, tmp_path):
-    values = np.ones((2, 4096, 1024), dtype)
-    ids = np.arange(4096, dtype=np.int32)
-    records = [
-        {"sample_idx": n, "activation": values[n], "shape": values[n].shape, "token_ids": ids}
-        for n in range(len(values))
-    ]
-    tracemalloc.start()
-    try:
-        write_shard(tmp_path / "shard.pkl", {3: records, 5: records[:1]}, compress=False)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 10**6 < values[0].nbytes
-    written = (tmp_path / "shard.pkl").read_bytes()
-    assert written[:2] == pickle.PROTO + b"\5"
-    assert written[2:] == pickle.dumps({3: records, 5: records[:1]}, protocol=4)[2:]
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (5, 8)])
-def test_arrays_of_any_layout_in_memory_are_stored(shape, tmp_path):
-    values = np.arange(40.0).reshape(5, 8)[: shape[0]]
-    layouts = [values, values.copy("F"), np.repeat(values, 2, axis=1)[:, ::2], values[::-1][::-1]]
-    layouts.append(np.broadcast_to(values, shape))
-    write_shard(tmp_path / "shard.pkl", {3: [{"activation": each} for each in layouts]}, False)
-    for record in read_shard(tmp_path / "shard.pkl", 10**5)[3]:
-        np.testing.assert_array_equal(record["activation"], values)
-
-
 def test_plain_pickle_without_compression(tmp_path):
     fill(tmp_path, compress=False, shard_size_gb=1)
     with open(tmp_path / "shard_0001.pkl", "rb") as file:
@@ -193,19 +160,6 @@ def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
     ]
     assert [part["file"] for part in commits(tmp_path)] == ["shard_0001.pkl.gz"]
     assert json.loads((tmp_path / "metadata.json").read_text())["status"] == "failed"
-
-
-def test_writing_is_atomic(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"before")
-
-    def fail(file):
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError):
-        write_atomically(path, fail)
-    assert path.read_bytes() == b"before" and os.listdir(tmp_path) == ["file"]
 
 
 def test_a_full_disk_stops_the_run_and_keeps_what_is_committed(tmp_path):

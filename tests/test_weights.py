@@ -66,8 +66,28 @@ def test_every_tensor_is_read_once_however_many_devices_hold_it(reference: Refer
     tied = reference.config.tie_word_embeddings
     again = {"model.embed_tokens.weight"} if tied else set()
     assert {name for name, count in checkpoint.reads.items() if count > 1} <= again
-    assert 1 <= len(checkpoint.threads) <= READERS
+    assert len(checkpoint.threads) <= READERS
     assert sum(loaded) == sum(array.nbytes for array in jax.tree.leaves(params))
+
+
+class Sociable(Checkpoint):
+    """Reads nothing before a second thread reads, too."""
+
+    def __init__(self, path) -> None:
+        super().__init__(str(path))
+        self.readers: set[int] = set()
+        self.two = threading.Event()
+
+    def read(self, tensor, index):
+        self.readers.add(threading.get_ident())
+        if len(self.readers) > 1:
+            self.two.set()
+        assert self.two.wait(60)
+        return super().read(tensor, index)
+
+
+def test_tensors_are_read_side_by_side(reference: Reference):
+    load(reference, Sociable(reference.folder))
 
 
 def test_a_read_that_fails_ends_the_loading(reference: Reference):
