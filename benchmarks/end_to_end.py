@@ -204,8 +204,8 @@ def report(bench: Bench, rows: dict[str, dict[str, list[Row]]], peaks: dict[str,
             other = contenders[name][dtype]["tokens_per_second"]
             ratios[name][dtype] = row["tokens_per_second"] / other
         print(
-            f"ours {dtype}: compiled in {row['compile_seconds']:.1f} s, the storage had the first "
-            f"batch {row['first_batch_seconds']:.1f} s after the start; full rows, computing alone, "
+            f"ours {dtype}: compiled in {row['compile_seconds']:.1f} s, the first batch handed to "
+            f"the storage {row['first_batch_seconds']:.1f} s after the start; full rows alone, "
             f"{row['full_rows_tokens_per_second']:.0f} tokens/s, {row['full_rows_of_peak']:.0%} of "
             f"the peak of {peaks['best'][dtype] / 1e9:.0f} GFLOP/s"
         )

@@ -39,7 +39,7 @@ NOT_OURS = {
 # Of gcloud and docker; the last ones are our benchmark's.
 OTHERS_FLAGS = {
     *("--accelerator-type", "--location", "--repository-format", "--spot", "--version"),
-    *("--platform", "--build-arg", "--recursive", "--dtypes"),
+    *("--platform", "--build-arg", "--recursive", "--dtypes", "--documents", "--rounds"),
 }
 # Stands for .venv/bin/python and the other programs there: what would take long is only recorded.
 PROGRAM = """#!/bin/sh
