@@ -40,7 +40,7 @@ INSTRUCTIONS = b"".join(
 )
 WRITE_BEHIND = 32 * 2**20  # bytes of a file after which the disk is set to work
 COMPRESSION_LEVEL = 1
-# One more than cores, as one of them waits at times; more than 8 would outrun the sha256.
+# One more than cores, as one of them waits at times. 8 is an estimate: more outrun the sha256.
 COMPRESSION_THREADS = min((os.cpu_count() or 1) + 1, 8)
 
 
@@ -138,9 +138,6 @@ class _Pickler(pickle.Pickler):
     so arrays keep the form of protocol 4, and but for its number so does the whole pickle.
     """
 
-    def __init__(self, file: Any) -> None:
-        super().__init__(file, protocol=5)
-
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             return NotImplemented
@@ -153,7 +150,7 @@ class _Pickler(pickle.Pickler):
 
 def pickle_shard(shard: Shard, file: Any) -> None:
     """Writes a shard to a file as it is uncompressed."""
-    _Pickler(file).dump(shard)
+    _Pickler(file, protocol=5).dump(shard)
 
 
 def write_shard(path: Path, shard: Shard, compress: bool) -> Written:

@@ -17,23 +17,30 @@ ROOT = Path(__file__).parents[1]
 TOOL = str(ROOT / "extract_activations.py")
 
 
+def resident(field: str, pid: int | str = "self") -> int | None:
+    """Bytes that a process has in memory, as Linux counts them: VmRSS now, VmHWM at the most.
+
+    None for a process that has ended.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
+    return int(found[0]) * 1024 if found else None
+
+
 class PeakMemory:
     """Watches the peak resident size of a process, as Linux counts it, until it ends."""
 
     def __init__(self, pid: int) -> None:
         self.bytes = 0
-        self._status = Path(f"/proc/{pid}/status")
+        self._pid = pid
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        while True:
-            try:
-                fields = dict(line.split(":", 1) for line in self._status.read_text().splitlines())
-            except OSError:
-                return
-            if "VmHWM" not in fields:
-                return
-            self.bytes = int(fields["VmHWM"].split()[0]) * 1024
+        while (found := resident("VmHWM", self._pid)) is not None:
+            self.bytes = found
             time.sleep(0.02)
 
 

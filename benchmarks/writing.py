@@ -148,7 +148,9 @@ def parts(folder: Path, values: np.ndarray, rounds: int) -> dict[str, float]:
             os.fsync(file.fileno())
 
     def stream() -> None:
-        with igzip.IGzipFile(fileobj=io.BytesIO(), mode="wb", compresslevel=1, mtime=0) as file:
+        with igzip.IGzipFile(
+            fileobj=io.BytesIO(), mode="wb", compresslevel=COMPRESSION_LEVEL, mtime=0
+        ) as file:
             pickle_shard(shard, file)
 
     actions: dict[str, Callable[[], object]] = {

@@ -19,12 +19,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
 from activation_extraction.mesh import build_layout, usable_devices
 from activation_extraction.weights import Checkpoint, load_params
+from benchmarks.processes import resident
 from qwen2_jax import QwenConfig, weight_table
 from qwen2_jax_with_hooks import Hook, create_model_with_hooks
-
-def resident(field):
-    fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
-    return int(fields[field].split()[0]) * 1024
 
 folder = Path(sys.argv[1])
 config = QwenConfig.from_file(folder / "config.json")

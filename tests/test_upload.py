@@ -331,6 +331,7 @@ import os, sys, threading, time
 import numpy as np
 from activation_extraction.storage import ActivationStorage
 from activation_extraction.stores import Store
+from benchmarks.processes import resident
 shard = 128 * 2**20
 storage = ActivationStorage(
     sys.argv[1], {0: "h"}, shard_size_gb=shard / 1e9, compress=False, remote=Store(sys.argv[2])
@@ -343,15 +344,13 @@ def offer():
         values = np.full((2048, 1024), sample, np.float32)  # 8 MB, of 16 in a shard
         storage.add_activation(0, values, sample, "", np.zeros(2048, np.int32))
         offered += 1
-def peak():  # of this process; what getrusage tells begins with that of the one that started it
-    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
-    return int(line.split()[1]) * 1024
-before, seen, deadline = peak(), -1, time.monotonic() + 60
+# What getrusage tells begins with the peak of the process that started this one.
+before, seen, deadline = resident("VmHWM"), -1, time.monotonic() + 60
 threading.Thread(target=offer, daemon=True).start()
 while offered != seen or offered < 96 and time.monotonic() < deadline:  # nothing more is taken
     seen = offered
     time.sleep(3)
-print(offered / 16, (peak() - before - 2 * shard) / 2**20, flush=True)
+print(offered / 16, (resident("VmHWM") - before - 2 * shard) / 2**20, flush=True)
 os._exit(0)
 """
 
