@@ -27,7 +27,7 @@ from activation_extraction.shards import Record, Shard, write_bytes, write_shard
 from activation_extraction.statistics import Statistics, merge_all
 from activation_extraction.stores import Store, reason_of
 
-UPLOADS = 4  # shards uploaded at the same time; one more waits on the disk for its turn
+UPLOADS = 4  # shards uploaded at the same time; up to two more wait on the disk for their turn
 METRICS_SECONDS = 300  # between uploads of metrics.jsonl
 
 log = logging.getLogger("extract_activations")
@@ -47,7 +47,7 @@ class Totals:
     samples: int = 0
     tokens: int = 0
     bytes: int = 0
-    compress_seconds: float = 0.0
+    compress_seconds: float = 0.0  # what shards took beyond the writing
     write_seconds: float = 0.0
     upload_seconds: float = 0.0
     statistics: dict[Key, Statistics] = field(default_factory=dict)

@@ -14,7 +14,7 @@ os.environ |= {
 }
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from cloud import Cloud
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from activation_extraction import demo
@@ -140,6 +141,14 @@ def texts(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def cloud(tmp_path: Path) -> Iterator[Cloud]:
+    """Machines that run the small job."""
+    cloud = Cloud(tmp_path)
+    yield cloud
+    cloud.close()
 
 
 @pytest.fixture

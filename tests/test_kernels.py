@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from activation_extraction.attention import blocked_attention, dense_attention
 from activation_extraction.kernels import (
     attention_for,
+    cudnn_attention,
     splash_attention,
     triton_attention,
 )
@@ -110,6 +111,24 @@ def test_the_gpu_kernel_can_be_lowered_from_here(case):
 def test_a_gpu_multiplies_float32_as_such():
     text = lowered(triton_attention, "cuda", jnp.float32)
     assert "triton" not in text and "precision = [HIGHEST, HIGHEST]" in text
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cudnn_is_asked_for_is_attention(case, monkeypatch):
+    """cuDNN itself needs a GPU: XLA answers the same call in its place."""
+    asked, answer = [], jax.nn.dot_product_attention
+
+    def ask(*arrays, implementation, **how):
+        asked.append(implementation)
+        with jax.numpy_dtype_promotion("standard"):  # JAX's own code mixes dtypes
+            return answer(*arrays, **how)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", ask)
+    arrays, first = inputs(case, jnp.bfloat16), CASES[case][2]
+    got = cudnn_attention(*arrays, first)
+    exact = dense_attention(*(x.astype(jnp.float32) for x in arrays[:3]), *arrays[3:], first)
+    assert asked == ["cudnn"]
+    assert error(got, exact) < 1.1 * error(dense_attention(*arrays, first), exact)
 
 
 def test_every_platform_has_its_attention():

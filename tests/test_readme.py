@@ -1,7 +1,7 @@
 """README.md says what is: its commands and snippets run as written, its flags and messages exist.
 
 Commands run in one shell in the order in which they are written, with stand-ins for what the hub
-and the bucket would answer. Those of the section about pods are test_launch.py's part.
+and the bucket would answer. Those of the section about pods are test_deploy.py's part.
 """
 
 import importlib
