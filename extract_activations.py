@@ -38,12 +38,19 @@ from activation_extraction.hosts import (
     digest_files,
     join,
     last_words,
+    part,
     together,
 )
 from activation_extraction.loop import Step, extract
 from activation_extraction.mesh import peak_flops
 from activation_extraction.packing import Batch
-from activation_extraction.places import open_bucket, output_roots, remove_others, stale_folders
+from activation_extraction.places import (
+    check_unused,
+    open_bucket,
+    output_roots,
+    remove_others,
+    stale_folders,
+)
 from activation_extraction.resume import PER_HOST, check_output_dir, check_siblings
 from activation_extraction.status import show_status
 from activation_extraction.storage import ActivationStorage
@@ -121,7 +128,8 @@ def run(config: Config) -> int:
                 f"{error}. Stored in {job.place}: {totals.shards} shard(s), {totals.samples} "
                 f"samples; {how_to_continue(config, host)}"
             ) from error
-    print_summary(job, clock, complete)
+        print_summary(job, clock, complete)
+        part(host)
     return 0 if complete else 128 + (signaled or signal.SIGTERM)
 
 
@@ -148,7 +156,7 @@ def compute(job: Job, clock: Clock) -> tuple[bool, int]:
 
 
 def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = None) -> None:
-    """Commits what is complete. No host leaves before the others: that would end them."""
+    """Commits what is complete, and waits for the other hosts to have done so."""
     try:
         with clock.measure("store"):
             job.storage.finalize(complete and failure is None)
@@ -223,7 +231,7 @@ def start_together(job: Job) -> Step:
     failure: Exception | None = None
     try:
         step = compile_step(job.forward)
-        if job.config.overwrite and job.host.id == 0:
+        if job.config.overwrite:
             remove_others(job.config, job.host)
         job.storage.open()
     except Exception as error:  # as in prepare_together
@@ -245,6 +253,7 @@ def fingerprint(job: Job) -> dict[str, Any]:
         "package versions": json.dumps({package: version(package) for package in PACKAGES}),
         "source": digest_files(source),
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",
+        "mesh": json.dumps(job.forward.layout.shape),
     }
 
 
@@ -260,6 +269,7 @@ def prepare(config: Config, host: Host) -> Job:
             f"{stale[0].url}: holds an extraction by another number of hosts or machines; "
             "--overwrite replaces it"
         )
+    check_unused(stale)
     if config.demo:
         build_model(config, QwenConfig.from_hf(demo.MODEL_CONFIG), host)  # may refuse the flags
         log.info("demo: making a tiny Qwen2 model and sample documents")

@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,12 +78,12 @@ class Committer:
         delete_local: bool,
         run: str,
     ) -> None:
-        self.totals = Totals(statistics={key: Statistics() for key in hooks})
         self.failure: StorageError | None = None
         self.owner = uuid.uuid4().hex  # of this process, as metadata.json in the bucket has it
         self._folder = folder
         self._remote = remote
         self._hooks = hooks
+        self.begin([])
         self._compress = compress
         self._delete_local = delete_local
         self._run = run
@@ -92,6 +92,12 @@ class Committer:
         self._uploader = ThreadPoolExecutor(UPLOADS, thread_name_prefix="uploader")
         self._writing: Future[None] | None = None
         self._uploading: deque[Future[None]] = deque()
+
+    def begin(self, commits: Iterable[Commit]) -> None:
+        """Counts what earlier runs have stored, and that alone."""
+        self.totals = Totals(statistics={key: Statistics() for key in self._hooks})
+        for commit in commits:
+            self.totals.add(commit)
 
     def commit(
         self, samples: list[dict[Key, Record]], cursor: Cursor | None, number: int, partial: bool
@@ -183,8 +189,8 @@ class Committer:
         began = time.perf_counter()
         announcement = self._folder / commit_name(number)
         try:
-            announcement.unlink(missing_ok=True)  # of a shard that this one replaces
-            written = write_shard(path, shard, self._compress)
+            # The JSON of a shard that this one replaces stays until this one is on the disk.
+            written = write_shard(path, shard, self._compress, announcement)
             commit = Commit(
                 file=path.name,
                 sha256=written["sha256"],
@@ -254,7 +260,11 @@ def _statistics(key: Key, records: list[Record]) -> Statistics:
         part = Statistics.of(record["activation"])
         if not part.finite:
             dtype = record["activation"].dtype
-            hint = "; float16 ends at 65504, try bfloat16" if dtype == np.float16 else ""
+            hint = (
+                "; float16 ends at 65504: --activation_dtype bfloat16 and --overwrite"
+                if dtype == np.float16
+                else ""
+            )
             raise StorageError(
                 f"sample {record['sample_idx']}, hook {key}: NaN or infinite {dtype} values{hint}"
             )

@@ -5,7 +5,10 @@ reported. Rows without text are not documents. ARC-AGI rows are rendered by `arc
 """
 
 import json
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -25,6 +28,7 @@ JSON_LINES = (".jsonl", ".jsonl.gz")
 OTHER_COLUMNS = ("id", "train", "test")
 # Below this many pieces per worker, Parquet files are split into row groups for an even share.
 PIECES_PER_WORKER = 16
+READERS = 32  # files looked at the same time
 
 
 DocId = str | int | float | None
@@ -69,7 +73,10 @@ def open_files(path: str, text_column: str) -> datasets.IterableDataset:
             )
         pieces: dict[str, Any] = {"urls": urls}
         if parquet:
-            groups = [(url, n) for url in urls for n in range(_row_groups(url))]
+            with ThreadPoolExecutor(READERS) as pool:
+                counts = list(pool.map(_row_groups, urls))
+            pairs = zip(urls, counts, strict=True)
+            groups = [(url, n) for url, count in pairs for n in range(count)]
             if not groups:
                 raise InputError(f"--dataset_path {path}: is empty: no rows")
             pieces = {
@@ -97,16 +104,24 @@ def _list_files(path: str) -> list[str]:
     visible = [name for name in found if "/." not in name.removeprefix(root)]
     known = sorted(name for name in visible if name.endswith(PARQUET + JSON_LINES))
     if not known:
-        what = "has none of these files" if found else "no such file or folder"
+        exists = found or fs.isdir(root)
+        what = "has none of these files" if exists else "no such file or folder"
         raise InputError(f"--dataset_path {path}: {what}: {', '.join(JSON_LINES + PARQUET)}")
     local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
     return known if local else [fs.unstrip_protocol(name) for name in known]
 
 
 def describe_files(path: str) -> list[tuple[str, int]]:
-    """Name below `path` and size in bytes of every file that `open_files` would read."""
+    """Name and size in bytes of every file that `open_files` would read.
+
+    Names begin below the folder that `path` is, or lies in, or has before its first wildcard.
+    """
     fs, root = url_to_fs(path)
-    return [(url.split(root)[-1], fs.size(url)) for url in _list_files(path)]
+    folder = root if fs.isdir(root) else re.split(r"[*?[]", root)[0].rpartition("/")[0]
+    urls = _list_files(path)
+    names = [url[url.index(folder) + len(folder) :].lstrip("/") for url in urls]
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(zip(names, pool.map(fs.size, urls), strict=True))
 
 
 def _row_groups(url: str) -> int:
@@ -120,7 +135,7 @@ def _row_groups(url: str) -> int:
 def _parquet_rows(urls: list[str], groups: list[int], text_column: str) -> Iterator[dict[str, Any]]:
     """The rows of these row groups (group `groups[i]` of file `urls[i]`)."""
     for url, pairs in groupby(zip(urls, groups, strict=True), key=itemgetter(0)):
-        with fsspec.open(url, "rb") as file:
+        with _naming(url), fsspec.open(url, "rb") as file:
             parquet = pyarrow.parquet.ParquetFile(file)
             columns = parquet.schema_arrow.names
             wanted = [c for c in (text_column, *OTHER_COLUMNS) if c in columns]
@@ -136,10 +151,21 @@ def _parquet_rows(urls: list[str], groups: list[int], text_column: str) -> Itera
 
 def _json_lines(urls: list[str]) -> Iterator[dict[str, Any]]:
     for url in urls:
-        with fsspec.open(url, "rb", compression="infer") as lines:
+        with _naming(url), fsspec.open(url, "rb", compression="infer") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield _json_object(line, f"{url} line {number}")
+
+
+@contextmanager
+def _naming(url: str) -> Iterator[None]:
+    """Whatever fails within says with which file."""
+    try:
+        yield
+    except (InputError, RunError):
+        raise
+    except Exception as error:  # whatever a file system or a file format may raise
+        raise RunError(f"{url}: {one_line(error)}") from error
 
 
 def _json_object(line: bytes, where: str) -> dict[str, Any]:

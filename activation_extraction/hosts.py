@@ -113,13 +113,20 @@ def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
     return [bool(value) for value in np.max(np.asarray(gathered), axis=0)]
 
 
+def part(host: Host) -> None:
+    """The last that hosts do together: JAX would abort those that are behind the first to leave."""
+    if host.several:
+        jax.distributed.shutdown()
+
+
 def together(host: Host, failure: Exception | None) -> None:
-    """Raises `failure` where there is one, and RunError on every other host. A barrier."""
-    failed = any_host(host, [failure is not None])[0]
-    if failure is not None:
-        raise failure
-    if failed:
-        raise RunError("another host failed: see the message there")
+    """Raises `failure` where there is one, and RunError on every other host. A barrier.
+
+    Hosts part before it raises.
+    """
+    if any_host(host, [failure is not None])[0]:
+        part(host)
+        raise failure or RunError("another host failed: see the message there")
 
 
 def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -> None:
@@ -127,32 +134,34 @@ def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -
 
     All hosts must call it, with the same names; one with a problem needs none. Raises `problem`
     where it arose, and elsewhere InputError with the hosts that have one, or the first field that
-    differs and on which hosts.
+    differs and on which hosts. Hosts part before it raises.
     """
-    if host.several:
-        refusals = np.asarray(multihost_utils.process_allgather(np.int32(problem is not None)))
-        refused = [str(i) for i in np.flatnonzero(refusals)]
-        if refused and problem is None:
-            raise InputError(
-                f"host {', '.join(refused)} refused the request: see the message there"
-            )
-    if problem is not None:
-        raise problem
-    if host.several:
-        digests = [hashlib.sha256(str(value).encode()).digest() for value in fields.values()]
-        mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(fields), -1)
-        _compare(list(fields), np.asarray(multihost_utils.process_allgather(mine)))
+    found = _disagreement(fields, problem) if host.several else problem
+    if found is not None:
+        part(host)
+        raise found
 
 
-def _compare(names: list[str], every: np.ndarray) -> None:
-    """every: (hosts, fields, bytes of a digest)."""
+def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Exception | None:
+    refusals = np.asarray(multihost_utils.process_allgather(np.int32(problem is not None)))
+    if refusals.any():
+        refused = ", ".join(str(i) for i in np.flatnonzero(refusals))
+        return problem or InputError(f"host {refused} refused the request: see the message there")
+    digests = [hashlib.sha256(str(value).encode()).digest() for value in fields.values()]
+    mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(fields), -1)
+    return _difference(list(fields), np.asarray(multihost_utils.process_allgather(mine)))
+
+
+def _difference(names: list[str], every: np.ndarray) -> InputError | None:
+    """The first field in which hosts differ. every: (hosts, fields, bytes of a digest)."""
     for name, digests in zip(names, every.swapaxes(0, 1), strict=True):
         groups: dict[str, list[str]] = {}
         for number, digest in enumerate(digests):
             groups.setdefault(digest.tobytes().hex()[:12], []).append(str(number))
         if len(groups) > 1:
             told = "; ".join(f"{digest} on {', '.join(who)}" for digest, who in groups.items())
-            raise InputError(f"hosts differ in {name}: digest {told}")
+            return InputError(f"hosts differ in {name}: digest {told}")
+    return None
 
 
 def digest_files(paths: Sequence[Path]) -> str:

@@ -96,5 +96,8 @@ def extract(
         while in_flight:
             settle(*in_flight.popleft())
     finally:
-        progress.close()
+        try:
+            progress.close()
+        except StorageError as error:  # the last line of metrics; the other hosts must know
+            failure = failure or error
     return complete, failure

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from activation_extraction.errors import RunError
-
 Cursor = dict[str, Any]  # JSON-compatible position in a worker's stream of samples
 
 
@@ -106,18 +104,15 @@ def longest_run(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[
 def pack(samples: Iterator[Sample], rows: int, length: int) -> Iterator[Batch]:
     """Packs samples (each at most `length` tokens) into batches of `rows` x `length` tokens.
 
-    When reading samples fails, those that were read are packed first; then RunError is raised.
+    When reading samples fails, those that do not fill a batch are left out: packed without what
+    follows them, they would not give the same bits as in a run that reads on.
     """
     waiting: list[Sample] = []
     total = 0
     more = True
-    failure: RunError | None = None
     while more or waiting:
-        while more and total <= rows * length:
-            try:
-                sample = next(samples, None)
-            except RunError as error:
-                sample, failure = None, error
+        while more and total < rows * length:
+            sample = next(samples, None)
             if sample is None:
                 more = False
             else:
@@ -129,8 +124,6 @@ def pack(samples: Iterator[Sample], rows: int, length: int) -> Iterator[Batch]:
             del waiting[: len(places)]
             total -= batch.num_tokens
             yield batch
-    if failure is not None:
-        raise failure
 
 
 def _lay_out(

@@ -1,10 +1,13 @@
 """The places of a run's output, local and in a bucket: what lies beside its own folders."""
 
+from collections.abc import Iterable
+from pathlib import Path
+
 from activation_extraction.commits import AGGREGATE
 from activation_extraction.config import Config
 from activation_extraction.errors import InputError
 from activation_extraction.hosts import Host
-from activation_extraction.resume import other_folders, remove_extraction
+from activation_extraction.resume import check_output_dir, other_folders, remove_extraction
 from activation_extraction.stores import Store, StoreError
 
 
@@ -17,12 +20,22 @@ def output_roots(config: Config) -> list[tuple[Store, bool]]:
 
 
 def stale_folders(config: Config, host: Host) -> list[Store]:
-    """What an earlier run of this machine, with other hosts or machines, left in the output."""
+    """What an earlier run with another number of hosts or machines left in the output.
+
+    Of machines that this run has, too, only of this one.
+    """
     found = []
     for root, in_bucket in output_roots(config):
         own = {config.folder_name(i, host.count, in_bucket) for i in range(host.count)}
-        found += other_folders(root, config.machine_id, own)
+        found += other_folders(root, config.machine_id, config.total_machines, own)
     return found
+
+
+def check_unused(folders: Iterable[Store]) -> None:
+    """Raises InputError when another process writes to one of these; of buckets nobody can tell."""
+    for folder in folders:
+        if "://" not in folder.url:
+            check_output_dir(Path(folder.url))
 
 
 def open_bucket(config: Config, host: Host) -> Store | None:
@@ -41,8 +54,15 @@ def open_bucket(config: Config, host: Host) -> Store | None:
 
 
 def remove_others(config: Config, host: Host) -> None:
-    """--overwrite: deletes what would count twice or describe what is gone."""
-    for folder in stale_folders(config, host):
-        remove_extraction(folder)
+    """--overwrite: deletes what would count twice or describe what is gone.
+
+    Every host does so on its own disk, the first one also in the bucket.
+    """
+    stale = stale_folders(config, host)
+    check_unused(stale)
+    for folder in stale:
+        if folder.local or host.id == 0:
+            remove_extraction(folder)
     for root, _ in output_roots(config):
-        root.remove(AGGREGATE)
+        if root.local or host.id == 0:
+            root.remove(AGGREGATE)

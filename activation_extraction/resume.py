@@ -2,6 +2,8 @@
 is still to be uploaded. Only reads; every refusal is found here, before anything expensive.
 """
 
+import fcntl
+import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -12,12 +14,12 @@ from typing import Any
 
 from activation_extraction.commits import (
     METADATA,
+    PART_PREFIX,
     READERS,
     Commit,
     DamagedError,
     Stored,
     own_files,
-    part_folder,
     part_folders,
     unseal,
 )
@@ -139,8 +141,8 @@ def _choose(
             )
     place = places[0] if remote is None or number not in remote.commits else places[1]
     raise InputError(
-        f"{place}: shard {number} has a JSON, but its file is missing or of another size; "
-        f"--verify tells more; {OPTIONS}"
+        f"{place}: shard {number} has a JSON, but its file is missing or of another size "
+        "(--verify tells more); put it back, or delete its JSON and those of all later shards"
     )
 
 
@@ -151,7 +153,8 @@ def _complete(stored: Stored, samples: int, max_samples: int | None) -> bool:
 
 
 def check_output_dir(folder: Path) -> None:
-    """Raises InputError unless files can be written to `folder`, which is not made yet."""
+    """Raises InputError unless files can be written to `folder`, which need not exist, and no
+    other process does so."""
     name = f"--output_dir {folder}"
     try:
         str(folder).encode()
@@ -163,15 +166,35 @@ def check_output_dir(folder: Path) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise InputError(f"{name}: cannot be written to: {reason or one_line(error)}") from error
+    if folder.exists():
+        os.close(lock_folder(folder, fcntl.LOCK_SH))
 
 
-def other_folders(root: Store, machine: int, own: set[str]) -> list[Store]:
-    """Folders with an extraction by the same machine as another number of hosts or machines.
+def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int:
+    """A lock on the folder that ends with this process, however it ends, or with its descriptor.
+
+    Raises InputError when another process has one.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise InputError(f"--output_dir {folder}: another process is writing to it") from error
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
+
+
+def other_folders(root: Store, machine: int, machines: int, own: set[str]) -> list[Store]:
+    """Folders of `machine` with another number of hosts, and of machines that are too many.
 
     Beside `own`, the folders of this run ("" is the root itself), their samples would count twice.
     """
-    pattern = re.compile(rf"{part_folder(machine, host=0, hosts=1)}(_host_\d+)?")
-    candidates = ["", *filter(pattern.fullmatch, root.folders())]
+    names = re.compile(rf"{PART_PREFIX}(\d+)(_host_\d+)?")
+    found = filter(None, map(names.fullmatch, part_folders(root)))
+    stale = [name[0] for name in found if int(name[1]) == machine or int(name[1]) >= machines]
+    candidates = ["", *stale]
     stores = [root.child(name) for name in candidates if name not in own]
     return [store for store in stores if own_files(store.files())]
 

@@ -94,9 +94,12 @@ class Written(TypedDict):
     write_seconds: float
 
 
-def write_atomically(path: Path, write: Callable[[Any], None]) -> Written:
+def write_atomically(
+    path: Path, write: Callable[[Any], None], outdated: Path | None = None
+) -> Written:
     """Runs `write(file)` on a temporary file beside `path`, syncs it and renames it to `path`.
 
+    outdated: deleted when nothing is left but the renaming, if it is there.
     Whenever the process or the machine dies, `path` is absent or whole. Raises OSError; the
     temporary file is then removed.
     """
@@ -108,6 +111,8 @@ def write_atomically(path: Path, write: Callable[[Any], None]) -> Written:
             began = time.perf_counter()
             file.flush()
             os.fsync(file.fileno())
+        if outdated is not None:
+            outdated.unlink(missing_ok=True)
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except BaseException:
@@ -153,8 +158,11 @@ def pickle_shard(shard: Shard, file: Any) -> None:
     _Pickler(file, protocol=5).dump(shard)
 
 
-def write_shard(path: Path, shard: Shard, compress: bool) -> Written:
-    """Writes a shard atomically, as gzip when `compress`, with nothing of time or place in it."""
+def write_shard(path: Path, shard: Shard, compress: bool, outdated: Path | None = None) -> Written:
+    """Writes a shard atomically, as gzip when `compress`, with nothing of time or place in it.
+
+    outdated: see `write_atomically`.
+    """
 
     def write(file: IO[bytes]) -> None:
         if not compress:
@@ -166,7 +174,7 @@ def write_shard(path: Path, shard: Shard, compress: bool) -> Written:
         ) as stream:
             pickle_shard(shard, stream)
 
-    return write_atomically(path, write)
+    return write_atomically(path, write, outdated)
 
 
 class UnsafeError(RunError):

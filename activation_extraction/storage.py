@@ -4,7 +4,6 @@ What is stored already is continued; the background work on a shard is committer
 what counts as the same run is resume.py's.
 """
 
-import fcntl
 import json
 import os
 import time
@@ -25,9 +24,15 @@ from activation_extraction.commits import (
     seal,
 )
 from activation_extraction.committer import Committer, Key, StorageError, Totals
-from activation_extraction.errors import InputError, RunError
+from activation_extraction.errors import RunError
 from activation_extraction.packing import Batch, Cursor
-from activation_extraction.resume import Beginning, check_output_dir, remove_extraction, take_up
+from activation_extraction.resume import (
+    Beginning,
+    check_output_dir,
+    lock_folder,
+    remove_extraction,
+    take_up,
+)
 from activation_extraction.shards import Record, write_bytes
 from activation_extraction.stores import Store, reason_of
 
@@ -83,7 +88,6 @@ class ActivationStorage:
         self._max_samples = max_samples
         self._metadata = dict(metadata or {})
         check_output_dir(self.folder)
-        self._beginning = Beginning() if overwrite else self._look()
         self._committer = Committer(
             self.folder,
             remote,
@@ -92,13 +96,7 @@ class ActivationStorage:
             delete_local,
             digest_of(self._identity),
         )
-        commits = self._beginning.commits
-        for commit in commits:
-            if commit.number not in self._beginning.waiting:
-                self.totals.add(commit)
-        self._last_stored = self._last_sample = commits[-1].last if commits else -1
-        self._cursor: Cursor | None = commits[-1].cursor if commits else None
-        self._shards_cut = len(commits)
+        self._begin(Beginning() if overwrite else self._look())
         self._incomplete: dict[int, dict[Key, Record]] = {}
         self._pending: list[dict[Key, Record]] = []  # complete samples of the next shard
         self._pending_bytes = 0
@@ -111,6 +109,16 @@ class ActivationStorage:
         remote = None if self._remote is None else read_stored(self._remote)
         places = f"--output_dir {self.folder}", self._remote.url if self._remote else ""
         return take_up(local, remote, places, self._identity, self._max_samples)
+
+    def _begin(self, beginning: Beginning) -> None:
+        """Continues after what is stored."""
+        commits = beginning.commits
+        stored = [commit for commit in commits if commit.number not in beginning.waiting]
+        self._beginning = beginning
+        self._committer.begin(stored)
+        self._last_stored = self._last_sample = commits[-1].last if commits else -1
+        self._cursor: Cursor | None = commits[-1].cursor if commits else None
+        self._shards_cut = len(commits)
 
     @property
     def totals(self) -> Totals:
@@ -148,11 +156,15 @@ class ActivationStorage:
         self._began = time.perf_counter()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.folder)
+            self._lock = lock_folder(self.folder)
             if self._overwrite:
                 remove_extraction(Store(str(self.folder)))
                 if self._remote is not None:
                     remove_extraction(self._remote)
+            else:  # once more: another process may have gone on until now
+                self._begin(self._look())
+                if self._beginning.settled:
+                    return
             self._keep_metrics()
             self._write_metadata("running")
             for commit in self._beginning.commits:
@@ -343,16 +355,3 @@ class ActivationStorage:
         if self._remote is not None and upload:
             self._remote.put(self.folder / METADATA)
             self._committer.upload_metrics()
-
-
-def _lock(folder: Path) -> int:
-    """A lock on the folder that ends with this process, however it ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise InputError(f"--output_dir {folder}: another process is writing to it") from error
-    except OSError:  # a file system without locks
-        pass
-    return descriptor

@@ -14,6 +14,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -185,10 +186,8 @@ class Store:
         """Deletes a file; nothing happens when there is none."""
 
         def delete() -> None:
-            try:
+            with suppress(FileNotFoundError):
                 self._fs.rm_file(self._file(name))
-            except FileNotFoundError:
-                self._check_bucket()
 
         self._persist(f"deleting {name}", delete)
 

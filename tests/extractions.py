@@ -23,7 +23,7 @@ def identity_of(machine: int = 0, host: int = 0, machines: int = 1, hosts: int =
     return {
         "model files": "0" * 64,
         "data": "files",
-        "data revision": "1" * 64,
+        "data content": "1" * 64,
         "max_seq_length": TOKENS,
         "dtype": "float32",
         "activation_dtype": "float32",

@@ -318,6 +318,11 @@ BAD_REQUESTS = {
     "model is nowhere": (["--model_path", "./no/such/model"], {}, "no such folder"),
     "model is a file": (["--model_path", "{}/f"], {"f": ""}, "is a file, expected a folder"),
     "data is nowhere": (["--dataset_path", "{}/none"], {}, "none: no such file or folder"),
+    "data in an empty folder": (
+        ["--dataset_path", "{}/d"],
+        {"d/x": "a"},
+        "has none of these files",
+    ),
     "data of unknown kind": (["--dataset_path", "{}/x.csv"], {"x.csv": "a"}, "none of these"),
     "mixed kinds": (
         ["--dataset_path", "{}/d"],

@@ -17,6 +17,7 @@ import pyarrow.parquet
 import pytest
 
 import extract_activations
+from activation_extraction.storage import ActivationStorage
 
 SCRIPT = Path(extract_activations.__file__)
 
@@ -195,6 +196,13 @@ def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path)
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--dataset_path", fewer])
     assert pod.wait() == [2, 2]
     assert "error: hosts differ in data content: digest" in pod.text(1)
+    # As where devices differ in memory and --mesh_type auto is asked for.
+    script = tmp_path / "inject.py"
+    script.write_text(INJECT)
+    flags = [*flags, "--mesh_type", "auto"]
+    pod = Pod(tmp_path, 2, 2, *flags, through_environment=True, script=script, FAULT="1:model axis")
+    assert pod.wait() == [2, 2], [pod.text(i) for i in range(2)]
+    assert "error: hosts differ in mesh: digest" in pod.text(0)
     assert not (tmp_path / "out").exists()
 
 
@@ -307,10 +315,23 @@ if host == os.environ["HOST_ID"]:
                 raise ValueError("injected")
             return original_add(self, batch, activations)
         script.ActivationStorage.add_batch = add
+    if fault == "model axis":
+        import forward_pass
+        forward_pass.smallest_model_axis = lambda *_, **__: 2
     if fault == "compile":
         def broken(*_):
             raise ValueError("injected")
         script.compile_step = broken
+    if fault == "metrics":
+        def full(*_):
+            raise committer.StorageError("no room for metrics")
+        script.ActivationStorage.record = full
+    if fault in ("metrics", "slow to leave"):  # the others have nothing more to do by then
+        for name in ("print_summary", "how_to_continue"):
+            def slow(*args, original=getattr(script, name)):
+                time.sleep(1.5)
+                return original(*args)
+            setattr(script, name, slow)
     if fault == "early stop":
         original_extract = script.extract
         def stopped_at_once(*args):
@@ -328,7 +349,9 @@ finally:
 
 
 @pytest.mark.parametrize("host", [0, 1])
-@pytest.mark.parametrize("fault", ["bug", "bug at the end", "slow writer", "compile", "early stop"])
+@pytest.mark.parametrize(
+    "fault", ["bug", "bug at the end", "metrics", "slow writer", "compile", "early stop"]
+)
 def test_a_fault_on_one_host_ends_both_in_order(demo_inputs, texts, tmp_path, host, fault):
     """Nobody hangs or is aborted; what was complete where there was no fault is stored."""
     script, out = tmp_path / "inject.py", tmp_path / "out"
@@ -347,9 +370,22 @@ def test_a_fault_on_one_host_ends_both_in_order(demo_inputs, texts, tmp_path, ho
         return
     metadata = json.loads((out / f"machine_000_host_{other:02d}/metadata.json").read_text())
     # A host that had stored all of its data when the other one failed has done its part.
-    assert metadata["status"] == ("complete" if fault == "bug at the end" else "interrupted")
-    samples = {"bug at the end": 20, "early stop": 0}.get(fault)
+    at_the_end = fault in ("bug at the end", "metrics")
+    assert metadata["status"] == ("complete" if at_the_end else "interrupted")
+    samples = 20 if at_the_end else {"early stop": 0}.get(fault)
     assert metadata["samples"] == samples if samples is not None else metadata["samples"] >= 8
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_nobody_is_aborted_by_those_who_leave_first(demo_inputs, tmp_path, host):
+    """One host needs longer than the other between its last shard and its end."""
+    script = tmp_path / "inject.py"
+    script.write_text(INJECT)
+    flags = flags_for(demo_inputs, tmp_path / "out", "--max_samples", 6)
+    fault = f"{host}:slow to leave"
+    pod = Pod(tmp_path, 2, 2, *flags, through_environment=True, script=script, FAULT=fault)
+    assert pod.wait(60) == [0, 0], [pod.text(i) for i in range(2)]
+    assert not any("Terminating process" in pod.text(i) for i in range(2))
 
 
 def test_sigterm_before_the_first_step_ends_the_process(demo_inputs, texts, tmp_path):
@@ -381,3 +417,45 @@ def test_leftovers_of_another_number_of_hosts_are_refused_or_replaced(demo_input
     assert extract_activations.main([*flags, "--overwrite"]) == 0
     assert not list(out.glob("machine_*/shard_*")) and (out / "shard_0001.json").exists()
     assert Pod(tmp_path, 2, 2, *flags).wait() == [2, 2]
+
+
+def test_every_host_clears_its_own_disk_of_another_number_of_hosts(demo_inputs, tmp_path):
+    """What was host 1 of 2 is host 0 now, and the other way round, as after a pod was made anew."""
+    disks = [flags_for(demo_inputs, tmp_path / f"disk_{i}", "--max_samples", 6) for i in range(2)]
+    assert Pod(tmp_path, 3, 2, disks[0], disks[1], disks[1]).wait() == [0] * 3
+    assert Pod(tmp_path, 2, 2, *disks).wait() == [2, 2]
+    anew = [[*flags, "--overwrite"] for flags in disks]
+    assert Pod(tmp_path, 2, 2, *anew).wait() == [0, 0]
+    left = {path.parent.relative_to(tmp_path) for path in tmp_path.glob("disk_*/*/shard_*.json")}
+    assert left == {Path(f"disk_{i}/machine_000_host_0{i}") for i in range(2)}
+    assert Pod(tmp_path, 2, 2, *disks).wait() == [0, 0]
+
+
+def test_overwrite_replaces_machines_that_are_too_many(demo_inputs, tmp_path, capsys):
+    out = tmp_path / "out"
+    flags = [str(flag) for flag in flags_for(demo_inputs, out, "--max_samples", 6)]
+    for machine in range(3):
+        where = ["--total_machines", "3", "--machine_id", str(machine)]
+        assert extract_activations.main([*flags, *where]) == 0
+    two = [*flags, "--total_machines", "2"]
+    assert extract_activations.main([*two, "--overwrite"]) == 0
+    assert [path.name for path in sorted(out.glob("machine_*")) if any(path.glob("shard*"))] == [
+        "machine_000",
+        "machine_001",  # for this one's own command
+    ]
+    assert extract_activations.main([*two, "--machine_id", "1", "--overwrite"]) == 0
+    assert extract_activations.main(["--verify", "--output_dir", str(out)]) == 0
+
+
+def test_overwrite_spares_what_another_process_is_writing(demo_inputs, tmp_path, capsys):
+    """Also with another number of machines, whose folders it would replace."""
+    out = tmp_path / "out"
+    flags = [str(flag) for flag in flags_for(demo_inputs, out, "--max_samples", 6, "--overwrite")]
+    machines = ["--total_machines", "2"]
+    for running, other in (("", machines), ("machine_000", [])):
+        shutil.rmtree(out, ignore_errors=True)
+        with ActivationStorage(out / running, {0: "hook"}) as storage:
+            storage.add_activation(0, np.zeros((2, 3), np.float32), 0, "")
+            assert extract_activations.main([*flags, *other]) == 2
+            assert "another process is writing to it" in capsys.readouterr().err
+        assert (out / running / "shard_0001.json").exists()

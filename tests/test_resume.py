@@ -16,7 +16,7 @@ import pytest
 import extract_activations
 from activation_extraction import committer, demo, documents, shards, storage, stores
 from activation_extraction.documents import DocumentStream, open_files
-from activation_extraction.errors import InputError
+from activation_extraction.errors import InputError, RunError
 from activation_extraction.packing import pack
 from activation_extraction.storage import ActivationStorage
 from activation_extraction.stores import Store
@@ -53,7 +53,7 @@ def rows(tmp_path_factory):
 
 @pytest.fixture
 def run(tokenizer, rows):
-    """Runs all but the model: what is stored depends on sample and position alone."""
+    """Runs all but the model; what is stored depends on how samples are packed, too."""
 
     def run(folder, *, kill_after=None, interrupt_after=None, max_samples=None, **options):
         stream = DocumentStream(open_files(str(rows), "text"), "text")
@@ -93,6 +93,11 @@ def run(tokenizer, rows):
                     place.finalize(complete=False)
                     return place
             place.finalize()
+        except storage.StorageError:
+            raise
+        except RunError:  # of the data, as in an extraction
+            place.finalize(complete=False)
+            raise
         finally:
             place.close(patient=True)
         return place
@@ -107,6 +112,7 @@ def activations(batch):
         ramp = np.arange(stop - start, dtype=np.float32)[:, None]
         for hook in range(len(HOOKS)):
             values[hook, row, start:stop] = sample.sample_idx + ramp / 64 + np.arange(HIDDEN) + hook
+            values[hook, row, start:stop] += row / 4 + batch.samples[0].sample.sample_idx / 1024
     return values
 
 
@@ -368,14 +374,81 @@ def test_what_cannot_be_continued_is_refused_and_left_alone(run, whole, tmp_path
 
 
 def test_two_processes_do_not_write_to_one_folder(run, tmp_path):
-    first = ActivationStorage(tmp_path, HOOKS)
+    first, second = ActivationStorage(tmp_path, HOOKS), ActivationStorage(tmp_path, HOOKS)
     first.open()
-    second = ActivationStorage(tmp_path, HOOKS)
-    with pytest.raises(InputError, match="another process is writing to it"):
-        second.open()
+    for begin in (second.open, partial(ActivationStorage, tmp_path, HOOKS)):
+        with pytest.raises(InputError, match="another process is writing to it"):
+            begin()
     first.close()
     second.open()
     second.close()
+
+
+@pytest.mark.parametrize("place", ["local", "bucket"])
+def test_what_another_process_stored_meanwhile_is_continued(
+    run, whole, tmp_path, place, monkeypatch
+):
+    """It ended after this one had looked, and before this one was ready to begin."""
+    folder, url = tmp_path / "out", f"memory://{tmp_path}/bucket"
+    bucket = {"remote": Store(url)} if place == "bucket" else {}
+    run(folder, interrupt_after=5, **bucket)
+    original = ActivationStorage.open
+    seen = []
+
+    def late(storage):
+        monkeypatch.setattr(ActivationStorage, "open", original)
+        seen.append(storage.found_samples)
+        run(folder if place == "local" else tmp_path / "other", interrupt_after=20, **bucket)
+        seen.append(json.loads((tmp_path / "whole/metadata.json").read_bytes())["samples"])
+        original(storage)
+        seen.append(storage.found_samples)
+
+    monkeypatch.setattr(ActivationStorage, "open", late)
+    run(folder, **bucket)
+    assert 5 < seen[0] + 6 and seen[0] < seen[2] <= seen[1]
+    if place == "bucket":
+        folder = tmp_path / "copy"
+        fsspec.filesystem("memory").get(f"{url}/", str(folder), recursive=True)
+    assert content(folder) == whole and status(folder) == "complete"
+
+
+def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
+    """The batch in which it failed is not packed differently for that."""
+    original = documents._json_lines
+    for bad in range(1, DOCUMENTS):
+        folder = tmp_path / f"bad_{bad}"
+
+        def fails(urls, bad=bad):
+            for number, row in enumerate(original(urls)):
+                if number == bad:
+                    raise ConnectionError("gone")
+                yield row
+
+        with monkeypatch.context() as patch:
+            patch.setattr(documents, "_json_lines", fails)
+            with pytest.raises(RunError, match="gone"):
+                run(folder)
+        assert status(folder) == "interrupted"
+        run(folder)
+        assert content(folder) == whole
+
+
+def test_a_partial_shard_stays_while_the_one_that_replaces_it_cannot_be_written(
+    run, tmp_path, monkeypatch
+):
+    run(tmp_path, max_samples=10)
+    before = content(tmp_path)
+    last = sorted(tmp_path.glob("shard_*.json"))[-1]
+    assert json.loads(last.read_bytes())["partial"]
+
+    def full(*_):
+        raise OSError(28, "")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "pickle_shard", full)
+        with pytest.raises(storage.StorageError, match=f"{last.stem}.*the disk is full"):
+            run(tmp_path)
+    assert content(tmp_path) == before
 
 
 def test_the_bucket_is_what_counts(run, whole, tmp_path):

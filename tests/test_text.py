@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from activation_extraction import tokens
-from activation_extraction.documents import DocumentStream, arc_prompt, open_files
+from activation_extraction.documents import DocumentStream, arc_prompt, describe_files, open_files
 from activation_extraction.errors import InputError, RunError
 from activation_extraction.packing import pack
 from activation_extraction.tokens import Prefetch, load_tokenizer, samples
@@ -140,6 +140,29 @@ def test_other_text_columns_globs_and_urls(texts, tmp_path):
     assert texts_of("memory://bucket/data", column="body") == ["three"]
 
 
+def test_names_of_files_do_not_depend_on_where_they_lie(texts, tmp_path):
+    """Moved data, or other paths on other hosts, are the same data; another file is not."""
+    described = []
+    for folder in ("here", "elsewhere"):
+        (tmp_path / folder / "part").mkdir(parents=True)
+        for name in ("a.jsonl", "part/b.jsonl"):
+            texts([{"text": "x"}], f"{folder}/{name}")
+        asked = ("", "/*.jsonl", "/*/b.jsonl", "/part/../part", "/a.jsonl")
+        described.append([describe_files(f"{tmp_path}/{folder}{path}") for path in asked])
+    assert described[0] == described[1]
+    names = [[name for name, _ in files] for files in described[0]]
+    assert names == [
+        ["a.jsonl", "part/b.jsonl"],
+        ["a.jsonl"],
+        ["part/b.jsonl"],
+        ["b.jsonl"],
+        ["a.jsonl"],
+    ]
+    fsspec.filesystem("memory").pipe("/names/named/x.jsonl", b"12345")
+    for url in ("memory://names/named", "memory://names/named/*", "memory://names/*/x.jsonl"):
+        assert describe_files(url) == [("named/" * ("*/" in url) + "x.jsonl", 5)]
+
+
 ARC_ROW = {
     "id": "task",
     "train": [
@@ -185,7 +208,7 @@ def test_a_bad_row_on_the_way_names_the_place(texts, line, named):
 def test_a_truncated_gzip_file_is_an_error_not_an_end(tmp_path):
     whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % n for n in range(5000)))
     (tmp_path / "x.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(RunError, match="reading the data set failed"):
+    with pytest.raises(RunError, match="data set failed: .*x.jsonl.gz: Compressed file"):
         texts_of(tmp_path)
 
 
@@ -254,21 +277,27 @@ def test_prefetch_ends_when_stopped_while_the_source_hangs():
 
 
 @pytest.mark.parametrize("bad_line", [2, 21, 65, 130])
-def test_everything_before_a_bad_row_is_kept(texts, tokenizer, bad_line):
+def test_full_batches_before_a_bad_row_are_kept(texts, tokenizer, bad_line):
+    """Those of a stream that reads on; what is left of one would be packed otherwise there."""
     lines = [json.dumps({"text": f"text {n}"}) for n in range(200)]
     path = texts([])
     path.write_text("\n".join([*lines[: bad_line - 1], "{", *lines[bad_line - 1 :]]))
 
-    def batches(max_samples=None):
+    def batches(path, max_samples=None):
         stream = DocumentStream(open_files(str(path), "text"), "text")
         return pack(samples(stream, tokenizer, 32, max_samples), rows=2, length=32)
 
+    def contents(batch):
+        return [placed.sample.sample_idx for placed in batch.samples], batch.token_ids.tolist()
+
     got = []
     with pytest.raises(RunError, match=f"line {bad_line}: not JSON"):
-        for batch in batches():
-            got += [placed.sample.sample_idx for placed in batch.samples]
-    assert got == list(range(bad_line - 1))
-    before = sum(len(batch.samples) for batch in batches(max_samples=bad_line - 1))
+        for batch in batches(path):
+            got.append(contents(batch))
+    whole = [contents(batch) for batch in batches(texts(map(json.loads, lines), "whole.jsonl"))]
+    assert got == whole[: len(got)]
+    assert whole[len(got)][0][-1] >= bad_line - 2  # all that are full without the bad row
+    before = sum(len(batch.samples) for batch in batches(path, max_samples=bad_line - 1))
     assert before == bad_line - 1  # and a limit before it never meets it
 
 

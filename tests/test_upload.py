@@ -415,6 +415,15 @@ def test_what_passes_is_retried_and_what_does_not_is_not(tmp_path, monkeypatch):
         assert raised.value.final and store.retries == 3
 
 
+def test_deleting_what_is_not_there_asks_nothing_else(tmp_path, monkeypatch):
+    """Every upload begins so: listing a large bucket for it would take long."""
+    monkeypatch.setattr(stores, "OBJECT_STORES", {"memory"})
+    store = Store(f"memory://{tmp_path}/large")
+    Flaky(monkeypatch, store._fs, "ls", [AssertionError("listed")])
+    store.remove("shard_0001.json")
+    assert store.retries == 0
+
+
 def test_patience_counts_the_time_without_progress_only(tmp_path, monkeypatch):
     """An upload that takes longer than that is sent again as well, when it fails at its end."""
     monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)

@@ -242,8 +242,8 @@ def test_machines_are_missing_or_swapped_or_of_other_runs(tmp_path, check):
     shutil.copytree(tmp_path / "machine_001_host_00", tmp_path / "machine_001_host_01")
     assert check(tmp_path) == ["machine_001_host_01: holds the part of machine_001_host_00"]
     shutil.rmtree(tmp_path / "machine_001_host_01")
-    extract(tmp_path, 1, 1, 3, 2, count=7, identity={"data revision": "3" * 64})
-    assert check(tmp_path) == ["machine_001_host_01: is of another run: its data revision differs"]
+    extract(tmp_path, 1, 1, 3, 2, count=7, identity={"data content": "3" * 64})
+    assert check(tmp_path) == ["machine_001_host_01: is of another run: its data content differs"]
 
 
 def test_an_unfinished_run(tmp_path, check):
