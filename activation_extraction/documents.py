@@ -28,7 +28,7 @@ JSON_LINES = (".jsonl", ".jsonl.gz")
 OTHER_COLUMNS = ("id", "train", "test")
 # Below this many pieces per worker, Parquet files are split into row groups for an even share.
 PIECES_PER_WORKER = 16
-READERS = 32  # files looked at the same time
+READERS = 32  # files whose sizes or footers are read at the same time
 
 
 DocId = str | int | float | None

@@ -163,11 +163,11 @@ def check_output_dir(folder: Path) -> None:
             raise InputError(f"{name}: is a file, expected a folder")
         with tempfile.TemporaryFile(dir=existing):
             pass
+        if folder.exists():
+            os.close(lock_folder(folder, fcntl.LOCK_SH))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise InputError(f"{name}: cannot be written to: {reason or one_line(error)}") from error
-    if folder.exists():
-        os.close(lock_folder(folder, fcntl.LOCK_SH))
 
 
 def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int:

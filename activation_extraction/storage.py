@@ -199,7 +199,7 @@ class ActivationStorage:
         """
         self._committer.check()
         self._cursor = batch.cursor
-        # The first batch is that in which an earlier run's last shard ends.
+        # An earlier run's last shard ends in the first batch; in a later one if it went on since.
         new = [placed for placed in batch.samples if placed.sample.sample_idx > self._last_stored]
         for sample, row, start in new:
             stop = start + len(sample.token_ids)

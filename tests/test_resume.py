@@ -393,19 +393,16 @@ def test_what_another_process_stored_meanwhile_is_continued(
     bucket = {"remote": Store(url)} if place == "bucket" else {}
     run(folder, interrupt_after=5, **bucket)
     original = ActivationStorage.open
-    seen = []
 
     def late(storage):
         monkeypatch.setattr(ActivationStorage, "open", original)
-        seen.append(storage.found_samples)
+        before = storage.found_samples
         run(folder if place == "local" else tmp_path / "other", interrupt_after=20, **bucket)
-        seen.append(json.loads((tmp_path / "whole/metadata.json").read_bytes())["samples"])
         original(storage)
-        seen.append(storage.found_samples)
+        assert 0 < before < storage.found_samples < DOCUMENTS
 
     monkeypatch.setattr(ActivationStorage, "open", late)
     run(folder, **bucket)
-    assert 5 < seen[0] + 6 and seen[0] < seen[2] <= seen[1]
     if place == "bucket":
         folder = tmp_path / "copy"
         fsspec.filesystem("memory").get(f"{url}/", str(folder), recursive=True)
