@@ -17,7 +17,6 @@ import pyarrow.parquet
 import pytest
 
 import extract_activations
-from activation_extraction.storage import ActivationStorage
 
 SCRIPT = Path(extract_activations.__file__)
 
@@ -197,10 +196,7 @@ def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path)
     assert pod.wait() == [2, 2]
     assert "error: hosts differ in data content: digest" in pod.text(1)
     # As where devices differ in memory and --mesh_type auto is asked for.
-    script = tmp_path / "inject.py"
-    script.write_text(INJECT)
-    flags = [*flags, "--mesh_type", "auto"]
-    pod = Pod(tmp_path, 2, 2, *flags, through_environment=True, script=script, FAULT="1:model axis")
+    pod = faulty_pod(tmp_path, [*flags, "--mesh_type", "auto"], "1:model axis")
     assert pod.wait() == [2, 2], [pod.text(i) for i in range(2)]
     assert "error: hosts differ in mesh: digest" in pod.text(0)
     assert not (tmp_path / "out").exists()
@@ -348,19 +344,23 @@ finally:
 """
 
 
+def faulty_pod(folder, flags, fault, script=INJECT):
+    """Two hosts of two devices, one of them with a fault: `fault` is its number and the fault."""
+    path = folder / "inject.py"
+    path.write_text(script)
+    return Pod(folder, 2, 2, *flags, through_environment=True, script=path, FAULT=fault)
+
+
 @pytest.mark.parametrize("host", [0, 1])
 @pytest.mark.parametrize(
     "fault", ["bug", "bug at the end", "metrics", "slow writer", "compile", "early stop"]
 )
 def test_a_fault_on_one_host_ends_both_in_order(demo_inputs, texts, tmp_path, host, fault):
     """Nobody hangs or is aborted; what was complete where there was no fault is stored."""
-    script, out = tmp_path / "inject.py", tmp_path / "out"
-    script.write_text(INJECT)
+    out = tmp_path / "out"
     path = texts([{"text": "word " * 60}] * 40)  # five steps
     flags = flags_for(demo_inputs, out, "--dataset_path", path, "--batch_size", 4)
-    pod = Pod(
-        tmp_path, 2, 2, *flags, through_environment=True, script=script, FAULT=f"{host}:{fault}"
-    )
+    pod = faulty_pod(tmp_path, flags, f"{host}:{fault}")
     expected = [143, 143] if fault == "early stop" else [1, 1]
     assert pod.wait(60) == expected, [pod.text(i) for i in range(2)]
     other = 1 - host
@@ -379,27 +379,21 @@ def test_a_fault_on_one_host_ends_both_in_order(demo_inputs, texts, tmp_path, ho
 @pytest.mark.parametrize("host", [0, 1])
 def test_nobody_is_aborted_by_those_who_leave_first(demo_inputs, tmp_path, host):
     """One host needs longer than the other between its last shard and its end."""
-    script = tmp_path / "inject.py"
-    script.write_text(INJECT)
     flags = flags_for(demo_inputs, tmp_path / "out", "--max_samples", 6)
-    fault = f"{host}:slow to leave"
-    pod = Pod(tmp_path, 2, 2, *flags, through_environment=True, script=script, FAULT=fault)
+    pod = faulty_pod(tmp_path, flags, f"{host}:slow to leave")
     assert pod.wait(60) == [0, 0], [pod.text(i) for i in range(2)]
     assert not any("Terminating process" in pod.text(i) for i in range(2))
 
 
 def test_sigterm_before_the_first_step_ends_the_process(demo_inputs, texts, tmp_path):
     """JAX's own handler would swallow it."""
-    script = tmp_path / "inject.py"
-    script.write_text(
-        INJECT.replace(
-            "status = 1\ntry:",
-            "def wait(*_):\n    print('waiting', flush=True)\n    time.sleep(60)\n"
-            "script.compile_step = wait\nstatus = 1\ntry:",
-        )
+    script = INJECT.replace(
+        "status = 1\ntry:",
+        "def wait(*_):\n    print('waiting', flush=True)\n    time.sleep(60)\n"
+        "script.compile_step = wait\nstatus = 1\ntry:",
     )
     flags = flags_for(demo_inputs, tmp_path / "out", "--heartbeat_timeout", 10)
-    pod = Pod(tmp_path, 2, 2, *flags, through_environment=True, script=script, FAULT="9:none")
+    pod = faulty_pod(tmp_path, flags, "9:none", script)
     deadline = time.monotonic() + 60
     while "waiting" not in pod.text(1) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -429,33 +423,3 @@ def test_every_host_clears_its_own_disk_of_another_number_of_hosts(demo_inputs, 
     left = {path.parent.relative_to(tmp_path) for path in tmp_path.glob("disk_*/*/shard_*.json")}
     assert left == {Path(f"disk_{i}/machine_000_host_0{i}") for i in range(2)}
     assert Pod(tmp_path, 2, 2, *disks).wait() == [0, 0]
-
-
-def test_overwrite_replaces_machines_that_are_too_many(demo_inputs, tmp_path, capsys):
-    out = tmp_path / "out"
-    flags = [str(flag) for flag in flags_for(demo_inputs, out, "--max_samples", 6)]
-    for machine in range(3):
-        where = ["--total_machines", "3", "--machine_id", str(machine)]
-        assert extract_activations.main([*flags, *where]) == 0
-    two = [*flags, "--total_machines", "2"]
-    assert extract_activations.main([*two, "--overwrite"]) == 0
-    assert [path.name for path in sorted(out.glob("machine_*")) if any(path.glob("shard*"))] == [
-        "machine_000",
-        "machine_001",  # for this one's own command
-    ]
-    assert extract_activations.main([*two, "--machine_id", "1", "--overwrite"]) == 0
-    assert extract_activations.main(["--verify", "--output_dir", str(out)]) == 0
-
-
-def test_overwrite_spares_what_another_process_is_writing(demo_inputs, tmp_path, capsys):
-    """Also with another number of machines, whose folders it would replace."""
-    out = tmp_path / "out"
-    flags = [str(flag) for flag in flags_for(demo_inputs, out, "--max_samples", 6, "--overwrite")]
-    machines = ["--total_machines", "2"]
-    for running, other in (("", machines), ("machine_000", [])):
-        shutil.rmtree(out, ignore_errors=True)
-        with ActivationStorage(out / running, {0: "hook"}) as storage:
-            storage.add_activation(0, np.zeros((2, 3), np.float32), 0, "")
-            assert extract_activations.main([*flags, *other]) == 2
-            assert "another process is writing to it" in capsys.readouterr().err
-        assert (out / running / "shard_0001.json").exists()

@@ -1,0 +1,156 @@
+"""What an output holds already: the same run's, which is continued, or another's, which is refused,
+and with --overwrite replaced."""
+
+import shutil
+
+import numpy as np
+import pytest
+from test_hosts import flags_for
+from test_resume import content, set_status
+
+import extract_activations
+from activation_extraction import committer, shards, stores
+from activation_extraction.storage import ActivationStorage
+
+REFUSED = {
+    "max_seq_length": ["--max_seq_length", "48"],
+    "hooks": ["--layers_to_extract", "1", "2"],
+    "hooks ": ["--activation_type", "mlp"],
+    "keyed by": ["--hook_names", "blocks.1.hook_resid_post", "blocks.3.hook_resid_post"],
+    "dtype": ["--dtype", "bfloat16"],
+    "activation_dtype": ["--activation_dtype", "float16"],
+    "shard_size_gb": ["--shard_size_gb", "0.001"],
+    "compress_shards": ["--no_compress_shards"],
+    "data content": ["--dataset_path", "{other_data}"],
+    "model files": ["--model_path", "{other_model}"],
+    "tokenizer": ["--model_path", "{other_tokenizer}"],
+    "text_column": ["--text_column", "url"],
+}
+
+
+@pytest.fixture(scope="module")
+def started(demo_inputs, tmp_path_factory):
+    """An extraction of the demo's inputs, and inputs that differ in one thing each."""
+    folder = tmp_path_factory.mktemp("started")
+    flags = [
+        *("--model_path", str(demo_inputs / "model")),
+        *("--dataset_path", str(demo_inputs / "documents.parquet")),
+        *("--max_seq_length", "64", "--max_samples", "40", "--shard_size_gb", "0.0005"),
+        *("--output_dir", str(folder / "out")),
+    ]
+    assert extract_activations.main([*flags, "--layers_to_extract", "1", "3"]) == 0
+    for name in ("other_model", "other_tokenizer"):
+        shutil.copytree(demo_inputs / "model", folder / name)
+    weights = bytearray((folder / "other_model/model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "other_model/model.safetensors").write_bytes(weights)
+    (folder / "other_tokenizer/tokenizer_config.json").write_text("{}")
+    (folder / "other_data").mkdir()
+    for name in ("a", "b"):
+        shutil.copy(demo_inputs / "documents.parquet", folder / f"other_data/{name}.parquet")
+    return folder, flags
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_a_changed_request_is_refused_naming_the_field(started, capsys, field):
+    folder, flags = started
+    before = {p.name: p.read_bytes() for p in (folder / "out").iterdir()}
+    changed = [flag.format(**{p.name: p for p in folder.iterdir()}) for flag in REFUSED[field]]
+    layers = ["--layers_to_extract", "1", "3"]
+    if "--layers_to_extract" in changed or "--hook_names" in changed:
+        layers = []
+    assert extract_activations.main([*flags, *layers, *changed]) == 2
+    error = capsys.readouterr().err
+    assert f"already holds an extraction with another {field.strip()}: " in error
+    assert {p.name: p.read_bytes() for p in (folder / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [["--batch_size", "4"], ["--mesh_shape", "2,4"], ["--no_data_parallel"], ["--mesh_type", "1d"]],
+    ids=" ".join,
+)
+def test_what_does_not_change_the_contents_may_change(started, tmp_path, changes):
+    """Batch size and mesh, halfway: same samples, same values within rounding."""
+    folder, flags = started
+    flags = [*flags[:-1], str(tmp_path / "out"), "--layers_to_extract", "1", "3"]
+    shutil.copytree(folder / "out", tmp_path / "out")
+    for path in (tmp_path / "out").glob("shard_*"):
+        if int(path.name[6:10]) > 2:
+            path.unlink()
+    set_status(tmp_path / "out", "running")
+    assert extract_activations.main([*flags, *changes]) == 0
+    names = sorted(path.name for path in (folder / "out").glob("shard_*.gz"))
+    assert sorted(path.name for path in (tmp_path / "out").glob("shard_*.gz")) == names
+    for name in names:
+        first, second = (shards.read_shard(at / "out" / name, 10**8) for at in (folder, tmp_path))
+        for key in first:
+            for before, after in zip(first[key], second[key], strict=True):
+                assert before["sample_idx"] == after["sample_idx"]
+                error = np.abs(before["activation"] - after["activation"]).max()
+                assert error < 1e-4 * np.sqrt(np.mean(np.square(before["activation"])))
+
+
+def test_machines_of_one_output_must_agree(started, tmp_path, capsys):
+    _, flags = started
+    flags = [*flags[:-1], str(tmp_path / "out"), "--layers_to_extract", "1", "--max_samples", "5"]
+    assert extract_activations.main([*flags, "--total_machines", "2"]) == 0
+    second = [*flags, "--total_machines", "2", "--machine_id", "1"]
+    assert extract_activations.main([*second, "--dtype", "bfloat16"]) == 2
+    assert "machine_000: already holds an extraction with another dtype" in capsys.readouterr().err
+    assert extract_activations.main([*flags, "--total_machines", "3", "--machine_id", "1"]) == 2
+    assert "with another total_machines: 2, now 3" in capsys.readouterr().err
+    assert extract_activations.main(second) == 0
+
+
+def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeypatch, capsys):
+    """A full disk in the middle of a run: status 1, one line; the same command then completes."""
+    folder, flags = started
+    flags = [*flags[:-1], str(tmp_path / "out"), "--layers_to_extract", "1", "3"]
+    original = committer.write_shard
+
+    def full(path, *arguments):
+        if path.name.startswith("shard_0002"):
+            raise OSError(28, "No space left on device")
+        return original(path, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(committer, "write_shard", full)
+        for more, again in (["--overwrite"], " without --overwrite"), ([], ""):
+            assert extract_activations.main([*flags, *more]) == 1
+            error = capsys.readouterr().err.splitlines()[-1]
+            assert "shard_0002.pkl.gz: the disk is full. Stored in" in error
+            assert "1 shard(s)" in error and f"the same command{again} continues" in error
+    assert extract_activations.main(flags) == 0
+    assert content(tmp_path / "out") == content(folder / "out")
+    assert stores.reason_of(OSError(30, ""))[0] == "the file system is read-only"
+
+
+def test_overwrite_replaces_machines_that_are_too_many(demo_inputs, tmp_path, capsys):
+    out = tmp_path / "out"
+    flags = [str(flag) for flag in flags_for(demo_inputs, out, "--max_samples", 6)]
+    for machine in range(3):
+        where = ["--total_machines", "3", "--machine_id", str(machine)]
+        assert extract_activations.main([*flags, *where]) == 0
+    two = [*flags, "--total_machines", "2"]
+    assert extract_activations.main([*two, "--overwrite"]) == 0
+    assert [path.name for path in sorted(out.glob("machine_*")) if any(path.glob("shard*"))] == [
+        "machine_000",
+        "machine_001",  # for this one's own command
+    ]
+    assert extract_activations.main([*two, "--machine_id", "1", "--overwrite"]) == 0
+    assert extract_activations.main(["--verify", "--output_dir", str(out)]) == 0
+
+
+def test_overwrite_spares_what_another_process_is_writing(demo_inputs, tmp_path, capsys):
+    """Also with another number of machines, whose folders it would replace."""
+    out = tmp_path / "out"
+    flags = [str(flag) for flag in flags_for(demo_inputs, out, "--max_samples", 6, "--overwrite")]
+    machines = ["--total_machines", "2"]
+    for running, other in (("", machines), ("machine_000", [])):
+        shutil.rmtree(out, ignore_errors=True)
+        with ActivationStorage(out / running, {0: "hook"}) as storage:
+            storage.add_activation(0, np.zeros((2, 3), np.float32), 0, "")
+            assert extract_activations.main([*flags, *other]) == 2
+            assert "another process is writing to it" in capsys.readouterr().err
+        assert (out / running / "shard_0001.json").exists()
