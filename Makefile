@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := extract_activations.py forward_pass.py qwen2_jax.py qwen2_jax_with_hooks.py activation_extraction tests benchmarks
+SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activation_extraction tests benchmarks
 
 .PHONY: demo test lint bench clean
 

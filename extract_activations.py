@@ -24,13 +24,34 @@ os.environ.setdefault("USE_TORCH", "false")
 
 import jax
 
-from activation_extraction import demo
-from activation_extraction.compilation import use_compilation_cache
-from activation_extraction.config import Config, parse_args
-from activation_extraction.console import Clock, Progress, log, start_logging, stop_on_signals
-from activation_extraction.documents import check_dataset
-from activation_extraction.errors import InputError, RunError
-from activation_extraction.hosts import (
+from activation_extraction.cli.config import Config, parse_args
+from activation_extraction.cli.console import Clock, Progress, log, start_logging, stop_on_signals
+from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.model.compilation import use_compilation_cache
+from activation_extraction.model.forward import (
+    Forward,
+    build_model,
+    compile_step,
+    device_errors,
+    load_again,
+    model_digest,
+    prepare_model,
+)
+from activation_extraction.model.mesh import peak_flops
+from activation_extraction.output.places import (
+    check_unused,
+    open_bucket,
+    output_roots,
+    remove_others,
+    stale_folders,
+)
+from activation_extraction.output.resume import PER_HOST, check_output_dir, check_siblings
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.output.stores import Store, StoreError
+from activation_extraction.reading.status import show_status
+from activation_extraction.reading.verify import verify
+from activation_extraction.run import demo
+from activation_extraction.run.hosts import (
     Host,
     Watchdog,
     agree,
@@ -41,32 +62,11 @@ from activation_extraction.hosts import (
     part,
     together,
 )
-from activation_extraction.loop import Step, extract
-from activation_extraction.mesh import peak_flops
-from activation_extraction.packing import Batch
-from activation_extraction.places import (
-    check_unused,
-    open_bucket,
-    output_roots,
-    remove_others,
-    stale_folders,
-)
-from activation_extraction.resume import PER_HOST, check_output_dir, check_siblings
-from activation_extraction.status import show_status
-from activation_extraction.storage import ActivationStorage
-from activation_extraction.stores import Store, StoreError
-from activation_extraction.text import max_samples_of, open_batches, open_dataset
-from activation_extraction.tokens import Prefetch, load_tokenizer
-from activation_extraction.verify import verify
-from forward_pass import (
-    Forward,
-    build_model,
-    compile_step,
-    device_errors,
-    load_again,
-    model_digest,
-    prepare_model,
-)
+from activation_extraction.run.loop import Step, extract
+from activation_extraction.text.documents import check_dataset
+from activation_extraction.text.packing import Batch
+from activation_extraction.text.text import max_samples_of, open_batches, open_dataset
+from activation_extraction.text.tokens import Prefetch, load_tokenizer
 from qwen2_jax import Qwen2, QwenConfig, weight_table
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
@@ -246,7 +246,7 @@ def fingerprint(job: Job) -> dict[str, Any]:
     own |= {"dataset_path", "verbose", "compilation_cache"}
     asked = {name: value for name, value in asdict(job.config).items() if name not in own}
     here = Path(__file__).parent
-    source = [*here.glob("*.py"), *(here / "activation_extraction").glob("*.py")]
+    source = [*here.glob("*.py"), *(here / "activation_extraction").rglob("*.py")]
     return {
         "configuration": json.dumps(asked, sort_keys=True, default=str),
         **{name: value for name, value in job.identity.items() if name not in PER_HOST},

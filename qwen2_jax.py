@@ -24,11 +24,11 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
-from activation_extraction.attention import Attention, blocked_attention, einsum
-from activation_extraction.bits import from_bits, to_bits
-from activation_extraction.mesh import Layout
-from activation_extraction.qwen_config import QwenConfig
-from activation_extraction.weights import WeightSpec
+from activation_extraction.model.attention import Attention, blocked_attention, einsum
+from activation_extraction.model.bits import from_bits, to_bits
+from activation_extraction.model.mesh import Layout
+from activation_extraction.model.qwen_config import QwenConfig
+from activation_extraction.model.weights import WeightSpec
 
 LOGICAL_AXES = {
     "D": "embed",
@@ -317,7 +317,7 @@ def convert_hf_to_jax_weights(
 ) -> dict[str, Any]:
     """Hugging Face tensors in memory -> the parameters of `model`, as NumPy arrays.
 
-    For checkpoints on disk use `activation_extraction.weights`, which never holds them whole.
+    For checkpoints on disk use `activation_extraction.model.weights`, which never holds them whole.
     Raises InputError when a tensor is missing or has another shape.
     """
 

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from activation_extraction.attention import Attention, blocked_attention
-from activation_extraction.errors import InputError
-from activation_extraction.mesh import Layout
+from activation_extraction.cli.errors import InputError
+from activation_extraction.model.attention import Attention, blocked_attention
+from activation_extraction.model.mesh import Layout
 from qwen2_jax import STREAM, Decoder, Embedding, QwenConfig, rotary_table
 
 CAPTURED = "batch", "captured_sequence", "hidden"  # logical axes of a hook's value when stored

@@ -1,1 +1,1 @@
-"""Everything of the extraction tool that is neither the model nor the command line."""
+"""Extracts activations of language models. Each folder begins with what it owns."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from activation_extraction.shards import read_shard
+from activation_extraction.output.shards import read_shard
 
 SHARD_LIMIT = 4 * 10**9  # bytes that a shard may unpack to
 # Largest deviation of a value from the first contender's, relative to the layer's RMS. bfloat16

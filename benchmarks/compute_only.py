@@ -15,12 +15,12 @@ from pathlib import Path
 
 from jax import Array
 
-from activation_extraction.config import parse_args
-from activation_extraction.hosts import Host
-from activation_extraction.loop import Step
-from activation_extraction.packing import Batch, pack, samples_of
+from activation_extraction.cli.config import parse_args
+from activation_extraction.model.forward import compile_step, prepare_model
+from activation_extraction.run.hosts import Host
+from activation_extraction.run.loop import Step
+from activation_extraction.text.packing import Batch, pack, samples_of
 from benchmarks.inputs import tokenise
-from forward_pass import compile_step, prepare_model
 
 
 def seconds_of(step: Step, batches: Sequence[Batch]) -> float:

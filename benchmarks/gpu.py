@@ -27,15 +27,15 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 from jax import Array
 
-from activation_extraction.config import parse_args
-from activation_extraction.errors import one_line
-from activation_extraction.hosts import Host
-from activation_extraction.kernels import GPU_CANDIDATES
-from activation_extraction.mesh import HostRows
+from activation_extraction.cli.config import parse_args
+from activation_extraction.cli.errors import one_line
+from activation_extraction.model.forward import build_model
+from activation_extraction.model.kernels import GPU_CANDIDATES
+from activation_extraction.model.mesh import HostRows
+from activation_extraction.run.hosts import Host
 from benchmarks.peak import CPU_PRODUCTS, GPU_PRODUCTS, measure
 from benchmarks.processes import ROOT, machine
 from benchmarks.shapes import SHAPES, evenly_spaced
-from forward_pass import build_model
 from qwen2_jax import QwenConfig, weight_table
 from qwen2_jax_with_hooks import HookedQwen2
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from activation_extraction import demo
+from activation_extraction.run import demo
 from qwen2_jax import Qwen2, QwenConfig, weight_table
 
 MEDIAN_TOKENS, SPREAD, LONGEST = 620, 1.0, 2048  # of the documents' log-normal lengths

@@ -23,10 +23,10 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.experimental import topologies
 
-from activation_extraction.config import parse_args
-from activation_extraction.hosts import Host
+from activation_extraction.cli.config import parse_args
+from activation_extraction.model.forward import build_model
+from activation_extraction.run.hosts import Host
 from benchmarks.shapes import SHAPES
-from forward_pass import build_model
 from qwen2_jax import QwenConfig, weight_table
 from qwen2_jax_with_hooks import HookedQwen2
 

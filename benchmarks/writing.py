@@ -26,10 +26,10 @@ import ml_dtypes
 import numpy as np
 from isal import igzip
 
-from activation_extraction.packing import Batch, pack, samples_of
-from activation_extraction.shards import COMPRESSION_LEVEL, pickle_shard, write_shard
-from activation_extraction.statistics import Statistics
-from activation_extraction.storage import ActivationStorage
+from activation_extraction.output.shards import COMPRESSION_LEVEL, pickle_shard, write_shard
+from activation_extraction.output.statistics import Statistics
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.text.packing import Batch, pack, samples_of
 from benchmarks.processes import machine
 
 HIDDEN, HOOKS, ROWS, LENGTH = 896, 14, 8, 1024

@@ -26,10 +26,10 @@ import torch
 from cloud import Cloud
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from activation_extraction import demo
-from activation_extraction.config import parse_args
-from activation_extraction.stores import Store
-from activation_extraction.verify import verify
+from activation_extraction.cli.config import parse_args
+from activation_extraction.output.stores import Store
+from activation_extraction.reading.verify import verify
+from activation_extraction.run import demo
 from qwen2_jax import Qwen2, QwenConfig, weight_table
 
 jax.config.update("jax_num_cpu_devices", 8)

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.commits import seal, unseal
-from activation_extraction.packing import Batch, Sample, pack
-from activation_extraction.shards import write_shard
-from activation_extraction.statistics import Statistics, merge_all
-from activation_extraction.storage import ActivationStorage
+from activation_extraction.output.commits import seal, unseal
+from activation_extraction.output.shards import write_shard
+from activation_extraction.output.statistics import Statistics, merge_all
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.text.packing import Batch, Sample, pack
 
 HOOKS: dict[Any, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN, VOCABULARY, TOKENS, ROWS = 16, 50, 10, 2

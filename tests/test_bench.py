@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from activation_extraction.shards import write_shard
+from activation_extraction.output.shards import write_shard
 from benchmarks import competitors, end_to_end, gpu, peak, writing
 from benchmarks.agreement import Agreement, Disagreement
 

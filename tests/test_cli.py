@@ -17,8 +17,8 @@ from conftest import make_reference
 from safetensors.numpy import load_file, save_file
 
 import extract_activations
-from activation_extraction import demo
-from activation_extraction.flags import build_parser
+from activation_extraction.cli.flags import build_parser
+from activation_extraction.run import demo
 
 SCRIPT = Path(extract_activations.__file__)
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}

@@ -9,10 +9,10 @@ import jax
 import pytest
 
 import extract_activations
-from activation_extraction.compilation import use_compilation_cache
-from activation_extraction.config import parse_args
-from activation_extraction.errors import InputError
-from activation_extraction.hosts import Host
+from activation_extraction.cli.config import parse_args
+from activation_extraction.cli.errors import InputError
+from activation_extraction.model.compilation import use_compilation_cache
+from activation_extraction.run.hosts import Host
 
 SCRIPT = Path(extract_activations.__file__)
 

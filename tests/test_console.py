@@ -7,11 +7,12 @@ import re
 import pytest
 
 import extract_activations
-from activation_extraction import console, mesh
-from activation_extraction.commits import read_stored
-from activation_extraction.console import Progress, start_logging
-from activation_extraction.storage import ActivationStorage
-from activation_extraction.stores import Store
+from activation_extraction.cli import console
+from activation_extraction.cli.console import Progress, start_logging
+from activation_extraction.model import mesh
+from activation_extraction.output.commits import read_stored
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.output.stores import Store
 from qwen2_jax import QwenConfig
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (DEBUG|INFO|WARNING) machine 3 host (\d|\?): .+")

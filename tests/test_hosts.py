@@ -293,7 +293,7 @@ def test_hosts_that_others_do_not_join_give_up(demo_inputs, tmp_path, present):
 INJECT = """
 import os, signal, sys, time
 import extract_activations as script
-from activation_extraction import committer
+from activation_extraction.output import committer
 host, fault = os.environ["FAULT"].split(":")
 if fault == "slow writer":
     original = committer.write_shard
@@ -312,7 +312,7 @@ if host == os.environ["HOST_ID"]:
             return original_add(self, batch, activations)
         script.ActivationStorage.add_batch = add
     if fault == "model axis":
-        import forward_pass
+        from activation_extraction.model import forward as forward_pass
         forward_pass.smallest_model_axis = lambda *_, **__: 2
     if fault == "compile":
         def broken(*_):

@@ -15,7 +15,7 @@ from conftest import make_reference
 from hub_server import serve_hub
 
 import extract_activations
-from activation_extraction import demo
+from activation_extraction.run import demo
 
 SCRIPT = Path(extract_activations.__file__)
 CONFIGS = """---

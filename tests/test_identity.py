@@ -9,8 +9,8 @@ from test_hosts import flags_for
 from test_resume import content, set_status
 
 import extract_activations
-from activation_extraction import committer, shards, stores
-from activation_extraction.storage import ActivationStorage
+from activation_extraction.output import committer, shards, stores
+from activation_extraction.output.storage import ActivationStorage
 
 REFUSED = {
     "max_seq_length": ["--max_seq_length", "48"],

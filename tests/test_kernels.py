@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from activation_extraction.attention import blocked_attention, dense_attention
-from activation_extraction.kernels import (
+from activation_extraction.model.attention import blocked_attention, dense_attention
+from activation_extraction.model.kernels import (
     attention_for,
     cudnn_attention,
     splash_attention,

@@ -49,7 +49,7 @@ def test_variables_become_flags():
 @pytest.mark.parametrize("through_environment", [True, False])
 def test_every_variable_is_a_flag_and_every_flag_is_known(through_environment):
     """Against extract_activations.py itself, as far as it has the flags yet."""
-    from activation_extraction.config import parse_args
+    from activation_extraction.cli.config import parse_args
 
     hosts = {"COORDINATOR_ADDRESS": "host0:8476", "HOST_ID": "3", "NUM_HOSTS": "4"}
     words = {"MODEL_PATH": "m", "DTYPE": "bfloat16", "DATASET_PATH": "d", "TEXT_COLUMN": "t"}

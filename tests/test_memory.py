@@ -17,8 +17,8 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
-from activation_extraction.mesh import build_layout, usable_devices
-from activation_extraction.weights import Checkpoint, load_params
+from activation_extraction.model.mesh import build_layout, usable_devices
+from activation_extraction.model.weights import Checkpoint, load_params
 from benchmarks.processes import resident
 from qwen2_jax import QwenConfig, weight_table
 from qwen2_jax_with_hooks import Hook, create_model_with_hooks

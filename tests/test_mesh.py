@@ -9,9 +9,9 @@ from conftest import make_reference
 from jax.sharding import Mesh
 from test_model import error_of, every_hook, load, rows
 
-from activation_extraction import weights
-from activation_extraction.errors import InputError
-from activation_extraction.mesh import (
+from activation_extraction.cli.errors import InputError
+from activation_extraction.model import weights
+from activation_extraction.model.mesh import (
     HostRows,
     build_layout,
     check_divisibility,
@@ -20,7 +20,7 @@ from activation_extraction.mesh import (
     smallest_model_axis,
     usable_devices,
 )
-from activation_extraction.weights import Checkpoint, load_params
+from activation_extraction.model.weights import Checkpoint, load_params
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import Hook, create_model_with_hooks
 

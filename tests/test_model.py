@@ -11,10 +11,10 @@ import torch
 from conftest import Reference, make_reference
 from flax.traverse_util import flatten_dict
 
-from activation_extraction.attention import KEY_BLOCK, blocked_attention, dense_attention
-from activation_extraction.errors import InputError
-from activation_extraction.mesh import build_layout
-from activation_extraction.weights import Checkpoint, load_params
+from activation_extraction.cli.errors import InputError
+from activation_extraction.model.attention import KEY_BLOCK, blocked_attention, dense_attention
+from activation_extraction.model.mesh import build_layout
+from activation_extraction.model.weights import Checkpoint, load_params
 from qwen2_jax import Qwen2, QwenConfig, convert_hf_to_jax_weights, weight_table
 from qwen2_jax_with_hooks import (
     KINDS,

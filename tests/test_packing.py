@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from activation_extraction.packing import Sample, best_fit, longest_run, pack
+from activation_extraction.text.packing import Sample, best_fit, longest_run, pack
 
 
 def make_samples(lengths):

@@ -20,8 +20,8 @@ import pytest
 from gcs_server import gcs
 from hub_server import serve_hub
 
-from activation_extraction import demo
-from activation_extraction.flags import build_parser
+from activation_extraction.cli.flags import build_parser
+from activation_extraction.run import demo
 from qwen2_jax import Qwen2, QwenConfig, weight_table
 
 REPOSITORY = Path(__file__).parents[1]
@@ -193,7 +193,7 @@ def test_every_flag_exists():
 
 def sources():
     """All that can be printed, Python's adjacent string literals joined."""
-    files = [*REPOSITORY.glob("*.py"), *REPOSITORY.glob("activation_extraction/*.py")]
+    files = [*REPOSITORY.glob("*.py"), *(REPOSITORY / "activation_extraction").rglob("*.py")]
     text = "\n".join(path.read_text() for path in [*files, *map(REPOSITORY.joinpath, SCRIPTS)])
     return re.sub(r'"\s*\n\s*f?"', "", text)
 

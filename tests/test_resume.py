@@ -13,14 +13,16 @@ import fsspec
 import numpy as np
 import pytest
 
-from activation_extraction import committer, demo, documents, shards, storage
-from activation_extraction.documents import DocumentStream, open_files
-from activation_extraction.errors import InputError, RunError
-from activation_extraction.packing import pack
-from activation_extraction.storage import ActivationStorage
-from activation_extraction.stores import Store
-from activation_extraction.tokens import load_tokenizer, samples
-from activation_extraction.weights import Checkpoint
+from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.model.weights import Checkpoint
+from activation_extraction.output import committer, shards, storage
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.output.stores import Store
+from activation_extraction.run import demo
+from activation_extraction.text import documents
+from activation_extraction.text.documents import DocumentStream, open_files
+from activation_extraction.text.packing import pack
+from activation_extraction.text.tokens import load_tokenizer, samples
 
 HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
 HIDDEN = 4

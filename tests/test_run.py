@@ -10,10 +10,10 @@ from conftest import Reference, make_reference
 from test_model import TOLERANCE, error_of, load
 
 import extract_activations
-from activation_extraction import demo
-from activation_extraction.config import parse_args
-from activation_extraction.hosts import Host
-from activation_extraction.packing import pack, samples_of
+from activation_extraction.cli.config import parse_args
+from activation_extraction.run import demo
+from activation_extraction.run.hosts import Host
+from activation_extraction.text.packing import pack, samples_of
 from extract_activations import compile_step, main, prepare
 from qwen2_jax_with_hooks import create_model_with_hooks, hooks_matching
 

@@ -14,10 +14,15 @@ import numpy as np
 import pytest
 from extractions import HOOKS, extract, load, replace_shard
 
-from activation_extraction import shards
-from activation_extraction.errors import RunError
-from activation_extraction.shards import UnsafeError, read_shard, write_atomically, write_shard
-from activation_extraction.storage import ActivationStorage
+from activation_extraction.cli.errors import RunError
+from activation_extraction.output import shards
+from activation_extraction.output.shards import (
+    UnsafeError,
+    read_shard,
+    write_atomically,
+    write_shard,
+)
+from activation_extraction.output.storage import ActivationStorage
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 

@@ -20,14 +20,14 @@ from extractions import (
 )
 
 import extract_activations
-from activation_extraction import status
-from activation_extraction.commits import AGGREGATE, unseal
-from activation_extraction.errors import InputError
-from activation_extraction.statistics import Statistics, merge_all
-from activation_extraction.status import aggregate, parts_of, read_folders, show_status
-from activation_extraction.storage import StorageError
-from activation_extraction.stores import Store
-from activation_extraction.verify import verify
+from activation_extraction.cli.errors import InputError
+from activation_extraction.output.commits import AGGREGATE, unseal
+from activation_extraction.output.statistics import Statistics, merge_all
+from activation_extraction.output.storage import StorageError
+from activation_extraction.output.stores import Store
+from activation_extraction.reading import status
+from activation_extraction.reading.status import aggregate, parts_of, read_folders, show_status
+from activation_extraction.reading.verify import verify
 
 NOW = 1_800_000_000.0
 

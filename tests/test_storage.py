@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from activation_extraction.errors import InputError
-from activation_extraction.statistics import Statistics, merge_all
-from activation_extraction.storage import ActivationStorage, StorageError
+from activation_extraction.cli.errors import InputError
+from activation_extraction.output.statistics import Statistics, merge_all
+from activation_extraction.output.storage import ActivationStorage, StorageError
 
 HOOKS = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN = 16
@@ -136,7 +136,7 @@ def test_a_shard_is_read_without_jax(tmp_path, dtype):
 
 def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
     """The JSON is the commit: when it cannot be written, the run fails and totals do not count."""
-    import activation_extraction.committer as module
+    import activation_extraction.output.committer as module
 
     order = []
     for name in ("write_shard", "write_bytes"):
@@ -167,7 +167,7 @@ def test_a_full_disk_stops_the_run_and_keeps_what_is_committed(tmp_path):
     script = f"""
 import resource, signal, sys
 import numpy as np
-from activation_extraction.storage import ActivationStorage, StorageError
+from activation_extraction.output.storage import ActivationStorage, StorageError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 storage = ActivationStorage({str(tmp_path)!r}, {{0: "h"}}, shard_size_gb=1e-5, compress=False)
 try:
@@ -192,7 +192,7 @@ except StorageError as error:
 
 def test_nothing_is_committed_after_a_failed_shard(tmp_path, monkeypatch):
     """Also when the caller goes on: what is stored stays a prefix."""
-    import activation_extraction.committer as module
+    import activation_extraction.output.committer as module
 
     original = module.write_shard
 

@@ -7,8 +7,8 @@ import gcsfs
 import google.auth.exceptions
 import pytest
 
-from activation_extraction import stores
-from activation_extraction.stores import Store, StoreError
+from activation_extraction.output import stores
+from activation_extraction.output.stores import Store, StoreError
 
 
 class Flaky:

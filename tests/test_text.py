@@ -13,12 +13,17 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
-from activation_extraction import tokens
-from activation_extraction.documents import DocumentStream, arc_prompt, describe_files, open_files
-from activation_extraction.errors import InputError, RunError
-from activation_extraction.packing import pack
-from activation_extraction.tokens import Prefetch, load_tokenizer, samples
-from activation_extraction.weights import Checkpoint
+from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.model.weights import Checkpoint
+from activation_extraction.text import tokens
+from activation_extraction.text.documents import (
+    DocumentStream,
+    arc_prompt,
+    describe_files,
+    open_files,
+)
+from activation_extraction.text.packing import pack
+from activation_extraction.text.tokens import Prefetch, load_tokenizer, samples
 
 
 @pytest.fixture(scope="session")

@@ -20,9 +20,9 @@ from test_hosts import Pod
 from test_resume import HIDDEN, HOOKS, content, rows, run, tokenizer  # noqa: F401  # fixtures
 
 import extract_activations
-from activation_extraction import committer, stores
-from activation_extraction.storage import ActivationStorage, StorageError
-from activation_extraction.stores import Store
+from activation_extraction.output import committer, stores
+from activation_extraction.output.storage import ActivationStorage, StorageError
+from activation_extraction.output.stores import Store
 from benchmarks.kill_and_resume import kill_and_resume, shards_in
 
 
@@ -328,8 +328,8 @@ def test_an_upload_error_ends_the_run_at_the_next_batch(tmp_path, monkeypatch):
 MEMORY = """
 import os, sys, threading, time
 import numpy as np
-from activation_extraction.storage import ActivationStorage
-from activation_extraction.stores import Store
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.output.stores import Store
 from benchmarks.processes import resident
 shard = 128 * 2**20
 storage = ActivationStorage(

@@ -24,10 +24,10 @@ from extractions import (
 from safetensors.numpy import load_file, save_file
 
 import extract_activations
-from activation_extraction import verify as verify_module
-from activation_extraction.commits import DamagedError, seal, unseal
-from activation_extraction.errors import InputError
-from activation_extraction.stores import Store
+from activation_extraction.cli.errors import InputError
+from activation_extraction.output.commits import DamagedError, seal, unseal
+from activation_extraction.output.stores import Store
+from activation_extraction.reading import verify as verify_module
 
 
 def main(*arguments):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from activation_extraction.bits import from_bits, to_bits
+from activation_extraction.model.bits import from_bits, to_bits
 
 # (q BTNH, k BSKH, v BSKH, q_segments BT, k_segments BS, first_query) -> BTNH in q's dtype.
 # Query head n reads key/value head n // (N / K). Scores are the products of q and k: q comes

@@ -23,7 +23,7 @@ from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from activation_extraction.errors import RunError, one_line
+from activation_extraction.cli.errors import RunError, one_line
 
 # gcsfs would ask Google over gRPC what type every bucket is, and wait minutes for an emulator.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")

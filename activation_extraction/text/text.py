@@ -6,20 +6,20 @@ import json
 import datasets
 from tokenizers import Tokenizer
 
-from activation_extraction.config import Config
-from activation_extraction.documents import (
+from activation_extraction.cli.config import Config
+from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.output.places import output_roots
+from activation_extraction.output.resume import find_metadata
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.run.hosts import Host
+from activation_extraction.text.documents import (
     DocumentStream,
     describe_files,
     open_files,
     open_hub_dataset,
 )
-from activation_extraction.errors import InputError, RunError
-from activation_extraction.hosts import Host
-from activation_extraction.packing import Batch, pack
-from activation_extraction.places import output_roots
-from activation_extraction.resume import find_metadata
-from activation_extraction.storage import ActivationStorage
-from activation_extraction.tokens import Prefetch, samples
+from activation_extraction.text.packing import Batch, pack
+from activation_extraction.text.tokens import Prefetch, samples
 
 BATCHES_AHEAD = 4
 

@@ -4,8 +4,8 @@ import argparse
 import re
 from typing import Any, NoReturn
 
-from activation_extraction.errors import InputError
-from activation_extraction.mesh import MESH_AXES
+from activation_extraction.cli.errors import InputError
+from activation_extraction.model.mesh import MESH_AXES
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
 DEFAULT_DATASET = ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")

@@ -17,8 +17,8 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from activation_extraction.attention import Attention
-from activation_extraction.errors import InputError, one_line
+from activation_extraction.cli.errors import InputError, one_line
+from activation_extraction.model.attention import Attention
 
 MESH_AXES = ("pipeline", "data", "fsdp", "model")
 BOTH = ("model", "query")

@@ -20,12 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.commits import METADATA, METRICS, Commit, commit_name, seal, unseal
-from activation_extraction.errors import RunError
-from activation_extraction.packing import Cursor
-from activation_extraction.shards import Record, Shard, write_bytes, write_shard
-from activation_extraction.statistics import Statistics, merge_all
-from activation_extraction.stores import Store, reason_of
+from activation_extraction.cli.errors import RunError
+from activation_extraction.output.commits import (
+    METADATA,
+    METRICS,
+    Commit,
+    commit_name,
+    seal,
+    unseal,
+)
+from activation_extraction.output.shards import Record, Shard, write_bytes, write_shard
+from activation_extraction.output.statistics import Statistics, merge_all
+from activation_extraction.output.stores import Store, reason_of
+from activation_extraction.text.packing import Cursor
 
 UPLOADS = 4  # shards uploaded at the same time; up to two more wait on the disk for their turn
 METRICS_SECONDS = 300  # between uploads of metrics.jsonl

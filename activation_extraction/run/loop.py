@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from jax import Array
 
-from activation_extraction.console import Clock, Progress
-from activation_extraction.errors import RunError
-from activation_extraction.hosts import Host, Watchdog, any_host
-from activation_extraction.mesh import HostRows
-from activation_extraction.packing import Batch
-from activation_extraction.storage import ActivationStorage, StorageError
-from activation_extraction.tokens import Prefetch
+from activation_extraction.cli.console import Clock, Progress
+from activation_extraction.cli.errors import RunError
+from activation_extraction.model.mesh import HostRows
+from activation_extraction.output.storage import ActivationStorage, StorageError
+from activation_extraction.run.hosts import Host, Watchdog, any_host
+from activation_extraction.text.packing import Batch
+from activation_extraction.text.tokens import Prefetch
 
 log = logging.getLogger("extract_activations")
 

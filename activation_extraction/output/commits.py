@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from activation_extraction.errors import RunError
-from activation_extraction.stores import Store
+from activation_extraction.cli.errors import RunError
+from activation_extraction.output.stores import Store
 
 FORMAT_VERSION = 2
 PART_PREFIX = "machine_"

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from activation_extraction.commits import AGGREGATE
-from activation_extraction.config import Config
-from activation_extraction.errors import InputError
-from activation_extraction.hosts import Host
-from activation_extraction.resume import check_output_dir, other_folders, remove_extraction
-from activation_extraction.stores import Store, StoreError
+from activation_extraction.cli.config import Config
+from activation_extraction.cli.errors import InputError
+from activation_extraction.output.commits import AGGREGATE
+from activation_extraction.output.resume import check_output_dir, other_folders, remove_extraction
+from activation_extraction.output.stores import Store, StoreError
+from activation_extraction.run.hosts import Host
 
 
 def output_roots(config: Config) -> list[tuple[Store, bool]]:

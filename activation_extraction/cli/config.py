@@ -11,9 +11,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.commits import part_folder
-from activation_extraction.errors import InputError
-from activation_extraction.flags import DEFAULT_DATASET, DEFAULT_MODEL, DEFAULT_PREFIX, build_parser
+from activation_extraction.cli.errors import InputError
+from activation_extraction.cli.flags import (
+    DEFAULT_DATASET,
+    DEFAULT_MODEL,
+    DEFAULT_PREFIX,
+    build_parser,
+)
+from activation_extraction.output.commits import part_folder
 
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 DEFAULT_LAYERS = range(10, 24)

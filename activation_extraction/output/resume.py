@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.commits import (
+from activation_extraction.cli.errors import InputError, one_line
+from activation_extraction.output.commits import (
     METADATA,
     PART_PREFIX,
     READERS,
@@ -23,8 +24,7 @@ from activation_extraction.commits import (
     part_folders,
     unseal,
 )
-from activation_extraction.errors import InputError, one_line
-from activation_extraction.stores import Store
+from activation_extraction.output.stores import Store
 
 OPTIONS = "give the same as before, another place, or --overwrite to start anew"
 PER_HOST = ("machine", "host")  # of the identity: differ between the folders of one run

@@ -32,8 +32,8 @@ from huggingface_hub.errors import (
 from jax import lax
 from safetensors import SafetensorError, safe_open
 
-from activation_extraction.errors import InputError, one_line
-from activation_extraction.mesh import Layout
+from activation_extraction.cli.errors import InputError, one_line
+from activation_extraction.model.mesh import Layout
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

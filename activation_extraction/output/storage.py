@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.commits import (
+from activation_extraction.cli.errors import RunError
+from activation_extraction.output.commits import (
     FORMAT_VERSION,
     METADATA,
     METRICS,
@@ -23,18 +24,17 @@ from activation_extraction.commits import (
     read_stored,
     seal,
 )
-from activation_extraction.committer import Committer, Key, StorageError, Totals
-from activation_extraction.errors import RunError
-from activation_extraction.packing import Batch, Cursor
-from activation_extraction.resume import (
+from activation_extraction.output.committer import Committer, Key, StorageError, Totals
+from activation_extraction.output.resume import (
     Beginning,
     check_output_dir,
     lock_folder,
     remove_extraction,
     take_up,
 )
-from activation_extraction.shards import Record, write_bytes
-from activation_extraction.stores import Store, reason_of
+from activation_extraction.output.shards import Record, write_bytes
+from activation_extraction.output.stores import Store, reason_of
+from activation_extraction.text.packing import Batch, Cursor
 
 GIGABYTE = 10**9
 

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from activation_extraction.errors import InputError, RunError, one_line
+from activation_extraction.cli.errors import InputError, RunError, one_line
 
 log = logging.getLogger("extract_activations")
 

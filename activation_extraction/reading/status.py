@@ -8,7 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from activation_extraction.commits import (
+from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.output.commits import (
     AGGREGATE,
     FORMAT_VERSION,
     METADATA,
@@ -20,10 +21,9 @@ from activation_extraction.commits import (
     read_stored,
     seal,
 )
-from activation_extraction.errors import InputError, RunError
-from activation_extraction.shards import write_bytes
-from activation_extraction.statistics import Statistics
-from activation_extraction.stores import Store, reason_of
+from activation_extraction.output.shards import write_bytes
+from activation_extraction.output.statistics import Statistics
+from activation_extraction.output.stores import Store, reason_of
 
 SILENCE = 900.0  # seconds without a commit, at least, after which a run is not called running
 RECENT = 20  # shards that tell how fast a host is now

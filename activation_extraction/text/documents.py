@@ -21,7 +21,7 @@ import pyarrow.parquet
 from fsspec.core import url_to_fs
 from huggingface_hub import HfApi
 
-from activation_extraction.errors import InputError, RunError, one_line
+from activation_extraction.cli.errors import InputError, RunError, one_line
 
 PARQUET = (".parquet",)
 JSON_LINES = (".jsonl", ".jsonl.gz")

@@ -22,9 +22,9 @@ import pyarrow.parquet
 from safetensors.numpy import save_file
 from tokenizers import models, pre_tokenizers, trainers
 
-from activation_extraction.config import Config
-from activation_extraction.tokens import qwen2_tokenizer
-from activation_extraction.weights import SINGLE_FILE, WeightSpec
+from activation_extraction.cli.config import Config
+from activation_extraction.model.weights import SINGLE_FILE, WeightSpec
+from activation_extraction.text.tokens import qwen2_tokenizer
 
 VOCAB_SIZE = 2048
 DOCUMENTS = 300

@@ -22,10 +22,10 @@ from tokenizers import (
     pre_tokenizers,
 )
 
-from activation_extraction.documents import Document, DocumentStream
-from activation_extraction.errors import InputError, RunError
-from activation_extraction.packing import Cursor, Sample
-from activation_extraction.weights import Checkpoint
+from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.model.weights import Checkpoint
+from activation_extraction.text.documents import Document, DocumentStream
+from activation_extraction.text.packing import Cursor, Sample
 
 CHUNK_ROWS = 64
 CHARACTERS_PER_TOKEN = 16  # more than any text of words has

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import jax
 
-from activation_extraction.config import Config
-from activation_extraction.console import log
-from activation_extraction.errors import InputError
-from activation_extraction.hosts import Host
+from activation_extraction.cli.config import Config
+from activation_extraction.cli.console import log
+from activation_extraction.cli.errors import InputError
+from activation_extraction.run.hosts import Host
 
 OFF = "off"
 HIT = "/jax/compilation_cache/cache_hits"  # jax.monitoring's event

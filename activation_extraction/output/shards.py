@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 from isal import igzip, igzip_threaded
 
-from activation_extraction.errors import RunError, one_line
+from activation_extraction.cli.errors import RunError, one_line
 
 # The instructions of a shard's pickle: what plain containers and arrays need, see `_Pickler`.
 INSTRUCTIONS = b"".join(

@@ -16,14 +16,12 @@ import numpy as np
 from jax import Array
 from tqdm import tqdm
 
-from activation_extraction.compilation import watch_compiling
-from activation_extraction.config import DEFAULT_LAYERS, Config
-from activation_extraction.console import log, on_terminal
-from activation_extraction.errors import InputError, RunError, one_line
-from activation_extraction.hosts import Host, digest_files
-from activation_extraction.kernels import attention_for
-from activation_extraction.loop import Step
-from activation_extraction.mesh import (
+from activation_extraction.cli.config import DEFAULT_LAYERS, Config
+from activation_extraction.cli.console import log, on_terminal
+from activation_extraction.cli.errors import InputError, RunError, one_line
+from activation_extraction.model.compilation import watch_compiling
+from activation_extraction.model.kernels import attention_for
+from activation_extraction.model.mesh import (
     HostRows,
     Layout,
     build_layout,
@@ -33,9 +31,11 @@ from activation_extraction.mesh import (
     smallest_model_axis,
     usable_devices,
 )
-from activation_extraction.packing import Batch, pack, samples_of
-from activation_extraction.verify import Recompute
-from activation_extraction.weights import Checkpoint, WeightSpec, load_params
+from activation_extraction.model.weights import Checkpoint, WeightSpec, load_params
+from activation_extraction.reading.verify import Recompute
+from activation_extraction.run.hosts import Host, digest_files
+from activation_extraction.run.loop import Step
+from activation_extraction.text.packing import Batch, pack, samples_of
 from qwen2_jax import Qwen2, QwenConfig, weight_table
 from qwen2_jax_with_hooks import (
     Hook,

@@ -15,14 +15,14 @@ import ml_dtypes  # noqa: F401  # makes NumPy know the name bfloat16
 import numpy as np
 from tqdm import tqdm
 
-from activation_extraction.commits import METADATA, Commit, Stored, part_folder
-from activation_extraction.committer import Totals
-from activation_extraction.errors import RunError
-from activation_extraction.resume import PER_HOST
-from activation_extraction.shards import Record, Shard, read_shard
-from activation_extraction.statistics import Statistics, merge_all
-from activation_extraction.status import expected_names, read_folders
-from activation_extraction.stores import Store
+from activation_extraction.cli.errors import RunError
+from activation_extraction.output.commits import METADATA, Commit, Stored, part_folder
+from activation_extraction.output.committer import Totals
+from activation_extraction.output.resume import PER_HOST
+from activation_extraction.output.shards import Record, Shard, read_shard
+from activation_extraction.output.statistics import Statistics, merge_all
+from activation_extraction.output.stores import Store
+from activation_extraction.reading.status import expected_names, read_folders
 
 WORKERS = 4  # shards read at the same time; each is unpacked in memory
 PICKLE_BYTES_PER_RECORD = 2000  # text preview, ids and pickle's own, generously

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.errors import InputError
+from activation_extraction.cli.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
