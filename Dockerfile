@@ -25,11 +25,12 @@ ENV HF_HOME=/cache/huggingface \
 WORKDIR /workspace
 
 ARG ACCELERATOR=tpu
-COPY requirements.txt requirements-tpu.txt requirements-gpu.txt ./
+COPY requirements.txt ./
+COPY deploy/requirements-tpu.txt deploy/requirements-gpu.txt deploy/
 # Wheels only: nothing is compiled, so no compiler has to be installed and removed again.
 RUN case "$ACCELERATOR" in \
         cpu) file=requirements.txt ;; \
-        tpu | gpu) file=requirements-$ACCELERATOR.txt ;; \
+        tpu | gpu) file=deploy/requirements-$ACCELERATOR.txt ;; \
         *) echo "ACCELERATOR=$ACCELERATOR: must be cpu, tpu or gpu" >&2; exit 2 ;; \
     esac \
     && pip install --no-cache-dir --only-binary=:all: --requirement "$file"

@@ -34,16 +34,16 @@ $(VENV)/.runtime: requirements.txt | $(VENV)/bin/python
 	touch $@
 
 # The TPU compiler, for tests only and out of the way: JAX would look for a TPU wherever it is found.
-$(VENV)/.libtpu: requirements-libtpu.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/libtpu --requirement requirements-libtpu.txt
+$(VENV)/.libtpu: tests/requirements-libtpu.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/libtpu --requirement tests/requirements-libtpu.txt
 	touch $@
 
 # What the benchmark compares with; its versions need not be ours.
-$(VENV)/competitors/.done: requirements-competitors.txt | $(VENV)/bin/python
+$(VENV)/competitors/.done: benchmarks/requirements.txt | $(VENV)/bin/python
 	$(PYTHON) -m venv $(VENV)/competitors
-	$(VENV)/competitors/bin/python -m pip install --quiet --requirement requirements-competitors.txt
+	$(VENV)/competitors/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt
 	touch $@
 
-$(VENV)/.dev: requirements-dev.txt $(VENV)/.runtime
-	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
+$(VENV)/.dev: tests/requirements.txt $(VENV)/.runtime
+	$(BIN)/python -m pip install --quiet --requirement tests/requirements.txt
 	touch $@

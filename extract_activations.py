@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Before the libraries are imported: `datasets` would load PyTorch wherever it is installed.
 os.environ.setdefault("USE_TORCH", "false")
@@ -69,6 +69,7 @@ from activation_extraction.text.text import max_samples_of, open_batches, open_d
 from activation_extraction.text.tokens import Prefetch, load_tokenizer
 from qwen2_jax import Qwen2, QwenConfig, weight_table
 
+MODEL_FILES = ("qwen2_jax", "qwen2_jax_with_hooks")
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
 
 
@@ -246,7 +247,8 @@ def fingerprint(job: Job) -> dict[str, Any]:
     own |= {"dataset_path", "verbose", "compilation_cache"}
     asked = {name: value for name, value in asdict(job.config).items() if name not in own}
     here = Path(__file__).parent
-    source = [*here.glob("*.py"), *(here / "activation_extraction").rglob("*.py")]
+    source = [here / f"{name}.py" for name in ("extract_activations", *MODEL_FILES)]
+    source += (here / "activation_extraction").rglob("*.py")
     return {
         "configuration": json.dumps(asked, sort_keys=True, default=str),
         **{name: value for name, value in job.identity.items() if name not in PER_HOST},
@@ -392,7 +394,8 @@ def print_summary(job: Job, clock: Clock, complete: bool) -> None:
         print(f"read it with:\n  import {module}pickle\n  records = pickle.load({opened})")
 
 
-if __name__ == "__main__":
+def script() -> NoReturn:
+    """Runs the command line and ends the process with its exit status."""
     status = 1
     try:
         status = main()
@@ -402,6 +405,10 @@ if __name__ == "__main__":
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # What can be committed is. Native threads of streaming readers, and those of jax.distributed
-    # after a failure, can hang or abort an ordinary exit.
+    # Everything that can be committed has been. Native threads of streaming readers, and those of
+    # jax.distributed after a failure, can hang or abort an ordinary exit.
     os._exit(status)
+
+
+if __name__ == "__main__":
+    script()

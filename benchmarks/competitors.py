@@ -1,5 +1,5 @@
 """What others do with the same weights, documents and output; end_to_end.py runs it, one process
-for each contender, in an interpreter of its own (requirements-competitors.txt). No JAX in here.
+for each contender, in an interpreter of its own (benchmarks/requirements.txt). No JAX in here.
 
 padded  the loop people write: batches padded to their longest document, attention mask,
         output_hidden_states, widened to float32, pickle and gzip at its default level

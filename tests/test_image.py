@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cloud import REPOSITORY, Cloud, copy
@@ -32,8 +33,8 @@ def replay(folder, accelerator, environment):
             environment = {**environment, rest.split("=")[0]: accelerator}
         elif instruction == "COPY":
             *sources, target = rest.split()
-            assert target == "./"
-            copy(sources, workspace)
+            assert target == "./" or all(str(Path(s).parent) == target[:-1] for s in sources)
+            copy(sources, workspace)  # which keeps the names of folders
         elif instruction == "RUN":
             subprocess.run(["sh", "-c", rest], cwd=workspace, env=environment, check=True)
         else:

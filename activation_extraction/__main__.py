@@ -1,0 +1,20 @@
+"""The command `extract-activations`, which `pip install` makes; also `python -m`."""
+
+import sys
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Runs extract_activations.py, or says which package is missing for that."""
+    try:
+        from extract_activations import script
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"error: {error.name} is not installed; extracting needs more than reading: "
+            "pip install 'activation-extraction[extract]'"
+        )
+    script()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The wheel: what it holds, what it needs, and the command that it makes."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+
+import pytest
+from cloud import REPOSITORY
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+
+def requirements(name):
+    """The lines of a requirements file, without comments and references to other files."""
+    lines = (REPOSITORY / name).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith(("#", "-r "))]
+
+
+def test_extras_and_requirement_files_are_the_same_lists():
+    extras = PROJECT["optional-dependencies"]
+    assert extras["extract"] == requirements("requirements.txt")
+    for extra in ("tpu", "gpu"):
+        name = f"{PROJECT['name']}[extract]"
+        assert extras[extra] == [name, *requirements(f"deploy/requirements-{extra}.txt")]
+
+
+def test_pins_satisfy_what_reading_needs():
+    pinned = dict(line.split("==") for line in requirements("requirements.txt"))
+    for dependency in PROJECT["dependencies"]:
+        name, least = dependency.split(">=")
+        assert [*map(int, pinned[name].split("."))] >= [*map(int, least.split("."))], name
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The wheel, and a virtual environment with it and its base dependencies alone."""
+    root = tmp_path_factory.mktemp("package")
+    source = root / "source"  # building leaves files behind
+    source.mkdir()
+    for path in [
+        *REPOSITORY.glob("*.py"),
+        *map(REPOSITORY.joinpath, ("pyproject.toml", "README.md")),
+    ]:
+        shutil.copy(path, source)
+    package = "activation_extraction"
+    shutil.copytree(REPOSITORY / package, source / package)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", root, source], check=True)
+    (wheel,) = root.glob("*.whl")
+    venv.create(root / "venv", with_pip=False)
+    python = root / "venv/bin/python"
+    subprocess.run([*pip, "--python", python, "install", "--no-compile", wheel], check=True)
+    return wheel, python
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_sources_and_nothing_else(installed):
+    with zipfile.ZipFile(installed[0]) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    package = REPOSITORY / "activation_extraction"
+    expected = {str(path.relative_to(REPOSITORY)) for path in package.rglob("*.py")}
+    expected |= {"extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py"}
+    assert names == expected | {"activation_extraction/run/demo_texts.txt"}
+
+
+@pytest.mark.slow
+def test_reading_needs_no_more_than_the_base_dependencies(installed, tmp_path):
+    _, python = installed
+    code = "import activation_extraction.reading.status, sys; print('jax' in sys.modules)"
+    done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+    command = [python.parent / "extract-activations", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and re.match(r"error: \w+ is not installed", done.stderr)
+    assert "activation-extraction[extract]" in done.stderr
