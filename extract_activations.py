@@ -11,9 +11,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -75,11 +75,15 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
 
 @dataclass(frozen=True)
 class Job:
-    """A request that has been checked: the model, the text, and where the result goes (`place`)."""
+    """A request that has been checked: the model, the text, and where the result goes (`place`).
+
+    batches: those that were not stored when it was checked; open_batches opens those left by now.
+    """
 
     host: Host
     forward: Forward
     storage: ActivationStorage
+    open_batches: Callable[[], Prefetch[Batch]]
     batches: Prefetch[Batch]
     identity: dict[str, Any]
     place: str
@@ -138,7 +142,7 @@ def compute(job: Job, clock: Clock) -> tuple[bool, int]:
     """Runs the model over the text; returns whether all is done, and the signal that stopped it."""
     config, host, storage = job.config, job.host, job.storage
     with device_errors():
-        step = start_together(job)
+        step, job = start_together(job)
     clock.began = time.perf_counter()
     with storage, stop_on_signals() as stopped:
         try:
@@ -227,18 +231,31 @@ def prepare_together(config: Config, host: Host) -> Job:
     return job
 
 
-def start_together(job: Job) -> Step:
-    """Loads, compiles and opens the output; when it fails on one host it fails on all."""
+def start_together(job: Job) -> tuple[Step, Job]:
+    """Loads, compiles and opens the output; when it fails on one host it fails on all.
+
+    Returns the step, and the job with the batches that are left: another process may have written
+    to the same output while this one compiled.
+    """
     failure: Exception | None = None
+    storage = job.storage
+    found = storage.cursor, storage.complete
     try:
         step = compile_step(job.forward)
         if job.config.overwrite:
             remove_others(job.config, job.host)
-        job.storage.open()
+        storage.open()
+        if (storage.cursor, storage.complete) != found:
+            log.info(
+                "another process wrote to %s meanwhile; %s samples are stored there",
+                job.place,
+                f"{storage.found_samples:,}",
+            )
+            job = replace(job, batches=job.open_batches())
     except Exception as error:  # as in prepare_together
         failure = error
     together(job.host, failure)
-    return step
+    return step, job
 
 
 def fingerprint(job: Job) -> dict[str, Any]:
@@ -287,8 +304,9 @@ def prepare(config: Config, host: Host) -> Job:
         for root, _ in output_roots(config):
             check_siblings(root, identity)
     storage = open_storage(forward, host, folder, remote, identity)
-    batches = open_batches(config, host, tokenizer, dataset, storage)
-    return Job(host, forward, storage, batches, identity, remote.url if remote else str(folder))
+    batches_left = partial(open_batches, config, host, tokenizer, dataset, storage)
+    place = remote.url if remote else str(folder)
+    return Job(host, forward, storage, batches_left, batches_left(), identity, place)
 
 
 def identity_of(forward: Forward, host: Host, data: tuple[str, str]) -> dict[str, Any]:

@@ -4,8 +4,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 
 from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.model.weights import Checkpoint
-from activation_extraction.output import committer, shards, storage
+from activation_extraction.output import shards, storage
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.output.stores import Store
 from activation_extraction.run import demo
@@ -72,6 +70,7 @@ def run(tokenizer, rows):
             start = place.cursor
             batches = pack(samples(stream, tokenizer, 24, max_samples, start=start), 2, 32)
             place.open()
+            place.record({"found": place.found_samples})
             for batch in batches:
                 left = None if kill_after is None else kill_after - place._last_sample - 1
                 if left is not None and left < len(batch.samples):
@@ -118,13 +117,15 @@ def activations(batch):
 
 
 def content(folder: Path) -> dict[str, object]:
-    """Shards as bytes, commits without their time."""
+    """Shards as bytes, commits without their times."""
     found: dict[str, object] = {}
     for path in sorted(folder.iterdir()):
         if path.name.startswith("shard") and path.suffix == ".json":
             commit = json.loads(path.read_bytes())
             found[path.name] = {
-                key: value for key, value in commit.items() if key not in ("committed", "checksum")
+                key: value
+                for key, value in commit.items()
+                if key not in ("committed", "began", "checksum")
             }
         elif path.is_file() and path.name not in ("metadata.json", "metrics.jsonl"):
             found[path.name] = path.read_bytes()
@@ -205,73 +206,6 @@ def test_interrupted_anywhere_a_partial_shard_is_made_whole(run, whole, tmp_path
         run(folder, interrupt_after=first + 2)
         run(folder)
         assert content(folder) == whole, first
-
-
-@contextmanager
-def killed_at(event: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Kills the run before the event-th change of a disk or bucket, and everything after it.
-
-    The list has the events so far.
-    """
-    events: list[str] = []
-
-    def deadly(module, name, label):
-        original = getattr(module, name)
-
-        def change(*arguments, **options):
-            events.append(label)
-            if len(events) >= event:
-                raise Killed
-            return original(*arguments, **options)
-
-        patch.setattr(module, name, change)
-
-    with monkeypatch.context() as patch:
-        memory = type(fsspec.filesystem("memory"))
-        deadly(shards.os, "fsync", "write")
-        deadly(shards.os, "replace", "rename")
-        deadly(memory, "put_file", "upload")
-        deadly(memory, "info", "uploaded")
-        deadly(memory, "rm_file", "delete in bucket")
-        deadly(committer.Path, "unlink", "delete")
-        yield events
-
-
-@pytest.mark.parametrize("place", ["local", "bucket", "bucket, local kept"])
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_killed_at_every_change_of_disk_and_bucket(run, tmp_path, monkeypatch, place, interrupted):
-    """Exhaustive: before the first change, the second, ... until a run is not killed any more."""
-    run = partial(run, shard_size_gb=6e-6)
-    run(tmp_path / "whole")
-    whole = content(tmp_path / "whole")
-    event, finished = 0, False
-    while not finished:
-        event += 1
-        folder, options = tmp_path / f"{event}", {}
-        if place != "local":
-            url = f"memory://{tmp_path}/{event}"
-            options = {"remote": Store(url), "delete_local": place == "bucket"}
-        if interrupted:
-            run(folder, interrupt_after=20, **options)
-        with killed_at(event, monkeypatch) as events:
-            try:
-                run(folder, **options)
-                finished = True
-            except (Killed, storage.StorageError):
-                pass
-        run(folder, **options)
-        assert status(folder) == "complete"
-        if place == "local":
-            assert content(folder) == whole, (event, events)
-            continue
-        copy = tmp_path / f"{event}_bucket"
-        fsspec.filesystem("memory").get(f"{url}/", str(copy), recursive=True)
-        assert content(copy) == whole and status(copy) == "complete", (event, events)
-        if place == "bucket":
-            assert not list(folder.glob("*.pkl.gz")), (event, events)
-        else:
-            assert content(folder) == whole
-    assert len(whole) > 6 and event > 20
 
 
 def test_a_complete_run_is_left_alone(run, whole, tmp_path):

@@ -1,6 +1,8 @@
 """--status tells how far every machine and host is, from JSON files alone, at any time."""
 
+import fcntl
 import json
+import os
 import shutil
 import threading
 import time
@@ -21,6 +23,7 @@ from extractions import (
 
 import extract_activations
 from activation_extraction.cli.errors import InputError
+from activation_extraction.output import resume
 from activation_extraction.output.commits import AGGREGATE, unseal
 from activation_extraction.output.statistics import Statistics, merge_all
 from activation_extraction.output.storage import StorageError
@@ -74,7 +77,7 @@ def in_every_state(root):
 
 STATES = {
     "machine_000_host_00": ("complete", 3, 7),
-    "machine_000_host_01": ("running", 2, 6),
+    "machine_000_host_01": ("killed", 2, 6),
     "machine_001_host_00": ("interrupted", 3, 7),
     "machine_001_host_01": ("failed", 2, 6),
     "machine_002_host_00": ("not started", 0, 0),
@@ -97,12 +100,12 @@ def test_every_part_in_its_state(tmp_path):
 
 
 def test_the_table_and_its_sum(tmp_path, capsys):
-    assert show_status(Store(str(in_every_state(tmp_path))), write=False) == 0
+    assert show_status(Store(str(in_every_state(tmp_path))), write=False) == 1
     lines = capsys.readouterr().out.splitlines()
     cells = [line.split() for line in lines]
     assert cells[0][:6] == ["machine", "host", "state", "shards", "samples", "tokens"]
     assert [row[2] for row in cells[1:6]] == [
-        *("complete", "running", "interrupted", "failed", "damaged"),
+        *("complete", "killed", "interrupted", "failed", "damaged"),
     ]
     assert cells[6][:5] == ["all", "incomplete", "11", "29", "290"]
     assert lines[7] == "not started: machine_002_host_00"
@@ -119,7 +122,7 @@ def test_metadata_missing_or_damaged_is_told_and_the_rest_counts(tmp_path, capsy
         path.unlink(missing_ok=True)
         if data is not None:
             path.write_bytes(data)
-        assert show_status(Store(str(tmp_path)), write=False) == 0
+        assert show_status(Store(str(tmp_path)), write=False) == 1
         *_, total, told = capsys.readouterr().out.splitlines()
         assert total.split()[:5] == ["all", "incomplete", "8", "20", "200"]
         assert told.startswith("damaged: ") and "machine_000/metadata.json: is " in told
@@ -128,19 +131,22 @@ def test_metadata_missing_or_damaged_is_told_and_the_rest_counts(tmp_path, capsy
         assert [hook["tokens"] for hook in whole["hooks"]] == [whole["tokens"]] * 2
 
 
-def set_times(folder, started, commits):
-    """Commit times of the shards, in order, and when the metadata was written."""
+def set_times(folder, started, commits, began=None):
+    """Commit times of the shards, in order; when the metadata was written, and the run began."""
     edit(folder / "metadata.json", lambda content: content.update(written=started))
     paths = sorted(folder.glob("shard_*.json"))
-    for path, when in zip(paths, commits, strict=True):
-        edit(path, lambda content, when=when: content.update(committed=when))
+    for number, (path, when) in enumerate(zip(paths, commits, strict=True)):
+        since = started if began is None else began[number]
+        edit(path, lambda content, at=(when, since): content.update(committed=at[0], began=at[1]))
 
 
 def test_rates_and_the_expected_end(tmp_path, monkeypatch, capsys):
     """30 tokens and 3 samples every 10 seconds, on two machines at once."""
     monkeypatch.setattr(time, "time", lambda: NOW)
+    running = []  # for as long as nobody closes them
     for machine in range(2):
-        kill(begin(tmp_path, machine, 0, 2, 1, count=13, max_samples=103))
+        running.append(begin(tmp_path, machine, 0, 2, 1, count=13, max_samples=103))
+        running[-1]._committer.wait()
         folder = tmp_path / folder_name(machine, 0, 2, 1)
         set_times(folder, NOW - 60, [NOW - 50, NOW - 40, NOW - 30, NOW - 20])
     parts = parts_at(tmp_path)
@@ -153,17 +159,62 @@ def test_rates_and_the_expected_end(tmp_path, monkeypatch, capsys):
     assert [cell.strip() for cell in last.split("  ") if cell][-3:] == [
         *("0 min 20 s ago", "6", "in 4 min 43 s"),
     ]
+    for storage in running:
+        storage.close()
+    assert {part.state for part in parts_at(tmp_path).values()} == {"killed"}
 
 
-def test_a_run_that_has_gone_silent_is_not_called_running(tmp_path, monkeypatch):
-    kill(begin(tmp_path, count=13, max_samples=103))
+@pytest.mark.parametrize("place", ["bucket", "another system"])
+def test_a_run_that_has_gone_silent_is_not_called_running(tmp_path, monkeypatch, capsys, place):
+    """Where its lock cannot be seen."""
+    folder = tmp_path / "bucket" / "machine_000"
+    remote = Store(f"file://{folder}") if place == "bucket" else None
+    kill(begin(tmp_path, count=13, max_samples=103, remote=remote))
+    if place != "bucket":
+        folder = tmp_path
+        edit(folder / "metadata.json", lambda content: content.update(system="another"))
     for interval, patience in ((10, 900), (1000, 5000)):
-        set_times(tmp_path, NOW, [NOW + interval * n for n in range(1, 5)])
+        set_times(folder, NOW, [NOW + interval * n for n in range(1, 5)])
         last = NOW + 4 * interval
         for later, state in ((patience - 1, "running"), (patience + 1, "silent")):
             monkeypatch.setattr(time, "time", lambda now=last + later: now)
-            assert parts_at(tmp_path)[""].state == state
-            assert (parts_at(tmp_path)[""].expected_end is None) == (state == "silent")
+            for url in (str(folder), f"file://{folder}"):
+                (part,) = parts_at(url).values()
+                assert part.state == state
+                assert (part.expected_end is None) == (state == "silent")
+    capsys.readouterr()
+    assert show_status(Store(str(folder)), write=False) == 0
+    assert "silent for 1 h 23 min" in capsys.readouterr().out
+
+
+def test_a_run_is_running_for_as_long_as_it_has_its_lock(tmp_path, monkeypatch):
+    """However long it is silent; killed as soon as it is gone; running again when it goes on."""
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    for _ in range(2):
+        storage = begin(tmp_path, max_samples=100)
+        storage._committer.wait()
+        monkeypatch.setattr(time, "time", lambda: NOW + 10**6)
+        assert parts_at(tmp_path)[""].state == "running"
+        storage.close()
+        assert parts_at(f"file://{tmp_path}")[""].state == "killed"
+
+
+def test_a_run_that_ends_while_it_is_looked_at_is_not_called_killed(tmp_path, monkeypatch):
+    storage = begin(tmp_path)
+
+    def late(folder):
+        storage.finalize()
+        return resume.is_locked(folder)
+
+    monkeypatch.setattr(status, "is_locked", late)
+    assert parts_at(tmp_path)[""].state == "complete"
+
+
+def test_looking_does_not_keep_a_run_from_starting(tmp_path, monkeypatch):
+    lock = resume.lock_folder(tmp_path, fcntl.LOCK_SH)
+    monkeypatch.setattr(resume.time, "sleep", lambda _: os.close(lock))
+    open_part(tmp_path).open()
+    assert resume.is_locked(tmp_path)
 
 
 def test_a_rate_is_of_the_last_shards_and_not_of_the_time_between_two_runs(tmp_path):
@@ -175,17 +226,46 @@ def test_a_rate_is_of_the_last_shards_and_not_of_the_time_between_two_runs(tmp_p
     slow_then_fast += [slow_then_fast[-1] + n for n in range(1, 21)]
     set_times(folder, NOW - 100, slow_then_fast)
     assert parts_at(folder)[""].tokens_per_second == pytest.approx(30)
-    # Stood still for a day, then started again: four shards since.
-    times = [NOW - 86400 + n for n in range(26)] + [NOW + 10 * n for n in range(1, 5)]
-    set_times(folder, NOW, times)
-    assert parts_at(folder)[""].tokens_per_second == pytest.approx(3)
-    # Started again, nothing yet; the clock was set back.
-    for started in (NOW + 50, NOW + 10**6):
-        set_times(folder, started, times)
-        assert parts_at(folder)[""].tokens_per_second is None
-        assert parts_at(folder)[""].expected_end is None
-    set_times(folder, NOW - 10**6, times[::-1])
+    # Stood still for a day, then started again: four shards since, at the same rate.
+    times = [NOW - 86400 + 10 * n for n in range(26)] + [NOW + 10 * n for n in range(1, 5)]
+    began = [NOW - 86410] * 26 + [NOW] * 4
+    for state, started in (("running", NOW), ("interrupted", NOW + 41), ("running", NOW + 10**6)):
+        set_times(folder, started, times, began)
+        edit(folder / "metadata.json", lambda content, state=state: content.update(status=state))
+        assert parts_at(folder)[""].tokens_per_second == pytest.approx(3)
+    # One shard in every start; then the clock was set back.
+    set_times(folder, NOW, times, [when - 5 for when in times])
+    assert parts_at(folder)[""].tokens_per_second == pytest.approx(6)
+    set_times(folder, NOW - 10**6, times[::-1], [NOW + 10**6] * 30)
     assert parts_at(folder)[""].tokens_per_second is None
+
+
+@pytest.mark.parametrize("place", ["local", "bucket"])
+@pytest.mark.parametrize(
+    "lost,told",
+    [
+        (["shard_0004.json", "shard_0004.pkl.gz"], "shards are missing: 4"),
+        (["shard_0002.json", "shard_0002.pkl.gz", "shard_0003.json"], "shards are missing: 2-3"),
+        (["shard_0001.json", "shard_0003.json"], "shards are missing: 1, 3"),
+        (["shard_0003.pkl.gz"], "shard files are missing or cut short: 3"),
+    ],
+)
+def test_missing_shards_are_named(tmp_path, capsys, place, lost, told):
+    folder = tmp_path / "bucket" / "machine_000"
+    extract(tmp_path, remote=Store(f"file://{folder}") if place == "bucket" else None)
+    folder = folder if place == "bucket" else tmp_path
+    for name in lost:
+        (folder / name).unlink()
+    assert main("--status", "--output_dir", folder) == 1
+    *_, total, line = capsys.readouterr().out.splitlines()
+    assert line == f"damaged: {folder}: {told}" and total.split()[1] == "incomplete"
+    assert parts_at(folder)[""].state == "damaged"
+
+
+def test_a_folder_that_uploads_keeps_no_shards(tmp_path, capsys):
+    extract(tmp_path, remote=Store(f"file://{tmp_path}/bucket/machine_000"))
+    assert not list(tmp_path.glob("*.pkl.gz"))
+    assert main("--status", "--output_dir", tmp_path) == 0
 
 
 def test_a_run_that_has_stored_nothing_yet(tmp_path, capsys):
@@ -193,7 +273,7 @@ def test_a_run_that_has_stored_nothing_yet(tmp_path, capsys):
     storage.open()
     kill(storage)
     (part,) = parts_at(tmp_path).values()
-    assert (part.state, part.shards, part.last_commit) == ("running", 0, None)
+    assert (part.state, part.shards, part.last_commit) == ("killed", 0, None)
     assert part.tokens_per_second is part.expected_end is None
     assert show_status(Store(str(tmp_path)), write=True) == 0
 
@@ -295,24 +375,29 @@ def test_while_a_run_writes(tmp_path):
 
 def test_while_a_file_goes_away(tmp_path, monkeypatch):
     """As a commit that is replaced does, between the listing and the reading."""
-    extract(tmp_path)
+    storage = begin(tmp_path)
+    storage.finalize(complete=False)
+    storage = open_part(tmp_path)  # will replace the third shard, which is partial
+    storage.open()
     original = Store.read
 
     def read(store, name):
-        if name == "shard_0004.json":
+        if name == "shard_0003.json":
             (tmp_path / name).unlink(missing_ok=True)
         return original(store, name)
 
     monkeypatch.setattr(Store, "read", read)
     (part,) = parts_at(tmp_path).values()
-    assert (part.state, part.samples) == ("complete", 9)
+    assert (part.state, part.samples) == ("running", 6)
+    storage.close()
 
 
 def test_shards_are_not_opened(tmp_path):
     extract(tmp_path)
     for path in tmp_path.glob("*.pkl.gz"):
-        path.unlink()
+        path.write_bytes(bytes(path.stat().st_size))
     assert parts_at(tmp_path)[""].samples == 10
+    assert parts_at(tmp_path)[""].state == "complete"
 
 
 @pytest.mark.parametrize(

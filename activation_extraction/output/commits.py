@@ -68,7 +68,8 @@ class Commit:
 
     first, last, count: its samples; tokens: of these samples; hooks: key, name and statistics.
     cursor: where to continue. partial: cut before it had its size, by the end or an interruption;
-    made again when the run goes on. run: digest of the run's identity. committed: Unix time, s.
+    made again when the run goes on. run: digest of the run's identity. committed: Unix time, s;
+    began: that at which the process that wrote it began to store.
     """
 
     file: str
@@ -83,6 +84,7 @@ class Commit:
     hooks: list[dict[str, Any]]
     run: str
     committed: float
+    began: float | None = None
 
     @property
     def number(self) -> int:
@@ -135,7 +137,9 @@ def number_of(name: str) -> int:
 class Stored:
     """One host's folder: metadata (None when there is none), commits by number, file sizes.
 
-    damaged: what could not be read, JSON name -> why. metrics: the last ones of the run.
+    damaged: what could not be read, JSON name -> why. metrics: the last ones of the run. url: of
+    the folder; local: whether it is one of this machine. locked: whether a process holds it, None
+    where nobody can tell.
     """
 
     metadata: dict[str, Any] | None = None
@@ -143,6 +147,9 @@ class Stored:
     files: dict[str, int] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
+    url: str = ""
+    local: bool = True
+    locked: bool | None = None
 
     @property
     def run(self) -> str | None:
@@ -157,6 +164,29 @@ class Stored:
     def has(self, commit: Commit) -> bool:
         """Whether the shard of this commit is here, in its full size."""
         return self.files.get(commit.file) == commit.bytes
+
+    @property
+    def in_bucket(self) -> bool:
+        """Whether runs upload to this folder: nobody locks it, and all shards are here."""
+        remote = (self.metadata or {}).get("remote") or ""
+        return not self.local or local_path(remote) == local_path(self.url)
+
+    def missing(self) -> tuple[list[int], list[int]]:
+        """Numbers of the shards that must be here and have no JSON, or no file of the right size.
+
+        None where the shards go to a bucket: they are deleted after their upload.
+        """
+        told = self.metadata or {}
+        if told.get("remote") is not None and not self.in_bucket:
+            return [], []
+        last = max([told.get("shards", 0), *self.commits])
+        without_json = [number for number in range(1, last + 1) if number not in self.commits]
+        return without_json, [c.number for c in self.in_order if not self.has(c)]
+
+
+def local_path(url: str) -> str:
+    """Of a folder of this machine, given as a URL or as a path."""
+    return url.removeprefix("file://")
 
 
 def own_files(names: Iterable[str]) -> list[str]:
@@ -192,7 +222,9 @@ def read_stored(store: Store) -> Stored:
                     commits[commit.number] = commit
             except DamagedError as error:
                 damaged[name] = str(error)
-    return Stored(metadata, commits, files, damaged, _last_metrics(store, files))
+    return Stored(
+        metadata, commits, files, damaged, _last_metrics(store, files), store.url, store.local
+    )
 
 
 def _last_metrics(store: Store, files: Mapping[str, int]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,8 @@ class Committer:
         self._uploading: deque[Future[None]] = deque()
 
     def begin(self, commits: Iterable[Commit]) -> None:
-        """Counts what earlier runs have stored, and that alone."""
+        """Counts what earlier runs have stored, and that alone. This one begins now."""
+        self._began = round(time.time(), 3)
         self.totals = Totals(statistics={key: Statistics() for key in self._hooks})
         for commit in commits:
             self.totals.add(commit)
@@ -211,6 +213,7 @@ class Committer:
                 hooks=hooks,
                 run=self._run,
                 committed=round(time.time(), 3),
+                began=self._began,
             )
             write_bytes(announcement, seal(commit.to_json()))
         except OSError as error:
@@ -254,10 +257,8 @@ class Committer:
         path = self._folder / METRICS
         self._metrics_uploaded = time.monotonic()
         if self._remote is not None and path.exists():
-            copy = path.with_name(f".{METRICS}.tmp")
-            shutil.copyfile(path, copy)
-            self._remote.put(copy, METRICS)
-            copy.unlink(missing_ok=True)
+            with TemporaryDirectory() as folder:
+                self._remote.put(Path(shutil.copyfile(path, f"{folder}/{METRICS}")))
 
 
 def _statistics(key: Key, records: list[Record]) -> Statistics:

@@ -4,8 +4,10 @@ is still to be uploaded. Only reads; every refusal is found here, before anythin
 
 import fcntl
 import os
+import platform
 import re
 import tempfile
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,6 +29,8 @@ from activation_extraction.output.commits import (
 from activation_extraction.output.stores import Store
 
 OPTIONS = "give the same as before, another place, or --overwrite to start anew"
+LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PER_HOST = ("machine", "host")  # of the identity: differ between the folders of one run
 
 
@@ -90,7 +94,7 @@ def _check_identity(place: str, stored: Stored, identity: Mapping[str, Any]) -> 
     for why in stored.damaged.values():
         raise InputError(f"{why}; --verify tells more, --overwrite starts anew")
     if stored.metadata is None:
-        if any(not name.startswith(".") for name in own_files(stored.files)):
+        if any(name.startswith("shard_") for name in own_files(stored.files)):
             raise InputError(f"{place}: already holds shards, without {METADATA}; {OPTIONS}")
         return
     compare_identities(place, stored.metadata["identity"], identity)
@@ -173,17 +177,49 @@ def check_output_dir(folder: Path) -> None:
 def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int:
     """A lock on the folder that ends with this process, however it ends, or with its descriptor.
 
-    Raises InputError when another process has one.
+    Raises InputError when another process keeps one: `is_locked` takes it for a moment.
     """
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise InputError(f"--output_dir {folder}: another process is writing to it") from error
-    except OSError:  # a file system without locks
-        pass
+    for attempt in range(LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if attempt == LOCK_ATTEMPTS - 1:
+                os.close(descriptor)
+                message = f"--output_dir {folder}: another process is writing to it"
+                raise InputError(message) from error
+            time.sleep(LOCK_PAUSE)
+        except OSError:  # a file system without locks
+            break
     return descriptor
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process of this system has a lock on the folder; None where nobody can tell."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):  # the first does not disturb others who look
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return kind == fcntl.LOCK_SH
+        return False
+    except OSError:  # as in lock_folder
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def running_system() -> str:
+    """Differs between machines, and after a restart: locks are seen within one system."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return platform.node()
 
 
 def other_folders(root: Store, machine: int, machines: int, own: set[str]) -> list[Store]:
@@ -222,9 +258,16 @@ def check_siblings(root: Store, identity: Mapping[str, Any]) -> None:
 
 
 def remove_extraction(store: Store) -> None:
-    """Deletes the shards, commits and metadata in a folder, and nothing else; the JSONs first."""
+    """Deletes the metadata, metrics, commits and shards in a folder, in this order, no other file.
+
+    What is left when it is killed cannot be continued: shards without metadata are refused.
+    """
     names = own_files(store.files())
-    commits = [name for name in names if name.endswith(".json")]
+    groups = (
+        [name for name in names if "shard_" not in name],
+        [name for name in names if "shard_" in name and ".json" in name],
+        [name for name in names if "shard_" in name and ".json" not in name],
+    )
     with ThreadPoolExecutor(READERS) as pool:
-        for group in (commits, names[len(commits) :]):
+        for group in groups:
             list(pool.map(store.remove, group))

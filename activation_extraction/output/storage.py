@@ -30,6 +30,7 @@ from activation_extraction.output.resume import (
     check_output_dir,
     lock_folder,
     remove_extraction,
+    running_system,
     take_up,
 )
 from activation_extraction.output.shards import Record, write_bytes
@@ -148,8 +149,9 @@ class ActivationStorage:
     def open(self) -> None:
         """Takes the folder: deletes what `overwrite` says, starts the uploads that are missing.
 
-        Does nothing when it is open, or when an earlier run has done all. Raises StorageError;
-        InputError when another process writes to the folder.
+        Does nothing when it is open, or when another run has done all. `cursor` and `complete` may
+        change: another process may have written until now. Raises StorageError; InputError when
+        another process writes to the folder.
         """
         if self._lock is not None or self._finalized or self._beginning.settled:
             return
@@ -164,9 +166,9 @@ class ActivationStorage:
             else:  # once more: another process may have gone on until now
                 self._begin(self._look())
                 if self._beginning.settled:
-                    return
+                    return self._unlock()
+            self._write_metadata("running")  # before all else: without it a folder is refused
             self._keep_metrics()
-            self._write_metadata("running")
             for commit in self._beginning.commits:
                 if commit.number in self._beginning.waiting:
                     self._committer.upload(commit)
@@ -199,7 +201,7 @@ class ActivationStorage:
         """
         self._committer.check()
         self._cursor = batch.cursor
-        # An earlier run's last shard ends in the first batch; in a later one if it went on since.
+        # An earlier run's last shard ends in the first batch.
         new = [placed for placed in batch.samples if placed.sample.sample_idx > self._last_stored]
         for sample, row, start in new:
             stop = start + len(sample.token_ids)
@@ -326,6 +328,9 @@ class ActivationStorage:
         """Gives up the folder and the threads; what is not committed is lost."""
         self._finalized = True
         self._committer.close(patient)
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -343,6 +348,7 @@ class ActivationStorage:
             "seconds": round(time.perf_counter() - self._began, 3),
             "written": round(time.time(), 3),
             "owner": self._committer.owner,
+            "system": running_system(),
             "remote": None if self._remote is None else self._remote.url,
             "hooks": [
                 {"key": key, "name": self._hooks[key], **part.to_json()}

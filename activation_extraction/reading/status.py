@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -15,12 +15,15 @@ from activation_extraction.output.commits import (
     METADATA,
     Commit,
     Stored,
+    local_path,
+    number_of,
     own_files,
     part_folder,
     part_folders,
     read_stored,
     seal,
 )
+from activation_extraction.output.resume import is_locked, running_system
 from activation_extraction.output.shards import write_bytes
 from activation_extraction.output.statistics import Statistics
 from activation_extraction.output.stores import Store, reason_of
@@ -36,9 +39,11 @@ COLUMNS += ("last commit", "tokens/s", "of peak", "expected end")
 class Part:
     """One host's part. Times in Unix seconds; None where nothing can be told.
 
-    state: "complete", "running", "silent" (its metadata says running and nothing has been committed
-    for long: killed?), "interrupted", "failed", "not started" or "damaged". tokens_per_second: over
-    the last shards. utilisation: share of the devices' peak FLOP/s, from metrics.jsonl.
+    state: "complete", "running", "killed" (its metadata says running and no process holds its
+    folder), "silent" (it says running and nothing has been written for long, where no lock can be
+    seen), "interrupted", "failed", "not started" or "damaged" (files are unreadable or missing).
+    tokens_per_second: over the last shards, while runs were at work. utilisation: share of the
+    devices' peak FLOP/s, from metrics.jsonl. last_sign: when the run last wrote anything.
     """
 
     name: str
@@ -50,6 +55,7 @@ class Part:
     tokens: int = 0
     bytes: int = 0
     last_commit: float | None = None
+    last_sign: float | None = None
     tokens_per_second: float | None = None
     utilisation: float | None = None
     expected_end: float | None = None
@@ -64,11 +70,34 @@ def read_folders(root: Store) -> dict[str, Stored]:
     if _finished_files(root.files()):
         names.insert(0, "")
     with ThreadPoolExecutor(FOLDERS) as pool:
-        stored = list(pool.map(lambda name: read_stored(root.child(name)), names))
+        stored = list(pool.map(lambda name: _read(root.child(name)), names))
     found = {name: s for name, s in zip(names, stored, strict=True) if _finished_files(s.files)}
     if not found:
         raise InputError(f"{root.url}: holds no extraction")
     return found
+
+
+def _read(store: Store) -> Stored:
+    """As read_stored, and whether a process holds the folder.
+
+    Looks again where files are missing or a run seems to be dead: it may have written meanwhile.
+    """
+    stored = read_stored(store)
+    locked = _locked(stored)
+    if locked is not False and not any(stored.missing()):
+        return replace(stored, locked=locked)
+    again = read_stored(store)
+    return replace(again, locked=locked if again.metadata == stored.metadata else None)
+
+
+def _locked(stored: Stored) -> bool | None:
+    told = stored.metadata or {}
+    if stored.in_bucket or (told.get("status"), told.get("system")) != (
+        "running",
+        running_system(),
+    ):
+        return None
+    return is_locked(Path(local_path(stored.url)))
 
 
 def _finished_files(names: Iterable[str]) -> list[str]:
@@ -100,19 +129,16 @@ def _part(name: str, stored: Stored) -> Part:
     machine, host, *_ = [int(word) for word in name.split("_") if word.isdigit()] + [0, 0]
     commits = stored.in_order
     samples = sum(commit.count for commit in commits)
-    pace = end = None
-    if stored.metadata is None:
-        state = "damaged" if stored.files else "not started"
-    else:
-        pace = _pace(stored.metadata, commits)
+    pace = end = sign = None
+    state = "damaged" if stored.files else "not started"
+    if stored.metadata is not None:
+        pace = _pace(commits)
         most = stored.metadata["max_samples"]
-        state = "damaged" if stored.damaged else stored.metadata["status"]
+        times = [commit.committed for commit in commits]
+        sign = max([stored.metadata["written"], *times])
+        state = _state(stored, stored.metadata, pace, sign)
         if state == "running" and pace is not None and most is not None:
-            end = commits[-1].committed + (most - samples) / pace.samples
-        patience = max(SILENCE, 5 * pace.seconds_per_shard if pace is not None else 0)
-        moved = max([stored.metadata["written"], *(commit.committed for commit in commits)])
-        if state == "running" and time.time() - moved > patience:
-            state, end = "silent", None
+            end = sign + (most - samples) / pace.samples
     return Part(
         name,
         machine,
@@ -123,10 +149,48 @@ def _part(name: str, stored: Stored) -> Part:
         tokens=sum(commit.tokens for commit in commits),
         bytes=sum(commit.bytes for commit in commits),
         last_commit=commits[-1].committed if commits else None,
+        last_sign=sign,
         tokens_per_second=None if pace is None else pace.tokens,
         utilisation=stored.metrics.get("model_flops_utilisation"),
         expected_end=end,
     )
+
+
+def _state(stored: Stored, metadata: dict[str, Any], pace: "Pace | None", sign: float) -> str:
+    if problems_of(stored):
+        return "damaged"
+    if metadata["status"] != "running":
+        return metadata["status"]
+    if stored.locked is not None:
+        return "running" if stored.locked else "killed"
+    patience = max(SILENCE, 5 * pace.seconds_per_shard if pace is not None else 0)
+    return "silent" if time.time() - sign > patience else "running"
+
+
+def problems_of(stored: Stored) -> list[str]:
+    """What is damaged or missing in a folder, as far as its JSON files and file names tell."""
+    problems = list(stored.damaged.values())
+    if stored.metadata is None and METADATA not in stored.damaged:
+        problems.append(f"{stored.url}/{METADATA}: is missing")
+    without_json, without_file = stored.missing()
+    unread = {number_of(name) for name in stored.damaged if name != METADATA}
+    if lost := [number for number in without_json if number not in unread]:
+        problems.append(f"{stored.url}: shards are missing: {_ranges(lost)}")
+    if without_file:
+        numbers = _ranges(without_file)
+        problems.append(f"{stored.url}: shard files are missing or cut short: {numbers}")
+    return problems
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers in short: 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in runs)
 
 
 class Pace(NamedTuple):
@@ -137,19 +201,20 @@ class Pace(NamedTuple):
     seconds_per_shard: float
 
 
-def _pace(metadata: dict[str, Any], commits: list[Commit]) -> Pace | None:
-    """Over the last shards; of a run that goes on, since its start at the most: it may have stood
-    still before."""
-    running = metadata["status"] == "running"
-    began = metadata["written"] if running else 0.0
-    recent = [commit for commit in commits[-RECENT:] if commit.committed > began]
-    if recent and (not running or len(recent) == RECENT):
-        began = recent.pop(0).committed
-    seconds = recent[-1].committed - began if recent else 0.0
-    if seconds <= 0:
-        return None
-    tokens, samples = (sum(getattr(c, what) for c in recent) for what in ("tokens", "count"))
-    return Pace(tokens / seconds, samples / seconds, seconds / len(recent))
+def _pace(commits: list[Commit]) -> Pace | None:
+    """Over the last shards, without the time between one run's last shard and the next's start."""
+    seconds = tokens = samples = shards = 0.0
+    before: Commit | None = None
+    for commit in commits[-RECENT - 1 :]:
+        same = before is not None and before.began == commit.began
+        since = before.committed if before is not None and same else commit.began
+        first = before is None and len(commits) > RECENT
+        before = commit
+        if first or since is None or commit.committed <= since:
+            continue
+        seconds += commit.committed - since
+        tokens, samples, shards = tokens + commit.tokens, samples + commit.count, shards + 1
+    return Pace(tokens / seconds, samples / seconds, seconds / shards) if shards else None
 
 
 def aggregate(folders: dict[str, Stored], parts: list[Part]) -> dict[str, Any]:
@@ -178,7 +243,10 @@ def aggregate(folders: dict[str, Stored], parts: list[Part]) -> dict[str, Any]:
 
 
 def show_status(root: Store, write: bool) -> int:
-    """Prints the state of every part and the sum, writes it to the output as well if asked."""
+    """Prints the state of every part and the sum, writes it to the output as well if asked.
+
+    Returns the exit status: 1 when anything stored is damaged or missing.
+    """
     folders = read_folders(root)
     parts = parts_of(folders)
     total = aggregate(folders, parts)
@@ -190,15 +258,13 @@ def show_status(root: Store, write: bool) -> int:
     waiting = [part.name for part in parts if part.state == "not started"]
     if waiting:
         print(f"not started: {', '.join(waiting)}")
-    for name, stored in folders.items():
-        for why in stored.damaged.values():
-            print(f"damaged: {why}")
-        if stored.metadata is None and METADATA not in stored.damaged:
-            print(f"damaged: {root.child(name).url}/{METADATA}: is missing")
+    problems = [problem for stored in folders.values() for problem in problems_of(stored)]
+    for problem in problems:
+        print(f"damaged: {problem}")
     if write:
         _write(root, total)
         print(f"written: {root.url}/{AGGREGATE}")
-    return 0
+    return 1 if problems else 0
 
 
 def _sum(parts: list[Part], total: dict[str, Any]) -> Part:
@@ -225,9 +291,12 @@ def _row(part: Part) -> tuple[str, ...]:
     ago = "" if part.last_commit is None else f"{_duration(time.time() - part.last_commit)} ago"
     rate = "" if part.tokens_per_second is None else f"{part.tokens_per_second:,.0f}"
     share = "" if part.utilisation is None else f"{part.utilisation:.0%}"
+    state = part.state
+    if state == "silent" and part.last_sign is not None:
+        state = f"silent for {_duration(time.time() - part.last_sign)}"
     end = "" if part.expected_end is None else f"in {_duration(part.expected_end - time.time())}"
     return (
-        *(str(part.machine), str(part.host), part.state, f"{part.shards:,}"),
+        *(str(part.machine), str(part.host), state, f"{part.shards:,}"),
         *(f"{part.samples:,}", f"{part.tokens:,}", f"{part.bytes / 1e9:,.3f}"),
         *(ago, rate, share, end),
     )

@@ -1,0 +1,199 @@
+"""Runs killed before each single change to the disk or the bucket: the same command continues.
+
+An audit hook sees every file that is opened for writing, renamed or deleted, whoever does it.
+"""
+
+import fnmatch
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import fsspec
+import pytest
+import test_resume
+from test_resume import Killed, content, rows, run, status, tokenizer  # noqa: F401  # fixtures
+
+from activation_extraction.cli.config import parse_args
+from activation_extraction.cli.errors import InputError
+from activation_extraction.output import committer, resume
+from activation_extraction.output.commits import AGGREGATE, unseal
+from activation_extraction.output.places import remove_others, stale_folders
+from activation_extraction.output.storage import StorageError
+from activation_extraction.output.stores import Store
+from activation_extraction.reading.status import show_status
+from activation_extraction.run.hosts import Host
+
+PLACES = ["local", "bucket", "bucket, local kept"]
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+watch: Callable[[str], None] | None = None
+
+
+def audit(event: str, arguments: tuple) -> None:
+    """Tells `watch` of every change of the disk; whatever that raises prevents the change."""
+    if watch is None or event not in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+        return
+    if event != "open" or arguments[2] & WRITING:
+        watch(f"{event} {arguments[0]}")
+
+
+sys.addaudithook(audit)
+
+
+@contextmanager
+def killed_at(event: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Kills the run before its event-th change below `folder` or in the bucket, and all later ones.
+
+    The list has the changes so far.
+    """
+    events: list[str] = []
+
+    def change(what: str) -> None:
+        events.append(what)
+        if len(events) >= event:
+            raise Killed
+
+    def deadly(patch: pytest.MonkeyPatch, name: str) -> None:
+        memory = type(fsspec.filesystem("memory"))
+        original = getattr(memory, name)
+
+        def changes(*arguments, **options):
+            change(f"{name} {arguments[1:]}")
+            return original(*arguments, **options)
+
+        patch.setattr(memory, name, changes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(committer, "METRICS_SECONDS", 0)  # they are uploaded after every shard
+        for name in ("put_file", "rm_file"):
+            deadly(patch, name)
+        patch.setattr(
+            sys.modules[__name__], "watch", lambda what: str(folder) in what and change(what)
+        )
+        yield events
+
+
+def options_of(place: str, url: str) -> dict:
+    return {} if place == "local" else {"remote": Store(url), "delete_local": place == "bucket"}
+
+
+def result(place: str, folder: Path, url: str) -> Path:
+    """A local copy of what counts."""
+    if place == "local":
+        return folder
+    copy = folder.with_name(f"{folder.name}_bucket")
+    shutil.rmtree(copy, ignore_errors=True)
+    fsspec.filesystem("memory").get(f"{url}/", str(copy), recursive=True)
+    return copy
+
+
+def shards_of(folder: Path) -> dict[str, object]:
+    """The content of a folder and nothing that a run may not leave there."""
+    found = content(folder)
+    found.pop(AGGREGATE, None)
+    assert not fnmatch.filter(found, ".*"), found.keys()
+    return found
+
+
+@pytest.mark.parametrize(
+    "place,before",
+    [
+        *((place, before) for place in PLACES for before in ("nothing", "interrupted")),
+        *((place, "interrupted, disk lost") for place in PLACES[1:]),
+    ],
+)
+def test_killed_before_every_change(run, tmp_path, monkeypatch, capsys, place, before):  # noqa: F811
+    """Exhaustive: before the first change, the second, ... until a run is not killed any more."""
+    run = partial(run, shard_size_gb=6e-6)
+    run(tmp_path / "whole")
+    whole = content(tmp_path / "whole")
+    event, finished = 0, False
+    while not finished:
+        event += 1
+        folder, url = tmp_path / f"{event}", f"memory://{tmp_path}/{event}"
+        options = options_of(place, url)
+        root = Store(str(folder)) if place == "local" else options["remote"]
+        if before != "nothing":
+            run(folder, interrupt_after=20, **options)
+        if "lost" in before:
+            shutil.rmtree(folder)
+        with killed_at(event, folder, monkeypatch) as events, suppress(Killed, StorageError):
+            run(folder, **options)
+            show_status(root, write=True)
+            finished = True
+        run(folder, **options)
+        show_status(root, write=True)
+        stored = result(place, folder, url)
+        assert shards_of(stored) == whole and status(stored) == "complete", (event, events)
+        assert unseal((stored / AGGREGATE).read_bytes(), "")["status"] == "complete"
+        metrics = [json.loads(line) for line in (stored / "metrics.jsonl").read_text().splitlines()]
+        assert metrics[0] == {"found": 0} and (before == "nothing" or {"found": 0} != metrics[-1])
+        if place == "bucket":
+            assert not list(folder.glob("*.pkl.gz")), (event, events)
+        elif "lost" not in before:
+            assert shards_of(folder) == whole
+    assert len(whole) > 6 and event > 20
+
+
+class Backwards(ThreadPoolExecutor):
+    """Takes what it is given from the end: a thread pool may take it in any order."""
+
+    def map(self, function, items):
+        return [function(item) for item in reversed(list(items))]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, place):  # noqa: F811
+    """With --overwrite the same command begins anew. Without it, it never continues what is half
+    deleted: all is as before, or new, or refused."""
+    monkeypatch.setattr(resume, "ThreadPoolExecutor", Backwards)
+    run = partial(run, shard_size_gb=6e-6)
+    run(tmp_path / "new")
+    new, other = content(tmp_path / "new"), lambda batch: original(batch) + 1
+    original = test_resume.activations
+    outcomes: list[str] = []
+    while outcomes[-3:] != ["new"] * 3:  # its own writing is killed in the test above
+        event = 1 + len(outcomes)
+        folder, url = tmp_path / f"{event}", f"memory://{tmp_path}/{event}"
+        options = options_of(place, url)
+        with monkeypatch.context() as patch:
+            patch.setattr(test_resume, "activations", other)
+            run(folder, **options)
+        old = shards_of(result(place, folder, url))
+        with killed_at(event, folder, monkeypatch) as events, suppress(Killed, StorageError):
+            run(folder, overwrite=True, **options)
+        try:
+            run(folder, **options)
+            found = shards_of(result(place, folder, url))
+            assert found in (old, new), (event, events)
+            outcomes.append("old" if found == old else "new")
+        except InputError as error:
+            assert "already holds shards, without metadata.json" in str(error), (event, events)
+            outcomes.append("refused")
+            run(folder, overwrite=True, **options)
+            assert shards_of(result(place, folder, url)) == new
+    assert set(outcomes) == {"old", "refused", "new"}
+
+
+def test_other_folders_are_replaced_also_after_a_kill(run, tmp_path, monkeypatch):  # noqa: F811
+    """--overwrite with another number of machines: without it refused while any is left."""
+    config = parse_args(["--output_dir", str(tmp_path / "out"), "--overwrite"])
+    event, finished = 0, False
+    while not finished:
+        event += 1
+        for machine in range(2):
+            run(tmp_path / f"out/machine_{machine:03d}", shard_size_gb=6e-6)
+        (tmp_path / "out" / AGGREGATE).write_text("{}")
+        with killed_at(event, tmp_path, monkeypatch), suppress(Killed):
+            remove_others(config, Host())
+            finished = True
+        left = {path.parent for path in (tmp_path / "out").glob("*/*")}
+        assert {Path(store.url) for store in stale_folders(config, Host())} == left
+        remove_others(config, Host())
+        assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert event > 8
