@@ -63,9 +63,14 @@ from activation_extraction.run.hosts import (
     together,
 )
 from activation_extraction.run.loop import Step, extract
-from activation_extraction.text.documents import check_dataset
+from activation_extraction.text.documents import DocumentStream, check_dataset
 from activation_extraction.text.packing import Batch
-from activation_extraction.text.text import max_samples_of, open_batches, open_dataset
+from activation_extraction.text.text import (
+    max_samples_of,
+    open_batches,
+    open_dataset,
+    open_documents,
+)
 from activation_extraction.text.tokens import Prefetch, load_tokenizer
 from qwen2_jax import Qwen2, QwenConfig, weight_table
 
@@ -77,13 +82,14 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
 class Job:
     """A request that has been checked: the model, the text, and where the result goes (`place`).
 
-    batches: those that were not stored when it was checked; open_batches opens those left by now.
+    batches: those that were not stored when it was checked; open_text opens what is left by now.
     """
 
     host: Host
     forward: Forward
     storage: ActivationStorage
-    open_batches: Callable[[], Prefetch[Batch]]
+    open_text: Callable[[], tuple[DocumentStream, Prefetch[Batch]]]
+    documents: DocumentStream
     batches: Prefetch[Batch]
     identity: dict[str, Any]
     place: str
@@ -162,9 +168,10 @@ def compute(job: Job, clock: Clock) -> tuple[bool, int]:
 
 def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = None) -> None:
     """Commits what is complete, and waits for the other hosts to have done so."""
+    done = complete and failure is None
     try:
         with clock.measure("store"):
-            job.storage.finalize(complete and failure is None)
+            job.storage.finalize(done, job.documents.skipped_rows if done else 0)
     except Exception as error:  # as in prepare_together
         failure = failure or error
     together(job.host, failure)
@@ -251,7 +258,8 @@ def start_together(job: Job) -> tuple[Step, Job]:
                 job.place,
                 f"{storage.found_samples:,}",
             )
-            job = replace(job, batches=job.open_batches())
+            documents, batches = job.open_text()
+            job = replace(job, documents=documents, batches=batches)
     except Exception as error:  # as in prepare_together
         failure = error
     together(job.host, failure)
@@ -298,15 +306,19 @@ def prepare(config: Config, host: Host) -> Job:
     forward = prepare_model(config, host)
     tokenizer = load_tokenizer(forward.checkpoint, forward.model.config.vocab_size)
     dataset, data = open_dataset(config)
-    check_dataset(dataset, config.text_column)
+    check_dataset(dataset, config.text_column, config.skip_bad_rows)
     identity = identity_of(forward, host, data)
     if not config.overwrite:
         for root, _ in output_roots(config):
             check_siblings(root, identity)
     storage = open_storage(forward, host, folder, remote, identity)
-    batches_left = partial(open_batches, config, host, tokenizer, dataset, storage)
+
+    def open_text() -> tuple[DocumentStream, Prefetch[Batch]]:
+        documents = open_documents(config, host, dataset)
+        return documents, open_batches(config, host, tokenizer, documents, storage)
+
     place = remote.url if remote else str(folder)
-    return Job(host, forward, storage, batches_left, batches_left(), identity, place)
+    return Job(host, forward, storage, open_text, *open_text(), identity, place)
 
 
 def identity_of(forward: Forward, host: Host, data: tuple[str, str]) -> dict[str, Any]:
@@ -321,6 +333,7 @@ def identity_of(forward: Forward, host: Host, data: tuple[str, str]) -> dict[str
         "data": data[0],
         "data content": data[1],
         "text_column": config.text_column,
+        "skip_bad_rows": config.skip_bad_rows,
         "max_seq_length": config.max_seq_length,
         "hooks": [hook.name for hook in model.hooks],
         "keyed by": "layer" if config.hook_names is None else "hook name",
@@ -393,6 +406,8 @@ def print_summary(job: Job, clock: Clock, complete: bool) -> None:
         f"{totals.tokens:,} tokens, {len(job.forward.model.hooks)} hook(s), {totals.shards} "
         f"shard(s), {totals.bytes / 1e6:,.1f} MB in {job.place}"
     )
+    if job.config.skip_bad_rows:
+        print(f"skipped: {totals.skipped_rows:,} rows that cannot be used (--skip_bad_rows)")
     if job.host.id != 0 and not job.config.verbose:
         return
     if new:

@@ -24,12 +24,15 @@ import numpy as np
 import pytest
 import torch
 from cloud import Cloud
+from tokenizers import Tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from activation_extraction.cli.config import parse_args
+from activation_extraction.model.weights import Checkpoint
 from activation_extraction.output.stores import Store
 from activation_extraction.reading.verify import verify
 from activation_extraction.run import demo
+from activation_extraction.text.tokens import load_tokenizer
 from qwen2_jax import Qwen2, QwenConfig, weight_table
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -129,6 +132,12 @@ def demo_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lambda raw: weight_table(Qwen2(QwenConfig.from_hf(raw))).values(),
     )
     return folder / "demo_inputs"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_inputs: Path) -> Tokenizer:
+    """The demo's."""
+    return load_tokenizer(Checkpoint(str(demo_inputs / "model")), vocab_size=2048)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from activation_extraction.output.shards import write_shard
 from activation_extraction.output.statistics import Statistics, merge_all
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.text.packing import Batch, Sample, pack
+from activation_extraction.text.workers import Worker
 
 HOOKS: dict[Any, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN, VOCABULARY, TOKENS, ROWS = 16, 50, 10, 2
@@ -41,9 +42,9 @@ def folder_name(machine: int, host: int, machines: int, hosts: int) -> str:
     return f"machine_{machine:03d}" if machines > 1 else ""
 
 
-def samples(count: int, rank: int = 0, world: int = 1) -> Iterator[Sample]:
+def samples(count: int, worker: Worker) -> Iterator[Sample]:
     for number in range(count):
-        index = number * world + rank
+        index = worker.sample_idx(number)
         token_ids = np.random.default_rng(index).integers(0, VOCABULARY, TOKENS, np.int32)
         cursor, upcoming = ({"samples": n, "skip": n} for n in (number, number + 1))
         yield Sample(index, token_ids, f"text {index} ä", f"id-{index}", cursor, upcoming)
@@ -72,8 +73,7 @@ def open_part(root: Path, *part: int, identity: dict | None = None, **options: A
 
 
 def batches(count: int, machine: int = 0, host: int = 0, machines: int = 1, hosts: int = 1):
-    stream = samples(count, machine * hosts + host, machines * hosts)
-    return pack(stream, ROWS, TOKENS)
+    return pack(samples(count, Worker(machine, machines, host, hosts)), ROWS, TOKENS)
 
 
 def extract(root: Path, *part: int, count: int = 10, **options: Any) -> ActivationStorage:

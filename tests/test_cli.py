@@ -367,7 +367,7 @@ BAD_REQUESTS = {
         "--coordinator_address a: expected HOST:PORT",
     ),
     "a number too large": (["--batch_size", 10**12], {}, "is more than"),
-    "no gzip": (["--dataset_path", "{}/e.jsonl.gz"], {"e.jsonl.gz": "x"}, "cannot be read"),
+    "no gzip": (["--dataset_path", "{}/e.jsonl.gz"], {"e.jsonl.gz": "x"}, "e.jsonl.gz: Compressed"),
     "no JSON": (["--dataset_path", "{}/e.jsonl"], {"e.jsonl": "x"}, "e.jsonl line 1: not JSON"),
     "text column missing": (
         ["--dataset_path", "{}/e.jsonl"],

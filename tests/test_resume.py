@@ -283,7 +283,7 @@ def test_what_cannot_be_continued_is_refused_and_left_alone(run, whole, tmp_path
 
     def from_another_run(folder):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(storage, "digest_of", lambda content: "0" * 64)
+            patch.setattr(storage, "run_of", lambda content: "0" * 64)
             run(tmp_path / "other")
         shutil.copy(tmp_path / "other/shard_0002.json", folder)
 
@@ -346,7 +346,7 @@ def test_what_another_process_stored_meanwhile_is_continued(
 
 def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
     """The batch in which it failed is not packed differently for that."""
-    original = documents._json_lines
+    original = documents.json_lines
     for bad in range(1, DOCUMENTS):
         folder = tmp_path / f"bad_{bad}"
 
@@ -357,7 +357,7 @@ def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
                 yield row
 
         with monkeypatch.context() as patch:
-            patch.setattr(documents, "_json_lines", fails)
+            patch.setattr(documents, "json_lines", fails)
             with pytest.raises(RunError, match="gone"):
                 run(folder)
         assert status(folder) == "interrupted"

@@ -24,11 +24,7 @@ from activation_extraction.text.documents import (
 )
 from activation_extraction.text.packing import pack
 from activation_extraction.text.tokens import Prefetch, load_tokenizer, samples
-
-
-@pytest.fixture(scope="session")
-def tokenizer(demo_inputs):
-    return load_tokenizer(Checkpoint(str(demo_inputs / "model")), vocab_size=2048)
+from activation_extraction.text.workers import Worker
 
 
 def write_files(folder, count, kind, rows_per_file=13):
@@ -53,7 +49,7 @@ def write_files(folder, count, kind, rows_per_file=13):
 
 
 def texts_of(path, rank=0, world=1, column="text"):
-    stream = DocumentStream(open_files(str(path), column), column, rank, world)
+    stream = DocumentStream(open_files(str(path), column), column, Worker(rank, world))
     return [document.text for document in stream if document is not None]
 
 
@@ -72,8 +68,8 @@ def test_sample_indices_are_unique_over_machines_and_ids_are_kept(tmp_path, toke
     write_files(tmp_path / "data", 3, "parquet")
     found = {}
     for rank in range(7):
-        stream = DocumentStream(open_files(str(tmp_path / "data"), "text"), "text", rank, 7)
-        for sample in samples(stream, tokenizer, 64, rank=rank, world=7):
+        stream = DocumentStream(open_files(str(tmp_path / "data"), "text"), "text", Worker(rank, 7))
+        for sample in samples(stream, tokenizer, 64):
             assert sample.sample_idx not in found and sample.sample_idx % 7 == rank
             found[sample.sample_idx] = sample
     for sample in found.values():
@@ -93,9 +89,11 @@ def test_continuing_at_every_sample_twice_in_a_row(tmp_path, tokenizer, kind, wo
     rank = min(world - 1, 2)
 
     def part(start=None):
-        stream = DocumentStream(open_files(str(tmp_path / "data"), "text"), "text", rank, world)
+        stream = DocumentStream(
+            open_files(str(tmp_path / "data"), "text"), "text", Worker(rank, world)
+        )
         start = json.loads(json.dumps(start))
-        return list(samples(stream, tokenizer, 64, rank=rank, world=world, start=start))
+        return list(samples(stream, tokenizer, 64, start=start))
 
     full = part()
     assert full

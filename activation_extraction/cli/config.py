@@ -47,6 +47,7 @@ class Config:
     dataset_split: str | None
     dataset_path: str | None
     text_column: str
+    skip_bad_rows: bool
     max_samples: int | None
     layers_to_extract: tuple[int, ...] | None
     activation_type: str

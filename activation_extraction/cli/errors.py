@@ -16,4 +16,11 @@ class InputError(Exception):
 
 
 class RunError(Exception):
-    """A failure at run time. The message says what failed; the caller adds what is stored."""
+    """A failure at run time. The message says what failed; the caller adds what is stored.
+
+    remedy: what has to change before the run can continue; None: the same command continues.
+    """
+
+    def __init__(self, message: str, *, remedy: str | None = None) -> None:
+        super().__init__(message)
+        self.remedy = remedy

@@ -172,6 +172,12 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
         "train and test grids become a prompt",
     )
     group.add_argument(
+        "--skip_bad_rows",
+        action="store_true",
+        help="skip and count rows that cannot be used: not JSON, no such column, not text in it; "
+        "may be added to continue a run (default: such a row ends the run)",
+    )
+    group.add_argument(
         "--max_samples",
         type=_integer(1),
         metavar="N",

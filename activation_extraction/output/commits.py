@@ -17,7 +17,7 @@ from typing import Any
 from activation_extraction.cli.errors import RunError
 from activation_extraction.output.stores import Store
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 PART_PREFIX = "machine_"
 METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
@@ -25,7 +25,8 @@ AGGREGATE = "aggregated_metadata.json"
 OWN_FILES = re.compile(
     r"\.?(metadata\.json|metrics\.jsonl|shard_\d{4,}\.(json|pkl|pkl\.gz))(\.tmp)?"
 )
-NEEDED = ("identity", "status", "max_samples", "written")  # of the metadata, by other modules
+MAY_TURN_ON = ("skip_bad_rows",)  # of the identity: changes nothing that is stored already
+NEEDED = ("identity", "status", "max_samples", "skipped_rows", "written")  # of the metadata
 METRICS_TAIL = 4096  # bytes that hold the last line
 READERS = 32  # files read at the same time; they are small
 
@@ -38,6 +39,11 @@ def digest_of(content: Mapping[str, Any]) -> str:
     """SHA-256 of JSON content, whatever the order of its keys."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def run_of(identity: Mapping[str, Any]) -> str:
+    """Digest of the part of a run's identity that never changes."""
+    return digest_of({key: identity[key] for key in identity if key not in MAY_TURN_ON})
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
@@ -154,7 +160,7 @@ class Stored:
     @property
     def run(self) -> str | None:
         """Digest of the run's identity."""
-        return None if self.metadata is None else digest_of(self.metadata["identity"])
+        return None if self.metadata is None else run_of(self.metadata["identity"])
 
     @property
     def in_order(self) -> list[Commit]:

@@ -55,6 +55,7 @@ class Totals:
     samples: int = 0
     tokens: int = 0
     bytes: int = 0
+    skipped_rows: int = 0
     compress_seconds: float = 0.0  # what shards took beyond the writing
     write_seconds: float = 0.0
     upload_seconds: float = 0.0
@@ -66,9 +67,14 @@ class Totals:
         self.samples += commit.count
         self.tokens += commit.tokens
         self.bytes += commit.bytes
+        self.count_skipped((commit.cursor or {}).get("skipped_rows", 0))
         for hook in commit.hooks:
             before = self.statistics.get(hook["key"], Statistics())
             self.statistics[hook["key"]] = before.merge(Statistics.from_json(hook))
+
+    def count_skipped(self, rows: int) -> None:
+        """rows: that were skipped in all, up to some place in the data."""
+        self.skipped_rows = max(self.skipped_rows, rows)
 
 
 class Committer:

@@ -16,6 +16,7 @@ from typing import Any
 
 from activation_extraction.cli.errors import InputError, one_line
 from activation_extraction.output.commits import (
+    MAY_TURN_ON,
     METADATA,
     PART_PREFIX,
     READERS,
@@ -31,20 +32,23 @@ from activation_extraction.output.stores import Store
 OPTIONS = "give the same as before, another place, or --overwrite to start anew"
 LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-PER_HOST = ("machine", "host")  # of the identity: differ between the folders of one run
+# Of the identity: may differ between the folders of one run.
+PER_HOST = ("machine", "host", "num_hosts", *MAY_TURN_ON)
 
 
 @dataclass(frozen=True)
 class Beginning:
     """Shards 1, 2, ... that are stored and stay; `waiting`: numbers of those the bucket lacks.
 
-    complete: nothing is left to compute; settled: nor to upload or to write down.
+    complete: nothing is left to compute; settled: nor to upload or to write down. skipped_rows: of
+    a complete extraction, those after its last sample included.
     """
 
     commits: list[Commit] = field(default_factory=list)
     waiting: frozenset[int] = frozenset()
     complete: bool = False
     settled: bool = False
+    skipped_rows: int = 0
 
 
 def take_up(
@@ -84,7 +88,9 @@ def take_up(
     complete = [_complete(stored, count, max_samples) for stored in both]
     if any(complete):
         settled = complete[-1] and not waiting
-        return Beginning(chosen, frozenset(waiting), True, settled)
+        told = (stored.metadata for stored, done in zip(both, complete, strict=True) if done)
+        skipped = max(metadata["skipped_rows"] for metadata in told if metadata is not None)
+        return Beginning(chosen, frozenset(waiting), True, settled, skipped)
     if chosen and chosen[-1].partial:
         waiting.discard(chosen.pop().number)
     return Beginning(chosen, frozenset(waiting))
@@ -104,9 +110,10 @@ def _check_identity(place: str, stored: Stored, identity: Mapping[str, Any]) -> 
 
 
 def compare_identities(place: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises InputError with the first field that differs."""
+    """Raises InputError with the first field that differs and was not just turned on."""
     for name in [*wanted, *found]:
-        if found.get(name) != wanted.get(name):
+        turned_on = name in MAY_TURN_ON and wanted.get(name)
+        if found.get(name) != wanted.get(name) and not turned_on:
             before, now = _short(found.get(name)), _short(wanted.get(name))
             raise InputError(
                 f"{place}: already holds an extraction with another {name}: "

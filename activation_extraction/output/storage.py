@@ -20,8 +20,8 @@ from activation_extraction.output.commits import (
     FORMAT_VERSION,
     METADATA,
     METRICS,
-    digest_of,
     read_stored,
+    run_of,
     seal,
 )
 from activation_extraction.output.committer import Committer, Key, StorageError, Totals
@@ -95,7 +95,7 @@ class ActivationStorage:
             self._hooks,
             compress,
             delete_local,
-            digest_of(self._identity),
+            run_of(self._identity),
         )
         self._begin(Beginning() if overwrite else self._look())
         self._incomplete: dict[int, dict[Key, Record]] = {}
@@ -117,6 +117,7 @@ class ActivationStorage:
         stored = [commit for commit in commits if commit.number not in beginning.waiting]
         self._beginning = beginning
         self._committer.begin(stored)
+        self.totals.count_skipped(beginning.skipped_rows)
         self._last_stored = self._last_sample = commits[-1].last if commits else -1
         self._cursor: Cursor | None = commits[-1].cursor if commits else None
         self._shards_cut = len(commits)
@@ -292,16 +293,18 @@ class ActivationStorage:
         self._pending, self._pending_bytes = [], 0  # not before: Ctrl-C may come while it waits
         self._shards_cut += 1
 
-    def finalize(self, complete: bool = True) -> None:
+    def finalize(self, complete: bool = True, skipped_rows: int = 0) -> None:
         """Commits every complete sample and metadata.json, and waits until all is stored.
 
-        complete: False when the run ends before its data does. Calling it again does nothing.
-        Raises ValueError, after committing, when a complete run leaves a sample incomplete.
+        complete: False when the run ends before its data does. skipped_rows: in all, where more
+        were skipped than the cursors count. Calling it again does nothing. Raises ValueError, after
+        committing, when a complete run leaves a sample incomplete.
         """
         if self._finalized or (self._beginning.settled and self._lock is None):
             return self.close()
         complete = complete or self._beginning.complete
         self.open()
+        self.totals.count_skipped(skipped_rows)
         self._finalized = True
         done = False
         try:
@@ -344,6 +347,7 @@ class ActivationStorage:
             "samples": totals.samples,
             "tokens": totals.tokens,
             "bytes": totals.bytes,
+            "skipped_rows": totals.skipped_rows,
             "max_samples": self._max_samples,
             "seconds": round(time.perf_counter() - self._began, 3),
             "written": round(time.time(), 3),

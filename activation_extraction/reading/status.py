@@ -1,5 +1,6 @@
 """How far an extraction is, over all machines and hosts; reads its JSON files only."""
 
+import re
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -106,17 +107,29 @@ def _finished_files(names: Iterable[str]) -> list[str]:
 
 
 def expected_names(folders: dict[str, Stored]) -> list[str]:
-    """The folders that a finished run has, as far as what is there tells."""
-    for name, stored in folders.items():
-        if stored.metadata is not None:
-            identity = stored.metadata["identity"]
-            machines, hosts = identity.get("total_machines", 1), identity.get("num_hosts", 1)
-            return [
-                "" if name == "" else part_folder(machine, host, hosts)
-                for machine in range(machines)
-                for host in range(hosts)
-            ]
-    return list(folders)
+    """The folders that a finished run has, as far as what is there tells.
+
+    Each machine has its own number of hosts.
+    """
+    known = {name: s.metadata["identity"] for name, s in folders.items() if s.metadata is not None}
+    if not known or "" in known:
+        return [""] if known else list(folders)
+    expected = []
+    for machine in range(next(iter(known.values())).get("total_machines", 1)):
+        alone = part_folder(machine, 0, 1)
+        names = [name for name in folders if name.split("_host_")[0] == alone]
+        told = [known[name].get("num_hosts", 1) for name in names if name in known]
+        hosts = told[0] if told else _hosts_by_name(names)
+        expected += [part_folder(machine, host, hosts) for host in range(hosts)]
+    return expected
+
+
+def _hosts_by_name(names: list[str]) -> int:
+    """At least so many hosts a machine has that left these folders; 1 where there are none."""
+    numbers = [
+        int(found[1]) for found in map(re.compile(r".*_host_(\d+)").fullmatch, names) if found
+    ]
+    return max(*numbers, 1) + 1 if numbers else 1
 
 
 def parts_of(folders: dict[str, Stored]) -> list[Part]:

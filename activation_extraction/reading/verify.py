@@ -23,6 +23,7 @@ from activation_extraction.output.shards import Record, Shard, read_shard
 from activation_extraction.output.statistics import Statistics, merge_all
 from activation_extraction.output.stores import Store
 from activation_extraction.reading.status import expected_names, read_folders
+from activation_extraction.text.workers import Worker
 
 WORKERS = 4  # shards read at the same time; each is unpacked in memory
 PICKLE_BYTES_PER_RECORD = 2000  # text preview, ids and pickle's own, generously
@@ -106,6 +107,7 @@ def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
 def _check_folders(folders: dict[str, Stored]) -> Iterator[str]:
     """All that the JSON files and the file sizes tell."""
     common: dict[str, Any] | None = None
+    hosts: dict[int, int] = {}  # of every machine
     expected = expected_names(folders)
     for name in expected:
         if name not in folders:
@@ -126,6 +128,8 @@ def _check_folders(folders: dict[str, Stored]) -> Iterator[str]:
             yield f"{_path(name, METADATA)}: lacks what every run records: {error!r}"
             continue
         common = common or shared
+        if hosts.setdefault(identity["machine"], identity["num_hosts"]) != identity["num_hosts"]:
+            yield f"{name}: is of another run: its num_hosts differs"
         for key in common:
             if shared.get(key) != common[key]:
                 yield f"{name}: is of another run: its {key} differs"
@@ -140,8 +144,8 @@ def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterat
     if metadata["status"] != "complete":
         yield f"{_path(name, METADATA)}: the run is not complete: {metadata['status']}"
     commits = stored.in_order
-    world = identity["total_machines"] * hosts
-    upcoming = machine * hosts + host  # the next sample
+    worker = Worker(machine, identity["total_machines"], host, hosts)
+    upcoming = worker.sample_idx(0)
     cursor = 0
     for expected_number, commit in enumerate(commits, start=1):
         where = _path(name, commit.name)
@@ -153,12 +157,12 @@ def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterat
         if commit.first != upcoming:
             word = "is missing" if commit.first > upcoming else "is there twice"
             yield f"{where}: sample {min(upcoming, commit.first)} {word}"
-        if commit.last != commit.first + world * (commit.count - 1):
+        if commit.last != commit.first + worker.stride * (commit.count - 1):
             yield f"{where}: {commit.count} samples do not go from {commit.first} to {commit.last}"
-        upcoming = commit.last + world
+        upcoming = commit.last + worker.stride
         if commit.cursor is not None:
             position = commit.cursor["samples"]
-            if not cursor <= position <= upcoming // world:
+            if not cursor <= position <= upcoming // worker.stride:
                 yield f"{where}: its cursor does not follow from the one before"
             cursor = position
     for commit in commits[:-1]:
@@ -246,8 +250,8 @@ def _check_records(shard: Shard, metadata: dict[str, Any], commit: Commit) -> It
     if [hook["name"] for hook in commit.hooks] != identity["hooks"]:
         yield "has other hooks than its run"
         return
-    world = identity["total_machines"] * identity["num_hosts"]
-    indices = list(range(commit.first, commit.last + 1, world))
+    stride = Worker(machines=identity["total_machines"], hosts=identity["num_hosts"]).stride
+    indices = list(range(commit.first, commit.last + 1, stride))
     for hook in commit.hooks:
         records = shard[hook["key"]]
         if [record["sample_idx"] for record in records] != indices:

@@ -1,17 +1,16 @@
 """Where text comes from: a Hugging Face data set or files, streamed, and split between workers.
 
 A stream yields the rows of one worker in a fixed order and can be continued from any state that it
-reported. Rows without text are not documents. ARC-AGI rows are rendered by `arc_prompt`.
+reported. Rows without text are not documents. ARC-AGI rows are rendered by `arc_prompt`. A row that
+cannot be used (not JSON, no such column, no text in it) is named with its place, or skipped.
 """
 
-import json
+import logging
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -22,14 +21,19 @@ from fsspec.core import url_to_fs
 from huggingface_hub import HfApi
 
 from activation_extraction.cli.errors import InputError, RunError, one_line
+from activation_extraction.text.rows import FileRow, UnusableRowError, json_lines, parquet_rows
+from activation_extraction.text.workers import Worker
+
+log = logging.getLogger("extract_activations")
 
 PARQUET = (".parquet",)
 JSON_LINES = (".jsonl", ".jsonl.gz")
-OTHER_COLUMNS = ("id", "train", "test")
-# Below this many pieces per worker, Parquet files are split into row groups for an even share.
-PIECES_PER_WORKER = 16
+# Below this many pieces per share, Parquet files are split into row groups for even shares.
+PIECES_PER_SHARE = 16
 READERS = 32  # files whose sizes or footers are read at the same time
-
+CHECKED_ROWS = 1000  # one of the first so many rows must be usable
+LOGGED_ROWS = 10  # of those that are skipped; there may be millions
+SKIP = "add --skip_bad_rows (and leave out --overwrite) to skip such rows and continue"
 
 DocId = str | int | float | None
 
@@ -84,7 +88,7 @@ def open_files(path: str, text_column: str) -> datasets.IterableDataset:
                 "groups": [n for _, n in groups],
                 "text_column": text_column,
             }
-        rows = _parquet_rows if parquet else _json_lines
+        rows = parquet_rows if parquet else json_lines
         return datasets.IterableDataset.from_generator(rows, gen_kwargs=pieces)
     except InputError:
         raise
@@ -132,52 +136,6 @@ def _row_groups(url: str) -> int:
             raise InputError(f"--dataset_path {url}: {one_line(error)}") from error
 
 
-def _parquet_rows(urls: list[str], groups: list[int], text_column: str) -> Iterator[dict[str, Any]]:
-    """The rows of these row groups (group `groups[i]` of file `urls[i]`)."""
-    for url, pairs in groupby(zip(urls, groups, strict=True), key=itemgetter(0)):
-        with _naming(url), fsspec.open(url, "rb") as file:
-            parquet = pyarrow.parquet.ParquetFile(file)
-            columns = parquet.schema_arrow.names
-            wanted = [c for c in (text_column, *OTHER_COLUMNS) if c in columns]
-            if text_column not in columns and not {"train", "test"} <= set(columns):
-                raise InputError(
-                    f"--text_column {text_column}: no such column in {url}; "
-                    f"there are {', '.join(columns)}"
-                )
-            for _, group in pairs:
-                for batch in parquet.iter_batches(256, row_groups=[group], columns=wanted):
-                    yield from batch.to_pylist()
-
-
-def _json_lines(urls: list[str]) -> Iterator[dict[str, Any]]:
-    for url in urls:
-        with _naming(url), fsspec.open(url, "rb", compression="infer") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _json_object(line, f"{url} line {number}")
-
-
-@contextmanager
-def _naming(url: str) -> Iterator[None]:
-    """Whatever fails within says with which file."""
-    try:
-        yield
-    except (InputError, RunError):
-        raise
-    except Exception as error:  # whatever a file system or a file format may raise
-        raise RunError(f"{url}: {one_line(error)}") from error
-
-
-def _json_object(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{where}: not JSON: {one_line(error)}") from error
-    if not isinstance(row, dict):
-        raise RunError(f"{where}: expected a JSON object, found {type(row).__name__}")
-    return row
-
-
 def arc_prompt(row: dict[str, Any]) -> str:
     """The prompt for an ARC-AGI task: its training pairs, then each test input to be solved.
 
@@ -210,72 +168,134 @@ def _grid(grid: list[list[int]]) -> str:
 
 
 class DocumentStream:
-    """The documents of worker `rank` of `world`, in order.
+    """The documents of one worker, in order. `skipped_rows` counts the rows that were skipped.
 
-    Every row belongs to exactly one worker. Workers take whole pieces (files or Parquet row groups)
-    where there are enough of them; otherwise those that share a piece take its rows in turn.
+    Every row belongs to exactly one worker, and a machine's rows do not depend on how many hosts
+    any machine has. Machines, and the hosts of a machine, take whole pieces (files or Parquet row
+    groups) where there are enough of them; otherwise those that share a piece take its rows in
+    turn.
     """
 
     def __init__(
-        self, dataset: datasets.IterableDataset, text_column: str, rank: int = 0, world: int = 1
+        self,
+        dataset: datasets.IterableDataset,
+        text_column: str,
+        worker: Worker | None = None,
+        skip_bad_rows: bool = False,
     ) -> None:
-        if world > 1 and dataset.num_shards < PIECES_PER_WORKER * world:
-            dataset = dataset.reshard()
-        pieces = dataset.num_shards
-        if pieces >= world:
-            self._dataset = dataset.shard(num_shards=world, index=rank)
-            self._turn, self._turns = 0, 1
-        else:
-            piece = rank % pieces
-            self._dataset = dataset.shard(num_shards=pieces, index=piece)
-            self._turn, self._turns = rank // pieces, len(range(piece, world, pieces))
+        self.worker = worker or Worker()
+        dataset, turn, turns = _share(dataset, self.worker.machine, self.worker.machines)
+        self._dataset, again, hosts = _share(dataset, self.worker.host, self.worker.hosts)
+        self._turn, self._turns = turn + turns * again, turns * hosts
         self._text_column = text_column
+        self._skip_bad_rows = skip_bad_rows
+        self.skipped_rows = 0
         self._rows = 0  # rows read of the pieces, those of other workers included
         self._position: dict[str, Any] | None = None  # of the data set; None before the first row
 
     def state(self) -> dict[str, Any]:
         """JSON-compatible position after the last row that was read."""
-        return {"rows": self._rows, "dataset": self._position}
+        return {"rows": self._rows, "skipped": self.skipped_rows, "dataset": self._position}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Makes the next iteration continue where `state` was taken."""
         self._rows, self._position = state["rows"], state["dataset"]
+        self.skipped_rows = state["skipped"]
 
     def __iter__(self) -> Iterator[Document | None]:
-        """One item per row of this worker; None for a row without text.
+        """One item per row of this worker; None for a row that is skipped or has no text.
 
-        Raises RunError for a row that cannot be read.
+        Raises RunError when reading fails, and for a row that cannot be used.
         """
         if self._position is not None:
             self._dataset.load_state_dict(self._position)
-        try:
-            for row in self._dataset:
-                mine = self._rows % self._turns == self._turn
-                self._rows += 1
+        rows = iter(self._dataset)
+        while True:
+            try:
+                row = next(rows)
                 self._position = self._dataset.state_dict()
-                if mine:
-                    text = _text_of(row, self._text_column)
-                    yield Document(_valid(text), _plain(row.get("id"))) if text else None
-        except Exception as error:  # as in check_dataset
-            raise RunError(f"reading the data set failed: {one_line(error)}") from error
+            except StopIteration:
+                return
+            except Exception as error:  # whatever a file system or a file format may raise
+                remedy = error.remedy if isinstance(error, RunError) else None
+                where = "" if isinstance(error, RunError) else f" after {self._rows} rows"
+                raise RunError(
+                    f"reading the data set failed{where}: {one_line(error)}", remedy=remedy
+                ) from error
+            mine = self._rows % self._turns == self._turn
+            self._rows += 1
+            if mine:
+                yield self._document(row)
+
+    def _document(self, row: FileRow | dict[str, Any]) -> Document | None:
+        """Of the row that was read last."""
+        try:
+            columns = row.read() if isinstance(row, FileRow) else row
+            text = _text_of(columns, self._text_column)
+        except UnusableRowError as error:
+            where = row.where if isinstance(row, FileRow) else self._place(row)
+            if not self._skip_bad_rows:
+                raise RunError(f"a row cannot be used: {where}: {error}", remedy=SKIP) from error
+            self.skipped_rows += 1
+            level = logging.WARNING if self.skipped_rows <= LOGGED_ROWS else logging.DEBUG
+            log.log(level, "a row is skipped: %s: %s", where, error)
+            return None
+        if text is None or not text.strip():
+            return None
+        return Document(_valid(text), _plain(columns.get("id")))
+
+    def _place(self, row: dict[str, Any]) -> str:
+        """Of the row of a hub data set that was read last."""
+        whose = "of the data set" if self.worker == Worker() else "of those that this host reads"
+        own_id = f", id {row['id']!r:.80}" if "id" in row else ""
+        return f"row {self._rows - 1} (from 0) {whose}{own_id}"
 
 
-def check_dataset(dataset: datasets.IterableDataset, text_column: str) -> None:
-    """Raises InputError unless the first row can be read and has text, or is an ARC-AGI row."""
+def _share(
+    dataset: datasets.IterableDataset, index: int, count: int
+) -> tuple[datasets.IterableDataset, int, int]:
+    """Share `index` of `count` of a data set: its pieces, and whose turn it is in them.
+
+    Row n of the pieces belongs to the share when n % turns == turn; (pieces, turn, turns).
+    """
+    if count > 1 and dataset.num_shards < PIECES_PER_SHARE * count:
+        dataset = dataset.reshard()
+    pieces = dataset.num_shards
+    if pieces >= count:
+        return dataset.shard(num_shards=count, index=index), 0, 1
+    piece = index % pieces
+    turns = len(range(piece, count, pieces))
+    return dataset.shard(num_shards=pieces, index=piece), index // pieces, turns
+
+
+def check_dataset(
+    dataset: datasets.IterableDataset, text_column: str, skip_bad_rows: bool = False
+) -> None:
+    """Raises InputError unless the first row can be used; to skip some, one of the first."""
+    stream = DocumentStream(dataset, text_column, skip_bad_rows=skip_bad_rows)
+    read = 0
     try:
-        row = next(iter(dataset), None)
-    except Exception as error:  # whatever a file system or a file format may raise
-        raise InputError(f"the data set cannot be read: {one_line(error)}") from error
-    if row is None:
+        for read, _ in enumerate(islice(stream, CHECKED_ROWS), start=1):
+            if read > stream.skipped_rows:
+                return
+    except RunError as error:
+        raise with_remedy(error) from error
+    if not read:
         raise InputError("the data set is empty: it has no rows")
-    _text_of(row, text_column)
+    raise InputError(f"--skip_bad_rows: none of the first {read} rows can be used, see above")
+
+
+def with_remedy(error: RunError) -> InputError:
+    """The same error, found before anything expensive starts."""
+    return InputError(f"{error}; {error.remedy}" if error.remedy else str(error))
 
 
 def _text_of(row: dict[str, Any], column: str) -> str | None:
+    """Raises UnusableRowError where there is none, and no ARC-AGI task either."""
     if column in row:
         text = row[column]
         if text is not None and not isinstance(text, str):
-            raise InputError(
+            raise UnusableRowError(
                 f"--text_column {column}: expected text, found {type(text).__name__} {text!r:.40}"
             )
         return text
@@ -283,8 +303,8 @@ def _text_of(row: dict[str, Any], column: str) -> str | None:
         try:
             return arc_prompt(row)
         except (KeyError, TypeError) as error:
-            raise InputError(f"a row in ARC-AGI form has no grids: {error!r}") from error
-    raise InputError(f"--text_column {column}: no such column; there are {', '.join(row)}")
+            raise UnusableRowError(f"a row in ARC-AGI form has no grids: {error!r}") from error
+    raise UnusableRowError(f"--text_column {column}: no such column; there are {', '.join(row)}")
 
 
 def _valid(text: str) -> str:

@@ -17,9 +17,11 @@ from activation_extraction.text.documents import (
     describe_files,
     open_files,
     open_hub_dataset,
+    with_remedy,
 )
 from activation_extraction.text.packing import Batch, pack
 from activation_extraction.text.tokens import Prefetch, samples
+from activation_extraction.text.workers import Worker
 
 BATCHES_AHEAD = 4
 
@@ -44,30 +46,34 @@ def open_dataset(config: Config) -> tuple[datasets.IterableDataset, tuple[str, s
     return dataset, (source, revision)
 
 
+def open_documents(config: Config, host: Host, dataset: datasets.IterableDataset) -> DocumentStream:
+    """This host's part of the text."""
+    worker = Worker(config.machine_id, config.total_machines, host.id, host.count)
+    return DocumentStream(dataset, config.text_column, worker, config.skip_bad_rows)
+
+
 def open_batches(
     config: Config,
     host: Host,
     tokenizer: Tokenizer,
-    dataset: datasets.IterableDataset,
+    documents: DocumentStream,
     storage: ActivationStorage,
 ) -> Prefetch[Batch]:
-    """This host's part of the text that is not stored yet, as packed batches, prepared in the
+    """Those of `documents` that are not stored yet, as packed batches, prepared in the
     background."""
     if storage.complete:
         return Prefetch(iter(()), BATCHES_AHEAD)
-    rank = config.machine_id * host.count + host.id
-    world = config.total_machines * host.count
-    documents = DocumentStream(dataset, config.text_column, rank, world)
     stream = samples(
-        *(documents, tokenizer, config.max_seq_length, max_samples_of(config, host)),
-        *(rank, world, storage.cursor),
+        *(documents, tokenizer, config.max_seq_length),
+        *(max_samples_of(config, host), storage.cursor),
     )
     batches = Prefetch(pack(stream, config.batch_size, config.max_seq_length), BATCHES_AHEAD)
+    alone = documents.worker == Worker()
     try:
-        if batches.peek() is None and world == 1 and not storage.found_samples:
+        if batches.peek() is None and alone and not storage.found_samples:
             raise InputError("the data set is empty: no row has text")
     except RunError as error:
-        raise InputError(str(error)) from error
+        raise with_remedy(error) from error
     return batches
 
 

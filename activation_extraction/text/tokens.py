@@ -101,14 +101,12 @@ def samples(
     tokenizer: Tokenizer,
     max_tokens: int,
     max_samples: int | None = None,
-    rank: int = 0,
-    world: int = 1,
     start: Cursor | None = None,
 ) -> Iterator[Sample]:
     """The samples of one worker: documents cut to their first `max_tokens` tokens.
 
-    Sample n of worker r of w has `sample_idx` n * w + r. Stops after sample `max_samples` - 1.
-    `start` is a cursor of an earlier iteration over the same data.
+    Stops after `max_samples` of them. `start` is a cursor of an earlier iteration over the same
+    data. A cursor's `skipped_rows` counts the rows that were skipped before its sample.
     """
     number = skip = 0
     if start is not None:
@@ -121,25 +119,26 @@ def samples(
         wanted = CHUNK_ROWS if max_samples is None else min(CHUNK_ROWS, max_samples - number)
         if wanted <= 0:
             return
-        chunk: list[Document | None] = []
+        chunk: list[tuple[Document | None, int]] = []
         failure: RunError | None = None
         try:
             for document in islice(rows, wanted):
-                chunk.append(document)
+                chunk.append((document, documents.skipped_rows))
         except RunError as error:
             failure = error
-        kept = [document for document in chunk if document is not None]
-        encoded = _encode(tokenizer, [document.text for document in kept], max_tokens)
-        tokenised = [(d, ids) for d, ids in zip(kept, encoded, strict=True) if ids]
-        for offset, (document, ids) in enumerate(tokenised):
+        kept = [(document, skipped) for document, skipped in chunk if document is not None]
+        encoded = _encode(tokenizer, [document.text for document, _ in kept], max_tokens)
+        tokenised = [(*pair, ids) for pair, ids in zip(kept, encoded, strict=True) if ids]
+        for offset, (document, skipped, ids) in enumerate(tokenised):
             if number >= first:
+                place = {"skipped_rows": skipped, "stream": state}
                 yield Sample(
-                    sample_idx=number * world + rank,
+                    sample_idx=documents.worker.sample_idx(number),
                     token_ids=np.asarray(ids, np.int32),
                     text_preview=document.text[:PREVIEW_CHARACTERS],
                     doc_id=document.doc_id,
-                    cursor={"samples": number, "skip": offset, "stream": state},
-                    next_cursor={"samples": number + 1, "skip": offset + 1, "stream": state},
+                    cursor={"samples": number, "skip": offset, **place},
+                    next_cursor={"samples": number + 1, "skip": offset + 1, **place},
                 )
             number += 1
         if failure is not None:

@@ -1,0 +1,92 @@
+"""The rows of files, each with its place, so that one that cannot be used can be named."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+
+from activation_extraction.cli.errors import RunError, one_line
+
+OTHER_COLUMNS = ("id", "train", "test")
+REPLACE = (
+    "replace the damaged file; with another size of it the run cannot continue and needs "
+    "--overwrite"
+)
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, pyarrow.ArrowException)
+
+
+class UnusableRowError(Exception):
+    """A row has no text that could be read. The message says why."""
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """A row of a file. `read` gives its columns, or raises UnusableRowError."""
+
+    where: str
+    read: Callable[[], dict[str, Any]]
+
+
+def parquet_rows(urls: list[str], groups: list[int], text_column: str) -> Iterator[FileRow]:
+    """The rows of these row groups (group `groups[i]` of file `urls[i]`)."""
+    for url, pairs in groupby(zip(urls, groups, strict=True), key=itemgetter(0)):
+        with _naming(url), fsspec.open(url, "rb") as file:
+            parquet = pyarrow.parquet.ParquetFile(file)
+            columns = parquet.schema_arrow.names
+            wanted = [c for c in (text_column, *OTHER_COLUMNS) if c in columns]
+            if text_column not in columns and not {"train", "test"} <= set(columns):
+                wanted = columns  # for the message, which names all of them
+            for _, group in pairs:
+                row = 0
+                for batch in parquet.iter_batches(256, row_groups=[group], columns=wanted):
+                    for at in range(batch.num_rows):
+                        where = f"{url} row group {group} row {row} (both from 0)"
+                        yield FileRow(where, partial(_arrow_row, batch.slice(at, 1)))
+                        row += 1
+
+
+def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
+    try:
+        return batch.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        raise UnusableRowError(f"not UTF-8: {error}") from error
+
+
+def json_lines(urls: list[str]) -> Iterator[FileRow]:
+    for url in urls:
+        with _naming(url), fsspec.open(url, "rb", compression="infer") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield FileRow(f"{url} line {number}", partial(_json_object, line))
+
+
+@contextmanager
+def _naming(url: str) -> Iterator[None]:
+    """Whatever fails within says with which file."""
+    try:
+        yield
+    except Exception as error:  # whatever a file system or a file format may raise
+        remedy = REPLACE if isinstance(error, DAMAGE) else None
+        raise RunError(f"{url}: {one_line(error)}", remedy=remedy) from error
+
+
+def _json_object(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.rstrip(b"\r\n"))
+    except json.JSONDecodeError as error:  # its own text would count lines once more
+        raise UnusableRowError(f"not JSON: {error.msg}, column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise UnusableRowError(f"not JSON: {one_line(error)}") from error
+    if not isinstance(row, dict):
+        raise UnusableRowError(f"expected a JSON object, found {type(row).__name__}")
+    return row

@@ -1,0 +1,26 @@
+"""The workers of a run, one for each host of each machine, and which samples are whose.
+
+The data is split between the machines first. A machine's hosts then split what the machine got, so
+each machine may have its own number of hosts.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Host `host` of the `hosts` of machine `machine`, which is one of `machines`."""
+
+    machine: int = 0
+    machines: int = 1
+    host: int = 0
+    hosts: int = 1
+
+    def sample_idx(self, number: int) -> int:
+        """Index of this worker's sample `number`, unique over all machines and hosts."""
+        return (number * self.hosts + self.host) * self.machines + self.machine
+
+    @property
+    def stride(self) -> int:
+        """Between the indices of two samples in a row."""
+        return self.hosts * self.machines

@@ -1,0 +1,284 @@
+"""Rows that cannot be used: each is named with its place and ends the run, or is skipped and
+counted, whatever interrupts the run. Rows without text are no samples and are not counted."""
+
+import gzip
+import json
+import random
+import shutil
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from test_hosts import flags_for
+from test_resume import content, set_status
+
+import extract_activations
+from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.text import documents, tokens
+from activation_extraction.text.documents import DocumentStream, check_dataset, open_files
+from activation_extraction.text.tokens import samples
+from activation_extraction.text.workers import Worker
+
+GOOD = '{"text": "good"}'
+NOT_UTF8 = pyarrow.array([b"good", b"\xff", b"good"]).view(pyarrow.string())
+
+
+def stream_of(path, worker=None, skip=False):
+    return DocumentStream(open_files(str(path), "text"), "text", worker, skip)
+
+
+def write_lines(path, lines, end="\n"):
+    data = end.join([*lines, ""]).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def write_parquet(path, row_group_size=2, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=row_group_size)
+    return path
+
+
+JSON_LINES = {
+    "not JSON": ('{"text": "cut', "not JSON: Unterminated string starting at, column 10"),
+    "no object": ("[1, 2]", "expected a JSON object, found list"),
+    "a number": ('{"text": 5}', "--text_column text: expected text, found int 5"),
+    "a list": ('{"text": ["a"]}', "--text_column text: expected text, found list"),
+    "no column": ('{"other": "x"}', "--text_column text: no such column; there are other"),
+    "no grids": ('{"train": [{"input": [[1]]}], "test": []}', "a row in ARC-AGI form has no grids"),
+    "not UTF-8": ('{"text": "\udcff"}', "not JSON: "),
+}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("case", JSON_LINES)
+def test_a_line_is_named_or_skipped(tmp_path, name, case):
+    line, why = JSON_LINES[case]
+    whole = "\n".join([GOOD, "", line, GOOD]).encode(errors="surrogateescape")
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(whole) if name.endswith(".gz") else whole)
+    check_both_ways(path, f"{path} line 3: {why}", good=2, bad=1)
+
+
+PARQUET = {
+    "not text": ({"text": pyarrow.array([1, None, 3])}, 0, 0, "expected text, found int 1", 2),
+    "bytes": ({"text": pyarrow.array([None, None, b"x"])}, 1, 0, "expected text, found bytes", 1),
+    "no column": (
+        {"body": ["a"] * 3, "id": [1] * 3},
+        0,
+        0,
+        "no such column; there are body, id",
+        3,
+    ),
+    "not UTF-8": ({"text": NOT_UTF8}, 0, 1, "not UTF-8: ", 1),
+}
+
+
+@pytest.mark.parametrize("case", PARQUET)
+def test_a_row_of_a_parquet_file_is_named_or_skipped(tmp_path, case):
+    columns, group, row, why, bad = PARQUET[case]
+    write_parquet(tmp_path / "a.parquet", text=["good", "good"])
+    path = write_parquet(tmp_path / "b.parquet", **columns)
+    good = 4 if case == "not UTF-8" else 2
+    place = f"{path} row group {group} row {row} (both from 0): "
+    check_both_ways(tmp_path, place, why, good=good, bad=bad)
+
+
+def check_both_ways(path, *told, good, bad):
+    with pytest.raises(RunError) as caught:
+        list(stream_of(path))
+    assert str(caught.value).startswith("a row cannot be used: ")
+    assert all(part in str(caught.value) for part in told)
+    assert "--skip_bad_rows" in caught.value.remedy
+    stream = stream_of(path, skip=True)
+    texts = [document.text for document in stream if document]
+    assert (texts, stream.skipped_rows) == (["good"] * good, bad)
+
+
+def test_a_row_of_a_hub_data_set_is_named_by_its_number_and_id(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", 4, id=["a", "b", "c"], body=[1, 2, 3])
+    rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+    with pytest.raises(RunError, match=r"row 0 \(from 0\) of the data set, id 'a': --text"):
+        list(DocumentStream(rows, "text"))
+    with pytest.raises(RunError, match=r"row 2 \(from 0\) of those that this host reads, id 'c'"):
+        for document in DocumentStream(rows, "body", Worker(machine=2, machines=3)):
+            assert document
+
+
+def test_a_file_that_cannot_be_read_on_is_not_a_bad_row(tmp_path):
+    """Skipping rows does not pass over the rest of a file."""
+    whole = gzip.compress("".join(f'{{"text": "{n}"}}\n' for n in range(5000)).encode())
+    (tmp_path / "x.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RunError, match="data set failed: .*x.jsonl.gz: Compressed file") as caught:
+        list(stream_of(tmp_path, skip=True))
+    assert "replace the damaged file" in caught.value.remedy
+
+
+def test_rows_without_text_are_no_samples_and_not_bad(tmp_path):
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        ['{"text": null}', '{"text": ""}', r'{"text": " \n\t　"}', GOOD],
+    )
+    assert [document and document.text for document in stream_of(path)] == [None] * 3 + ["good"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_line_ends_blank_lines_and_a_last_line_cut_short(tmp_path, name, end):
+    path = write_lines(tmp_path / name, [GOOD, "", "  ", GOOD, '{"text": "cu'], end)
+    check_both_ways(path, f"{path} line 5: not JSON", good=2, bad=1)
+    path = write_lines(tmp_path / name, ['\ufeff{"text": "good"}', GOOD], end)
+    assert [document.text for document in stream_of(path)] == ["good", "good"]
+
+
+def write_many(folder, chance):
+    """Files with bad rows among good ones; the number of bad ones."""
+    folder.mkdir()
+    bad = 0
+    for number in range(chance.randint(1, 4)):
+        lines = [chance.choice([GOOD, GOOD, '{"text": ""}', "{", "[]"]) for _ in range(40)]
+        bad += sum(line in ("{", "[]") for line in lines)
+        write_lines(folder / f"{number}.jsonl", lines)
+    return bad
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_workers_count_every_bad_row_once(tmp_path, seed):
+    chance = random.Random(seed)
+    bad = write_many(tmp_path / "data", chance)
+    counted = 0
+    for machine in range(3):
+        hosts = chance.randint(1, 4)
+        for host in range(hosts):
+            stream = stream_of(tmp_path / "data", Worker(machine, 3, host, hosts), skip=True)
+            for _ in stream:
+                pass
+            counted += stream.skipped_rows
+    assert counted == bad
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_count_continues_at_every_sample(tmp_path, tokenizer, monkeypatch, seed):
+    """Whatever a chunk reads again is not counted again; with a limit, nothing behind it is."""
+    monkeypatch.setattr(tokens, "CHUNK_ROWS", 7)
+    write_many(tmp_path / "data", random.Random(seed))
+
+    def run(start=None, most=None):
+        stream = stream_of(tmp_path / "data", skip=True)
+        found = list(samples(stream, tokenizer, 8, most, json.loads(json.dumps(start))))
+        return found, stream.skipped_rows
+
+    full, skipped = run()
+    assert 0 < skipped and full[-1].next_cursor["skipped_rows"] <= skipped
+    for n, sample in enumerate(full):
+        for start, at in ((sample.cursor, n), (sample.next_cursor, n + 1)):
+            again, count = run(start)
+            assert count == skipped
+            assert [s.next_cursor["skipped_rows"] for s in again] == [
+                s.next_cursor["skipped_rows"] for s in full[at:]
+            ]
+        assert run(most=n + 1)[1] == sample.next_cursor["skipped_rows"]
+
+
+def test_the_first_rows_are_checked_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "CHECKED_ROWS", 3)
+    path = write_lines(tmp_path / "a.jsonl", ["{", "[]", GOOD])
+    rows = open_files(str(path), "text")
+    with pytest.raises(InputError, match="line 1: not JSON.*add --skip_bad_rows"):
+        check_dataset(rows, "text")
+    check_dataset(rows, "text", skip_bad_rows=True)
+    with pytest.raises(InputError, match="none of the first 3 rows can be used"):
+        check_dataset(rows, "body", skip_bad_rows=True)
+
+
+@pytest.fixture(scope="module")
+def stopped(demo_inputs, tmp_path_factory):
+    """Data with three bad lines, the last one at its end; flags; the output of a run that stopped
+    at the first one, and of one that skipped them all."""
+    folder = tmp_path_factory.mktemp("stopped")
+    lines = [json.dumps({"text": f"a text with number {n}", "id": n}) for n in range(160)]
+    lines[90:90] = ["{", '{"text": 5}']
+    path = write_lines(folder / "rows.jsonl", [*lines, '{"text": "cu'])
+    small = (
+        "--dataset_path",
+        path,
+        "--batch_size",
+        1,
+        "--no_data_parallel",
+        "--shard_size_gb",
+        0.0001,
+    )
+
+    def flags(output, *more):
+        return [str(flag) for flag in flags_for(demo_inputs, output, *small, *more)]
+
+    assert extract_activations.main(flags(folder / "all", "--skip_bad_rows")) == 0
+    assert extract_activations.main(flags(folder / "some")) == 1
+    return folder, flags
+
+
+def metadata_of(folder):
+    return json.loads((folder / "metadata.json").read_text())
+
+
+def test_a_run_that_stopped_at_a_bad_row_goes_on_and_skips(stopped, tmp_path, capsys):
+    """The bytes are those of a run that skipped from the beginning; so is the count."""
+    folder, flags = stopped
+    shutil.copytree(folder / "some", tmp_path / "out")
+    before = metadata_of(tmp_path / "out")
+    assert (before["status"], before["skipped_rows"]) == ("interrupted", 0)
+    assert 0 < before["samples"] < 90
+    assert extract_activations.main(flags(tmp_path / "out")) == 1
+    assert f"{folder}/rows.jsonl line 91: not JSON" in capsys.readouterr().err
+    for _ in range(2):  # the second one finds that all is done
+        assert extract_activations.main(flags(tmp_path / "out", "--skip_bad_rows")) == 0
+        assert (
+            "\nskipped: 3 rows that cannot be used (--skip_bad_rows)\n" in capsys.readouterr().out
+        )
+        assert metadata_of(tmp_path / "out")["skipped_rows"] == 3
+    assert content(tmp_path / "out") == content(folder / "all")
+    assert extract_activations.main(flags(tmp_path / "out")) == 2
+    told = "already holds an extraction with another skip_bad_rows: True, now False"
+    assert told in capsys.readouterr().err
+    assert extract_activations.main(["--verify", "--output_dir", str(tmp_path / "out")]) == 0
+
+
+def test_the_count_survives_a_kill(stopped, tmp_path):
+    folder, flags = stopped
+    shards = len(list((folder / "all").glob("shard_*.json")))
+    counts = []
+    for kept in (shards // 2, shards - 2):  # before the first bad row and behind it
+        out = tmp_path / str(kept)
+        shutil.copytree(folder / "all", out)
+        for path in out.glob("shard_*"):
+            if int(path.name[6:10]) > kept:
+                path.unlink()
+        set_status(out, "running")
+        assert extract_activations.main(flags(out, "--skip_bad_rows")) == 0
+        assert content(out) == content(folder / "all")
+        counts.append(metadata_of(out)["skipped_rows"])
+    assert counts == [3, 3]
+
+
+def test_a_limit_counts_only_rows_before_it(stopped, tmp_path):
+    _, flags = stopped
+    for most, expected in ((100, 2), (170, 3)):
+        limit = ("--skip_bad_rows", "--max_samples", str(most))
+        assert extract_activations.main(flags(tmp_path / "out", *limit)) == 0
+        metadata = metadata_of(tmp_path / "out")
+        assert (metadata["samples"], metadata["skipped_rows"]) == (min(most, 160), expected)
+
+
+def test_a_machine_without_any_row_to_use_counts_its_rows(demo_inputs, tmp_path, check):
+    """Also when it starts again. The other machine need not skip rows."""
+    (tmp_path / "data").mkdir()
+    write_lines(tmp_path / "data/a.jsonl", [GOOD] * 3)
+    write_lines(tmp_path / "data/b.jsonl", ["{"] * 4)
+    flags = flags_for(demo_inputs, tmp_path / "out", "--dataset_path", tmp_path / "data")
+    flags = [str(flag) for flag in (*flags, "--total_machines", 2)]
+    for _ in range(2):
+        assert extract_activations.main([*flags, "--machine_id", "1", "--skip_bad_rows"]) == 0
+        metadata = metadata_of(tmp_path / "out/machine_001")
+        assert (metadata["samples"], metadata["skipped_rows"]) == (0, 4)
+    assert extract_activations.main([*flags, "--machine_id", "0"]) == 0
+    assert check(tmp_path / "out") == []
