@@ -22,6 +22,7 @@ from fsspec.core import url_to_fs
 from huggingface_hub import HfApi
 
 from activation_extraction.cli.errors import InputError, RunError, one_line
+from activation_extraction.cli.retries import hub_requests, name_unknown
 
 PARQUET = (".parquet",)
 JSON_LINES = (".jsonl", ".jsonl.gz")
@@ -49,13 +50,19 @@ def open_hub_dataset(
 
     Raises InputError with the hub's reason if there is none.
     """
+    wanted = " ".join(filter(None, (name, config, split)))
     try:
-        revision = revision or str(HfApi().dataset_info(name).sha)
-        found = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
+        with hub_requests(f"--dataset_name {wanted}"):
+            revision = revision or str(HfApi().dataset_info(name).sha)
+            found = datasets.load_dataset(
+                name, config, split=split, revision=revision, streaming=True
+            )
         return found, revision
     except Exception as error:  # whatever the hub, the network or a file format may raise
-        wanted = " ".join(filter(None, (name, config, split)))
-        raise InputError(f"--dataset_name {wanted}: {one_line(error)}") from error
+        reason = one_line(error)
+        if name_unknown(error):
+            reason = "the hub's name does not resolve: offline? --dataset_path reads local files"
+        raise InputError(f"--dataset_name {wanted}: {reason}") from error
 
 
 def open_files(path: str, text_column: str) -> datasets.IterableDataset:
@@ -263,7 +270,8 @@ class DocumentStream:
 def check_dataset(dataset: datasets.IterableDataset, text_column: str) -> None:
     """Raises InputError unless the first row can be read and has text, or is an ARC-AGI row."""
     try:
-        row = next(iter(dataset), None)
+        with hub_requests("the data set"):
+            row = next(iter(dataset), None)
     except Exception as error:  # whatever a file system or a file format may raise
         raise InputError(f"the data set cannot be read: {one_line(error)}") from error
     if row is None:
