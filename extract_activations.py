@@ -28,6 +28,7 @@ from activation_extraction.cli.config import Config, parse_args
 from activation_extraction.cli.console import Clock, Progress, log, start_logging, stop_on_signals
 from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.model.compilation import use_compilation_cache
+from activation_extraction.model.digests import digest_files
 from activation_extraction.model.forward import (
     Forward,
     build_model,
@@ -38,6 +39,7 @@ from activation_extraction.model.forward import (
     prepare_model,
 )
 from activation_extraction.model.mesh import peak_flops
+from activation_extraction.model.revisions import choose_commit, same_commit
 from activation_extraction.output.places import (
     check_unused,
     open_bucket,
@@ -56,7 +58,6 @@ from activation_extraction.run.hosts import (
     Watchdog,
     agree,
     any_host,
-    digest_files,
     join,
     last_words,
     part,
@@ -225,10 +226,17 @@ def join_hosts(config: Config) -> Host:
 
 def prepare_together(config: Config, host: Host) -> Job:
     """Checks the request here and compares it with the other hosts'. Raises InputError."""
-    job, problem = None, None
+    job, found, problem = None, None, None
     fields: dict[str, Any] = {}
     try:
-        job = prepare(config, host)
+        remote = prepare_output(config, host)
+        found = choose_commit(config)
+    except Exception as error:  # whatever it is, the other hosts must not wait for this one
+        problem = error
+    agree(host, {"--model_revision": config.model_revision}, problem)
+    commit = same_commit(host, found)
+    try:
+        job = prepare(config, host, remote, commit)
     except Exception as error:  # whatever it is, the other hosts must not wait for this one
         problem = error
     else:
@@ -284,10 +292,14 @@ def fingerprint(job: Job) -> dict[str, Any]:
     }
 
 
-def prepare(config: Config, host: Host) -> Job:
-    """Checks the whole request; what costs most, the weights, comes last. Raises InputError."""
-    folder = config.output_dir / config.folder_name(host.id, host.count, in_bucket=False)
-    check_output_dir(folder)
+def output_folder(config: Config, host: Host) -> Path:
+    """This host's local folder."""
+    return config.output_dir / config.folder_name(host.id, host.count, in_bucket=False)
+
+
+def prepare_output(config: Config, host: Host) -> Store | None:
+    """Checks where the output goes; returns the bucket's folder. Raises InputError."""
+    check_output_dir(output_folder(config, host))
     use_compilation_cache(config, host)
     remote = open_bucket(config, host)
     stale = stale_folders(config, host)
@@ -297,13 +309,22 @@ def prepare(config: Config, host: Host) -> Job:
             "--overwrite replaces it"
         )
     check_unused(stale)
+    return remote
+
+
+def prepare(config: Config, host: Host, remote: Store | None, commit: str | None) -> Job:
+    """Checks the rest of the request; what costs most, the weights, comes last.
+
+    commit: of the hub model. Raises InputError.
+    """
+    folder = output_folder(config, host)
     if config.demo:
         build_model(config, QwenConfig.from_hf(demo.MODEL_CONFIG), host)  # may refuse the flags
         log.info("demo: making a tiny Qwen2 model and sample documents")
         config = demo.prepare(
             config, folder, lambda raw: weight_table(Qwen2(QwenConfig.from_hf(raw))).values()
         )
-    forward = prepare_model(config, host)
+    forward = prepare_model(config, host, commit)
     tokenizer = load_tokenizer(forward.checkpoint, forward.model.config.vocab_size)
     dataset, data = open_dataset(config)
     check_dataset(dataset, config.text_column, config.skip_bad_rows)
@@ -363,6 +384,7 @@ def open_storage(
         metadata={
             "configuration": config.to_json(),
             "model": asdict(model.config),
+            "model_commit": forward.checkpoint.commit,
             "backend": jax.default_backend(),
             "mesh": forward.layout.shape,
             "versions": {package: version(package) for package in PACKAGES},

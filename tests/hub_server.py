@@ -1,10 +1,11 @@
 """A local HTTP server that answers as the Hugging Face hub does, for tests without internet.
 
 It owns the part of the hub's protocol that downloads and streaming use: repository information,
-file trees, and files with their commit, ETag and byte ranges; no LFS, Xet or login. Set HF_ENDPOINT
-to its address before huggingface_hub, datasets or transformers is imported. Files are read at each
-request from `models/ORG/NAME/` and `datasets/ORG/NAME/` under one root. A repository has the single
-revision `main`, whose commit id is derived from its files, so changed files are a new commit.
+file trees, and files with their commit, ETag (of safetensors the SHA-256, as of LFS files) and byte
+ranges; no Xet or login. Set HF_ENDPOINT to its address before huggingface_hub, datasets or
+transformers is imported. Files are read at each request from `models/ORG/NAME/` and
+`datasets/ORG/NAME/` under one root. These are the revision `main`; `NAME@v1` beside it is the
+revision `v1`. Commit ids are derived from the files, so changed files are a new commit.
 """
 
 import hashlib
@@ -71,14 +72,18 @@ class _Repo:
     """One repository as it lies on disk at the moment of a request."""
 
     def __init__(self, root: Path, kind: str, name: str, revision: str) -> None:
-        self.name, self.folder = name, root / kind / name
-        if not self.folder.is_dir():
+        self.name = name
+        main = root / kind / name
+        if not main.is_dir():
             raise _NotFound("RepoNotFound", "Repository not found")
-        entries = [self._entry(path) for path in sorted(self.folder.rglob("*"))]
-        self.entries = {entry["path"]: entry for entry in entries}
-        self.commit = hashlib.sha1(json.dumps([kind, name, entries]).encode()).hexdigest()
-        if revision not in ("main", self.commit):
-            raise _NotFound("RevisionNotFound", f"Invalid rev id: {revision}")
+        for folder in (main, *main.parent.glob(f"{main.name}@*")):
+            self.folder = folder
+            entries = [self._entry(path) for path in sorted(folder.rglob("*"))]
+            self.entries = {entry["path"]: entry for entry in entries}
+            self.commit = hashlib.sha1(json.dumps([kind, name, entries]).encode()).hexdigest()
+            if revision in (folder.name.partition("@")[2] or "main", self.commit):
+                return
+        raise _NotFound("RevisionNotFound", f"Invalid rev id: {revision}")
 
     def _entry(self, path: Path) -> dict:
         name, stat = path.relative_to(self.folder).as_posix(), path.stat()
@@ -147,6 +152,9 @@ class _Handler(BaseHTTPRequestHandler):
         entry = repo.entry(filename, "file")
         status, start, end = self._byte_range(entry["size"])
         headers = {"X-Repo-Commit": repo.commit, "ETag": f'"{entry["oid"]}"'}
+        if filename.endswith(".safetensors"):
+            digest = hashlib.sha256((repo.folder / filename).read_bytes()).hexdigest()
+            headers |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(entry["size"])}
         headers |= {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
         if status != 200:
             span = f"{start}-{end - 1}" if status == 206 else "*"

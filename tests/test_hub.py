@@ -1,6 +1,7 @@
 """Models and data sets of the hub, against a local server that answers as the hub does."""
 
 import gzip
+import json
 import os
 import pickle
 import shutil
@@ -15,8 +16,10 @@ from conftest import make_reference
 from hub_server import serve_hub
 
 import extract_activations
+from activation_extraction.model import digests
 from activation_extraction.run import demo
 
+TEXTS = ["--dataset_name", "org/texts", "--dataset_config", "small"]
 SCRIPT = Path(extract_activations.__file__)
 CONFIGS = """---
 configs:
@@ -81,6 +84,21 @@ def test_only_the_files_with_needed_layers_are_downloaded(hub, tmp_path):
         if path.startswith("/org/sharded/resolve/") and path.endswith(".safetensors")
     } & {path.name for path in every}
     assert 0 < len(fetched) < len(every)
+
+
+def test_the_hub_says_what_is_in_its_weights(hub, tmp_path, monkeypatch):
+    """They are not read for their digest, which is that of the same files in a local folder."""
+    done = run(hub, tmp_path, "--model_path", "org/tiny", *TEXTS, "--max_samples", "1")
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "out/metadata.json").read_text())["identity"]["model files"]
+    names = ("config.json", "model.safetensors")
+    assert stored == digests.digest_files([tmp_path / "hub/models/org/tiny" / n for n in names])
+    (snapshot,) = (tmp_path / "home/hub/models--org--tiny/snapshots").iterdir()
+    original = digests._read
+    read = []
+    monkeypatch.setattr(digests, "_read", lambda path: read.append(path.name) or original(path))
+    assert digests.digest_files([snapshot / name for name in names]) == stored
+    assert read == ["config.json"]
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,9 @@ def test_a_bucket_that_refuses_is_told_in_one_line_before_the_model_is_read(
     else:
         bucket.faults, bucket.rate = (fault,), 1.0
     assert extract_activations.main(command) == status
-    error = capsys.readouterr().err.strip()
-    assert message in error and error.startswith("error: ") and len(error.splitlines()) == 1
+    *before, error = capsys.readouterr().err.strip().splitlines()
+    assert message in error and error.startswith("error: ")
+    assert [("fails (" in line) for line in before] == [True] * (fault == "503")
     assert not (tmp_path / "out").exists()
 
 

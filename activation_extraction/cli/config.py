@@ -41,6 +41,7 @@ class Config:
     """
 
     model_path: str
+    model_revision: str | None
     dtype: str
     dataset_name: str | None
     dataset_config: str | None
@@ -179,6 +180,8 @@ def _check_places(flags: argparse.Namespace) -> None:
             raise InputError(f"--{flag}: needs --{needed}")
     if flags.verify_samples and flags.model_path is None:
         raise InputError("--verify_samples: needs --model_path")
+    if looking and flags.model_revision is not None and flags.model_path is None:
+        raise InputError("--model_revision: needs --model_path here")
     if looking and flags.overwrite or flags.status and flags.verify:
         raise InputError("--status, --verify and --overwrite exclude each other")
 
@@ -202,7 +205,10 @@ def _dataset(flags: argparse.Namespace) -> dict[str, str | None]:
 
 
 CONFLICTS = {
-    "demo": ("model_path", "dataset_name", "dataset_config", "dataset_split", "dataset_path"),
+    "demo": (
+        *("model_path", "model_revision"),
+        *("dataset_name", "dataset_config", "dataset_split", "dataset_path"),
+    ),
     "dataset_path": ("dataset_name", "dataset_config", "dataset_split"),
     "hook_names": ("layers_to_extract", "activation_type"),
 }

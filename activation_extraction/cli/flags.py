@@ -111,6 +111,13 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         f"(default: {DEFAULT_MODEL})",
     )
     group.add_argument(
+        "--model_revision",
+        type=_text,
+        metavar="NAME",
+        help="a branch, tag or commit of a hub model (default: the commit with which the "
+        "extraction began; for a new one the newest)",
+    )
+    group.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",

@@ -20,6 +20,7 @@ from activation_extraction.cli.config import DEFAULT_LAYERS, Config
 from activation_extraction.cli.console import log, on_terminal
 from activation_extraction.cli.errors import InputError, RunError, one_line
 from activation_extraction.model.compilation import watch_compiling
+from activation_extraction.model.digests import digest_files
 from activation_extraction.model.kernels import attention_for
 from activation_extraction.model.mesh import (
     HostRows,
@@ -31,9 +32,10 @@ from activation_extraction.model.mesh import (
     smallest_model_axis,
     usable_devices,
 )
+from activation_extraction.model.revisions import recorded_commit
 from activation_extraction.model.weights import Checkpoint, WeightSpec, load_params
 from activation_extraction.reading.verify import Recompute
-from activation_extraction.run.hosts import Host, digest_files
+from activation_extraction.run.hosts import Host
 from activation_extraction.run.loop import Step
 from activation_extraction.text.packing import Batch, pack, samples_of
 from qwen2_jax import Qwen2, QwenConfig, weight_table
@@ -65,9 +67,12 @@ class Forward:
         return self.model.config.flops(self.model.num_layers, lengths)
 
 
-def prepare_model(config: Config, host: Host) -> Forward:
-    """The model on its mesh, with a checkpoint that has been checked. Raises InputError."""
-    checkpoint = Checkpoint(config.model_path)
+def prepare_model(config: Config, host: Host, commit: str | None = None) -> Forward:
+    """The model on its mesh, with a checkpoint that has been checked. Raises InputError.
+
+    commit: of a hub model, instead of the revision that the configuration asks for.
+    """
+    checkpoint = Checkpoint(config.model_path, commit or config.model_revision)
     qwen = QwenConfig.from_file(checkpoint.file("config.json"))
     model, rows = build_model(config, qwen, host)
     weights = weight_table(model)
@@ -78,7 +83,7 @@ def prepare_model(config: Config, host: Host) -> Forward:
 
 
 def model_digest(forward: Forward) -> str:
-    """Of the configuration and the weights, as far as `digest_files` reads them."""
+    """Of the configuration and the weights, every byte of them."""
     return digest_files(forward.checkpoint.weight_files())
 
 
@@ -218,7 +223,8 @@ def load_again(config: Config, metadata: dict[str, Any]) -> Recompute:
         max_seq_length=identity["max_seq_length"],
     )
     with device_errors():
-        forward = prepare_model(config, Host())
+        commit = None if config.model_revision else recorded_commit(config, metadata)
+        forward = prepare_model(config, Host(), commit)
         if model_digest(forward) != identity["model files"]:
             raise InputError(f"--model_path {config.model_path}: is another model than the stored")
         step = compile_step(forward)

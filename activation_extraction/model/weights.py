@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from huggingface_hub import hf_hub_download
+from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
@@ -33,6 +33,7 @@ from jax import lax
 from safetensors import SafetensorError, safe_open
 
 from activation_extraction.cli.errors import InputError, one_line
+from activation_extraction.cli.retries import hub_requests, name_unknown
 from activation_extraction.model.mesh import Layout
 
 SINGLE_FILE = "model.safetensors"
@@ -161,15 +162,33 @@ class Checkpoint:
     floating-point safetensors checkpoint.
     """
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, revision: str | None = None) -> None:
+        """revision: a branch, tag or commit of a hub model; None: its main branch."""
         self.model_path = model_path
         self._local = Path(os.path.expanduser(model_path))
-        self._revision: str | None = None  # of the hub: that of the first file, for all others
+        # After the first file its commit: all others are of the same one.
+        self._revision = revision
         self._found: dict[str, Path | None] = {}
         if os.path.isfile(self._local):
             raise InputError(f"--model_path {model_path}: is a file, expected a folder")
         if not os.path.isdir(self._local) and not HUB_NAME.fullmatch(model_path):
             raise InputError(f"--model_path {model_path}: no such folder, and not a hub name")
+        if self.local and revision is not None:
+            raise InputError(
+                f"--model_revision {revision}: --model_path {model_path} is a local folder; "
+                "only models of the hub have revisions"
+            )
+
+    @property
+    def local(self) -> bool:
+        """Whether it is a folder of this machine."""
+        return os.path.isdir(self._local)
+
+    @property
+    def commit(self) -> str | None:
+        """The hub's commit that the files belong to; None for a local folder."""
+        self.file("config.json")
+        return None if self.local else self._revision
 
     def file(self, name: str) -> Path:
         """Local path of one file. Raises InputError when the model does not have it."""
@@ -190,20 +209,27 @@ class Checkpoint:
 
     def _download(self, name: str) -> Path | None:
         try:
-            path = Path(hf_hub_download(self.model_path, name, revision=self._revision))
+            with hub_requests(f"--model_path {self.model_path}"):
+                path = Path(hf_hub_download(self.model_path, name, revision=self._revision))
             self._revision = path.parent.name  # files lie in a folder named after their commit
             return path
         except LocalEntryNotFoundError as error:
             # A kind of EntryNotFoundError, but it means that the network is missing, not the file.
+            known = try_to_load_from_cache(self.model_path, name, revision=self._revision)
+            if known is _CACHED_NO_EXIST:
+                return None
+            reason = f"cannot be reached for {name} (no network, or HF_HUB_OFFLINE)"
+            if name_unknown(error):
+                reason = "has a name that does not resolve: offline? --model_path takes a folder"
             raise InputError(
-                f"--model_path {self.model_path}: no such local folder, and the hub cannot be "
-                f"reached for {name} (no network, or HF_HUB_OFFLINE)"
+                f"--model_path {self.model_path}: no such local folder, and the hub {reason}"
             ) from error
         except EntryNotFoundError:
             return None
         except (HfHubHTTPError, HFValidationError, OSError) as error:
+            asked = f" --model_revision {self._revision}" if self._revision else ""
             raise InputError(
-                f"--model_path {self.model_path}: no such local folder, and the hub says: "
+                f"--model_path {self.model_path}{asked}: no such local folder, and the hub says: "
                 f"{one_line(error)}"
             ) from error
 

@@ -24,11 +24,10 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from activation_extraction.cli.errors import RunError, one_line
+from activation_extraction.cli.retries import gcsfs_listeners
 
 # gcsfs would ask Google over gRPC what type every bucket is, and wait minutes for an emulator.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-# It logs a traceback for every request that it gives up; we try again and say so in one line.
-logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 PATIENCE = 300.0  # seconds
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts
@@ -115,6 +114,7 @@ class Store:
         self.beat = beat
         self.retries = 0
         self._patience = patience
+        self._failing = False  # since something last succeeded
         try:
             if "://" in url:
                 self._fs, path = url_to_fs(self.url, **_options(self.url))
@@ -265,6 +265,28 @@ class Store:
         self, what: str, action: Callable[[], T], heartbeat: _Heartbeat | None = None
     ) -> T:
         """The result of `action`, tried again while it fails for no lasting reason."""
+
+        def listen(reason: str) -> None:
+            self._say(what, reason)
+
+        gcsfs_listeners.append(listen)
+        try:
+            result = self._try(what, action, heartbeat)
+            self._failing = False
+            return result
+        finally:
+            gcsfs_listeners.remove(listen)
+
+    def _say(self, what: str, reason: str) -> None:
+        """Warns of a request that failed; only once until something succeeds."""
+        if not self._failing:
+            self._failing = True
+            log.warning(
+                "%s: %s fails (%s); trying again for up to %g s (--upload_timeout)",
+                *(self.url, what, f"{reason:.200}", self._patience),
+            )
+
+    def _try(self, what: str, action: Callable[[], T], heartbeat: _Heartbeat | None) -> T:
         spent = 0.0  # on attempts, each from its last progress on, and on pauses between them
         pause = FIRST_PAUSE
         while True:
@@ -286,6 +308,7 @@ class Store:
                     ) from error
             self.retries += 1
             self.beat()
+            self._say(what, reason)
             log.debug("%s: %s: %s; trying again in %.1f s", self.url, what, reason, pause)
             slept = pause * random.uniform(0.5, 1)
             time.sleep(slept)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -27,7 +26,7 @@ from activation_extraction.cli.errors import InputError, RunError, one_line
 
 log = logging.getLogger("extract_activations")
 
-SAMPLED_BYTES = 1 << 20  # of the beginning and the end of a large file
+TEXT_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -129,6 +128,15 @@ def together(host: Host, failure: Exception | None) -> None:
         raise failure or RunError("another host failed: see the message there")
 
 
+def gather(host: Host, text: str) -> list[str]:
+    """Every host's `text`, of TEXT_BYTES at most, in their order. All hosts must call it."""
+    if not host.several:
+        return [text]
+    mine = np.frombuffer(text.encode().ljust(TEXT_BYTES), np.uint8)
+    every = np.asarray(multihost_utils.process_allgather(mine))
+    return [row.tobytes().decode().rstrip() for row in every]
+
+
 def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -> None:
     """Compares `fields` (name -> content) over all hosts, and ends all when one has a problem.
 
@@ -162,20 +170,6 @@ def _difference(names: list[str], every: np.ndarray) -> InputError | None:
             told = "; ".join(f"{digest} on {', '.join(who)}" for digest, who in groups.items())
             return InputError(f"hosts differ in {name}: digest {told}")
     return None
-
-
-def digest_files(paths: Sequence[Path]) -> str:
-    """Of names and contents; of files over 2 MiB, of their size, beginning and end."""
-    digest = hashlib.sha256()
-    for path in sorted(paths, key=lambda p: p.name):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with open(path, "rb") as file:
-            digest.update(file.read(SAMPLED_BYTES))
-            if size > SAMPLED_BYTES:
-                file.seek(max(size - SAMPLED_BYTES, SAMPLED_BYTES))
-                digest.update(file.read())
-    return digest.hexdigest()
 
 
 class Watchdog:

@@ -21,6 +21,7 @@ from fsspec.core import url_to_fs
 from huggingface_hub import HfApi
 
 from activation_extraction.cli.errors import InputError, RunError, one_line
+from activation_extraction.cli.retries import hub_requests, name_unknown
 from activation_extraction.text.rows import FileRow, UnusableRowError, json_lines, parquet_rows
 from activation_extraction.text.workers import Worker
 
@@ -53,13 +54,19 @@ def open_hub_dataset(
 
     Raises InputError with the hub's reason if there is none.
     """
+    wanted = " ".join(filter(None, (name, config, split)))
     try:
-        revision = revision or str(HfApi().dataset_info(name).sha)
-        found = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
+        with hub_requests(f"--dataset_name {wanted}"):
+            revision = revision or str(HfApi().dataset_info(name).sha)
+            found = datasets.load_dataset(
+                name, config, split=split, revision=revision, streaming=True
+            )
         return found, revision
     except Exception as error:  # whatever the hub, the network or a file format may raise
-        wanted = " ".join(filter(None, (name, config, split)))
-        raise InputError(f"--dataset_name {wanted}: {one_line(error)}") from error
+        reason = one_line(error)
+        if name_unknown(error):
+            reason = "the hub's name does not resolve: offline? --dataset_path reads local files"
+        raise InputError(f"--dataset_name {wanted}: {reason}") from error
 
 
 def open_files(path: str, text_column: str) -> datasets.IterableDataset:
@@ -275,9 +282,10 @@ def check_dataset(
     stream = DocumentStream(dataset, text_column, skip_bad_rows=skip_bad_rows)
     read = 0
     try:
-        for read, _ in enumerate(islice(stream, CHECKED_ROWS), start=1):
-            if read > stream.skipped_rows:
-                return
+        with hub_requests("the data set"):
+            for read, _ in enumerate(islice(stream, CHECKED_ROWS), start=1):
+                if read > stream.skipped_rows:
+                    return
     except RunError as error:
         raise with_remedy(error) from error
     if not read:

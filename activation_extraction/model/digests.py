@@ -1,0 +1,131 @@
+"""Digests of files: whether two runs have the same model, tokenizer and code.
+
+Every byte counts. Weights are read only once for it: the digest of a large file is remembered, in
+the user's cache folder, for as long as the file is not touched; and where a file is the hub's, its
+name in the hub's cache is its SHA-256.
+"""
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from tqdm import tqdm
+
+from activation_extraction.cli.console import log, on_terminal
+from activation_extraction.cli.errors import InputError
+from activation_extraction.model.compilation import default_folder
+from activation_extraction.output.commits import DamagedError, seal, unseal
+from activation_extraction.output.shards import write_bytes
+
+LARGE = 16 * 2**20  # bytes; smaller files are simply read
+CHUNK = 2**20  # bytes
+READERS = 8  # files that are read at the same time
+# A file that has changed within this many seconds may change again without another timestamp.
+SETTLED = 3.0
+REMEMBERED = 1000  # files
+MEMORY = "file_digests.json"
+
+
+def digest_files(paths: Sequence[Path]) -> str:
+    """Of the names and the whole contents of files. Raises InputError when one cannot be read."""
+    digests = {path: _hub_digest(path) for path in paths}
+    unknown = [path for path, digest in digests.items() if digest is None]
+    large = [path for path in unknown if path.stat().st_size >= LARGE]
+    found = _digest_large(large) if large else {}
+    found |= {path: _read(path) for path in unknown if path not in found}
+    lines = sorted(f"{path.name} {digests[path] or found[path]}\n" for path in paths)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _hub_digest(path: Path) -> str | None:
+    """The SHA-256 that the hub gave; None for other files, and for one that was changed here.
+
+    The hub's cache keeps a large file under its SHA-256, with links to it from the snapshots. A
+    file that has changed since its link was made was saved to through the link.
+    """
+    if not path.is_symlink():
+        return None
+    blob = path.resolve()
+    if blob.parent.name != "blobs" or not re.fullmatch("[0-9a-f]{64}", blob.name):
+        return None
+    return blob.name if blob.stat().st_ctime_ns <= path.lstat().st_ctime_ns else None
+
+
+def _digest_large(paths: Sequence[Path]) -> dict[Path, str]:
+    """The SHA-256 of every file; those that are remembered are not read."""
+    remembered = _recall()
+    keys = {path: _state(path) for path in paths}
+    found = {path: remembered[keys[path]] for path in paths if keys[path] in remembered}
+    unread = [path for path in paths if path not in found]
+    if not unread:
+        return found
+    settled = [path for path in unread if time.time() - path.stat().st_ctime > SETTLED]
+    found |= _read_all(unread)
+    same = {keys[path]: found[path] for path in settled if _state(path) == keys[path]}
+    if same:
+        _remember(remembered | same)
+    return found
+
+
+def _state(path: Path) -> str:
+    """Digest of the path and of what changes whenever the file is written to."""
+    stat = path.stat()
+    state = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+    return hashlib.sha256(os.fsencode(path.resolve()) + repr(state).encode()).hexdigest()
+
+
+def _read_all(paths: Sequence[Path]) -> dict[Path, str]:
+    """The SHA-256 of every file, read side by side, with a progress bar."""
+    total = sum(path.stat().st_size for path in paths)
+    log.info(
+        "reading %.2g GB of weights for their SHA-256; the next start remembers it", total / 1e9
+    )
+    bar = tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="reading the model",
+        leave=False,
+        disable=not on_terminal(),
+    )
+    with bar, ThreadPoolExecutor(READERS, "digest-files") as pool:
+        return dict(zip(paths, pool.map(lambda path: _read(path, bar.update), paths), strict=True))
+
+
+def _read(path: Path, progress: Callable[[int], object] = lambda _: None) -> str:
+    """The SHA-256 of a file; `progress` is called with the bytes of each piece."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(CHUNK))
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while size := file.readinto(buffer):
+                digest.update(buffer[:size])
+                progress(size)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _memory() -> Path:
+    return default_folder().parent / MEMORY
+
+
+def _recall() -> dict[str, str]:
+    """State of a file -> its SHA-256."""
+    try:
+        return unseal(_memory().read_bytes(), MEMORY)
+    except (OSError, DamagedError):
+        return {}
+
+
+def _remember(digests: dict[str, str]) -> None:
+    """Keeps the newest; where the cache folder cannot be written to, files are read every time."""
+    newest = dict(list(digests.items())[-REMEMBERED:])
+    with suppress(OSError):
+        _memory().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_bytes(_memory(), seal(newest))
