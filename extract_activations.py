@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}{f'; {error.remedy}' if error.remedy else ''}", file=sys.stderr)
         return 1
     except MemoryError as error:
         print(f"error: out of memory on the host: {error}", file=sys.stderr)
@@ -126,7 +126,8 @@ def run(config: Config) -> int:
             totals = job.storage.totals
             raise RunError(
                 f"{error}. Stored in {job.place}: {totals.shards} shard(s), {totals.samples} "
-                f"samples; {how_to_continue(config, host)}"
+                f"samples",
+                remedy=error.remedy or how_to_continue(config, host),
             ) from error
         print_summary(job, clock, complete)
         part(host)
@@ -217,10 +218,9 @@ def prepare_together(config: Config, host: Host) -> Job:
     fields: dict[str, Any] = {}
     try:
         job = prepare(config, host)
+        fields = fingerprint(job)
     except Exception as error:  # whatever it is, the other hosts must not wait for this one
         problem = error
-    else:
-        fields = fingerprint(job)
     agree(host, fields, problem)
     assert job is not None
     return job
@@ -254,6 +254,7 @@ def fingerprint(job: Job) -> dict[str, Any]:
         "source": digest_files(source),
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",
         "mesh": json.dumps(job.forward.layout.shape),
+        "attention": job.forward.attention.name,
     }
 
 
@@ -332,6 +333,7 @@ def open_storage(
             "model": asdict(model.config),
             "backend": jax.default_backend(),
             "mesh": forward.layout.shape,
+            "attention": forward.attention.to_json(),
             "versions": {package: version(package) for package in PACKAGES},
         },
         identity=identity,

@@ -14,6 +14,8 @@ from typing import Any
 
 from activation_extraction.cli.errors import InputError, one_line
 from activation_extraction.output.commits import (
+    ANEW,
+    FORMAT_VERSION,
     METADATA,
     PART_PREFIX,
     READERS,
@@ -88,15 +90,27 @@ def take_up(
 
 def _check_identity(place: str, stored: Stored, identity: Mapping[str, Any]) -> None:
     for why in stored.damaged.values():
-        raise InputError(f"{why}; --verify tells more, --overwrite starts anew")
+        raise InputError(f"{why}; {ANEW}")
     if stored.metadata is None:
         if any(not name.startswith(".") for name in own_files(stored.files)):
             raise InputError(f"{place}: already holds shards, without {METADATA}; {OPTIONS}")
         return
+    _check_version(place, stored.metadata)
     compare_identities(place, stored.metadata["identity"], identity)
     for commit in stored.commits.values():
         if commit.run != stored.run:
             raise InputError(f"{place}: {commit.name} belongs to another run; {OPTIONS}")
+
+
+def _check_version(place: str, metadata: Mapping[str, Any]) -> None:
+    """Raises InputError where records of another form would be added to those that are stored."""
+    found = metadata.get("format_version")
+    if found != FORMAT_VERSION:
+        raise InputError(
+            f"{place}: holds an extraction in format {found}, and this program writes format "
+            f"{FORMAT_VERSION}: continue it with the version that began it, give another place, or "
+            "--overwrite to start anew"
+        )
 
 
 def compare_identities(place: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -216,6 +230,7 @@ def check_siblings(root: Store, identity: Mapping[str, Any]) -> None:
     found = find_metadata(root)
     if found is not None:
         where, metadata = found
+        _check_version(where, metadata)
         theirs = metadata.get("identity", {})
         ours = {**identity, **{key: theirs[key] for key in PER_HOST if key in theirs}}
         compare_identities(where, theirs, ours)

@@ -126,7 +126,14 @@ def together(host: Host, failure: Exception | None) -> None:
     """
     if any_host(host, [failure is not None])[0]:
         part(host)
-        raise failure or RunError("another host failed: see the message there")
+        raise failure or elsewhere()
+
+
+def elsewhere() -> RunError:
+    """What to raise where nothing is wrong but on another host."""
+    return RunError(
+        "another host failed", remedy="the message there says what to do, for all hosts alike"
+    )
 
 
 def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -> None:
