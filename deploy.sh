@@ -256,6 +256,7 @@ done
 for m in "${!targets[@]}"; do
     where=(MACHINE_ID="$m" TOTAL_MACHINES="${#targets[@]}" NUM_HOSTS="${counts[m]}")
     ((counts[m] == 1)) || where=("${where[@]:0:2}")
+    ((m == 0)) || where+=(FLAGS_CHECKED=1)
     commands[m]=""
     [[ $stop ]] || commands[m]=$(env "${where[@]}" "$here/launch_v5e64.sh" --dry-run "$@")
 done
@@ -378,5 +379,9 @@ for m in "${chosen[@]}"; do
     result=$((result ? result : status))
 done
 ((!interrupts)) || exit 130
-((!result)) || echo "with --restart, what failed starts again and continues"
+case $result in
+    0) ;;
+    2) echo "status 2 is a refusal: change what the log names, then run this again (with --restart if the flags stay)" ;;
+    *) echo "with --restart, what failed starts again; it continues unless its log names what to change" ;;
+esac
 exit "$result"

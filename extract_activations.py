@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}{f'; {error.remedy}' if error.remedy else ''}", file=sys.stderr)
         return 1
     except MemoryError as error:
         print(f"error: out of memory on the host: {error}", file=sys.stderr)
@@ -138,7 +138,8 @@ def run(config: Config) -> int:
             totals = job.storage.totals
             raise RunError(
                 f"{error}. Stored in {job.place}: {totals.shards} shard(s), {totals.samples} "
-                f"samples; {how_to_continue(config, host)}"
+                f"samples",
+                remedy=error.remedy or how_to_continue(config, host),
             ) from error
         print_summary(job, clock, complete)
         part(host)
@@ -237,10 +238,9 @@ def prepare_together(config: Config, host: Host) -> Job:
     commit = same_commit(host, found)
     try:
         job = prepare(config, host, remote, commit)
+        fields = fingerprint(job)
     except Exception as error:  # whatever it is, the other hosts must not wait for this one
         problem = error
-    else:
-        fields = fingerprint(job)
     agree(host, fields, problem)
     assert job is not None
     return job
@@ -289,6 +289,7 @@ def fingerprint(job: Job) -> dict[str, Any]:
         "source": digest_files(source),
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",
         "mesh": json.dumps(job.forward.layout.shape),
+        "attention": job.forward.attention.name,
     }
 
 
@@ -387,6 +388,7 @@ def open_storage(
             "model_commit": forward.checkpoint.commit,
             "backend": jax.default_backend(),
             "mesh": forward.layout.shape,
+            "attention": forward.attention.to_json(),
             "versions": {package: version(package) for package in PACKAGES},
         },
         identity=identity,

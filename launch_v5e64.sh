@@ -21,7 +21,7 @@ Environment variables become flags; flags that are given as well come later and 
                   DELETE_LOCAL_AFTER_UPLOAD=true or false
   PYTHON          the interpreter (default: .venv/bin/python beside this script, or python3)
 
---dry-run prints the command, quoted for the shell, and starts nothing.
+--dry-run checks the flags, prints the command, quoted for the shell, and starts nothing.
 END
 }
 
@@ -55,6 +55,7 @@ for argument in "$@"; do
     case $argument in
         --dry-run) dry_run=1 ;;
         --help | -h) usage && exit ;;
+        --) ;; # what follows are flags anyway
         *) arguments+=("$argument") ;;
     esac
 done
@@ -116,7 +117,20 @@ if [[ ${GCS_BUCKET:-} ]]; then
 fi
 command+=("${arguments[@]}")
 
+# The rules for flags are the tool's own: its parser is asked, where its packages are installed.
+check_flags() {
+    local said status=0
+    said=$(PYTHONPATH=$here "$python" -m activation_extraction.cli.config "${command[@]:2}" 2>&1 >/dev/null) ||
+        status=$?
+    case $status in
+        0) ;;
+        2) echo "$said" >&2 && exit 2 ;;
+        *) echo "the flags were not checked: $python cannot run extract_activations.py here" >&2 ;;
+    esac
+}
+
 if [[ $dry_run ]]; then
+    [[ ${FLAGS_CHECKED:-} ]] || check_flags # deploy.sh has the same flags for many machines
     printf '%q ' "${command[@]}"
     echo
 else

@@ -7,8 +7,9 @@ sorted  the same with documents sorted by length, and the quick gzip of isal
 alone   one document at a time, so neither padding nor mask; values as they are, isal
 lens    TransformerLens: run_with_cache of the residual stream, otherwise as `alone`
 
-Every one writes records {sample_idx, activation, shape, text_preview, token_ids, doc_id} by layer
-into shards of gzip and pickle, each synced to the disk. The last line printed is one JSON object.
+Every one writes records {sample_idx, hook, activation, shape, text_preview, token_ids, doc_id} by
+layer into shards of gzip and pickle, each synced to the disk. The last line printed is one JSON
+object.
 """
 
 import argparse
@@ -147,6 +148,7 @@ class Shards:
         for layer, array in zip(self.layers, arrays, strict=True):
             record = {
                 "sample_idx": number,
+                "hook": f"blocks.{layer}.hook_resid_post",
                 "activation": array,
                 "shape": array.shape,
                 "text_preview": "",

@@ -2,7 +2,7 @@
 
 Random bfloat16 weights of the Qwen2.5 shapes made on the device, full rows of 2048 tokens, 8
 residual layers evenly spaced. TFLOP/s of the step alone, and with the activations copied to the
-host, with every attention that kernels.py has for GPUs; their share of the fastest bfloat16 matrix
+host, with every attention that there is for GPUs; their share of the fastest bfloat16 matrix
 product measured here; and transformers on torch, on the same GPU and at the same shapes
 (gpu_torch.py, a process of its own). `--shapes tiny` runs anywhere: it tries this script out. The
 last line printed is one JSON object.
@@ -30,8 +30,9 @@ from jax import Array
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.errors import one_line
 from activation_extraction.model.forward import build_model
-from activation_extraction.model.kernels import GPU_CANDIDATES
+from activation_extraction.model.kernels import triton_attention
 from activation_extraction.model.mesh import HostRows
+from activation_extraction.model.trial import ON_GPU
 from activation_extraction.run.hosts import Host
 from benchmarks.peak import CPU_PRODUCTS, GPU_PRODUCTS, measure
 from benchmarks.processes import ROOT, machine
@@ -40,6 +41,7 @@ from qwen2_jax import QwenConfig, weight_table
 from qwen2_jax_with_hooks import HookedQwen2
 
 HOOKS = 8
+ATTENTIONS = {"triton": triton_attention, **ON_GPU}
 Row = dict[str, Any]
 
 
@@ -78,7 +80,7 @@ def run_attention(name: str, shape: str, given: argparse.Namespace) -> Row:
     flags = ["--dtype", "bfloat16", "--batch_size", str(given.rows), "--no_data_parallel"]
     flags += ["--max_seq_length", str(given.length), "--layers_to_extract", *map(str, layers)]
     model, rows = build_model(parse_args(flags), config, Host())
-    model = model.clone(attention=GPU_CANDIDATES[name])
+    model = model.clone(attention=ATTENTIONS[name])
     params = random_params(model)
     ones = jnp.ones((given.rows, given.length), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(given.length, dtype=jnp.int32), ones.shape)
@@ -166,11 +168,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=2048, help="tokens per row (default: 2048)")
     parser.add_argument("--seconds", type=float, default=5, help="per figure (default: 5)")
     parser.add_argument(
-        "--attention", nargs="+", choices=GPU_CANDIDATES, help="(default: all; without GPU blocked)"
+        "--attention", nargs="+", choices=ATTENTIONS, help="(default: all; without GPU blocked)"
     )
     given = parser.parse_args(argv)
     on_gpu = jax.default_backend() == "gpu"
-    given.attention = given.attention or (list(GPU_CANDIDATES) if on_gpu else ["blocked"])
+    given.attention = given.attention or (list(ATTENTIONS) if on_gpu else ["blocked"])
     if not on_gpu and given.shapes != ["tiny"]:
         print(f"no GPU: JAX finds only {jax.default_backend()}", file=sys.stderr)
         return 2

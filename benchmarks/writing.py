@@ -34,6 +34,7 @@ from benchmarks.processes import machine
 
 HIDDEN, HOOKS, ROWS, LENGTH = 896, 14, 8, 1024
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+HOOK = "blocks.12.hook_resid_post"
 ALL_CORES = os.sched_getaffinity(0)
 
 
@@ -79,6 +80,7 @@ def records(values: np.ndarray) -> dict[int | str, list[Any]]:
         layer: [
             {
                 "sample_idx": row,
+                "hook": HOOK,
                 "activation": of_row,
                 "shape": of_row.shape,
                 "text_preview": "",

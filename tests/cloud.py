@@ -35,6 +35,8 @@ JOB = """#!{python} -S
 import json, os, signal, sys, time
 from pathlib import Path
 root = Path("{root}")
+if sys.argv[1] == "-m":  # as an interpreter that cannot check flags
+    os._exit(1)
 def end(number, _):
     if not (root / "stubborn").exists():
         print("stored", flush=True)

@@ -61,6 +61,7 @@ def store(folder: Path, activations: list[np.ndarray], tokens: list[list[int]]) 
     records = [
         {
             "sample_idx": number,
+            "hook": "blocks.3.hook_resid_post",
             "activation": activation,
             "shape": activation.shape,
             "text_preview": "",

@@ -199,6 +199,10 @@ def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path)
     pod = faulty_pod(tmp_path, [*flags, "--mesh_type", "auto"], "1:model axis")
     assert pod.wait() == [2, 2], [pod.text(i) for i in range(2)]
     assert "error: hosts differ in mesh: digest" in pod.text(0)
+    # As where a kernel fails its trial on one host.
+    pod = faulty_pod(tmp_path, flags, "1:attention")
+    assert pod.wait() == [2, 2], [pod.text(i) for i in range(2)]
+    assert "error: hosts differ in attention: digest" in pod.text(0)
     assert not (tmp_path / "out").exists()
 
 
@@ -314,6 +318,10 @@ if host == os.environ["HOST_ID"]:
     if fault == "model axis":
         from activation_extraction.model import forward as forward_pass
         forward_pass.smallest_model_axis = lambda *_, **__: 2
+    if fault == "attention":
+        from activation_extraction.model import forward as forward_pass
+        from activation_extraction.model.trial import Choice
+        forward_pass.Choice = lambda name, attention: Choice("other", attention)
     if fault == "compile":
         def broken(*_):
             raise ValueError("injected")

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from activation_extraction.model.attention import blocked_attention, dense_attention
+from activation_extraction.model.attention import dense_attention
 from activation_extraction.model.kernels import (
-    attention_for,
     cudnn_attention,
     splash_attention,
     triton_attention,
@@ -129,9 +128,3 @@ def test_what_cudnn_is_asked_for_is_attention(case, monkeypatch):
     exact = dense_attention(*(x.astype(jnp.float32) for x in arrays[:3]), *arrays[3:], first)
     assert asked == ["cudnn"]
     assert error(got, exact) < 1.1 * error(dense_attention(*arrays, first), exact)
-
-
-def test_every_platform_has_its_attention():
-    assert attention_for("cpu") is blocked_attention
-    assert attention_for("tpu") is splash_attention
-    assert attention_for("gpu") is attention_for("cuda") is triton_attention

@@ -3,9 +3,12 @@
 import os
 import shlex
 import subprocess
+import sys
 
 import pytest
-from cloud import LAUNCH, ODD, REPOSITORY
+from cloud import DEPLOY, LAUNCH, ODD, REPOSITORY, Cloud
+
+NAMED = {"MODEL_PATH": "m", "OUTPUT_DIR": "o", "PYTHON": sys.executable}
 
 
 def launch(*arguments, **variables):
@@ -32,7 +35,8 @@ def test_variables_become_flags():
         "UPLOAD_TIMEOUT": "60",
     }
     result = launch("--dry-run", "--hook", *ODD, **words)
-    assert result.returncode == 0 and not result.stderr
+    assert result.returncode == 0
+    assert result.stderr.startswith("the flags were not checked: py cannot run")
     quoted = subprocess.run(
         ["bash", "-c", f"printf '%s\\0' {result.stdout}"], capture_output=True, text=True
     )
@@ -93,6 +97,76 @@ def test_each_missing_variable_has_a_message(variables, missing):
     assert result.returncode == 2 and not result.stdout
     lines = result.stderr.splitlines()
     assert [line.split(":")[1].strip() for line in lines] == missing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ([], {"BATCH_SIZE": "abc"}, "argument --batch_size: invalid integer value: 'abc'"),
+        (["--no_such_flag"], {}, "unrecognized arguments: --no_such_flag"),
+        ([], {"MACHINE_ID": "3", "TOTAL_MACHINES": "2"}, "--machine_id 3: out of range"),
+        (["--demo"], {}, "--demo and --model_path exclude each other"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_tool_would(arguments, variables, message):
+    result = launch("--dry-run", *arguments, **NAMED, **variables)
+    assert result.returncode == 2 and not result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {message}")
+
+
+def test_a_dry_run_says_nothing_where_the_flags_are_right():
+    result = launch("--dry-run", "--max_samples", "5", **NAMED)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_python_without_the_packages_checks_nothing(tmp_path):
+    python = tmp_path / "python"
+    Cloud.script(python, f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    result = launch("--dry-run", **{**NAMED, "PYTHON": str(python), "BATCH_SIZE": "abc"})
+    assert result.returncode == 0 and "--batch_size abc" in result.stdout
+    assert result.stderr.startswith(f"the flags were not checked: {python} cannot run")
+
+
+def test_checking_flags_needs_no_jax():
+    script = (
+        "import runpy, sys; sys.modules['jax'] = None; sys.argv[1:] = ['--mesh_axes', 'nonsense'];"
+        "runpy.run_module('activation_extraction.cli.config', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("error: argument --mesh_axes: 'nonsense' is not a list")
+
+
+def test_two_dashes_are_no_flag():
+    result = launch("--dry-run", "--", "--max_samples", "5", **NAMED)
+    assert "--" not in shlex.split(result.stdout) and not result.returncode
+
+
+def test_deploy_starts_nothing_with_flags_that_the_tool_refuses(cloud):
+    for python, status in ((sys.executable, 2), (str(cloud.job), 0)):
+        done = subprocess.run(
+            ["bash", DEPLOY, "local", "1", "1", "--detach", "--", "--batch_size", "abc"],
+            cwd=cloud.laptop,
+            env=os.environ | NAMED | cloud.variables | {"PYTHON": python},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == status, done.stderr
+        assert ("invalid integer value: 'abc'" in done.stderr) == (status == 2)
+        assert done.stderr.count("the flags were not checked") == (status == 0)
+    cloud.wait_for_jobs(2)
+
+
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    [("2", "change what the log names"), ("1", "with --restart, what failed starts again")],
+)
+def test_deploy_says_what_follows_a_refusal_and_a_failure(cloud, status, advice):
+    (cloud.root / "status-0-0").write_text(status)
+    found, text = cloud.deploy("local", "1")
+    assert found == int(status) and advice in text.splitlines()[-1], text
 
 
 def test_launch_starts_the_command_and_the_last_flag_wins(cloud):

@@ -172,10 +172,10 @@ def test_the_snippets_read_shards(checkout, monkeypatch):
     for snippet in snippets:
         found = {}
         exec(snippet, found)
-        assert list(found["records"]) == [12, 18] and len(found["records"][12]) == 100
-        assert list(found["records"][12][0]) == fields
+        assert list(found["records"]) == [10, 18] and len(found["records"][10]) == 100
+        assert list(found["records"][10][0]) == fields
     gcsfs.GCSFileSystem.clear_instance_cache()
-    assert tuple(found["activations"][0].shape) == found["records"][12][0]["shape"]
+    assert tuple(found["activations"][0].shape) == found["records"][10][0]["shape"]
 
 
 def test_every_flag_exists():

@@ -36,8 +36,8 @@ def test_what_passes_is_retried_and_what_does_not_is_not(tmp_path, monkeypatch):
     store.put(path)
     assert store.read("file") == b"content" and store.retries == 3
     lasting = {
-        "the disk is full": OSError(errno.ENOSPC, ""),
-        "the file system is read-only": OSError(errno.EROFS, ""),
+        "the disk is full; make room first": OSError(errno.ENOSPC, ""),
+        "the file system is read-only; make it writable first": OSError(errno.EROFS, ""),
         "permission denied": OSError("Forbidden: https://x"),
         "the credentials are missing, invalid or have expired": gcsfs.retry.HttpError(
             {"code": 401, "message": "Invalid Credentials"}

@@ -376,6 +376,10 @@ WRONG_RECORDS = {
         ),
         "sample 7: 11 tokens",
     ),
+    "hook": (
+        lambda r: r.update(hook="blocks.3.hook_mlp_out"),
+        "sample 7: is of hook 'blocks.3.hook_mlp_out', expected blocks.3.hook_resid_post",
+    ),
     "order": (lambda r: r.update(sample_idx=8), "its samples are not those of its JSON"),
     "text for a number": (lambda r: r.update(shape="x"), "sample 7: shape"),
     "field missing": (lambda r: r.pop("token_ids"), "its records are not as they should be"),

@@ -1,11 +1,13 @@
 """The configuration of a run: flags and environment variables, checked as far as they go alone.
 
 Everything beyond this module and flags.py receives the frozen `Config`, never argparse's result.
+`python -m activation_extraction.cli.config FLAGS` checks flags, starts nothing, imports no JAX.
 """
 
 import argparse
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -249,3 +251,17 @@ def _check_hosts(flags: argparse.Namespace) -> None:
         raise InputError(
             f"--coordinator_address {flags.coordinator_address}: expected HOST:PORT of host 0"
         )
+
+
+def check_flags() -> int:
+    """Parses the command line; returns the exit status that a run would end with if it is bad."""
+    try:
+        parse_args()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(check_flags())

@@ -5,6 +5,10 @@
 Both carry one line for the user; anything else that escapes is a defect of this program.
 """
 
+import logging
+
+log = logging.getLogger("extract_activations")
+
 
 def one_line(error: BaseException) -> str:
     """What an exception of a library says, as one line."""
@@ -24,3 +28,15 @@ class RunError(Exception):
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
         super().__init__(message)
         self.remedy = remedy
+
+
+def for_the_user(error: Exception) -> Exception:
+    """The error itself where `main` has a line for it. Any other one is a defect of this program:
+    its traceback is logged, and a RunError takes its place."""
+    if isinstance(error, RunError | InputError | MemoryError):
+        return error
+    log.error("unexpected error", exc_info=error)
+    return RunError(
+        f"unexpected {type(error).__name__}: {one_line(error)}",
+        remedy="this is a defect of the program; its traceback is above",
+    )

@@ -21,7 +21,6 @@ from activation_extraction.cli.console import log, on_terminal
 from activation_extraction.cli.errors import InputError, RunError, one_line
 from activation_extraction.model.compilation import watch_compiling
 from activation_extraction.model.digests import digest_files
-from activation_extraction.model.kernels import attention_for
 from activation_extraction.model.mesh import (
     HostRows,
     Layout,
@@ -33,6 +32,7 @@ from activation_extraction.model.mesh import (
     usable_devices,
 )
 from activation_extraction.model.revisions import recorded_commit
+from activation_extraction.model.trial import Choice, Sizes, candidates_for, choose_attention
 from activation_extraction.model.weights import Checkpoint, WeightSpec, load_params
 from activation_extraction.reading.verify import Recompute
 from activation_extraction.run.hosts import Host
@@ -47,6 +47,11 @@ from qwen2_jax_with_hooks import (
     hooks_matching,
 )
 
+TOO_LARGE = (
+    "it continues with a smaller --batch_size, or with a larger model or fsdp axis (--mesh_shape); "
+    "fewer layers or a smaller --max_seq_length make it another extraction (--overwrite)"
+)
+
 
 @dataclass(frozen=True)
 class Forward:
@@ -57,6 +62,7 @@ class Forward:
     model: HookedQwen2
     weights: dict[tuple[str, ...], WeightSpec]
     rows: HostRows
+    attention: Choice
 
     @property
     def layout(self) -> Layout:
@@ -75,11 +81,38 @@ def prepare_model(config: Config, host: Host, commit: str | None = None) -> Forw
     checkpoint = Checkpoint(config.model_path, commit or config.model_revision)
     qwen = QwenConfig.from_file(checkpoint.file("config.json"))
     model, rows = build_model(config, qwen, host)
+    chosen = try_attention(model, config.max_seq_length)
+    model = model.clone(attention=chosen.attention)
+    log_hooks(config, model)
     weights = weight_table(model)
     every = weight_table(Qwen2(qwen)).values()
     known = {name for spec in every for name in spec.hf_names} | {"lm_head.weight"}
     checkpoint.check(weights.values(), known)
-    return Forward(config, checkpoint, model, weights, rows)
+    return Forward(config, checkpoint, model, weights, rows, chosen)
+
+
+def try_attention(model: HookedQwen2, length: int) -> Choice:
+    """The attention of the run, which every host tries on a device of its own; logs the outcome.
+
+    Where there is no other one, as on the CPU, it is not tried.
+    """
+    candidates = candidates_for(jax.default_backend())
+    if len(candidates) == 1:
+        return Choice(*next(iter(candidates.items())))
+    qwen, layout = model.config, model.layout
+    heads = layout.size("model")
+    sizes = Sizes.of_run(
+        length,
+        layout.size("query"),
+        qwen.num_attention_heads // heads,
+        qwen.num_key_value_heads // heads,
+        qwen.head_dim,
+    )
+    chosen = choose_attention(candidates, sizes, jnp.dtype(model.dtype))
+    for name, why in chosen.passed_over.items():
+        log.warning("attention: %s is not used: %s", name, why)
+    log.info("attention: %s, which agrees with its definition on this device", chosen.name)
+    return chosen
 
 
 def model_digest(forward: Forward) -> str:
@@ -88,7 +121,10 @@ def model_digest(forward: Forward) -> str:
 
 
 def build_model(config: Config, qwen: QwenConfig, host: Host) -> tuple[HookedQwen2, HostRows]:
-    """The hooked model on its mesh, and how rows come to the mesh. Raises InputError."""
+    """The hooked model on its mesh, and how rows come to the mesh. Raises InputError.
+
+    Its attention is the one that its platform prefers; `try_attention` has the last word.
+    """
     devices = usable_devices(config.use_data_parallel)
     dtype = choose_dtype(config.dtype)
     stored = dtype if config.activation_dtype == "auto" else jnp.dtype(config.activation_dtype)
@@ -122,7 +158,7 @@ def build_model(config: Config, qwen: QwenConfig, host: Host) -> tuple[HookedQwe
         log.info("%s", remark)
     layout = build_layout(devices, shape, qwen.num_key_value_heads)
     check_divisibility(layout, total_rows, config.max_seq_length, qwen.sizes)
-    attention = attention_for(devices[0].platform)
+    attention = next(iter(candidates_for(devices[0].platform).values()))
     return create_model_with_hooks(qwen, hooks, dtype, stored, attention, layout), rows
 
 
@@ -139,6 +175,23 @@ def choose_hooks(config: Config, depth: int) -> tuple[Hook, ...]:
         return hooks_matching(config.hook_names, depth)
     layers = config.layers_to_extract or [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
     return hooks_for_layers(layers, config.activation_type, depth)
+
+
+def log_hooks(config: Config, model: HookedQwen2) -> None:
+    """What every token is stored at, and how many bytes that takes."""
+    depth, width = model.config.num_hidden_layers, model.config.hidden_size
+    default = config.layers_to_extract is None and config.hook_names is None
+    if default and depth <= DEFAULT_LAYERS[-1]:
+        log.info(
+            "the default layers, %d to %d, are clipped: the model has layers 0 to %d",
+            *(DEFAULT_LAYERS[0], DEFAULT_LAYERS[-1], depth - 1),
+        )
+    stored = jnp.dtype(model.activation_dtype)
+    log.info(
+        "hooks: %s; width %d each, in %s: %s bytes per token",
+        *(", ".join(hook.name for hook in model.hooks), width, stored.name),
+        f"{len(model.hooks) * width * stored.itemsize:,}",
+    )
 
 
 def compile_step(forward: Forward) -> Step:
@@ -248,5 +301,5 @@ def device_errors() -> Iterator[None]:
         yield
     except jax.errors.JaxRuntimeError as error:
         reason = one_line(error).rstrip(".")
-        hint = "; try a smaller --batch_size or fewer layers" if "EXHAUSTED" in reason else ""
-        raise RunError(f"the device failed: {reason:.300}{hint}") from error
+        remedy = TOO_LARGE if "EXHAUSTED" in reason else None
+        raise RunError(f"the device failed: {reason:.300}", remedy=remedy) from error

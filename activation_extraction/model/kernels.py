@@ -1,8 +1,7 @@
-"""Attention as kernels: splash attention on TPUs, a Triton kernel on GPUs.
+"""Attention as kernels: splash attention on TPUs, cuDNN's and one in Triton on GPUs.
 
-Every public function but `attention_for` is an `Attention`. `attention_for` is the only place where
-a platform chooses its function. The kernels work on blocks that stay on the chip, so that no scores
-reach its memory; none of them rounds float32.
+Every public function is an `Attention`; trial.py says which one a run uses. The kernels work on
+blocks that stay on the chip, so that no scores reach its memory; none of them rounds float32.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
@@ -18,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-from activation_extraction.model.attention import Attention, blocked_attention, visible
+from activation_extraction.model.attention import blocked_attention, visible
 
 LANES = 128  # the width of a TPU's registers: splash attention's blocks are multiples of it
 MOST_IN_BLOCK = 1024  # bytes of one number of each query or key: 512 in bfloat16
@@ -26,18 +25,6 @@ GPU_QUERIES, GPU_KEYS = 128, 64  # in a block; with H = 128 two stages fit the s
 PADDING = -1  # the segment of tokens that only fill a block
 LOG2_E = math.log2(math.e)  # exp(x) is 2**(x * LOG2_E), which is what the hardware has
 HIDDEN = -1e30  # the score of a key that is not visible; finite, so that differences are
-
-
-def attention_for(platform: str) -> Attention:
-    """The function for devices whose `platform` this is."""
-    chosen: dict[str, Attention] = {
-        "cpu": blocked_attention,
-        "tpu": splash_attention,
-        "gpu": triton_attention,
-        "cuda": triton_attention,
-        "rocm": triton_attention,
-    }
-    return chosen[platform]
 
 
 def splash_attention(
@@ -113,9 +100,10 @@ def triton_attention(
     """Flash attention (arXiv:2307.08691) in Pallas for Triton, for GPUs. See `Attention`.
 
     Reads neither the blocks of keys after its queries nor those before their segments; keys and
-    values are shared by the heads of a group, not repeated. Checked in interpret mode and lowered
-    for CUDA, but not run on a GPU so far. float32 is left to `blocked_attention`: the GPU's matrix
-    units would round it. `interpret` is for tests elsewhere.
+    values are shared by the heads of a group, not repeated. It is a candidate: it is checked in
+    interpret mode and lowered for CUDA, but it has not run on a GPU, so no run uses it yet. float32
+    is left to `blocked_attention`: the GPU's matrix units would round it. `interpret` is for tests
+    elsewhere.
     """
     if q.dtype == jnp.float32:
         return blocked_attention(q, k, v, q_segments, k_segments, first_query)
@@ -217,15 +205,11 @@ def _flash_kernel(
 def cudnn_attention(
     q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array, first_query: int | Array
 ) -> Array:
-    """cuDNN's, for GPUs. See `Attention`. Segments are told by a mask (B, 1, T, S) in memory."""
+    """cuDNN's, for GPUs. See `Attention`. It gets the segments as a mask (B, 1, T, S).
+
+    float32 is left to `blocked_attention`, as in `triton_attention`.
+    """
     if q.dtype == jnp.float32:
         return blocked_attention(q, k, v, q_segments, k_segments, first_query)
     mask = visible(q_segments, k_segments, first_query)[:, None]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0, implementation="cudnn")
-
-
-GPU_CANDIDATES: dict[str, Attention] = {
-    "triton": triton_attention,
-    "cudnn": cudnn_attention,
-    "blocked": blocked_attention,
-}

@@ -18,9 +18,9 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from activation_extraction.cli.errors import InputError, one_line
+from activation_extraction.cli.flags import MESH_AXES
 from activation_extraction.model.attention import Attention
 
-MESH_AXES = ("pipeline", "data", "fsdp", "model")
 BOTH = ("model", "query")
 RULES: dict[str, tuple[str, ...]] = {
     # of weights

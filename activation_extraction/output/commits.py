@@ -18,6 +18,7 @@ from activation_extraction.cli.errors import RunError
 from activation_extraction.output.stores import Store
 
 FORMAT_VERSION = 3
+READABLE_VERSIONS = (2, 3)  # 2: records without `hook`
 PART_PREFIX = "machine_"
 METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
@@ -26,8 +27,9 @@ OWN_FILES = re.compile(
     r"\.?(metadata\.json|metrics\.jsonl|shard_\d{4,}\.(json|pkl|pkl\.gz))(\.tmp)?"
 )
 MAY_TURN_ON = ("skip_bad_rows",)  # of the identity: changes nothing that is stored already
-NEEDED = ("identity", "status", "max_samples", "skipped_rows", "written")  # of the metadata
+NEEDED = ("identity", "status", "max_samples", "written")  # of the metadata
 METRICS_TAIL = 4096  # bytes that hold the last line
+ANEW = "--verify tells more, --overwrite starts anew"
 READERS = 32  # files read at the same time; they are small
 
 
@@ -58,13 +60,15 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
         content = json.loads(data)
         checksum = content.pop("checksum")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{where}: is damaged, or not written by this program") from error
+        what = f"{where}: is damaged, or not written by this program"
+        raise DamagedError(what, remedy=ANEW) from error
     try:
         intact = checksum == digest_of(content) and data == seal(content)
     except ValueError:  # NaN
         intact = False
     if not intact:
-        raise DamagedError(f"{where}: is damaged: its checksum does not match its content")
+        what = f"{where}: is damaged: its checksum does not match its content"
+        raise DamagedError(what, remedy=ANEW)
     return content
 
 
@@ -112,7 +116,7 @@ class Commit:
         """Raises DamagedError when fields are missing or unknown."""
         content = dict(content)
         try:
-            if content.pop("format_version") != FORMAT_VERSION:
+            if content.pop("format_version") not in READABLE_VERSIONS:
                 raise DamagedError(f"{where}: was written by another version of this program")
             return cls(**content.pop("samples"), **content)
         except (KeyError, TypeError) as error:
@@ -216,7 +220,7 @@ def read_stored(store: Store) -> Stored:
             try:
                 content = unseal(data, where)
                 if name == METADATA:
-                    if content.get("format_version") != FORMAT_VERSION:
+                    if content.get("format_version") not in READABLE_VERSIONS:
                         raise DamagedError(f"{where}: was written by another version")
                     if missing := [key for key in NEEDED if key not in content]:
                         raise DamagedError(f"{where}: lacks {', '.join(missing)}")

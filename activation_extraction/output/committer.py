@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.cli.errors import RunError
+from activation_extraction.cli.errors import RunError, for_the_user, one_line
 from activation_extraction.output.commits import (
     METADATA,
     METRICS,
@@ -37,6 +37,14 @@ from activation_extraction.text.packing import Cursor
 
 UPLOADS = 4  # shards uploaded at the same time; up to two more wait on the disk for their turn
 METRICS_SECONDS = 300  # between uploads of metrics.jsonl
+
+OVERFLOW = (
+    "float16 ends at 65504: start anew, with --activation_dtype bfloat16 or float32 and --overwrite"
+)
+NOT_FINITE = (
+    "the model computes them, and would again: check its weights, or start anew with other layers "
+    "or --dtype float32, and --overwrite"
+)
 
 log = logging.getLogger("extract_activations")
 
@@ -134,7 +142,11 @@ class Committer:
         path = self._folder / commit.file
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != commit.sha256:
-                raise StorageError(f"{path}: is damaged: its sha256 is not its JSON's")
+                raise StorageError(
+                    f"{path}: is damaged: its sha256 is not its JSON's",
+                    remedy="put it back, or delete its JSON and those of all later shards there: "
+                    "their samples are then computed again",
+                )
         self._submit_upload(commit)
 
     def check(self) -> None:
@@ -147,7 +159,10 @@ class Committer:
         if self._remote is not None:
             data = self._remote.read(METADATA)
             if data is None or unseal(data, self._remote.url).get("owner") != self.owner:
-                raise StorageError(f"{self._remote.url}: another process has begun to write there")
+                raise StorageError(
+                    f"{self._remote.url}: another process has begun to write there",
+                    remedy="give each machine a --machine_id of its own, or leave it to that one",
+                )
 
     def wait(self, uploads: bool = True) -> None:
         """Until everything handed over is written and, with `uploads`, stored where it belongs.
@@ -186,10 +201,14 @@ class Committer:
             action(*arguments)
         except Exception as error:  # whatever it is, nothing may follow this shard
             if self.failure is None:
-                wrapped = isinstance(error, RunError)
-                reason = str(error) if wrapped else f"{self._folder}: {reason_of(error)[0]}"
-                self.failure = StorageError(reason)
+                self.failure = self._told(error)
             raise self.failure from error
+
+    def _told(self, error: Exception) -> StorageError:
+        if isinstance(error, OSError):  # as a disk raises it
+            return StorageError(f"{self._folder}: {reason_of(error)[0]}")
+        known = for_the_user(error)
+        return StorageError(one_line(known), remedy=getattr(known, "remedy", None))
 
     def _write(
         self, samples: list[dict[Key, Record]], cursor: Cursor | None, number: int, partial: bool
@@ -274,13 +293,9 @@ def _statistics(key: Key, records: list[Record]) -> Statistics:
         part = Statistics.of(record["activation"])
         if not part.finite:
             dtype = record["activation"].dtype
-            hint = (
-                "; float16 ends at 65504: --activation_dtype bfloat16 and --overwrite"
-                if dtype == np.float16
-                else ""
-            )
             raise StorageError(
-                f"sample {record['sample_idx']}, hook {key}: NaN or infinite {dtype} values{hint}"
+                f"sample {record['sample_idx']}, hook {key}: NaN or infinite {dtype} values",
+                remedy=OVERFLOW if dtype == np.float16 else NOT_FINITE,
             )
         parts.append(part)
     return merge_all(parts)

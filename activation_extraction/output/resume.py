@@ -16,6 +16,8 @@ from typing import Any
 
 from activation_extraction.cli.errors import InputError, one_line
 from activation_extraction.output.commits import (
+    ANEW,
+    FORMAT_VERSION,
     MAY_TURN_ON,
     METADATA,
     PART_PREFIX,
@@ -89,7 +91,7 @@ def take_up(
     if any(complete):
         settled = complete[-1] and not waiting
         told = (stored.metadata for stored, done in zip(both, complete, strict=True) if done)
-        skipped = max(metadata["skipped_rows"] for metadata in told if metadata is not None)
+        skipped = max(metadata.get("skipped_rows", 0) for metadata in told if metadata is not None)
         return Beginning(chosen, frozenset(waiting), True, settled, skipped)
     if chosen and chosen[-1].partial:
         waiting.discard(chosen.pop().number)
@@ -98,15 +100,27 @@ def take_up(
 
 def _check_identity(place: str, stored: Stored, identity: Mapping[str, Any]) -> None:
     for why in stored.damaged.values():
-        raise InputError(f"{why}; --verify tells more, --overwrite starts anew")
+        raise InputError(f"{why}; {ANEW}")
     if stored.metadata is None:
         if any(name.startswith("shard_") for name in own_files(stored.files)):
             raise InputError(f"{place}: already holds shards, without {METADATA}; {OPTIONS}")
         return
+    _check_version(place, stored.metadata)
     compare_identities(place, stored.metadata["identity"], identity)
     for commit in stored.commits.values():
         if commit.run != stored.run:
             raise InputError(f"{place}: {commit.name} belongs to another run; {OPTIONS}")
+
+
+def _check_version(place: str, metadata: Mapping[str, Any]) -> None:
+    """Raises InputError where records of another form would be added to those that are stored."""
+    found = metadata.get("format_version")
+    if found != FORMAT_VERSION:
+        raise InputError(
+            f"{place}: holds an extraction in format {found}, and this program writes format "
+            f"{FORMAT_VERSION}: continue it with the version that began it, give another place, or "
+            "--overwrite to start anew"
+        )
 
 
 def compare_identities(place: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -259,6 +273,7 @@ def check_siblings(root: Store, identity: Mapping[str, Any]) -> None:
     found = find_metadata(root)
     if found is not None:
         where, metadata = found
+        _check_version(where, metadata)
         theirs = metadata.get("identity", {})
         ours = {**identity, **{key: theirs[key] for key in PER_HOST if key in theirs}}
         compare_identities(where, theirs, ours)

@@ -48,6 +48,7 @@ class Record(TypedDict):
     """One sample at one hook."""
 
     sample_idx: int
+    hook: str  # its full name, such as blocks.12.hook_mlp_out
     activation: np.ndarray  # (tokens, hidden)
     shape: tuple[int, ...]
     text_preview: str

@@ -251,6 +251,7 @@ class ActivationStorage:
         records = self._incomplete.setdefault(sample_idx, {})
         records[layer_idx] = {
             "sample_idx": int(sample_idx),
+            "hook": self._hooks[layer_idx],
             "activation": activation,
             "shape": activation.shape,
             "text_preview": text_preview,

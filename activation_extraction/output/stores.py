@@ -38,9 +38,9 @@ REQUEST_SECONDS = 120
 TRIAL = ".write_test"
 OBJECT_STORES = {"gs", "gcs", "s3", "s3a", "abfs", "az"}
 LOCAL_AND_FINAL = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the file system is read-only",
+    errno.ENOSPC: "the disk is full; make room first",
+    errno.EDQUOT: "the disk quota is used up; make room first",
+    errno.EROFS: "the file system is read-only; make it writable first",
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
 }
@@ -54,8 +54,8 @@ T = TypeVar("T")
 class StoreError(RunError):
     """A store refused (`final`), or kept failing for as long as was asked to try."""
 
-    def __init__(self, message: str, final: bool) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, final: bool, *, remedy: str | None = None) -> None:
+        super().__init__(message, remedy=remedy)
         self.final = final
 
 

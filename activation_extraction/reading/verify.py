@@ -260,7 +260,7 @@ def _check_records(shard: Shard, metadata: dict[str, Any], commit: Commit) -> It
         off = [
             f"hook {hook['key']}, sample {record['sample_idx']}: {what}"
             for record in records
-            for what in _check_record(record, metadata)
+            for what in _check_record(record, metadata, hook["name"])
         ]
         if off:
             yield from off
@@ -280,8 +280,10 @@ def _differing(found: Statistics, told: dict[str, Any]) -> Iterator[str]:
             yield f"its {what} is {value}, its JSON says {getattr(expected, what)}"
 
 
-def _check_record(record: Record, metadata: dict[str, Any]) -> Iterator[str]:
+def _check_record(record: Record, metadata: dict[str, Any], hook: str) -> Iterator[str]:
     identity, model = metadata["identity"], metadata["model"]
+    if metadata["format_version"] > 2 and record["hook"] != hook:
+        yield f"is of hook {record['hook']!r:.80}, expected {hook}"
     activation, token_ids = record["activation"], np.asarray(record["token_ids"])
     if str(activation.dtype) != identity["activation_dtype"]:
         yield f"dtype {activation.dtype}, expected {identity['activation_dtype']}"

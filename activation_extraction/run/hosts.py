@@ -125,7 +125,14 @@ def together(host: Host, failure: Exception | None) -> None:
     """
     if any_host(host, [failure is not None])[0]:
         part(host)
-        raise failure or RunError("another host failed: see the message there")
+        raise failure or elsewhere()
+
+
+def elsewhere() -> RunError:
+    """What to raise where nothing is wrong but on another host."""
+    return RunError(
+        "another host failed", remedy="the message there says what to do, for all hosts alike"
+    )
 
 
 def gather(host: Host, text: str) -> list[str]:

@@ -8,10 +8,10 @@ import numpy as np
 from jax import Array
 
 from activation_extraction.cli.console import Clock, Progress
-from activation_extraction.cli.errors import RunError
+from activation_extraction.cli.errors import for_the_user
 from activation_extraction.model.mesh import HostRows
-from activation_extraction.output.storage import ActivationStorage, StorageError
-from activation_extraction.run.hosts import Host, Watchdog, any_host
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.run.hosts import Host, Watchdog, any_host, elsewhere
 from activation_extraction.text.packing import Batch
 from activation_extraction.text.tokens import Prefetch
 
@@ -43,7 +43,7 @@ def extract(
     as it knows by then, on another one.
     """
     failure: Exception | None = None
-    complete = True
+    complete = storing = True
     batches.stopped = stopped
 
     def fetch() -> Batch | None:
@@ -53,15 +53,15 @@ def extract(
                 with clock.measure("data"):
                     return next(batches, None)
             except Exception as error:  # reported in the end, when all hosts have stopped
-                failure = error
+                failure = for_the_user(error)
         return None
 
     def settle(batch: Batch | None, activations: Array, votes: Array) -> bool:
         """Stores a step's activations; returns whether the step after the next one is wanted."""
-        nonlocal failure, complete
+        nonlocal failure, complete, storing
         with clock.measure("compute"):
             activations.block_until_ready()
-        if batch is not None and not isinstance(failure, StorageError):
+        if batch is not None and storing:
             with clock.measure("copy"):
                 on_host = rows.receive(activations)
             try:
@@ -71,11 +71,12 @@ def extract(
                 progress.advance(added, batch.num_tokens, flops(lengths))
                 log.debug("step %d: %d samples", progress.steps, len(batch.samples))
             except Exception as error:  # as in fetch
-                failure = error if isinstance(error, StorageError) else StorageError(repr(error))
+                failure = failure or for_the_user(error)
+                storing = False  # after a gap nothing may follow
         watchdog.alive()
         with_data, stopping, failed = np.asarray(votes)
         if failed and failure is None:
-            failure = RunError("another host failed: see the message there")
+            failure = elsewhere()
         complete = complete and not stopping
         return bool(with_data) and not stopping and not failed
 
@@ -98,6 +99,6 @@ def extract(
     finally:
         try:
             progress.close()
-        except StorageError as error:  # the last line of metrics; the other hosts must know
-            failure = failure or error
+        except Exception as error:  # the last line of metrics; the other hosts must know
+            failure = failure or for_the_user(error)
     return complete, failure

@@ -1,0 +1,132 @@
+"""Which attention a run uses: the first of a platform's whose numbers are right on this device.
+
+Before a run loads its weights, each candidate computes a small packed batch, of the sizes that one
+device has in the run, and is compared with `dense_attention`. The first one that agrees is used.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from activation_extraction.cli.errors import InputError, RunError, one_line
+from activation_extraction.model.attention import Attention, blocked_attention, dense_attention
+from activation_extraction.model.kernels import cudnn_attention, splash_attention
+
+# In the order of preference. kernels.py's Triton kernel has not run on a GPU yet: benchmarks/gpu.py
+# measures it.
+ON_GPU: dict[str, Attention] = {"cudnn": cudnn_attention, "blocked": blocked_attention}
+CANDIDATES: dict[str, dict[str, Attention]] = {
+    "cpu": {"blocked": blocked_attention},
+    "tpu": {"splash": splash_attention, "blocked": blocked_attention},
+    **dict.fromkeys(("gpu", "cuda", "rocm"), ON_GPU),
+}
+# The largest relative error of any token's value in any head. bfloat16 rounds probabilities and
+# values by at most 2**-9 each, which adds up to less than 2**-7. float32 sums of some hundred
+# products are good to 2**-18; products of TF32 or bfloat16 are not good to 2**-14. A key too many
+# or too few among n changes a value by about 0.4 * n**-0.5, or 2**-5 for the segments here.
+TOLERANCE = {"bfloat16": 2.0**-6, "float32": 2.0**-15}
+ALIGNMENT = 128  # kernels treat rows alike whose lengths are the same modulo this
+SPREAD = 1.0  # standard deviation of the scores: every key of a segment counts
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one device computes: its queries of each row, all keys, heads, head size."""
+
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of_run(cls, length: int, parts: int, heads: int, kv_heads: int, head_dim: int) -> "Sizes":
+        """For rows of `length` tokens, or shorter ones that kernels treat alike.
+
+        parts: into which the queries of a row are split, a divisor of `length`.
+        """
+        queries = length // parts
+        if queries > 2 * ALIGNMENT:
+            queries = 2 * ALIGNMENT + queries % ALIGNMENT
+        return cls(queries, queries * parts, heads, kv_heads, head_dim)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The attention of a run; passed_over: name -> why it is not one of those before it."""
+
+    name: str
+    attention: Attention
+    passed_over: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        return {"name": self.name, "passed_over": self.passed_over}
+
+
+def candidates_for(platform: str) -> dict[str, Attention]:
+    """By name, the preferred one first. Raises InputError for a platform that has none."""
+    if platform not in CANDIDATES:
+        raise InputError(f"JAX runs on the platform {platform!r}: expected cpu, gpu or tpu")
+    return CANDIDATES[platform]
+
+
+def choose_attention(candidates: Mapping[str, Attention], sizes: Sizes, dtype: jnp.dtype) -> Choice:
+    """The first candidate that is right on this process's first device.
+
+    Raises RunError when none is: the device computes wrongly then.
+    """
+    passed_over: dict[str, str] = {}
+    most = TOLERANCE[dtype.name]
+    with jax.default_device(jax.local_devices()[0]):
+        for name, attention in candidates.items():
+            try:
+                error = largest_error(attention, sizes, dtype)
+            except Exception as failure:  # whatever a kernel or its compiler may raise
+                passed_over[name] = f"it fails: {one_line(failure):.300}"
+                continue
+            if error <= most:
+                return Choice(name, attention, passed_over)
+            passed_over[name] = (
+                f"it differs from the definition by {error:.2g} (allowed: {most:.2g})"
+            )
+    reasons = "; ".join(f"{name}: {why}" for name, why in passed_over.items())
+    raise RunError(f"no attention is right on this device: {reasons}")
+
+
+def largest_error(attention: Attention, sizes: Sizes, dtype: jnp.dtype) -> float:
+    """Of any token in any head: the norm of the difference to float32, over that of the value.
+
+    Every part of the queries is computed, as by the devices that share the queries of a row.
+    """
+    q, k, v, segments = trial_batch(sizes, dtype)
+    exact_k, exact_v = k.astype(jnp.float32), v.astype(jnp.float32)
+    split = sizes.queries < sizes.keys
+    compute = jax.jit(attention) if split else jax.jit(attention, static_argnums=5)
+    errors = []
+    for first in range(0, sizes.keys, sizes.queries):
+        part = slice(first, first + sizes.queries)
+        queries, own = q[:, part], segments[:, part]
+        got = compute(queries, k, v, own, segments, jnp.int32(first) if split else first)
+        exact = dense_attention(queries.astype(jnp.float32), exact_k, exact_v, own, segments, first)
+        real = np.asarray(own) > 0
+        wanted, found = (np.asarray(x, np.float64)[real] for x in (exact, got))
+        norms = np.linalg.norm(wanted, axis=-1)
+        errors.append(np.linalg.norm(found - wanted, axis=-1) / norms)
+    return float(np.max(np.concatenate(errors)))
+
+
+def trial_batch(sizes: Sizes, dtype: jnp.dtype) -> tuple[Array, Array, Array, Array]:
+    """q, k, v and segments of two rows of three segments; the second row ends in padding."""
+    chance = np.random.default_rng(0)
+    of_keys = 2, sizes.keys, sizes.kv_heads, sizes.head_dim
+    shapes = (2, sizes.keys, sizes.heads, sizes.head_dim), of_keys, of_keys
+    q, k, v = (jnp.asarray(chance.standard_normal(shape), jnp.float32) for shape in shapes)
+    segments = np.ones((2, sizes.keys), np.int32)
+    segments[:, sizes.keys // 3 :], segments[:, sizes.keys // 2 :] = 2, 3
+    segments[1, sizes.keys - sizes.keys // 5 :] = 0
+    q *= SPREAD * sizes.head_dim**-0.5
+    return q.astype(dtype), k.astype(dtype), v.astype(dtype), jnp.asarray(segments)

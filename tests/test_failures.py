@@ -1,0 +1,131 @@
+"""What a run that fails says: what has to change, and the traceback of what nobody expected."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from extractions import HOOKS, open_part
+from safetensors.numpy import load_file, save_file
+from test_hosts import flags_for
+
+import extract_activations
+from activation_extraction.cli.config import parse_args
+from activation_extraction.cli.console import Progress
+from activation_extraction.cli.errors import RunError
+from activation_extraction.model.forward import Forward, device_errors
+from activation_extraction.output import committer
+from activation_extraction.output.storage import StorageError
+from activation_extraction.output.stores import Store
+from activation_extraction.run.hosts import Host, together
+
+
+@pytest.fixture
+def failing(demo_inputs, tmp_path, capsys):
+    """Runs with more flags, has to fail, and returns what was printed to stderr."""
+
+    def run(*more):
+        flags = flags_for(demo_inputs, tmp_path / "out", "--max_samples", 6, *more)
+        assert extract_activations.main([str(flag) for flag in flags]) == 1
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
+    """They wait in `agree`, which therefore has to be called whatever happens."""
+    told = []
+
+    def agree(host, fields, problem):
+        told.append((fields, problem))
+        raise problem
+
+    def vanished(job):
+        raise FileNotFoundError("a source file")
+
+    monkeypatch.setattr(extract_activations, "prepare", lambda config, host: "a job")
+    monkeypatch.setattr(extract_activations, "fingerprint", vanished)
+    monkeypatch.setattr(extract_activations, "agree", agree)
+    with pytest.raises(FileNotFoundError):
+        extract_activations.prepare_together(parse_args([]), Host(0, 2))
+    assert [(fields, type(problem)) for fields, problem in told] == [({}, FileNotFoundError)]
+
+
+@pytest.mark.parametrize("defect", [(Progress, "advance"), (Forward, "flops"), (Progress, "close")])
+def test_a_defect_has_its_traceback_and_is_no_failure_of_the_storage(failing, monkeypatch, defect):
+    def broken(*_):
+        return 1 // 0
+
+    monkeypatch.setattr(*defect, broken)
+    printed = failing()
+    assert "in broken" in printed and "StorageError" not in printed
+    last = printed.splitlines()[-1]
+    assert last.startswith("error: unexpected ZeroDivisionError: ") and ". Stored in " in last
+    assert last.endswith("; this is a defect of the program; its traceback is above")
+
+
+def test_a_defect_in_the_background_has_its_traceback(failing, monkeypatch):
+    def broken(*_):
+        return 1 // 0
+
+    monkeypatch.setattr(committer, "write_shard", broken)
+    printed = failing()
+    assert "in broken" in printed
+    assert "error: unexpected ZeroDivisionError: " in printed.splitlines()[-1]
+
+
+def test_weights_of_nan_are_to_be_changed(failing, demo_inputs, tmp_path):
+    shutil.copytree(demo_inputs / "model", tmp_path / "model")
+    path = tmp_path / "model/model.safetensors"
+    weights = load_file(path)
+    norm = "model.layers.2.input_layernorm.weight"
+    weights[norm] = np.full_like(weights[norm], np.nan)
+    save_file(weights, path, metadata={"format": "pt"})
+    last = failing("--model_path", tmp_path / "model").splitlines()[-1]
+    assert "hook 3: NaN or infinite float32 values. Stored in " in last
+    assert "check its weights" in last and "the same command" not in last
+
+
+def test_what_does_not_fit_in_memory_asks_for_a_smaller_batch():
+    with pytest.raises(RunError, match="the device failed: RESOURCE_EXHAUSTED") as raised:
+        with device_errors():
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\n while allocating")
+    assert raised.value.remedy and "--batch_size" in raised.value.remedy
+    with pytest.raises(RunError) as raised:
+        with device_errors():
+            raise jax.errors.JaxRuntimeError("INTERNAL: a cosmic ray")
+    assert raised.value.remedy is None
+
+
+def test_a_host_without_a_problem_points_to_the_one_that_has_it(monkeypatch):
+    monkeypatch.setattr("activation_extraction.run.hosts.any_host", lambda host, flags: [True])
+    with pytest.raises(RunError, match="another host failed") as raised:
+        together(Host(), None)
+    assert raised.value.remedy and "the message there" in raised.value.remedy
+
+
+def test_a_damaged_shard_is_not_uploaded_and_what_to_do_is_told(tmp_path):
+    """Killed before the upload, damaged since: the same command would find the same damage."""
+    values = np.ones((4, 16), np.float32)
+    with open_part(tmp_path / "out", max_samples=1) as storage:
+        for key in HOOKS:
+            storage.add_activation(key, values, 0, "")
+    path = tmp_path / "out/shard_0001.pkl.gz"
+    path.write_bytes(bytes(path.stat().st_size))
+    remote = Store(f"file://{tmp_path}/bucket")
+    with pytest.raises(StorageError, match="sha256") as raised:
+        storage = open_part(tmp_path / "out", remote=remote, max_samples=1)
+        storage.open()
+    storage.close()
+    assert raised.value.remedy and "delete its JSON" in raised.value.remedy
+
+
+def test_a_platform_that_jax_does_not_have_is_bad_input(demo_inputs, tmp_path, monkeypatch, capsys):
+    def unknown():
+        raise RuntimeError("Unable to initialize\nbackend 'nonsense'")
+
+    monkeypatch.setattr(jax, "devices", unknown)
+    flags = [str(flag) for flag in flags_for(demo_inputs, tmp_path / "out")]
+    assert extract_activations.main(flags) == 2
+    expected = "error: JAX finds no devices (JAX_PLATFORMS, drivers): Unable to initialize backend"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(expected)

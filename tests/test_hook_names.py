@@ -1,0 +1,104 @@
+"""Every record has the name of its hook; what older versions wrote is read, and not mixed."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+from extractions import HOOKS, change_shard, edit, extract, load
+from test_hosts import flags_for
+
+import extract_activations
+from activation_extraction.cli.errors import InputError
+from activation_extraction.output.shards import pickle_shard, read_shard
+from activation_extraction.run import demo
+from qwen2_jax import Qwen2, QwenConfig, weight_table
+
+
+def make_old(folder):
+    """What version 2 of the format has: the same, without hooks in the records."""
+    for number in (1, 2, 3, 4):
+        change_shard(
+            folder, number, lambda shard: [r.pop("hook") for p in shard.values() for r in p]
+        )
+    for path in folder.glob("*.json"):
+        edit(path, lambda content: content.update(format_version=2))
+
+
+def test_records_have_the_full_name_of_their_hook(demo_inputs, tmp_path, capsys):
+    flags = flags_for(demo_inputs, tmp_path, "--max_samples", 2, "--activation_type", "mlp")
+    assert extract_activations.main([str(flag) for flag in flags]) == 0
+    shard = read_shard(tmp_path / "shard_0001.pkl.gz", 10**8)
+    for layer, records in shard.items():
+        assert [record["hook"] for record in records] == [f"blocks.{layer}.hook_mlp_out"] * 2
+    log = capsys.readouterr().err
+    hooks = "blocks.1.hook_mlp_out, blocks.3.hook_mlp_out"
+    assert f"hooks: {hooks}; width 128 each, in float32: 1,024 bytes per token\n" in log
+    assert "clipped" not in log
+
+
+def test_clipped_default_layers_are_told(texts, tmp_path, capsys):
+    """A model of six layers has none of the default ones: its last layer is taken."""
+    config = {**demo.MODEL_CONFIG, "num_hidden_layers": 6}
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    demo.write_tokenizer(model, [])
+    weights = weight_table(Qwen2(QwenConfig.from_hf(config))).values()
+    demo.write_weights(model / "model.safetensors", weights)
+    flags = ["--model_path", model, "--dataset_path", texts([{"text": "one"}])]
+    flags += ["--output_dir", tmp_path / "out", "--max_seq_length", 16]
+    assert extract_activations.main([str(flag) for flag in flags]) == 0
+    log = capsys.readouterr().err
+    assert "the default layers, 10 to 23, are clipped: the model has layers 0 to 5\n" in log
+    assert "hooks: blocks.5.hook_resid_post; width 128" in log
+
+
+def test_the_name_takes_few_bytes(tmp_path):
+    """pickle writes a string that is the same object once."""
+
+    def size_of(shard):
+        path = tmp_path / "pickle"
+        with open(path, "wb") as file:
+            pickle_shard(shard, file)
+        return path.stat().st_size
+
+    storage = extract(tmp_path / "out", count=300, shard_size_gb=1)
+    shard = load(storage.folder, 1)
+    named = size_of(shard)
+    with open(tmp_path / "pickle", "rb") as file:
+        assert pickle.load(file)[3][299]["hook"] == HOOKS[3]
+    for records in shard.values():
+        for record in records:
+            del record["hook"]
+    assert named - size_of(shard) < 600 * 11 + 200
+
+
+def test_what_an_older_version_wrote_can_be_read_and_verified(tmp_path, check):
+    extract(tmp_path)
+    make_old(tmp_path)
+    assert check(tmp_path) == []
+    assert "hook" not in load(tmp_path, 1)[3][0]
+    change_shard(tmp_path, 3, lambda shard: shard[3][0].update(activation=np.zeros((10, 15))))
+    assert check(tmp_path) != []
+
+
+def test_what_an_older_version_began_is_not_continued(tmp_path):
+    extract(tmp_path)
+    make_old(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(InputError, match="in format 2, and this program writes format 3: continue"):
+        extract(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    extract(tmp_path, overwrite=True)
+    assert load(tmp_path, 1)[3][0]["hook"] == HOOKS[3]
+
+
+def test_machines_of_other_versions_are_not_mixed(demo_inputs, tmp_path, capsys):
+    flags = [str(f) for f in flags_for(demo_inputs, tmp_path / "out", "--max_samples", 2)]
+    flags += ["--total_machines", "2"]
+    assert extract_activations.main(flags) == 0
+    metadata = tmp_path / "out/machine_000/metadata.json"
+    edit(metadata, lambda content: content.update(format_version=2))
+    assert extract_activations.main([*flags, "--machine_id", "1"]) == 2
+    assert "machine_000: holds an extraction in format 2" in capsys.readouterr().err

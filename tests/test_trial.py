@@ -1,0 +1,141 @@
+"""The choice of the attention: right ones pass, wrong ones and those that fail are passed over."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+from test_hosts import flags_for
+
+import extract_activations
+from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.model import forward as forward_pass
+from activation_extraction.model.attention import blocked_attention, dense_attention
+from activation_extraction.model.kernels import cudnn_attention, splash_attention
+from activation_extraction.model.trial import (
+    TOLERANCE,
+    Sizes,
+    candidates_for,
+    choose_attention,
+    largest_error,
+)
+
+BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+# Qwen2.5-0.5B on one device; 7B with the heads and the queries split; a row shorter than a block.
+SIZES = {
+    "0.5B": Sizes.of_run(2048, 1, 14, 2, 64),
+    "7B split": Sizes.of_run(1000, 2, 7, 1, 128),
+    "short": Sizes.of_run(20, 1, 4, 2, 32),
+}
+
+
+def broken(*_):
+    raise NotImplementedError("no such\ninstruction")
+
+
+def all_in_one_segment(q, k, v, q_segments, k_segments, first):
+    return dense_attention(q, k, v, q_segments * 0, k_segments * 0, first)
+
+
+def sees_the_next_token(q, k, v, q_segments, k_segments, first):
+    return dense_attention(q, k, v, q_segments, k_segments, first + 1)
+
+
+def misses_the_first_token(q, k, v, q_segments, k_segments, first):
+    return dense_attention(q, k, v, q_segments, k_segments.at[:, 0].set(-1), first)
+
+
+def scales_again(q, *others):
+    return dense_attention(q * q.shape[-1] ** -0.5, *others)
+
+
+def wrong_in_one_head(q, *others):
+    return dense_attention(q, *others).at[:, 5:9, -1].multiply(1.1)
+
+
+def not_a_number(q, *others):
+    return dense_attention(q, *others).at[0, 0, 0, 0].set(jnp.nan)
+
+
+def rounds_float32(q, k, v, *others):
+    low = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    return dense_attention(*low, *others).astype(q.dtype)
+
+
+WRONG = [all_in_one_segment, sees_the_next_token, misses_the_first_token, scales_again]
+WRONG += [wrong_in_one_head, not_a_number]
+
+
+def test_a_run_is_tried_at_its_own_sizes():
+    assert SIZES["0.5B"] == Sizes(256, 256, 14, 2, 64)
+    assert Sizes.of_run(2047, 1, 14, 2, 64).queries % 128 == 2047 % 128
+    assert SIZES["7B split"] == Sizes(372, 744, 7, 1, 128)
+    assert SIZES["short"] == Sizes(20, 20, 4, 2, 32)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("attention", [dense_attention, blocked_attention])
+def test_right_attentions_stay_well_below_the_tolerance(attention, sizes):
+    assert 0 < largest_error(attention, SIZES[sizes], BFLOAT16) < TOLERANCE["bfloat16"] / 1.5
+
+
+@pytest.mark.parametrize("sizes", ["0.5B", "short"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_attentions_are_found_out(wrong, sizes):
+    assert not largest_error(wrong, SIZES[sizes], BFLOAT16) <= 1.5 * TOLERANCE["bfloat16"]
+
+
+def test_float32_may_not_be_rounded():
+    assert largest_error(blocked_attention, SIZES["7B split"], FLOAT32) < TOLERANCE["float32"] / 4
+    assert largest_error(rounds_float32, SIZES["0.5B"], FLOAT32) > 10 * TOLERANCE["float32"]
+
+
+def test_the_first_right_one_is_chosen_and_the_others_are_explained():
+    candidates = {"broken": broken, "wrong": sees_the_next_token, "right": dense_attention}
+    chosen = choose_attention(candidates | {"last": broken}, SIZES["short"], BFLOAT16)
+    assert (chosen.name, chosen.attention) == ("right", dense_attention)
+    assert list(chosen.passed_over) == ["broken", "wrong"]
+    assert chosen.passed_over["broken"] == "it fails: no such instruction"
+    assert chosen.passed_over["wrong"].startswith("it differs from the definition by ")
+    preferred = choose_attention({"right": dense_attention} | candidates, SIZES["short"], FLOAT32)
+    assert (preferred.name, preferred.passed_over) == ("right", {})
+    with pytest.raises(RunError, match="no attention is right on this device: broken: it fails"):
+        choose_attention({"broken": broken}, SIZES["short"], BFLOAT16)
+
+
+def test_every_platform_has_its_attentions():
+    assert candidates_for("cpu") == {"blocked": blocked_attention}
+    assert list(candidates_for("tpu").values()) == [splash_attention, blocked_attention]
+    assert list(candidates_for("gpu").values()) == [cudnn_attention, blocked_attention]
+    assert candidates_for("cuda") == candidates_for("rocm") == candidates_for("gpu")
+    with pytest.raises(InputError, match="platform 'METAL': expected cpu, gpu or tpu"):
+        candidates_for("METAL")
+
+
+def test_a_run_and_its_verification_use_the_choice_and_the_metadata_have_it(
+    demo_inputs, tmp_path, monkeypatch, capsys
+):
+    """As on a GPU where cuDNN does not work."""
+    out = tmp_path / "out"
+    flags = [str(flag) for flag in flags_for(demo_inputs, out, "--max_samples", 6)]
+
+    def candidates(platform):
+        return {"cudnn": cudnn_attention, "wrong": broken, "blocked": blocked_attention}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forward_pass, "candidates_for", candidates)
+        assert extract_activations.main([*flags, "--dtype", "bfloat16"]) == 0
+        found = json.loads((out / "metadata.json").read_text())["attention"]
+        assert found["name"] == "blocked" and list(found["passed_over"]) == ["cudnn", "wrong"]
+        log = capsys.readouterr().err
+        assert "WARNING machine 0 host 0: attention: cudnn is not used: it fails: " in log
+        assert log.index("attention: blocked, which agrees") < log.index("model: layers")
+        verify = ["--verify", "--output_dir", str(out), "--model_path", str(demo_inputs / "model")]
+        assert extract_activations.main(verify) == 0
+        assert "attention: blocked, which agrees" in capsys.readouterr().err
+
+
+def test_an_unknown_platform_is_refused_in_one_line(demo_inputs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("jax.default_backend", lambda: "METAL")
+    flags = [str(flag) for flag in flags_for(demo_inputs, tmp_path / "out")]
+    assert extract_activations.main(flags) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: JAX runs on the platform")
