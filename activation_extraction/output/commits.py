@@ -69,6 +69,7 @@ class Commit:
     first, last, count: its samples; tokens: of these samples; hooks: key, name and statistics.
     cursor: where to continue. partial: cut before it had its size, by the end or an interruption;
     made again when the run goes on. run: digest of the run's identity. committed: Unix time, s.
+    unpacked: bytes before compression; None in JSONs that do not say it.
     """
 
     file: str
@@ -83,6 +84,7 @@ class Commit:
     hooks: list[dict[str, Any]]
     run: str
     committed: float
+    unpacked: int | None = None
 
     @property
     def number(self) -> int:
@@ -96,7 +98,7 @@ class Commit:
     def to_json(self) -> dict[str, Any]:
         content = asdict(self)
         samples = {key: content.pop(key) for key in ("first", "last", "count")}
-        head = {key: content.pop(key) for key in ("file", "sha256", "bytes")}
+        head = {key: content.pop(key) for key in ("file", "sha256", "bytes", "unpacked")}
         return {"format_version": FORMAT_VERSION, **head, "samples": samples, **content}
 
     @classmethod

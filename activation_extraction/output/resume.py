@@ -65,7 +65,7 @@ def take_up(
         if number != len(chosen) + 1:
             raise InputError(
                 f"{places[len(both) - 1]}: shard {len(chosen) + 1} is missing and shard {number} "
-                "is there; put it back, or delete the JSON files of all later ones"
+                "is there; --repair makes it again"
             )
         commit, uploaded = _choose(number, local, remote, places)
         chosen.append(commit)
@@ -88,11 +88,20 @@ def take_up(
 
 def _check_identity(place: str, stored: Stored, identity: Mapping[str, Any]) -> None:
     for why in stored.damaged.values():
-        raise InputError(f"{why}; --verify tells more, --overwrite starts anew")
+        raise InputError(f"{why}; --repair mends it, --overwrite starts anew")
     if stored.metadata is None:
         if any(not name.startswith(".") for name in own_files(stored.files)):
-            raise InputError(f"{place}: already holds shards, without {METADATA}; {OPTIONS}")
+            raise InputError(
+                f"{place}: already holds shards, without {METADATA}; --repair makes it again; or "
+                f"{OPTIONS}"
+            )
         return
+    check_same_run(place, stored, identity)
+
+
+def check_same_run(place: str, stored: Stored, identity: Mapping[str, Any]) -> None:
+    """Raises InputError when a folder, which has its metadata, holds anything of another run."""
+    assert stored.metadata is not None
     compare_identities(place, stored.metadata["identity"], identity)
     for commit in stored.commits.values():
         if commit.run != stored.run:
@@ -142,7 +151,7 @@ def _choose(
     place = places[0] if remote is None or number not in remote.commits else places[1]
     raise InputError(
         f"{place}: shard {number} has a JSON, but its file is missing or of another size "
-        "(--verify tells more); put it back, or delete its JSON and those of all later shards"
+        "(--verify tells more); --repair makes it again"
     )
 
 

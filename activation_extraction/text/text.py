@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 
 import datasets
 from tokenizers import Tokenizer
@@ -12,13 +13,14 @@ from activation_extraction.output.places import output_roots
 from activation_extraction.output.resume import find_metadata
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run.hosts import Host
+from activation_extraction.run.repair import Repair
 from activation_extraction.text.documents import (
     DocumentStream,
     describe_files,
     open_files,
     open_hub_dataset,
 )
-from activation_extraction.text.packing import Batch, pack
+from activation_extraction.text.packing import Batch, Cursor, pack
 from activation_extraction.text.tokens import Prefetch, samples
 
 BATCHES_AHEAD = 4
@@ -55,20 +57,53 @@ def open_batches(
     background."""
     if storage.complete:
         return Prefetch(iter(()), BATCHES_AHEAD)
-    rank = config.machine_id * host.count + host.id
+    most = max_samples_of(config, host)
+    part = _part(config, host, tokenizer, dataset, most, storage.cursor)
+    batches = Prefetch(part, BATCHES_AHEAD)
     world = config.total_machines * host.count
-    documents = DocumentStream(dataset, config.text_column, rank, world)
-    stream = samples(
-        *(documents, tokenizer, config.max_seq_length, max_samples_of(config, host)),
-        *(rank, world, storage.cursor),
-    )
-    batches = Prefetch(pack(stream, config.batch_size, config.max_seq_length), BATCHES_AHEAD)
     try:
         if batches.peek() is None and world == 1 and not storage.found_samples:
             raise InputError("the data set is empty: no row has text")
     except RunError as error:
         raise InputError(str(error)) from error
     return batches
+
+
+def open_gaps(
+    config: Config,
+    host: Host,
+    tokenizer: Tokenizer,
+    dataset: datasets.IterableDataset,
+    repair: Repair,
+) -> Prefetch[Batch]:
+    """The batches in which the samples of damaged shards lie, each gap with the batch after it."""
+
+    def batches() -> Iterator[Batch]:
+        for gap in repair.gaps:
+            for batch in _part(
+                config, host, tokenizer, dataset, repair.found_max_samples, gap.cursor
+            ):
+                yield batch
+                if batch.samples[-1].sample.sample_idx >= gap.until:
+                    break
+
+    return Prefetch(batches(), BATCHES_AHEAD)
+
+
+def _part(
+    config: Config,
+    host: Host,
+    tokenizer: Tokenizer,
+    dataset: datasets.IterableDataset,
+    most: int | None,
+    start: Cursor | None,
+) -> Iterator[Batch]:
+    """This host's batches from a cursor on, up to `most` samples from the beginning."""
+    rank = config.machine_id * host.count + host.id
+    world = config.total_machines * host.count
+    documents = DocumentStream(dataset, config.text_column, rank, world)
+    stream = samples(documents, tokenizer, config.max_seq_length, most, rank, world, start)
+    return pack(stream, config.batch_size, config.max_seq_length)
 
 
 def max_samples_of(config: Config, host: Host) -> int | None:
