@@ -64,6 +64,7 @@ from activation_extraction.run.hosts import (
     together,
 )
 from activation_extraction.run.loop import Step, extract
+from activation_extraction.run.repair import Repair
 from activation_extraction.text.documents import DocumentStream, check_dataset
 from activation_extraction.text.packing import Batch
 from activation_extraction.text.text import (
@@ -71,6 +72,7 @@ from activation_extraction.text.text import (
     open_batches,
     open_dataset,
     open_documents,
+    open_gaps,
 )
 from activation_extraction.text.tokens import Prefetch, load_tokenizer
 from qwen2_jax import Qwen2, QwenConfig, weight_table
@@ -131,7 +133,7 @@ def run(config: Config) -> int:
             if any_host(host, [not job.storage.complete])[0]:
                 complete, signaled = compute(job, clock)
             else:
-                log.info("everything is computed already")
+                log.info("nothing to repair" if config.repair else "everything is computed already")
                 finish(job, clock, complete=True)
                 complete, signaled = True, 0
         except RunError as error:
@@ -141,8 +143,13 @@ def run(config: Config) -> int:
                 f"samples",
                 remedy=error.remedy or how_to_continue(config, host),
             ) from error
-        print_summary(job, clock, complete)
+        if config.repair:
+            print_repairs(job, complete)
+        else:
+            print_summary(job, clock, complete)
         part(host)
+    if config.repair and complete:
+        return verify(job.storage.place, None, 0)
     return 0 if complete else 128 + (signaled or signal.SIGTERM)
 
 
@@ -337,6 +344,8 @@ def prepare(config: Config, host: Host, remote: Store | None, commit: str | None
 
     def open_text() -> tuple[DocumentStream, Prefetch[Batch]]:
         documents = open_documents(config, host, dataset)
+        if isinstance(storage, Repair):
+            return documents, open_gaps(config, host, tokenizer, dataset, storage)
         return documents, open_batches(config, host, tokenizer, documents, storage)
 
     place = remote.url if remote else str(folder)
@@ -376,7 +385,7 @@ def open_storage(
     """The output, with all that a reader should know about its contents. Raises InputError."""
     config, model = forward.config, forward.model
     by_name = config.hook_names is not None
-    return ActivationStorage(
+    return (Repair if config.repair else ActivationStorage)(
         folder,
         {hook.name if by_name else hook.layer: hook.name for hook in model.hooks},
         shard_size_gb=config.shard_size_gb,
@@ -441,14 +450,27 @@ def print_summary(job: Job, clock: Clock, complete: bool) -> None:
             f"upload {totals.upload_seconds:.1f} s"
         )
     if totals.shards:
-        name = f"{job.place}/shard_0001.pkl"
-        if job.config.compress_shards:
-            name += ".gz"
-        opened = f"gzip.open({name!r})" if job.config.compress_shards else f"open({name!r}, 'rb')"
-        if job.config.bucket_url is not None:
-            opened = f"fsspec.open({name!r}, compression='infer').open()"
-        module = opened.split(".")[0] + ", " if "." in opened.split("(")[0] else ""
-        print(f"read it with:\n  import {module}pickle\n  records = pickle.load({opened})")
+        name = f"{job.place}/shard_0001.pkl" + (".gz" if job.config.compress_shards else "")
+        print("read it with:", *how_to_read(name, job.config.bucket_url is not None), sep="\n  ")
+
+
+def print_repairs(job: Job, complete: bool) -> None:
+    """Which shards were made again, and whether they have the bytes that they had."""
+    assert isinstance(job.storage, Repair)
+    for line in job.storage.differing:
+        print(line)
+    made = ", ".join(map(str, job.storage.repaired)) or "none"
+    print(f"{'repaired' if complete else 'interrupted'}: shards made again in {job.place}: {made}")
+
+
+def how_to_read(shard: str, in_bucket: bool) -> tuple[str, str]:
+    """Python that reads a shard to its end, where gzip has its checksum."""
+    module, opened = "", f"open({shard!r}, 'rb')"
+    if in_bucket:
+        module, opened = "fsspec, ", f"fsspec.open({shard!r}, compression='infer').open()"
+    elif shard.endswith(".gz"):
+        module, opened = "gzip, ", f"gzip.open({shard!r})"
+    return f"import {module}pickle", f"records = pickle.loads({opened}.read())"
 
 
 def script() -> NoReturn:

@@ -96,15 +96,19 @@ def load(folder: Path, number: int) -> Any:
         return pickle.load(file)
 
 
-def replace_shard(folder: Path, number: int, data: bytes) -> None:
-    """Other bytes for a shard, to which its JSON and the metadata agree."""
+def replace_shard(folder: Path, number: int, data: bytes, unpacked: int | None = None) -> None:
+    """Other bytes for a shard, to which its JSON and the metadata agree.
+
+    unpacked: what the JSON says of that; what is true by default.
+    """
+    unpacked = len(gzip.decompress(data)) if unpacked is None else unpacked
     path = folder / f"shard_{number:04d}.pkl.gz"
     more = len(data) - path.stat().st_size
     path.write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
     edit(
         folder / f"shard_{number:04d}.json",
-        lambda content: content.update(sha256=digest, bytes=len(data)),
+        lambda content: content.update(sha256=digest, bytes=len(data), unpacked=unpacked),
     )
     edit(folder / "metadata.json", lambda content: content.update(bytes=content["bytes"] + more))
 

@@ -77,6 +77,7 @@ class Config:
     shard_size_gb: float
     compress_shards: bool
     overwrite: bool
+    repair: bool
     bucket_url: str | None
     delete_local_after_upload: bool
     upload_timeout: int
@@ -184,8 +185,8 @@ def _check_places(flags: argparse.Namespace) -> None:
         raise InputError("--verify_samples: needs --model_path")
     if looking and flags.model_revision is not None and flags.model_path is None:
         raise InputError("--model_revision: needs --model_path here")
-    if looking and flags.overwrite or flags.status and flags.verify:
-        raise InputError("--status, --verify and --overwrite exclude each other")
+    if sum((flags.status, flags.verify, flags.repair, flags.overwrite)) > 1:
+        raise InputError("--status, --verify, --repair and --overwrite exclude each other")
 
 
 def _dataset(flags: argparse.Namespace) -> dict[str, str | None]:

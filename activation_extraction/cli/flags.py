@@ -28,7 +28,7 @@ examples:
 
 read a shard:
   import gzip, pickle
-  records = pickle.load(gzip.open("out/shard_0001.pkl.gz"))  # {layer: [record, ...]}
+  records = pickle.loads(gzip.open("out/shard_0001.pkl.gz").read())  # {layer: [record, ...]}
 
 exit status: 0 done, 1 failed on the way, 2 bad input, 130 interrupted (what is complete is stored)
 """
@@ -341,6 +341,12 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="delete the extraction that --output_dir and the bucket already hold, every time "
         "(default: continue it)",
+    )
+    group.add_argument(
+        "--repair",
+        action="store_true",
+        help="with the flags of a run: recompute the shards that --verify finds damaged or "
+        "missing, and no others; ends with what --verify says then, and its exit status",
     )
     _add_bucket_flags(parser)
     _add_checking_flags(parser)

@@ -29,7 +29,7 @@ OWN_FILES = re.compile(
 MAY_TURN_ON = ("skip_bad_rows",)  # of the identity: changes nothing that is stored already
 NEEDED = ("identity", "status", "max_samples", "written")  # of the metadata
 METRICS_TAIL = 4096  # bytes that hold the last line
-ANEW = "--verify tells more, --overwrite starts anew"
+ANEW = "--repair mends it, --overwrite starts anew"
 READERS = 32  # files read at the same time; they are small
 
 
@@ -79,7 +79,8 @@ class Commit:
     first, last, count: its samples; tokens: of these samples; hooks: key, name and statistics.
     cursor: where to continue. partial: cut before it had its size, by the end or an interruption;
     made again when the run goes on. run: digest of the run's identity. committed: Unix time, s;
-    began: that at which the process that wrote it began to store.
+    began: that at which the process that wrote it began to store. unpacked: bytes before
+    compression; None in JSONs that do not say it.
     """
 
     file: str
@@ -95,6 +96,7 @@ class Commit:
     run: str
     committed: float
     began: float | None = None
+    unpacked: int | None = None
 
     @property
     def number(self) -> int:
@@ -108,7 +110,7 @@ class Commit:
     def to_json(self) -> dict[str, Any]:
         content = asdict(self)
         samples = {key: content.pop(key) for key in ("first", "last", "count")}
-        head = {key: content.pop(key) for key in ("file", "sha256", "bytes")}
+        head = {key: content.pop(key) for key in ("file", "sha256", "bytes", "unpacked")}
         return {"format_version": FORMAT_VERSION, **head, "samples": samples, **content}
 
     @classmethod

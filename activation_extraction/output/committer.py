@@ -101,6 +101,8 @@ class Committer:
         run: str,
     ) -> None:
         self.failure: StorageError | None = None
+        # What is known of shards that are made again: it is true again when the bytes are the same.
+        self.known: Mapping[int, Commit] = {}
         self.owner = uuid.uuid4().hex  # of this process, as metadata.json in the bucket has it
         self._folder = folder
         self._remote = remote
@@ -229,6 +231,7 @@ class Committer:
                 file=path.name,
                 sha256=written["sha256"],
                 bytes=written["bytes"],
+                unpacked=written["unpacked"],
                 first=first[0]["sample_idx"],
                 last=first[-1]["sample_idx"],
                 count=len(first),
@@ -240,6 +243,9 @@ class Committer:
                 committed=round(time.time(), 3),
                 began=self._began,
             )
+            known = self.known.get(number)
+            if known is not None and known.sha256 == commit.sha256:
+                commit = known
             write_bytes(announcement, seal(commit.to_json()))
         except OSError as error:
             raise StorageError(f"{path}: {reason_of(error)[0]}") from error

@@ -75,7 +75,7 @@ def take_up(
         if number != len(chosen) + 1:
             raise InputError(
                 f"{places[len(both) - 1]}: shard {len(chosen) + 1} is missing and shard {number} "
-                "is there; put it back, or delete the JSON files of all later ones"
+                "is there; --repair makes it again"
             )
         commit, uploaded = _choose(number, local, remote, places)
         chosen.append(commit)
@@ -103,8 +103,17 @@ def _check_identity(place: str, stored: Stored, identity: Mapping[str, Any]) -> 
         raise InputError(f"{why}; {ANEW}")
     if stored.metadata is None:
         if any(name.startswith("shard_") for name in own_files(stored.files)):
-            raise InputError(f"{place}: already holds shards, without {METADATA}; {OPTIONS}")
+            raise InputError(
+                f"{place}: already holds shards, without {METADATA}; --repair makes it again; or "
+                f"{OPTIONS}"
+            )
         return
+    check_same_run(place, stored, identity)
+
+
+def check_same_run(place: str, stored: Stored, identity: Mapping[str, Any]) -> None:
+    """Raises InputError when a folder, which has its metadata, holds anything of another run."""
+    assert stored.metadata is not None
     _check_version(place, stored.metadata)
     compare_identities(place, stored.metadata["identity"], identity)
     for commit in stored.commits.values():
@@ -167,7 +176,7 @@ def _choose(
     place = places[0] if remote is None or number not in remote.commits else places[1]
     raise InputError(
         f"{place}: shard {number} has a JSON, but its file is missing or of another size "
-        "(--verify tells more); put it back, or delete its JSON and those of all later shards"
+        "(--verify tells more); --repair makes it again"
     )
 
 

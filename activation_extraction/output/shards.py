@@ -1,9 +1,10 @@
 """What a shard file looks like: writing it, reading it without running what is in it, and how a
 file comes to be complete under its final name.
 
-`pickle.load(gzip.open(path))` gives a dict: layer (int, or hook name) -> list of records, one per
-sample, in order. A record is a dict of plain values and NumPy arrays, see `Record`. The bytes
-depend on the records alone.
+`pickle.loads(gzip.open(path).read())` gives a dict: layer (int, or hook name) -> list of records,
+one per sample, in order. A record is a dict of plain values and NumPy arrays, see `Record`. The
+bytes depend on the records alone. Read the file to its end: the checksum of gzip comes last, and
+`pickle.load` stops before it.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ import numpy as np
 from isal import igzip, igzip_threaded
 
 from activation_extraction.cli.errors import RunError, one_line
+from activation_extraction.output.commits import DamagedError, unseal
 
 # The instructions of a shard's pickle: what plain containers and arrays need, see `_Pickler`.
 INSTRUCTIONS = b"".join(
@@ -40,6 +42,8 @@ INSTRUCTIONS = b"".join(
 )
 WRITE_BEHIND = 32 * 2**20  # bytes of a file after which the disk is set to work
 COMPRESSION_LEVEL = 1
+# What a shard may unpack to when no JSON says it: activations hardly compress.
+GENEROUS_BYTES, GENEROUS_RATIO = 64 * 2**20, 16
 # One more than cores, as one of them waits at times. 8 is an estimate: more outrun the sha256.
 COMPRESSION_THREADS = min((os.cpu_count() or 1) + 1, 8)
 
@@ -93,6 +97,12 @@ class Written(TypedDict):
     sha256: str
     bytes: int
     write_seconds: float
+
+
+class WrittenShard(Written):
+    """unpacked: the bytes of its pickle, before compression."""
+
+    unpacked: int
 
 
 def write_atomically(
@@ -154,44 +164,69 @@ class _Pickler(pickle.Pickler):
         return rebuild, arguments, (version, value.shape, dtype, fortran, data)
 
 
-def pickle_shard(shard: Shard, file: Any) -> None:
-    """Writes a shard to a file as it is uncompressed."""
-    _Pickler(file, protocol=5).dump(shard)
+class _Counter:
+    """Passes on what is written, and counts the bytes."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.bytes = 0
+
+    def write(self, data: bytes | PickleBuffer) -> int:
+        self.bytes += memoryview(data).nbytes
+        return self._file.write(data)
 
 
-def write_shard(path: Path, shard: Shard, compress: bool, outdated: Path | None = None) -> Written:
+def pickle_shard(shard: Shard, file: Any) -> int:
+    """Writes a shard to a file as it is uncompressed; returns the number of bytes."""
+    counter = _Counter(file)
+    _Pickler(counter, protocol=5).dump(shard)
+    return counter.bytes
+
+
+def write_shard(
+    path: Path, shard: Shard, compress: bool, outdated: Path | None = None
+) -> WrittenShard:
     """Writes a shard atomically, as gzip when `compress`, with nothing of time or place in it.
 
     outdated: see `write_atomically`.
     """
+    unpacked = 0
 
     def write(file: IO[bytes]) -> None:
+        nonlocal unpacked
         if not compress:
-            pickle_shard(shard, file)
+            unpacked = pickle_shard(shard, file)
             return
         # The number of threads does not show in the bytes, nor does the time.
         with igzip_threaded.open(
             file, "wb", compresslevel=COMPRESSION_LEVEL, threads=COMPRESSION_THREADS
         ) as stream:
-            pickle_shard(shard, stream)
+            unpacked = pickle_shard(shard, stream)
 
-    return write_atomically(path, write, outdated)
+    written = write_atomically(path, write, outdated)
+    return {**written, "unpacked": unpacked}
 
 
 class UnsafeError(RunError):
     """A shard holds what no shard of ours holds; nothing of it was run."""
 
 
-def read_shard(path: Path, limit: int) -> Shard:
+def read_shard(path: str | Path, limit: int | None = None) -> Shard:
     """Reads a shard, compressed when its name ends in .gz, without running pickled code.
 
-    limit: the most bytes that it may unpack to. Raises UnsafeError for anything but plain
-    containers and NumPy arrays of numbers, and for more than `limit`; RunError for a damaged file.
+    limit: the most bytes that it may unpack to. By default it is what the shard's JSON says, if
+    that lies beside it; else 64 MiB and 16 times the size of the file. Raises UnsafeError for
+    anything but plain containers and NumPy arrays of numbers, and for more than `limit`; RunError
+    for a damaged file.
     """
+    path = Path(path)
     with open(path, "rb") as file:
         stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if path.suffix == ".gz" else file
         try:
-            shard = _SafeUnpickler(_LimitedReader(stream, limit)).load()
+            limited = _LimitedReader(stream, _announced(path) if limit is None else limit)
+            shard = _SafeUnpickler(limited).load()
+            if stream.read(1):  # nothing follows; reading on also makes gzip check its checksum
+                raise RunError("is damaged: it goes on after its end")
         except RunError as error:
             raise type(error)(f"{path.name}: {error}") from error
         except Exception as error:  # whatever broken bytes may raise in gzip, pickle or NumPy
@@ -201,16 +236,28 @@ def read_shard(path: Path, limit: int) -> Shard:
     return shard
 
 
+def _announced(path: Path) -> int:
+    """The bytes to which a shard unpacks as its JSON says, or a generous guess without it."""
+    where = path.with_name(path.name.split(".")[0] + ".json")
+    try:
+        unpacked = unseal(where.read_bytes(), str(where)).get("unpacked")
+    except (OSError, DamagedError):
+        unpacked = None
+    if isinstance(unpacked, int):
+        return unpacked
+    return GENEROUS_BYTES + GENEROUS_RATIO * path.stat().st_size
+
+
 class _LimitedReader:
-    """What the unpickler reads from; refuses to unpack more than was announced."""
+    """What the unpickler reads from; refuses to unpack more than `limit` bytes."""
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
         self._stream = stream
-        self._left = limit
+        self._limit = self._left = limit
 
     def _take(self, size: int) -> None:
         if size < 0 or size > self._left:
-            raise UnsafeError("unpacks to more than its JSON announces")
+            raise UnsafeError(f"unpacks to more than {self._limit} bytes")
         self._left -= size
 
     def read(self, size: int = -1) -> bytes:

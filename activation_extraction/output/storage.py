@@ -123,6 +123,11 @@ class ActivationStorage:
         self._shards_cut = len(commits)
 
     @property
+    def place(self) -> Store:
+        """Where what is stored counts: the folder in the bucket, if there is one."""
+        return self._remote or Store(str(self.folder))
+
+    @property
     def totals(self) -> Totals:
         """What is stored, that of earlier runs included."""
         return self._committer.totals
@@ -340,8 +345,15 @@ class ActivationStorage:
             self._lock = None
 
     def _write_metadata(self, status: str, upload: bool = True) -> None:
+        write_bytes(self.folder / METADATA, seal(self._content(status)))
+        if self._remote is not None and upload:
+            self._remote.put(self.folder / METADATA)
+            self._committer.upload_metrics()
+
+    def _content(self, status: str) -> dict[str, Any]:
+        """What metadata.json says."""
         totals = self.totals
-        content = {
+        return {
             "format_version": FORMAT_VERSION,
             "status": status,
             "shards": totals.shards,
@@ -362,7 +374,3 @@ class ActivationStorage:
             "identity": self._identity,
             **self._metadata,
         }
-        write_bytes(self.folder / METADATA, seal(content))
-        if self._remote is not None and upload:
-            self._remote.put(self.folder / METADATA)
-            self._committer.upload_metrics()

@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import ml_dtypes  # noqa: F401  # makes NumPy know the name bfloat16
 import numpy as np
 from tqdm import tqdm
 
@@ -26,7 +25,6 @@ from activation_extraction.reading.status import expected_names, read_folders
 from activation_extraction.text.workers import Worker
 
 WORKERS = 4  # shards read at the same time; each is unpacked in memory
-PICKLE_BYTES_PER_RECORD = 2000  # text preview, ids and pickle's own, generously
 # Largest relative error (Frobenius norm, per sample and hook) of a recomputed sample: another
 # packing, mesh or device rounds otherwise. By the dtype of computing, then of storing.
 TOLERANCE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 1e-2}
@@ -55,10 +53,35 @@ def verify(root: Store, load: Callable[[dict[str, Any]], Recompute] | None, coun
     metadata = next((stored.metadata for stored in folders.values() if stored.metadata), None)
     recompute = None if load is None or metadata is None else load(metadata)
     problems = list(_check_folders(folders))
-    shards = [(name, commit) for name in folders for commit in folders[name].in_order]
-    picks = _pick(shards, count if recompute is not None else 0)
-    total = sum(commit.bytes for _, commit in shards)
     chosen: list[Chosen] = []
+    samples = total = shards = 0
+    for commit, off, found in check_shards(root, folders, count if recompute is not None else 0):
+        problems += off
+        chosen += found
+        shards, samples, total = shards + 1, samples + commit.count, total + commit.bytes
+    recomputed = "nothing recomputed (give --model_path)"
+    if recompute is not None and metadata is not None:
+        problems += _compare(metadata, chosen, recompute)
+        recomputed = f"{len(chosen)} samples recomputed"
+    for problem in problems:
+        print(problem)
+    print(
+        f"{'NOT IN ORDER' if problems else 'in order'}: {len(folders)} folder(s), {shards} "
+        f"shard(s), {samples:,} samples, {total / 1e9:,.3f} GB; {recomputed}; "
+        f"{len(problems)} problem(s)"
+    )
+    return 1 if problems else 0
+
+
+def check_shards(
+    root: Store, folders: dict[str, Stored], count: int = 0
+) -> Iterator[tuple[Commit, list[str], list[Chosen]]]:
+    """Reads every shard: its commit, what is off with it, and its share of `count` random samples.
+
+    Several shards are read at the same time; they come in their order.
+    """
+    shards = [(name, commit) for name in folders for commit in folders[name].in_order]
+    total = sum(commit.bytes for _, commit in shards)
     with (
         TemporaryDirectory() as scratch,
         ThreadPoolExecutor(WORKERS) as pool,
@@ -68,29 +91,14 @@ def verify(root: Store, load: Callable[[dict[str, Any]], Recompute] | None, coun
             pool.submit(
                 _check_shard, root.child(name), name, folders[name], commit, wanted, Path(scratch)
             )
-            for (name, commit), wanted in zip(shards, picks, strict=True)
+            for (name, commit), wanted in zip(shards, _pick(shards, count), strict=True)
         ]
         try:
             for job, (_, commit) in zip(jobs, shards, strict=True):
-                off, found = job.result()
-                problems += off
-                chosen += found
+                yield commit, *job.result()
                 bar.update(commit.bytes)
         finally:  # Ctrl-C waits for the shards in hand, not for all
             pool.shutdown(cancel_futures=True)
-    recomputed = "nothing recomputed (give --model_path)"
-    if recompute is not None and metadata is not None:
-        problems += _compare(metadata, chosen, recompute)
-        recomputed = f"{len(chosen)} samples recomputed"
-    for problem in problems:
-        print(problem)
-    samples = sum(commit.count for _, commit in shards)
-    print(
-        f"{'NOT IN ORDER' if problems else 'in order'}: {len(folders)} folder(s), {len(shards)} "
-        f"shard(s), {samples:,} samples, {total / 1e9:,.3f} GB; {recomputed}; "
-        f"{len(problems)} problem(s)"
-    )
-    return 1 if problems else 0
 
 
 def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
@@ -212,7 +220,7 @@ def _check_shard(
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             off = [] if digest == commit.sha256 else [f"{where}: its sha256 is not its JSON's"]
-            shard = read_shard(path, _limit(stored.metadata, commit))
+            shard = read_shard(path, commit.unpacked)
         finally:
             if not store.local:
                 path.unlink(missing_ok=True)
@@ -232,14 +240,6 @@ def _check_shard(
         return off_too, []
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         return [f"{where}: its records are not as they should be: {error!r:.200}"], []
-
-
-def _limit(metadata: dict[str, Any], commit: Commit) -> int:
-    """The most bytes that the shard may unpack to."""
-    size = np.dtype(metadata["identity"]["activation_dtype"]).itemsize
-    per_token = size * metadata["model"]["hidden_size"] + 4
-    hooks = len(commit.hooks)
-    return hooks * (commit.tokens * per_token + commit.count * PICKLE_BYTES_PER_RECORD) + 10**6
 
 
 def _check_records(shard: Shard, metadata: dict[str, Any], commit: Commit) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 
 import datasets
 from tokenizers import Tokenizer
@@ -12,6 +13,7 @@ from activation_extraction.output.places import output_roots
 from activation_extraction.output.resume import find_metadata
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run.hosts import Host
+from activation_extraction.run.repair import Repair
 from activation_extraction.text.documents import (
     DocumentStream,
     describe_files,
@@ -19,7 +21,7 @@ from activation_extraction.text.documents import (
     open_hub_dataset,
     with_remedy,
 )
-from activation_extraction.text.packing import Batch, pack
+from activation_extraction.text.packing import Batch, Cursor, pack
 from activation_extraction.text.tokens import Prefetch, samples
 from activation_extraction.text.workers import Worker
 
@@ -63,11 +65,9 @@ def open_batches(
     background."""
     if storage.complete:
         return Prefetch(iter(()), BATCHES_AHEAD)
-    stream = samples(
-        *(documents, tokenizer, config.max_seq_length),
-        *(max_samples_of(config, host), storage.cursor),
-    )
-    batches = Prefetch(pack(stream, config.batch_size, config.max_seq_length), BATCHES_AHEAD)
+    most = max_samples_of(config, host)
+    part = _batches(config, tokenizer, documents, most, storage.cursor)
+    batches = Prefetch(part, BATCHES_AHEAD)
     alone = documents.worker == Worker()
     try:
         if batches.peek() is None and alone and not storage.found_samples:
@@ -75,6 +75,39 @@ def open_batches(
     except RunError as error:
         raise with_remedy(error) from error
     return batches
+
+
+def open_gaps(
+    config: Config,
+    host: Host,
+    tokenizer: Tokenizer,
+    dataset: datasets.IterableDataset,
+    repair: Repair,
+) -> Prefetch[Batch]:
+    """The batches in which the samples of damaged shards lie, each gap with the batch after it."""
+
+    def batches() -> Iterator[Batch]:
+        for gap in repair.gaps:
+            documents = open_documents(config, host, dataset)
+            most = repair.found_max_samples
+            for batch in _batches(config, tokenizer, documents, most, gap.cursor):
+                yield batch
+                if batch.samples[-1].sample.sample_idx >= gap.until:
+                    break
+
+    return Prefetch(batches(), BATCHES_AHEAD)
+
+
+def _batches(
+    config: Config,
+    tokenizer: Tokenizer,
+    documents: DocumentStream,
+    most: int | None,
+    start: Cursor | None,
+) -> Iterator[Batch]:
+    """The batches of `documents` from a cursor on, up to `most` samples from the beginning."""
+    stream = samples(documents, tokenizer, config.max_seq_length, most, start)
+    return pack(stream, config.batch_size, config.max_seq_length)
 
 
 def max_samples_of(config: Config, host: Host) -> int | None:

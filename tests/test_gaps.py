@@ -1,0 +1,297 @@
+"""Which shards --repair makes again, without a model: every shard, every pair, killed anywhere."""
+
+import json
+import shutil
+from itertools import combinations
+from types import SimpleNamespace
+
+import fsspec
+import numpy as np
+import pytest
+from extractions import edit
+from test_resume import (  # noqa: F401  # fixtures
+    HIDDEN,
+    HOOKS,
+    Killed,
+    activations,
+    content,
+    killed_at,
+    rows,
+    status,
+    tokenizer,
+)
+
+from activation_extraction.cli.errors import InputError
+from activation_extraction.output.storage import ActivationStorage, StorageError
+from activation_extraction.output.stores import Store
+from activation_extraction.reading.verify import verify
+from activation_extraction.run.hosts import Host
+from activation_extraction.run.repair import Repair
+from activation_extraction.text.documents import open_files
+from activation_extraction.text.text import open_batches, open_gaps
+
+IDENTITY = {
+    "model files": "tiny",
+    "activation_dtype": "float32",
+    "max_seq_length": 32,
+    "total_machines": 1,
+    "num_hosts": 1,
+    "machine": 0,
+    "host": 0,
+}
+METADATA = {
+    "model": {"hidden_size": HIDDEN, "vocab_size": 2048},
+    "configuration": {"batch_size": 2},
+    "backend": "cpu",
+}
+
+
+@pytest.fixture
+def run(tokenizer, rows):  # noqa: F811
+    """Runs or repairs all but the model. Shards are smaller than batches, or larger."""
+
+    def run(folder, kind=ActivationStorage, *, stop_after=None, identity=None, **options):
+        config = SimpleNamespace(
+            **(dict(text_column="text", machine_id=0, total_machines=1) | {"batch_size": 2}),
+            **dict(max_seq_length=32, max_samples=options.get("max_samples")),
+        )
+        dataset = open_files(str(options.pop("data", rows)), "text")
+        place = kind(
+            folder,
+            HOOKS,
+            identity=identity or IDENTITY,
+            metadata=METADATA,
+            **({"shard_size_gb": 1e-6} | options),
+        )
+        opening = open_gaps if kind is Repair else open_batches
+        try:
+            batches = opening(config, Host(), tokenizer, dataset, place)  # type: ignore
+            place.open()
+            for number, batch in enumerate(batches):
+                if stop_after == number:
+                    place.finalize(complete=False)
+                    return place
+                place.add_batch(batch, activations(batch))
+            place.finalize()
+        finally:
+            place.close(patient=True)
+        return place
+
+    return run
+
+
+@pytest.fixture
+def whole(run, tmp_path):
+    run(tmp_path / "whole")
+    return content(tmp_path / "whole")
+
+
+def shard(number, suffix="pkl.gz"):
+    return f"shard_{number:04d}.{suffix}"
+
+
+def totals(folder):
+    found = json.loads((folder / "metadata.json").read_bytes())
+    return {name: found[name] for name in ("shards", "samples", "tokens", "bytes", "hooks")}
+
+
+DAMAGE = {
+    "both": lambda folder, n: [(folder / shard(n, s)).unlink() for s in ("json", "pkl.gz")],
+    "file": lambda folder, n: (folder / shard(n)).write_bytes(b"short"),
+    "JSON": lambda folder, n: (folder / shard(n, "json")).write_bytes(b"{}"),
+}
+
+
+@pytest.mark.parametrize("size", [0.3e-6, 1e-6, 3e-6])
+def test_every_shard_and_every_pair_of_shards(size, run, tmp_path):
+    """Smaller than a batch, and larger; bytes depend on how the samples were packed."""
+    run(tmp_path / "whole", shard_size_gb=size)
+    whole, counted = content(tmp_path / "whole"), totals(tmp_path / "whole")
+    numbers = range(1, len(whole) // 2 + 1)
+    lost = [*[(n,) for n in numbers], *combinations(numbers, 2)][:: 1 if len(numbers) < 9 else 20]
+    assert len(lost) > 15
+    for case, each in enumerate(lost):
+        folder = tmp_path / f"{case}"
+        shutil.copytree(tmp_path / "whole", folder)
+        kinds = list(DAMAGE)[case % 3 :] + list(DAMAGE)[: case % 3]
+        for number, kind in zip(each, kinds, strict=False):
+            DAMAGE[kind](folder, number)
+        place = run(folder, Repair, shard_size_gb=size)
+        assert place.repaired == list(each) and not place.differing, each
+        assert content(folder) == whole and totals(folder) == counted, (each, kinds)
+        assert verify(Store(str(folder)), None, 0) == 0
+
+
+def test_nothing_is_written_when_all_is_in_order(run, whole, tmp_path):
+    folder = tmp_path / "whole"
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    assert run(folder, Repair).complete
+    assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("place", ["local", "bucket", "bucket, local kept"])
+def test_a_repair_that_was_killed_is_repaired(run, tmp_path, monkeypatch, place):
+    """Before the first change of disk or bucket, the second, ... until it is not killed."""
+    memory, size = fsspec.filesystem("memory"), 4e-6
+    run(tmp_path / "whole", shard_size_gb=size)
+    whole = content(tmp_path / "whole")
+    last = len(whole) // 2
+    assert last > 4
+    event, finished = 0, False
+    while not finished:
+        event += 1
+        url = f"memory://{tmp_path}/{event}"
+        folder, damaged = tmp_path / f"{event}", tmp_path / f"{event}_damaged"
+        shutil.copytree(tmp_path / "whole", damaged)
+        DAMAGE["file"](damaged, 2)
+        DAMAGE["JSON"](damaged, 3)
+        DAMAGE["both"](damaged, last)
+        options = {"shard_size_gb": size}
+        if place == "local":
+            damaged.rename(folder)
+        else:
+            memory.put(f"{damaged}/", f"{url}/", recursive=True)
+            options |= {"remote": Store(url), "delete_local": place == "bucket"}
+        with killed_at(event, monkeypatch) as events:
+            try:
+                run(folder, Repair, **options)
+                finished = True
+            except (Killed, StorageError):
+                pass
+        run(folder, Repair, **options)
+        if place != "local":
+            shutil.rmtree(damaged)
+            memory.get(f"{url}/", str(damaged), recursive=True)
+        found = folder if place == "local" else damaged
+        kept = {name: data for name, data in content(found).items() if name[0] != "."}
+        assert kept == whole, (event, events)
+        assert status(found) == "complete" and verify(Store(str(found)), None, 0) == 0
+        assert not (place == "bucket" and list(folder.glob("*.pkl.gz"))), (event, events)
+        run(folder, **options)
+    assert event > 10
+
+
+@pytest.mark.parametrize("lost", [(2,), (3, 4), (1, "last"), ("last",)])
+def test_an_interrupted_run_is_repaired_and_goes_on(lost, run, whole, tmp_path):
+    """Its last shard is partial."""
+    folder = tmp_path / "out"
+    run(folder, stop_after=9)
+    before = content(folder)
+    for each in lost:
+        DAMAGE["both"](folder, len(before) // 2 if each == "last" else each)
+    run(folder, Repair)
+    assert content(folder) == before != whole and status(folder) == "interrupted"
+    run(folder)
+    assert content(folder) == whole
+
+
+def test_shards_of_a_killed_run_that_end_nobody_knows_where_are_left_to_it(run, whole, tmp_path):
+    folder = tmp_path / "out"
+    run(folder, stop_after=9)
+    last = len(content(folder)) // 2
+    edit(folder / "metadata.json", lambda told: told.update(status="running", shards=0, samples=0))
+    DAMAGE["JSON"](folder, last)
+    DAMAGE["both"](folder, 2)
+    assert run(folder, Repair).repaired == [2]
+    assert not (folder / shard(last)).exists() and not (folder / shard(last, "json")).exists()
+    run(folder)
+    assert content(folder) == whole
+
+
+def test_wrong_sums_are_counted_again(run, whole, tmp_path):
+    """A repair was killed before it wrote them."""
+    folder = tmp_path / "whole"
+    before = totals(folder)
+    edit(folder / "metadata.json", lambda told: told.update(bytes=told["bytes"] + 1))
+    assert verify(Store(str(folder)), None, 0) == 1
+    assert run(folder, Repair).repaired == []
+    assert totals(folder) == before and verify(Store(str(folder)), None, 0) == 0
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text("{")])
+def test_metadata_is_made_anew(damage, run, whole, tmp_path):
+    folder = tmp_path / "whole"
+    damage(folder / "metadata.json")
+    DAMAGE["file"](folder, 3)
+    with pytest.raises(InputError, match="--repair m"):
+        run(folder)
+    assert run(folder, Repair).repaired == [3]
+    assert status(folder) == "interrupted"
+    run(folder)
+    assert content(folder) == whole and status(folder) == "complete"
+
+
+def test_a_fresh_disk_and_damaged_copies(run, whole, tmp_path):
+    url = f"memory://{tmp_path}/bucket"
+    options = {"remote": Store(url), "delete_local": True}
+    run(tmp_path / "out", **options)
+    (tmp_path / "out" / shard(2, "json")).write_text("{")
+    assert run(tmp_path / "out", Repair, **options).repaired == []
+    run(tmp_path / "out", **options)
+    memory = fsspec.filesystem("memory")
+    memory.rm(f"{tmp_path}/bucket/{shard(3)}")
+    with pytest.raises(InputError, match="were uploaded to memory"):
+        run(tmp_path / "out", Repair)
+    assert run(tmp_path / "fresh", Repair, **options).repaired == [3]
+    memory.get(f"{url}/", str(tmp_path / "copy"), recursive=True)
+    assert content(tmp_path / "copy") == whole
+
+
+def test_refusals(run, whole, tmp_path):
+    folder = tmp_path / "whole"
+    with pytest.raises(InputError, match="holds no extraction that --repair could mend"):
+        run(tmp_path / "nothing", Repair)
+    assert not (tmp_path / "nothing").exists()
+    DAMAGE["file"](folder, 2)
+    before = content(folder)
+    with pytest.raises(InputError, match="another model files: tiny, now other"):
+        run(folder, Repair, identity={**IDENTITY, "model files": "other"})
+    (folder / "metadata.json").unlink()
+    with pytest.raises(InputError, match="belongs to another run"):
+        run(folder, Repair, identity={**IDENTITY, "model files": "other"})
+    assert content(folder) == before
+
+
+def test_another_process_has_written_meanwhile(run, whole, tmp_path, monkeypatch):
+    folder = tmp_path / "whole"
+    DAMAGE["file"](folder, 2)
+    original = Repair.open
+
+    def late(place):
+        edit(folder / "metadata.json", lambda told: told.update(written=1.0))
+        original(place)
+
+    monkeypatch.setattr(Repair, "open", late)
+    with pytest.raises(InputError, match="another process has written there meanwhile"):
+        run(folder, Repair)
+
+
+def test_other_data_replaces_nothing(run, whole, rows, tmp_path):  # noqa: F811
+    folder, other = tmp_path / "whole", tmp_path / "other.jsonl"
+    DAMAGE["file"](folder, 4)
+    lines = rows.read_text().splitlines(keepends=True)
+    other.write_text("".join('{"text": "xy", "id": 1}\n' for _ in lines))
+    before = content(folder)
+    with pytest.raises(StorageError, match="shard 4 cannot be made again"):
+        run(folder, Repair, data=other)
+    assert content(folder) == before
+
+
+def test_other_rounding_is_told(run, whole, tmp_path, monkeypatch):
+    """Another batch size, or a device that rounds otherwise."""
+    folder = tmp_path / "whole"
+    DAMAGE["file"](folder, 2)
+    monkeypatch.setitem(globals(), "activations", lambda batch: activations_of_another(batch))
+    monkeypatch.setitem(METADATA, "configuration", {"batch_size": 4})
+    place = run(folder, Repair)
+    (told,) = place.differing
+    assert told.startswith(f"{shard(2)}: its bytes are not those that it had")
+    assert told.endswith("batch_size is 4, was 2")
+    assert verify(Store(str(folder)), None, 0) == 0
+
+
+original_activations = activations
+
+
+def activations_of_another(batch):
+    return original_activations(batch) * np.float32(1 + 2**-20)

@@ -1,0 +1,178 @@
+"""Reading shards: damage is noticed, and how much a shard may unpack to comes from its JSON."""
+
+import gzip
+import os
+import pickle
+import random
+import re
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from extractions import HOOKS, edit, extract, open_part, replace_shard
+
+import extract_activations
+from activation_extraction.cli.errors import RunError
+from activation_extraction.cli.flags import EXAMPLES
+from activation_extraction.output.shards import UnsafeError, read_shard, write_shard
+from extract_activations import how_to_read
+
+FLIPS = 300
+LONG_ID = "urn:" + "9876543210" * 500
+
+
+def equal(found, expected):
+    assert list(found) == list(expected)
+    for key, records in expected.items():
+        for ours, theirs in zip(found[key], records, strict=True):
+            for name, value in theirs.items():
+                np.testing.assert_array_equal(ours[name], value)
+
+
+def flipped(whole, count=FLIPS):
+    """Copies with one bit changed, at positions that are random and always the same."""
+    chance = random.Random(3)
+    for _ in range(count):
+        data = bytearray(whole)
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        yield bytes(data)
+
+
+def run(code):
+    scope: dict = {}
+    exec(code, scope)
+    return scope["records"]
+
+
+def shown(text):
+    """The first lines of Python for reading that a user is shown."""
+    (lines,) = re.findall(r"^ *(import gzip.*)\n *(records = .*)$", text, flags=re.M)
+    return "\n".join(lines)
+
+
+def readme():
+    text = Path(extract_activations.__file__).with_name("README.md").read_text()
+    assert not re.search(r"pickle\.load\(", text)
+    return shown(text)
+
+
+WAYS = {
+    "a run": lambda path: "\n".join(how_to_read(str(path), in_bucket=False)),
+    "a run with a bucket": lambda path: "\n".join(how_to_read(str(path), in_bucket=True)),
+    "--help": lambda _: shown(EXAMPLES),
+    "README": lambda _: readme(),
+}
+
+
+@pytest.mark.parametrize("source", [*WAYS, "read_shard"])
+def test_a_flipped_bit_never_gives_other_activations(source, tmp_path, monkeypatch):
+    """Every way of reading that we name raises, or the data is what it was."""
+    path = tmp_path / "out/shard_0001.pkl.gz"
+    extract(path.parent)
+    monkeypatch.chdir(tmp_path)
+    read = partial(run, WAYS[source](path)) if source in WAYS else partial(read_shard, path)
+    whole = path.read_bytes()
+    expected = pickle.loads(gzip.decompress(whole))
+    equal(read(), expected)
+    raised = 0
+    for data in flipped(whole):
+        path.write_bytes(data)
+        try:
+            found = read()
+        except Exception:
+            raised += 1
+        else:
+            equal(found, expected)
+    assert raised > 0.9 * FLIPS
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # open() without close
+def test_a_shard_that_is_not_compressed_is_read_as_a_run_says(tmp_path):
+    extract(tmp_path, compress=False)
+    path = tmp_path / "shard_0001.pkl"
+    for in_bucket in (False, True):
+        equal(run("\n".join(how_to_read(str(path), in_bucket))), read_shard(path))
+
+
+@pytest.mark.parametrize("position", [-8, -5, -4, -1])
+def test_the_checksum_at_the_end_of_a_large_shard_is_checked(position, tmp_path):
+    """Of one that is not read into memory at once."""
+    path = tmp_path / "shard_0001.pkl.gz"
+    values = np.random.default_rng(0).standard_normal((4, 500, 512)).astype(np.float32)
+    write_shard(path, {3: [{"activation": each} for each in values]}, compress=True)  # type: ignore
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RunError, match="^shard_0001.pkl.gz: cannot be read: "):
+        read_shard(path)
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_what_follows_the_end_is_damage(compress, tmp_path):
+    extract(tmp_path, compress=compress)
+    (path,) = tmp_path.glob("shard_0001.pkl*")
+    with open(path, "ab") as file:
+        file.write(b"more")
+    with pytest.raises(RunError, match=f"^{path.name}: "):
+        read_shard(path)
+
+
+def test_a_path_is_text_as_well(tmp_path):
+    extract(tmp_path)
+    path = tmp_path / "shard_0001.pkl.gz"
+    equal(read_shard(str(path)), read_shard(path, 10**6))
+    with pytest.raises(UnsafeError, match="unpacks to more than 1000 bytes"):
+        read_shard(str(path), 1000)
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_the_json_beside_a_shard_says_how_much_it_unpacks_to(compress, tmp_path):
+    """Neither a byte more nor less; without it the size of the file decides."""
+    extract(tmp_path, compress=compress)
+    (path,) = tmp_path.glob("shard_0001.pkl*")
+    size = len(gzip.decompress(path.read_bytes())) if compress else path.stat().st_size
+    json_path = tmp_path / "shard_0001.json"
+    assert f'"unpacked": {size},' in json_path.read_text()
+    expected = read_shard(path)
+    edit(json_path, lambda content: content.update(unpacked=size - 1))
+    with pytest.raises(UnsafeError, match="unpacks to more"):
+        read_shard(path)
+    for change in (lambda: json_path.write_text("{"), lambda: os.unlink(json_path)):
+        change()
+        equal(read_shard(path), expected)
+
+
+def test_a_bomb_without_a_json_is_refused(tmp_path):
+    path = tmp_path / "shard_0001.pkl.gz"
+    path.write_bytes(gzip.compress(pickle.dumps({3: [bytes(70 * 2**20)]}), 1))
+    with pytest.raises(UnsafeError, match="unpacks to more"):
+        read_shard(path)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_long_ids_are_in_order(announced, tmp_path, check):
+    """Also with JSONs that do not say how much their shards unpack to."""
+    with open_part(tmp_path, shard_size_gb=1) as storage:
+        for sample in range(1000):
+            for key in HOOKS:
+                values = np.ones((1, 16), np.float32)
+                storage.add_activation(
+                    key, values, sample, "", np.array([3], np.int32), f"{LONG_ID}{sample}"
+                )
+    if not announced:
+        edit(tmp_path / "shard_0001.json", lambda content: content.pop("unpacked"))
+    assert check(tmp_path) == []
+
+
+def test_a_bomb_is_refused_whose_json_does_not_announce_it(tmp_path, check):
+    extract(tmp_path)
+    bomb = gzip.compress(pickle.dumps({3: [bytes(70 * 2**20)]}), 1)
+    replace_shard(tmp_path, 2, bomb, unpacked=9000)
+    (found,) = check(tmp_path)
+    assert found.startswith("shard_0002.pkl.gz: unpacks to more than ")
+    edit(tmp_path / "shard_0002.json", lambda content: content.pop("unpacked"))
+    (found,) = check(tmp_path)
+    assert found.startswith("shard_0002.pkl.gz: unpacks to more than ")

@@ -1,0 +1,156 @@
+"""--repair: damaged and missing shards get the bytes that they had, and nothing else changes."""
+
+import shutil
+
+import pytest
+from test_cli import main
+from test_hosts import Pod, flags_for
+from test_upload import bucket, uploaded  # noqa: F401  # fixture
+
+from activation_extraction.output import shards as shards_module
+from activation_extraction.output.commits import unseal
+from benchmarks.kill_and_resume import shards_in
+
+SHARDS = 10
+
+
+@pytest.fixture(scope="module")
+def flags(demo_inputs):
+    return [
+        *("--model_path", demo_inputs / "model", "--layers_to_extract", 1, 3),
+        *("--dataset_path", demo_inputs / "documents.parquet", "--max_seq_length", 64),
+        *("--batch_size", 4, "--max_samples", 120, "--shard_size_gb", 0.0008),
+        "--no_data_parallel",
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(*flags, "--output_dir", folder) == 0
+    assert len(shards_in(folder)) == SHARDS
+    return folder
+
+
+@pytest.fixture
+def out(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "out")
+
+
+def described(folder):
+    """The JSONs, without times and owners."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        content = unseal(path.read_bytes(), path.name)
+        passing = ("committed", "written", "owner", "seconds")
+        found[path.name] = {key: value for key, value in content.items() if key not in passing}
+    return found
+
+
+def same(folder, whole):
+    return shards_in(folder) == shards_in(whole) and described(folder) == described(whole)
+
+
+def name(number, suffix="pkl.gz"):
+    return f"shard_{number:04d}.{suffix}"
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def lose(out, *numbers):
+    for number in numbers:
+        (out / name(number)).unlink()
+        (out / name(number, "json")).unlink()
+
+
+def harm(out):
+    """Every kind of damage; the numbers of the shards that are damaged."""
+    flip(out / name(1))
+    (out / name(3)).write_bytes(b"\x1f\x8b")
+    (out / name(4, "json")).unlink()
+    flip(out / name(6, "json"))
+    lose(out, 7, SHARDS)
+    return {1, 3, 4, 6, 7, SHARDS}
+
+
+DAMAGE = {
+    "many kinds": harm,
+    "no last": lambda out: lose(out, SHARDS) or {SHARDS},
+    "all": lambda out: lose(out, *range(1, SHARDS + 1)) or set(range(1, SHARDS + 1)),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_the_bytes_are_those_of_an_undisturbed_run(kind, flags, whole, out, monkeypatch, capsys):
+    damaged = DAMAGE[kind](out)
+    written = []
+    write_shard = shards_module.write_atomically
+
+    def spy(path, *arguments):
+        written.append(path.name)
+        return write_shard(path, *arguments)
+
+    monkeypatch.setattr(shards_module, "write_atomically", spy)
+    assert main("--verify", "--output_dir", out) == 1
+    capsys.readouterr()
+    assert main(*flags, "--output_dir", out, "--repair") == 0
+    assert same(out, whole)
+    assert {n for n in written if n.endswith(".gz")} == {name(n) for n in damaged}
+    *_, repaired, verdict = capsys.readouterr().out.splitlines()
+    assert repaired.endswith(": " + ", ".join(map(str, sorted(damaged))))
+    assert verdict.startswith(f"in order: 1 folder(s), {SHARDS} shard(s), 120 samples")
+    assert main(*flags, "--output_dir", out) == 0 and same(out, whole)
+
+
+@pytest.mark.parametrize("keep", [[], ["--keep_local"]])
+def test_in_a_bucket(keep, flags, whole, bucket, tmp_path, monkeypatch, capsys):  # noqa: F811
+    there = [*flags, "--upload_to_gcs", "--gcs_bucket", "bucket", "--gcs_prefix", "run", *keep]
+    local = tmp_path / "local"
+    assert main(*there, "--output_dir", local) == 0
+    for number, suffix in ((2, "pkl.gz"), (3, "json"), (SHARDS, "json"), (SHARDS, "pkl.gz")):
+        bucket.delete(f"run/machine_000/{name(number, suffix)}")
+    assert main("--verify", "--output_dir", "gs://bucket/run") == 1
+    for output in (local, tmp_path / "fresh disk"):
+        assert main(*there, "--output_dir", output, "--repair") == 0
+        assert uploaded(bucket) == shards_in(whole)
+        assert bool(list(local.glob("*.pkl.gz"))) == bool(keep)
+        assert main("--verify", "--output_dir", "gs://bucket/run") == 0
+        bucket.delete(f"run/machine_000/{name(5)}")
+    assert main(*flags, "--output_dir", tmp_path / "elsewhere", "--repair") == 2
+    assert "holds no extraction" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_another_run_and_other_flags_are_refused(flags, out, capsys):
+    flip(out / name(2))
+    before = shards_in(out)
+    for more, told in (
+        (["--max_seq_length", 32], "another max_seq_length: 64, now 32"),
+        (["--verify"], "exclude each other"),
+        (["--overwrite"], "exclude each other"),
+        (["--status"], "exclude each other"),
+    ):
+        assert main(*flags, "--output_dir", out, "--repair", *more) == 2
+        (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+        assert told in line
+    assert shards_in(out) == before
+
+
+def test_each_host_of_a_pod_repairs_its_own_folder(demo_inputs, tmp_path):
+    out = tmp_path / "out"
+    flags = flags_for(demo_inputs, out, "--shard_size_gb", 0.0008, "--max_samples", 120)
+    assert Pod(tmp_path, 2, 1, *flags).wait() == [0, 0]
+    folders = [out / f"machine_000_host_{host:02d}" for host in range(2)]
+    before = [(shards_in(folder), described(folder)) for folder in folders]
+    assert len(before[1][0]) > 2
+    for number in (1, 3):
+        flip(folders[1] / name(number))
+    pod = Pod(tmp_path, 2, 1, *flags, "--repair", "--verbose")
+    assert pod.wait() == [0, 0], pod.text(1)
+    assert [(shards_in(folder), described(folder)) for folder in folders] == before
+    assert f"shards made again in {folders[0]}: none" in pod.text(0)
+    assert f"shards made again in {folders[1]}: 1, 3" in pod.text(1)
+    assert all("in order: 1 folder(s)" in pod.text(host) for host in range(2))
