@@ -28,16 +28,14 @@ from activation_extraction.cli.config import Config, parse_args
 from activation_extraction.cli.console import Clock, Progress, log, start_logging, stop_on_signals
 from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.model.compilation import use_compilation_cache
+from activation_extraction.model.devices import device_errors, peak_flops
 from activation_extraction.model.forward import (
     Forward,
+    ModelRequest,
     build_model,
-    compile_step,
-    device_errors,
-    load_again,
-    model_digest,
     prepare_model,
 )
-from activation_extraction.model.mesh import peak_flops
+from activation_extraction.model.step import Step, compile_step
 from activation_extraction.output.places import (
     check_unused,
     open_bucket,
@@ -62,12 +60,13 @@ from activation_extraction.run.hosts import (
     part,
     together,
 )
-from activation_extraction.run.loop import Step, extract
+from activation_extraction.run.loop import extract
+from activation_extraction.run.recompute import load_again
 from activation_extraction.text.documents import check_dataset
 from activation_extraction.text.packing import Batch
 from activation_extraction.text.text import max_samples_of, open_batches, open_dataset
 from activation_extraction.text.tokens import Prefetch, load_tokenizer
-from qwen2_jax import Qwen2, QwenConfig, weight_table
+from qwen2_jax_with_hooks import QWEN2
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
 
@@ -76,16 +75,13 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
 class Job:
     """A request that has been checked: the model, the text, and where the result goes (`place`)."""
 
+    config: Config
     host: Host
     forward: Forward
     storage: ActivationStorage
     batches: Prefetch[Batch]
     identity: dict[str, Any]
     place: str
-
-    @property
-    def config(self) -> Config:
-        return self.forward.config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,8 +140,16 @@ def compute(job: Job, clock: Clock) -> tuple[bool, int]:
             with device_errors(), Watchdog(config.stall_timeout) as watchdog:
                 storage.alive = watchdog.alive
                 complete, failure = extract(
-                    *(host, job.batches, step, job.forward.rows, storage, job.forward.flops),
-                    *(progress_of(job), clock, watchdog, stopped),
+                    host,
+                    job.batches,
+                    step,
+                    job.forward.receive,
+                    storage,
+                    job.forward.flops,
+                    progress_of(job),
+                    clock,
+                    watchdog,
+                    stopped,
                 )
         except KeyboardInterrupt:  # the second Ctrl-C: do not wait for uploads
             storage.close()
@@ -186,9 +190,9 @@ def look(config: Config) -> int:
         if config.status:
             return show_status(root, config.aggregate)
         if config.verify_samples:
-            use_compilation_cache(config, Host())
-        load = partial(load_again, config) if config.verify_samples else None
-        return verify(root, load, config.verify_samples)
+            use_compilation_cache(config.compilation_cache, config.output_dir, several=False)
+        load = partial(load_again, QWEN2, ModelRequest.of(config))
+        return verify(root, load if config.verify_samples else None, config.verify_samples)
     except StoreError as error:
         if error.final:
             raise InputError(str(error)) from error
@@ -261,7 +265,7 @@ def prepare(config: Config, host: Host) -> Job:
     """Checks the whole request; what costs most, the weights, comes last. Raises InputError."""
     folder = config.output_dir / config.folder_name(host.id, host.count, in_bucket=False)
     check_output_dir(folder)
-    use_compilation_cache(config, host)
+    use_compilation_cache(config.compilation_cache, config.output_dir, host.several)
     remote = open_bucket(config, host)
     stale = stale_folders(config, host)
     if stale and not config.overwrite:
@@ -271,32 +275,34 @@ def prepare(config: Config, host: Host) -> Job:
         )
     check_unused(stale)
     if config.demo:
-        build_model(config, QwenConfig.from_hf(demo.MODEL_CONFIG), host)  # may refuse the flags
+        qwen = QWEN2.config.from_hf(demo.MODEL_CONFIG)
+        build_model(QWEN2, ModelRequest.of(config), qwen)  # may refuse the flags
         log.info("demo: making a tiny Qwen2 model and sample documents")
-        config = demo.prepare(
-            config, folder, lambda raw: weight_table(Qwen2(QwenConfig.from_hf(raw))).values()
-        )
-    forward = prepare_model(config, host)
+        config = demo.prepare(config, folder, QWEN2)
+    forward = prepare_model(QWEN2, ModelRequest.of(config))
     tokenizer = load_tokenizer(forward.checkpoint, forward.model.config.vocab_size)
     dataset, data = open_dataset(config)
     check_dataset(dataset, config.text_column)
-    identity = identity_of(forward, host, data)
+    identity = identity_of(config, forward, host, data)
     if not config.overwrite:
         for root, _ in output_roots(config):
             check_siblings(root, identity)
-    storage = open_storage(forward, host, folder, remote, identity)
+    storage = open_storage(config, forward, host, folder, remote, identity)
     batches = open_batches(config, host, tokenizer, dataset, storage)
-    return Job(host, forward, storage, batches, identity, remote.url if remote else str(folder))
+    place = remote.url if remote else str(folder)
+    return Job(config, host, forward, storage, batches, identity, place)
 
 
-def identity_of(forward: Forward, host: Host, data: tuple[str, str]) -> dict[str, Any]:
+def identity_of(
+    config: Config, forward: Forward, host: Host, data: tuple[str, str]
+) -> dict[str, Any]:
     """What decides the content of the shards: it may not change when a run is continued.
 
     Batch size, mesh, devices and where things lie may.
     """
-    config, model = forward.config, forward.model
+    model = forward.model
     return {
-        "model files": model_digest(forward),
+        "model files": digest_files(forward.checkpoint.weight_files()),
         "tokenizer": digest_files(forward.checkpoint.tokenizer_files()),
         "data": data[0],
         "data content": data[1],
@@ -316,20 +322,24 @@ def identity_of(forward: Forward, host: Host, data: tuple[str, str]) -> dict[str
 
 
 def open_storage(
-    forward: Forward, host: Host, folder: Path, remote: Store | None, identity: dict[str, Any]
+    config: Config,
+    forward: Forward,
+    host: Host,
+    folder: Path,
+    remote: Store | None,
+    identity: dict[str, Any],
 ) -> ActivationStorage:
     """The output, with all that a reader should know about its contents. Raises InputError."""
-    config, model = forward.config, forward.model
-    by_name = config.hook_names is not None
+    sizes = forward.model.config.sizes
     return ActivationStorage(
         folder,
-        {hook.name if by_name else hook.layer: hook.name for hook in model.hooks},
+        {key: hook.name for key, hook in forward.hooks.items()},
         shard_size_gb=config.shard_size_gb,
         compress=config.compress_shards,
         overwrite=config.overwrite,
         metadata={
             "configuration": config.to_json(),
-            "model": asdict(model.config),
+            "model": asdict(forward.model.config),
             "backend": jax.default_backend(),
             "mesh": forward.layout.shape,
             "versions": {package: version(package) for package in PACKAGES},
@@ -338,6 +348,7 @@ def open_storage(
         max_samples=max_samples_of(config, host),
         remote=remote,
         delete_local=config.delete_local_after_upload,
+        hook_facts={key: {"width": hook.kind.width(sizes)} for key, hook in forward.hooks.items()},
     )
 
 

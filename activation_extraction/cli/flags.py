@@ -5,13 +5,13 @@ import re
 from typing import Any, NoReturn
 
 from activation_extraction.cli.errors import InputError
-from activation_extraction.model.mesh import MESH_AXES
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
 DEFAULT_DATASET = ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")
 DEFAULT_PREFIX = "activations"
 LARGEST = 10**9  # of any number; more is a slip of the finger
 ACTIVATION_TYPES = ("residual", "mlp", "attn")
+MESH_AXES = ("pipeline", "data", "fsdp", "model")
 
 EXAMPLES = """\
 examples:

@@ -48,7 +48,7 @@ class Record(TypedDict):
     """One sample at one hook."""
 
     sample_idx: int
-    activation: np.ndarray  # (tokens, hidden)
+    activation: np.ndarray  # (tokens, width)
     shape: tuple[int, ...]
     text_preview: str
     token_ids: np.ndarray | None  # int32 (tokens,)

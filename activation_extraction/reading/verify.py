@@ -31,8 +31,8 @@ PICKLE_BYTES_PER_RECORD = 2000  # text preview, ids and pickle's own, generously
 TOLERANCE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 1e-2}
 LOW_PRECISION_TOLERANCE = 5e-2
 
-# Token ids of samples -> their activations, each (hooks, tokens, hidden).
-Recompute = Callable[[list[np.ndarray]], list[np.ndarray]]
+# Token ids of samples -> the activations of each: name of a hook -> (tokens, width).
+Recompute = Callable[[list[np.ndarray]], list[dict[str, np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -233,9 +233,14 @@ def _check_shard(
 def _limit(metadata: dict[str, Any], commit: Commit) -> int:
     """The most bytes that the shard may unpack to."""
     size = np.dtype(metadata["identity"]["activation_dtype"]).itemsize
-    per_token = size * metadata["model"]["hidden_size"] + 4
-    hooks = len(commit.hooks)
-    return hooks * (commit.tokens * per_token + commit.count * PICKLE_BYTES_PER_RECORD) + 10**6
+    widths = sum(_width(hook, metadata) for hook in commit.hooks)
+    ids_and_more = 4 * commit.tokens + commit.count * PICKLE_BYTES_PER_RECORD
+    return size * widths * commit.tokens + len(commit.hooks) * ids_and_more + 10**6
+
+
+def _width(hook: dict[str, Any], metadata: dict[str, Any]) -> int:
+    """Of a hook in a commit; before hooks had widths they all had the model's."""
+    return hook.get("width", metadata["model"]["hidden_size"])
 
 
 def _check_records(shard: Shard, metadata: dict[str, Any], commit: Commit) -> Iterator[str]:
@@ -256,7 +261,7 @@ def _check_records(shard: Shard, metadata: dict[str, Any], commit: Commit) -> It
         off = [
             f"hook {hook['key']}, sample {record['sample_idx']}: {what}"
             for record in records
-            for what in _check_record(record, metadata)
+            for what in _check_record(record, _width(hook, metadata), metadata)
         ]
         if off:
             yield from off
@@ -276,7 +281,7 @@ def _differing(found: Statistics, told: dict[str, Any]) -> Iterator[str]:
             yield f"its {what} is {value}, its JSON says {getattr(expected, what)}"
 
 
-def _check_record(record: Record, metadata: dict[str, Any]) -> Iterator[str]:
+def _check_record(record: Record, width: int, metadata: dict[str, Any]) -> Iterator[str]:
     identity, model = metadata["identity"], metadata["model"]
     activation, token_ids = record["activation"], np.asarray(record["token_ids"])
     if str(activation.dtype) != identity["activation_dtype"]:
@@ -284,7 +289,7 @@ def _check_record(record: Record, metadata: dict[str, Any]) -> Iterator[str]:
     if token_ids.dtype != np.int32 or token_ids.ndim != 1:
         yield f"token ids of dtype {token_ids.dtype}, shape {token_ids.shape}"
         return
-    shape = (len(token_ids), model["hidden_size"])
+    shape = (len(token_ids), width)
     if activation.shape != shape or tuple(record["shape"]) != shape:
         yield f"shape {activation.shape}, expected {shape}"
     if not 0 < len(token_ids) <= identity["max_seq_length"]:
@@ -301,8 +306,8 @@ def _compare(metadata: dict[str, Any], chosen: list[Chosen], recompute: Recomput
         tolerance = LOW_PRECISION_TOLERANCE
     again = recompute([sample.token_ids for sample in chosen])
     for sample, activations in zip(chosen, again, strict=True):
-        for name, old, new in zip(identity["hooks"], sample.activations, activations, strict=True):
-            before, now = np.asarray(old, np.float64), np.asarray(new, np.float64)
+        for name, old in zip(identity["hooks"], sample.activations, strict=True):
+            before, now = np.asarray(old, np.float64), np.asarray(activations[name], np.float64)
             error = float(np.linalg.norm(now - before)) / max(float(np.linalg.norm(before)), 1e-30)
             if not error <= tolerance:
                 yield (
