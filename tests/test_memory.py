@@ -19,7 +19,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.mesh import build_layout
-from activation_extraction.model.weights import Checkpoint, load_params
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.weights import load_params
 from benchmarks.processes import resident
 from qwen2_jax import QwenConfig, weight_table
 from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks

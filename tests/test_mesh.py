@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from test_model import error_of, every_hook, load, rows
 
 from activation_extraction.cli.errors import InputError
-from activation_extraction.model import weights
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.mesh import (
     HostRows,
@@ -19,7 +19,7 @@ from activation_extraction.model.mesh import (
     host_rows,
 )
 from activation_extraction.model.mesh_shape import choose_shape, smallest_model_axis
-from activation_extraction.model.weights import Checkpoint, load_params
+from activation_extraction.model.weights import load_params
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
 
@@ -98,7 +98,7 @@ def test_weights_are_split_and_read_only_once(small, monkeypatch):
         read.append((tensor, part.nbytes))
         return part
 
-    monkeypatch.setattr(weights.Checkpoint, "read", spy)
+    monkeypatch.setattr(Checkpoint, "read", spy)
     shape = {"pipeline": 2, "fsdp": 2, "model": 2}
     kv_heads = reference.config.num_key_value_heads
     layout = build_layout(usable_devices(every=True), shape, kv_heads)

@@ -13,9 +13,10 @@ from flax.traverse_util import flatten_dict
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.attention import KEY_BLOCK, blocked_attention, dense_attention
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.groups import rows_at_once
 from activation_extraction.model.mesh import build_layout
-from activation_extraction.model.weights import Checkpoint, load_params
+from activation_extraction.model.weights import load_params
 from qwen2_jax import Qwen2, QwenConfig, convert_hf_to_jax_weights, weight_table
 from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.model.weights import Checkpoint
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.output import committer, shards, storage
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.output.stores import Store

@@ -17,6 +17,7 @@ from jax import Array
 from activation_extraction.cli.config import DEFAULT_LAYERS, Config
 from activation_extraction.cli.console import log
 from activation_extraction.cli.errors import InputError
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.family import HookedModel, ModelFamily, WeightTable
 from activation_extraction.model.hooks import Hook, HookTable
@@ -29,7 +30,7 @@ from activation_extraction.model.mesh import (
     host_rows,
 )
 from activation_extraction.model.mesh_shape import choose_shape, smallest_model_axis
-from activation_extraction.model.weights import Checkpoint
+from activation_extraction.model.weights import check_tensors
 
 Key = int | str  # of a hook in the shards: its layer, or its name
 
@@ -112,7 +113,7 @@ def prepare_model(family: ModelFamily, request: ModelRequest) -> Forward:
     weights = family.weight_table(model)
     every = family.weight_table(family.whole(config)).values()
     known = {name for spec in every for name in spec.hf_names} | {"lm_head.weight"}
-    checkpoint.check(weights.values(), known)
+    check_tensors(checkpoint, weights.values(), known)
     return Forward(checkpoint, model, hooks, weights, rows, (request.rows, request.length))
 
 

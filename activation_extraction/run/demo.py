@@ -22,8 +22,9 @@ from safetensors.numpy import save_file
 from tokenizers import models, pre_tokenizers, trainers
 
 from activation_extraction.cli.config import Config
+from activation_extraction.model.checkpoint import SINGLE_FILE
 from activation_extraction.model.family import ModelFamily
-from activation_extraction.model.weights import SINGLE_FILE, WeightSpec
+from activation_extraction.model.weights import WeightSpec
 from activation_extraction.text.tokens import qwen2_tokenizer
 
 VOCAB_SIZE = 2048
