@@ -28,18 +28,16 @@ from activation_extraction.cli.config import Config, parse_args
 from activation_extraction.cli.console import Clock, Progress, log, start_logging, stop_on_signals
 from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.model.compilation import use_compilation_cache
+from activation_extraction.model.devices import device_errors, peak_flops
 from activation_extraction.model.digests import digest_files
 from activation_extraction.model.forward import (
     Forward,
+    ModelRequest,
     build_model,
-    compile_step,
-    device_errors,
-    load_again,
-    model_digest,
     prepare_model,
 )
-from activation_extraction.model.mesh import peak_flops
 from activation_extraction.model.revisions import choose_commit, same_commit
+from activation_extraction.model.step import Step, compile_step
 from activation_extraction.output.places import (
     check_unused,
     open_bucket,
@@ -63,7 +61,8 @@ from activation_extraction.run.hosts import (
     part,
     together,
 )
-from activation_extraction.run.loop import Step, extract
+from activation_extraction.run.loop import extract
+from activation_extraction.run.recompute import load_again
 from activation_extraction.run.repair import Repair
 from activation_extraction.text.documents import DocumentStream, check_dataset
 from activation_extraction.text.packing import Batch
@@ -75,7 +74,7 @@ from activation_extraction.text.text import (
     open_gaps,
 )
 from activation_extraction.text.tokens import Prefetch, load_tokenizer
-from qwen2_jax import Qwen2, QwenConfig, weight_table
+from qwen2_jax_with_hooks import QWEN2
 
 MODEL_FILES = ("qwen2_jax", "qwen2_jax_with_hooks")
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
@@ -88,6 +87,7 @@ class Job:
     batches: those that were not stored when it was checked; open_text opens what is left by now.
     """
 
+    config: Config
     host: Host
     forward: Forward
     storage: ActivationStorage
@@ -96,10 +96,6 @@ class Job:
     batches: Prefetch[Batch]
     identity: dict[str, Any]
     place: str
-
-    @property
-    def config(self) -> Config:
-        return self.forward.config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,8 +160,16 @@ def compute(job: Job, clock: Clock) -> tuple[bool, int]:
             with device_errors(), Watchdog(config.stall_timeout) as watchdog:
                 storage.alive = watchdog.alive
                 complete, failure = extract(
-                    *(host, job.batches, step, job.forward.rows, storage, job.forward.flops),
-                    *(progress_of(job), clock, watchdog, stopped),
+                    host,
+                    job.batches,
+                    step,
+                    job.forward.receive,
+                    storage,
+                    job.forward.flops,
+                    progress_of(job),
+                    clock,
+                    watchdog,
+                    stopped,
                 )
         except KeyboardInterrupt:  # the second Ctrl-C: do not wait for uploads
             storage.close()
@@ -207,9 +211,9 @@ def look(config: Config) -> int:
         if config.status:
             return show_status(root, config.aggregate)
         if config.verify_samples:
-            use_compilation_cache(config, Host())
-        load = partial(load_again, config) if config.verify_samples else None
-        return verify(root, load, config.verify_samples)
+            use_compilation_cache(config.compilation_cache, config.output_dir, several=False)
+        load = partial(load_again, QWEN2, ModelRequest.of(config))
+        return verify(root, load if config.verify_samples else None, config.verify_samples)
     except StoreError as error:
         if error.final:
             raise InputError(str(error)) from error
@@ -308,7 +312,7 @@ def output_folder(config: Config, host: Host) -> Path:
 def prepare_output(config: Config, host: Host) -> Store | None:
     """Checks where the output goes; returns the bucket's folder. Raises InputError."""
     check_output_dir(output_folder(config, host))
-    use_compilation_cache(config, host)
+    use_compilation_cache(config.compilation_cache, config.output_dir, host.several)
     remote = open_bucket(config, host)
     stale = stale_folders(config, host)
     if stale and not config.overwrite:
@@ -327,20 +331,20 @@ def prepare(config: Config, host: Host, remote: Store | None, commit: str | None
     """
     folder = output_folder(config, host)
     if config.demo:
-        build_model(config, QwenConfig.from_hf(demo.MODEL_CONFIG), host)  # may refuse the flags
+        qwen = QWEN2.config.from_hf(demo.MODEL_CONFIG)
+        build_model(QWEN2, ModelRequest.of(config), qwen)  # may refuse the flags
         log.info("demo: making a tiny Qwen2 model and sample documents")
-        config = demo.prepare(
-            config, folder, lambda raw: weight_table(Qwen2(QwenConfig.from_hf(raw))).values()
-        )
-    forward = prepare_model(config, host, commit)
+        config = demo.prepare(config, folder, QWEN2)
+    request = ModelRequest.of(replace(config, model_revision=commit or config.model_revision))
+    forward = prepare_model(QWEN2, request)
     tokenizer = load_tokenizer(forward.checkpoint, forward.model.config.vocab_size)
     dataset, data = open_dataset(config)
     check_dataset(dataset, config.text_column, config.skip_bad_rows)
-    identity = identity_of(forward, host, data)
+    identity = identity_of(config, forward, host, data)
     if not config.overwrite:
         for root, _ in output_roots(config):
             check_siblings(root, identity)
-    storage = open_storage(forward, host, folder, remote, identity)
+    storage = open_storage(config, forward, host, folder, remote, identity)
 
     def open_text() -> tuple[DocumentStream, Prefetch[Batch]]:
         documents = open_documents(config, host, dataset)
@@ -349,17 +353,19 @@ def prepare(config: Config, host: Host, remote: Store | None, commit: str | None
         return documents, open_batches(config, host, tokenizer, documents, storage)
 
     place = remote.url if remote else str(folder)
-    return Job(host, forward, storage, open_text, *open_text(), identity, place)
+    return Job(config, host, forward, storage, open_text, *open_text(), identity, place)
 
 
-def identity_of(forward: Forward, host: Host, data: tuple[str, str]) -> dict[str, Any]:
+def identity_of(
+    config: Config, forward: Forward, host: Host, data: tuple[str, str]
+) -> dict[str, Any]:
     """What decides the content of the shards: it may not change when a run is continued.
 
     Batch size, mesh, devices and where things lie may.
     """
-    config, model = forward.config, forward.model
+    model = forward.model
     return {
-        "model files": model_digest(forward),
+        "model files": digest_files(forward.checkpoint.weight_files()),
         "tokenizer": digest_files(forward.checkpoint.tokenizer_files()),
         "data": data[0],
         "data content": data[1],
@@ -380,20 +386,24 @@ def identity_of(forward: Forward, host: Host, data: tuple[str, str]) -> dict[str
 
 
 def open_storage(
-    forward: Forward, host: Host, folder: Path, remote: Store | None, identity: dict[str, Any]
+    config: Config,
+    forward: Forward,
+    host: Host,
+    folder: Path,
+    remote: Store | None,
+    identity: dict[str, Any],
 ) -> ActivationStorage:
     """The output, with all that a reader should know about its contents. Raises InputError."""
-    config, model = forward.config, forward.model
-    by_name = config.hook_names is not None
+    sizes = forward.model.config.sizes
     return (Repair if config.repair else ActivationStorage)(
         folder,
-        {hook.name if by_name else hook.layer: hook.name for hook in model.hooks},
+        {key: hook.name for key, hook in forward.hooks.items()},
         shard_size_gb=config.shard_size_gb,
         compress=config.compress_shards,
         overwrite=config.overwrite,
         metadata={
             "configuration": config.to_json(),
-            "model": asdict(model.config),
+            "model": asdict(forward.model.config),
             "model_commit": forward.checkpoint.commit,
             "backend": jax.default_backend(),
             "mesh": forward.layout.shape,
@@ -404,6 +414,7 @@ def open_storage(
         max_samples=max_samples_of(config, host),
         remote=remote,
         delete_local=config.delete_local_after_upload,
+        hook_facts={key: {"width": hook.kind.width(sizes)} for key, hook in forward.hooks.items()},
     )
 
 

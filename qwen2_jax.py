@@ -13,7 +13,6 @@ Reference: `transformers.models.qwen2.modeling_qwen2` and the Qwen2 report (arXi
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +24,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
 from activation_extraction.model.attention import Attention, blocked_attention, einsum
-from activation_extraction.model.bits import from_bits, to_bits
+from activation_extraction.model.bits import from_bits
+from activation_extraction.model.groups import in_groups
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.qwen_config import QwenConfig
 from activation_extraction.model.weights import WeightSpec
@@ -39,7 +39,7 @@ LOGICAL_AXES = {
     "V": "vocab",
 }
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
-Added = dict[str, Array]  # "attn" and "mlp" -> what they added to the stream, (B, T, D)
+Out = dict[str, Any]  # a module's named intermediates, those of its parts nested
 
 
 class Linear(nn.Module):
@@ -132,7 +132,9 @@ class SelfAttention(nn.Module):
         self.v_proj = Linear(self.config, "D->KH", use_bias=True, dtype=self.dtype)
         self.o_proj = Linear(self.config, "NH->D", dtype=self.dtype)
 
-    def __call__(self, x: Array, rotary: tuple[Array, Array], segment_ids: Array) -> Array:
+    def __call__(
+        self, x: Array, rotary: tuple[Array, Array], segment_ids: Array
+    ) -> tuple[Array, Out]:
         queries = "batch", "query_sequence", "heads", "head_dim"
         keys = "batch", "sequence", "kv_heads", "head_dim"
         constrain = self.layout.constrain
@@ -141,7 +143,8 @@ class SelfAttention(nn.Module):
         v = constrain(self.v_proj(x), *keys).astype(self.dtype)
         with jax.named_scope("attention"):
             heads = self.layout.attend(self.attention, q.astype(self.dtype), k, v, segment_ids)
-        return constrain(self.o_proj(heads).astype(self.dtype), *STREAM)
+        out = constrain(self.o_proj(heads).astype(self.dtype), *STREAM)
+        return out, {"out": out}
 
 
 class MLP(nn.Module):
@@ -156,14 +159,15 @@ class MLP(nn.Module):
         self.up_proj = Linear(self.config, "D->F", dtype=self.dtype)
         self.down_proj = Linear(self.config, "F->D", dtype=self.dtype)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array) -> tuple[Array, Out]:
         gated = jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)
         gated = self.layout.constrain(gated.astype(self.dtype), "batch", "sequence", "mlp")
-        return self.layout.constrain(self.down_proj(gated).astype(self.dtype), *STREAM)
+        out = self.layout.constrain(self.down_proj(gated).astype(self.dtype), *STREAM)
+        return out, {"out": out}
 
 
 class DecoderLayer(nn.Module):
-    """One block. Returns the residual stream after it and what its two halves added."""
+    """One block. Returns the residual stream after it and the intermediates that hooks name."""
 
     config: QwenConfig
     dtype: Any
@@ -178,11 +182,13 @@ class DecoderLayer(nn.Module):
 
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array
-    ) -> tuple[Array, Added]:
-        attn = self.self_attn(self.input_layernorm(x), rotary, segment_ids)
-        x = x + attn
-        mlp = self.mlp(self.post_attention_layernorm(x))
-        return x + mlp, {"attn": attn, "mlp": mlp}
+    ) -> tuple[Array, Out]:
+        out: Out = {}
+        y, out["attn"] = self.self_attn(self.input_layernorm(x), rotary, segment_ids)
+        x = x + y
+        y, out["mlp"] = self.mlp(self.post_attention_layernorm(x))
+        x = out["resid_post"] = x + y
+        return x, out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,10 +215,18 @@ class Decoder:
         x = jnp.zeros((1, 1, self.config.hidden_size), self.dtype)
         return alone.init(key, x, rotary_table(nothing, self.config), nothing)["params"]
 
-    def scan(self, params: Any, body: Callable, carry: Any, per_layer: Any = None) -> Any:
+    def scan(
+        self,
+        params: Any,
+        body: Callable,
+        carry: Any,
+        per_layer: Any = None,
+        keep: Callable[[Any], Any] = lambda _: None,
+    ) -> Any:
         """Runs `body(layer_k, carry, per_layer[k]) -> carry` over the layers, as one XLA loop.
 
-        `layer_k(x, rotary, segment_ids)` is layer k with its parameters. Returns the last carry.
+        `layer_k(x, rotary, segment_ids)` is layer k with its parameters; it returns the stream and
+        what `keep` makes of its intermediates. Returns the last carry.
         """
         boxed = jax.eval_shape(self._init_layer, jax.random.key(0))
         axes = jax.tree.map(lambda box: box.names, boxed, is_leaf=_is_boxed)
@@ -220,37 +234,15 @@ class Decoder:
         def step(carry: Any, xs: Any) -> tuple[Any, None]:
             params, per_layer = xs
             gathered = jax.tree.map(self.layout.gather, params, axes)
-            own = {"params": jax.tree.map(from_bits, gathered)}
-            layer = self._in_groups(functools.partial(self.layer.apply, own))
-            return body(layer, carry, per_layer), None
+            own: Any = {"params": jax.tree.map(from_bits, gathered)}
+
+            def layer(*inputs: Array) -> tuple[Array, Any]:
+                x, out = self.layer.apply(own, *inputs)  # type: ignore[misc]
+                return x, keep(out)
+
+            return body(in_groups(layer, self.layout, self.dtype), carry, per_layer), None
 
         return jax.lax.scan(step, carry, (params, per_layer))[0]
-
-    def _in_groups(self, layer: Callable) -> Callable:
-        """`layer`, a few rows at a time where that keeps them in the caches (on one CPU).
-
-        Rows that hold nothing but padding, as in the last batch of a run, are left as they are.
-        """
-
-        def apply(*inputs: Any) -> tuple[Array, Added]:
-            segment_ids = inputs[-1]
-            size = self.layout.rows_at_once(*segment_ids.shape)
-            if size == len(segment_ids):
-                return layer(*inputs)
-            groups = jax.tree.map(lambda x: to_bits(x).reshape(-1, size, *x.shape[1:]), inputs)
-            done = jax.lax.map(group, groups)
-            return jax.tree.map(lambda x: from_bits(x.reshape(-1, *x.shape[2:]), self.dtype), done)
-
-        def group(inputs: Any) -> tuple[Array, Added]:
-            return jax.lax.cond(inputs[-1].any(), compute, skip, *inputs)
-
-        def compute(x: Array, *others: Any) -> Any:
-            return jax.tree.map(to_bits, layer(from_bits(x, self.dtype), *others))
-
-        def skip(x: Array, *_: Any) -> Any:
-            return x, {"attn": x, "mlp": x}
-
-        return apply
 
 
 def _is_boxed(x: Any) -> bool:

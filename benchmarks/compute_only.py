@@ -13,26 +13,25 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax import Array
+import jax
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.model.forward import compile_step, prepare_model
-from activation_extraction.run.hosts import Host
-from activation_extraction.run.loop import Step
+from activation_extraction.model.forward import ModelRequest, prepare_model
+from activation_extraction.model.step import Step, compile_step
 from activation_extraction.text.packing import Batch, pack, samples_of
 from benchmarks.inputs import tokenise
+from qwen2_jax_with_hooks import QWEN2
 
 
 def seconds_of(step: Step, batches: Sequence[Batch]) -> float:
     """Of all batches; as in a run the next one is handed over while one computes."""
-    in_flight: deque[Array] = deque()
+    in_flight: deque[dict[int, jax.Array]] = deque()
     began = time.perf_counter()
     for batch in batches:
         in_flight.append(step(batch, (False, False, False))[0])
         if len(in_flight) > 1:
-            in_flight.popleft().block_until_ready()
-    while in_flight:
-        in_flight.popleft().block_until_ready()
+            jax.block_until_ready(in_flight.popleft())
+    jax.block_until_ready(list(in_flight))
     return time.perf_counter() - began
 
 
@@ -43,7 +42,7 @@ def main() -> None:
     documents = tokenise(Path(config.model_path), Path(str(config.dataset_path)), length)
     packed = list(pack(samples_of(documents), rows, length))
     full = list(pack(samples_of([[n] * length for n in range(rows)]), rows, length))
-    forward = prepare_model(config, Host())
+    forward = prepare_model(QWEN2, ModelRequest.of(config))
     began = time.perf_counter()
     step = compile_step(forward)
     found = {

@@ -29,23 +29,23 @@ from jax import Array
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.errors import one_line
-from activation_extraction.model.forward import build_model
+from activation_extraction.model.family import HookedModel
+from activation_extraction.model.forward import ModelRequest, build_model
 from activation_extraction.model.kernels import triton_attention
 from activation_extraction.model.mesh import HostRows
 from activation_extraction.model.trial import ON_GPU
-from activation_extraction.run.hosts import Host
 from benchmarks.peak import CPU_PRODUCTS, GPU_PRODUCTS, measure
 from benchmarks.processes import ROOT, machine
 from benchmarks.shapes import SHAPES, evenly_spaced
-from qwen2_jax import QwenConfig, weight_table
-from qwen2_jax_with_hooks import HookedQwen2
+from qwen2_jax import QwenConfig
+from qwen2_jax_with_hooks import QWEN2
 
 HOOKS = 8
 ATTENTIONS = {"triton": triton_attention, **ON_GPU}
 Row = dict[str, Any]
 
 
-def random_params(model: HookedQwen2) -> dict[str, Any]:
+def random_params(model: HookedModel) -> dict[str, Any]:
     """Weights made on the device: norms near 1, matrices scaled by their fan-in."""
 
     def make(number: int, path: tuple[str, ...], shape: tuple[int, ...]) -> Array:
@@ -55,7 +55,7 @@ def random_params(model: HookedQwen2) -> dict[str, Any]:
         return values * jnp.asarray(shape[-1] ** -0.5, model.dtype)
 
     made = jax.jit(make, static_argnums=(1, 2))
-    table = weight_table(model)
+    table = QWEN2.weight_table(model)
     return unflatten_dict(
         {path: made(number, path, spec.shape) for number, (path, spec) in enumerate(table.items())}
     )
@@ -79,15 +79,15 @@ def run_attention(name: str, shape: str, given: argparse.Namespace) -> Row:
     layers = evenly_spaced(HOOKS, config.num_hidden_layers)
     flags = ["--dtype", "bfloat16", "--batch_size", str(given.rows), "--no_data_parallel"]
     flags += ["--max_seq_length", str(given.length), "--layers_to_extract", *map(str, layers)]
-    model, rows = build_model(parse_args(flags), config, Host())
+    model, rows = build_model(QWEN2, ModelRequest.of(parse_args(flags)), config)
     model = model.clone(attention=ATTENTIONS[name])
     params = random_params(model)
     ones = jnp.ones((given.rows, given.length), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(given.length, dtype=jnp.int32), ones.shape)
     inputs = [jax.device_put(x, rows.incoming()) for x in (ones, ones, positions)]
 
-    def apply(params: Any, *batch: Array) -> Array:
-        return model.apply({"params": params}, *batch)  # type: ignore[return-value]
+    def apply(params: Any, *batch: Array) -> dict[int, Array]:
+        return model.apply({"params": params}, *batch)
 
     began = time.perf_counter()
     outgoing = rows.outgoing(given.length)
@@ -108,14 +108,16 @@ def run_attention(name: str, shape: str, given: argparse.Namespace) -> Row:
     }
 
 
-def time_steps(step: Callable[[], Array], rows: HostRows, seconds: float, copy: bool) -> float:
+def time_steps(
+    step: Callable[[], dict[int, Array]], rows: HostRows, seconds: float, copy: bool
+) -> float:
     """Seconds per step; as in a run, one computes while the one before is copied."""
 
-    def settle(activations: Array) -> None:
+    def settle(activations: dict[int, Array]) -> None:
         if copy:
             rows.receive(activations)
         else:
-            activations.block_until_ready()
+            jax.block_until_ready(activations)
 
     settle(step())
     in_flight, steps = deque([step()]), 0

@@ -24,11 +24,11 @@ from flax.traverse_util import unflatten_dict
 from jax.experimental import topologies
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.model.forward import build_model
-from activation_extraction.run.hosts import Host
+from activation_extraction.model.family import HookedModel
+from activation_extraction.model.forward import ModelRequest, build_model
 from benchmarks.shapes import SHAPES
-from qwen2_jax import QwenConfig, weight_table
-from qwen2_jax_with_hooks import HookedQwen2
+from qwen2_jax import QwenConfig
+from qwen2_jax_with_hooks import QWEN2
 
 # Nothing opens a TPU here, so the lock that keeps processes from sharing one is not needed.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
@@ -255,7 +255,7 @@ def groups(line: str) -> np.ndarray:
 class Compiled(NamedTuple):
     """The forward pass as a run would compile it, and the bytes of one chip."""
 
-    model: HookedQwen2
+    model: HookedModel
     plan: Plan
     memory: Any
     rows: int  # of all chips
@@ -268,9 +268,9 @@ def compile_for(qwen: QwenConfig, flags: str, topology: str, **how: Any) -> Comp
     config = parse_args(["--dtype", "bfloat16", *flags.split()])
     devices = topologies.get_topology_desc(topology, platform="tpu", **how).devices
     with patch.object(jax, "devices", return_value=devices):
-        model, rows = build_model(config, qwen, Host())
+        model, rows = build_model(QWEN2, ModelRequest.of(config), qwen)
     params = {}
-    for path, spec in weight_table(model).items():
+    for path, spec in QWEN2.weight_table(model).items():
         split = model.layout.sharding(spec.axes, spec.shape)
         params[path] = jax.ShapeDtypeStruct(spec.shape, model.dtype, sharding=split)
     shape = config.batch_size * rows.hosts, config.max_seq_length

@@ -102,7 +102,7 @@ def store(folder: Path, values: np.ndarray, count: int) -> float:
     began = time.perf_counter()
     with ActivationStorage(folder, hooks, shard_size_gb=0.2, overwrite=True) as storage:
         for batch in given:
-            storage.add_batch(batch, values)
+            storage.add_batch(batch, dict(enumerate(values)))
     return time.perf_counter() - began
 
 

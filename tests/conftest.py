@@ -33,7 +33,8 @@ from activation_extraction.output.stores import Store
 from activation_extraction.reading.verify import verify
 from activation_extraction.run import demo
 from activation_extraction.text.tokens import load_tokenizer
-from qwen2_jax import Qwen2, QwenConfig, weight_table
+from qwen2_jax import QwenConfig
+from qwen2_jax_with_hooks import QWEN2
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -75,9 +76,9 @@ class Reference:
 
         handles = []
         for k, layer in enumerate(self.model.model.layers):
-            handles.append(layer.register_forward_hook(keep(k, "residual")))
-            handles.append(layer.self_attn.register_forward_hook(keep(k, "attn")))
-            handles.append(layer.mlp.register_forward_hook(keep(k, "mlp")))
+            handles.append(layer.register_forward_hook(keep(k, "hook_resid_post")))
+            handles.append(layer.self_attn.register_forward_hook(keep(k, "hook_attn_out")))
+            handles.append(layer.mlp.register_forward_hook(keep(k, "hook_mlp_out")))
         with torch.no_grad():
             self.model.model(torch.tensor(token_ids, dtype=torch.long), use_cache=False)
         for handle in handles:
@@ -126,11 +127,7 @@ def reference(
 def demo_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the demo's `model` and `documents.parquet`, which tests must not change."""
     folder = tmp_path_factory.mktemp("demo")
-    demo.prepare(
-        parse_args(["--demo"]),
-        folder,
-        lambda raw: weight_table(Qwen2(QwenConfig.from_hf(raw))).values(),
-    )
+    demo.prepare(parse_args(["--demo"]), folder, QWEN2)
     return folder / "demo_inputs"
 
 

@@ -50,11 +50,12 @@ def samples(count: int, worker: Worker) -> Iterator[Sample]:
         yield Sample(index, token_ids, f"text {index} ä", f"id-{index}", cursor, upcoming)
 
 
-def activations_of(batch: Batch) -> np.ndarray:
-    """(hooks, B, T, D)"""
-    parts = [np.random.default_rng([batch.samples[0].sample.sample_idx, key]) for key in HOOKS]
-    shape = (ROWS, TOKENS, HIDDEN)
-    return np.stack([part.standard_normal(shape, np.float32) for part in parts])
+def activations_of(batch: Batch) -> dict[Any, np.ndarray]:
+    """Key -> (B, T, D)"""
+    first, shape = batch.samples[0].sample.sample_idx, (ROWS, TOKENS, HIDDEN)
+    return {
+        key: np.random.default_rng([first, key]).standard_normal(shape, np.float32) for key in HOOKS
+    }
 
 
 def open_part(root: Path, *part: int, identity: dict | None = None, **options: Any):

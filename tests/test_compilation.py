@@ -12,7 +12,6 @@ import extract_activations
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.compilation import use_compilation_cache
-from activation_extraction.run.hosts import Host
 
 SCRIPT = Path(extract_activations.__file__)
 
@@ -91,15 +90,15 @@ def test_a_folder_that_cannot_be_used_is_refused_when_it_was_asked_for(
     for folder, problem in ((tmp_path / "file" / "x", "Not a dir"), (tmp_path / "out", "within")):
         config = parse_args([*output, "--compilation_cache", str(folder)])
         with pytest.raises(InputError, match=f"--compilation_cache {folder}: .*{problem}"):
-            use_compilation_cache(config, Host())
-    use_compilation_cache(parse_args(output), Host())
+            use_compilation_cache(config.compilation_cache, config.output_dir, several=False)
+    use_compilation_cache(None, tmp_path / "out", several=False)
     assert settings == {"jax_enable_compilation_cache": False}
     assert "nothing is kept for the next start" in caplog.text
 
 
 def test_several_hosts_use_a_cache_only_when_it_is_given(tmp_path, settings):
-    use_compilation_cache(parse_args([]), Host(1, 2))
+    use_compilation_cache(None, Path("out"), several=True)
     assert settings == {"jax_enable_compilation_cache": False}
-    use_compilation_cache(parse_args(["--compilation_cache", "gs://bucket/jax"]), Host(1, 2))
+    use_compilation_cache("gs://bucket/jax", Path("out"), several=True)
     assert settings["jax_compilation_cache_dir"] == "gs://bucket/jax"
     assert settings["jax_enable_compilation_cache"]

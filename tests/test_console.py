@@ -9,7 +9,7 @@ import pytest
 import extract_activations
 from activation_extraction.cli import console
 from activation_extraction.cli.console import Progress, start_logging
-from activation_extraction.model import mesh
+from activation_extraction.model import devices
 from activation_extraction.output.commits import read_stored
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.output.stores import Store
@@ -155,7 +155,7 @@ def test_peaks_by_the_kind_of_device(monkeypatch):
     class Device:
         device_kind = ""
 
-    monkeypatch.setattr(mesh.jax, "local_devices", lambda: [Device])
+    monkeypatch.setattr(devices.jax, "local_devices", lambda: [Device])
     for kind, peak in {
         "TPU v4": 275e12,
         "TPU v5 lite": 197e12,
@@ -166,4 +166,4 @@ def test_peaks_by_the_kind_of_device(monkeypatch):
         "cpu": None,
     }.items():
         Device.device_kind = kind
-        assert mesh.peak_flops(2) == (None if peak is None else 2 * peak)
+        assert devices.peak_flops(2) == (None if peak is None else 2 * peak)

@@ -13,7 +13,8 @@ import extract_activations
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.console import Progress
 from activation_extraction.cli.errors import RunError
-from activation_extraction.model.forward import Forward, device_errors
+from activation_extraction.model.devices import device_errors
+from activation_extraction.model.forward import Forward
 from activation_extraction.output import committer
 from activation_extraction.output.storage import StorageError
 from activation_extraction.output.stores import Store

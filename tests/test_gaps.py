@@ -9,13 +9,13 @@ import fsspec
 import numpy as np
 import pytest
 from extractions import edit
+from test_killed import killed_at
 from test_resume import (  # noqa: F401  # fixtures
     HIDDEN,
     HOOKS,
     Killed,
     activations,
     content,
-    killed_at,
     rows,
     status,
     tokenizer,
@@ -152,7 +152,7 @@ def test_a_repair_that_was_killed_is_repaired(run, tmp_path, monkeypatch, place)
         else:
             memory.put(f"{damaged}/", f"{url}/", recursive=True)
             options |= {"remote": Store(url), "delete_local": place == "bucket"}
-        with killed_at(event, monkeypatch) as events:
+        with killed_at(event, folder, monkeypatch) as events:
             try:
                 run(folder, Repair, **options)
                 finished = True

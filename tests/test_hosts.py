@@ -316,12 +316,12 @@ if host == os.environ["HOST_ID"]:
             return original_add(self, batch, activations)
         script.ActivationStorage.add_batch = add
     if fault == "model axis":
-        from activation_extraction.model import forward as forward_pass
-        forward_pass.smallest_model_axis = lambda *_, **__: 2
+        from activation_extraction.model import forward
+        forward.smallest_model_axis = lambda *_, **__: 2
     if fault == "attention":
-        from activation_extraction.model import forward as forward_pass
-        from activation_extraction.model.trial import Choice
-        forward_pass.Choice = lambda name, attention: Choice("other", attention)
+        from activation_extraction.model import trial
+        Choice = trial.Choice
+        trial.Choice = lambda name, attention: Choice("other", attention)
     if fault == "compile":
         def broken(*_):
             raise ValueError("injected")

@@ -17,16 +17,19 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
-from activation_extraction.model.mesh import build_layout, usable_devices
-from activation_extraction.model.weights import Checkpoint, load_params
+from activation_extraction.model.devices import usable_devices
+from activation_extraction.model.mesh import build_layout
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.weights import load_params
 from benchmarks.processes import resident
 from qwen2_jax import QwenConfig, weight_table
-from qwen2_jax_with_hooks import Hook, create_model_with_hooks
+from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
 
 folder = Path(sys.argv[1])
 config = QwenConfig.from_file(folder / "config.json")
 layout = build_layout(usable_devices(True), json.loads(sys.argv[2]), config.num_key_value_heads)
-table = weight_table(create_model_with_hooks(config, [Hook(23, 2)], layout=layout))
+hooks = [HOOKS.hook(23, "hook_resid_post")]
+table = weight_table(create_model_with_hooks(config, hooks, layout=layout))
 before = resident("VmRSS")
 params = jax.block_until_ready(
     load_params(table, Checkpoint(str(folder)), np.dtype("float32"), layout)

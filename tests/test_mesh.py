@@ -10,19 +10,18 @@ from jax.sharding import Mesh
 from test_model import error_of, every_hook, load, rows
 
 from activation_extraction.cli.errors import InputError
-from activation_extraction.model import weights
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.mesh import (
     HostRows,
     build_layout,
     check_divisibility,
-    choose_shape,
     host_rows,
-    smallest_model_axis,
-    usable_devices,
 )
-from activation_extraction.model.weights import Checkpoint, load_params
+from activation_extraction.model.mesh_shape import choose_shape, smallest_model_axis
+from activation_extraction.model.weights import load_params
 from qwen2_jax import Qwen2, weight_table
-from qwen2_jax_with_hooks import Hook, create_model_with_hooks
+from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
 
 ROUNDING = 1e-5
 SHAPES = {
@@ -34,7 +33,12 @@ SHAPES = {
     "all": {"pipeline": 2, "fsdp": 2, "model": 2},
     "model first": {"model": 2, "data": 4},
 }
-ODD_HOOKS = (Hook(0, 1), Hook(2, 0), Hook(2, 2), Hook(3, 1))  # none of layer 1; not the last kind
+ODD_HOOKS = [  # none of layer 1; not the last kind
+    HOOKS.hook(0, "hook_mlp_out"),
+    HOOKS.hook(2, "hook_attn_out"),
+    HOOKS.hook(2, "hook_resid_post"),
+    HOOKS.hook(3, "hook_mlp_out"),
+]
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=["1 kv head", "2 kv heads", "4 kv heads"])
@@ -74,11 +78,13 @@ def test_every_mesh_gives_the_values_of_one_device(small, name, hooks):
         params["params"]["layers"] = jax.tree.map(
             lambda w: w[: alone.num_layers], params["params"]["layers"]
         )
-        expected[hooks] = np.asarray(jax.jit(alone.apply)(params, *batch))
-    got, model = run_on(reference, batch, chosen, SHAPES[name], hosts=2)
-    assert len({str(shard.index) for shard in got.addressable_shards}) == 8
-    for hook, value, wanted in zip(model.hooks, np.asarray(got), expected[hooks], strict=True):
-        assert error_of(value, wanted) < ROUNDING, hook.name
+        expected[hooks] = jax.jit(alone.apply)(params, *batch)
+    found, model = run_on(reference, batch, chosen, SHAPES[name], hosts=2)
+    assert found.keys() == expected[hooks].keys()
+    for width, got in found.items():
+        assert len({str(shard.index) for shard in got.addressable_shards}) == 8
+        for value, wanted in zip(got, expected[hooks][width], strict=True):
+            assert error_of(np.asarray(value), np.asarray(wanted)) < ROUNDING
 
 
 def test_weights_are_split_and_read_only_once(small, monkeypatch):
@@ -92,11 +98,13 @@ def test_weights_are_split_and_read_only_once(small, monkeypatch):
         read.append((tensor, part.nbytes))
         return part
 
-    monkeypatch.setattr(weights.Checkpoint, "read", spy)
+    monkeypatch.setattr(Checkpoint, "read", spy)
     shape = {"pipeline": 2, "fsdp": 2, "model": 2}
     kv_heads = reference.config.num_key_value_heads
     layout = build_layout(usable_devices(every=True), shape, kv_heads)
-    model = create_model_with_hooks(reference.config, [Hook(4, 2)], layout=layout)
+    model = create_model_with_hooks(
+        reference.config, [HOOKS.hook(4, "hook_resid_post")], layout=layout
+    )
     table = weight_table(model)
     params = load_params(table, Checkpoint(str(reference.folder)), np.float32, layout)
     mlp = params["layers"]["mlp"]["gate_proj"]["weight"]  # (6 with padding, 128, 64)

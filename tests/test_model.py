@@ -13,16 +13,12 @@ from flax.traverse_util import flatten_dict
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.attention import KEY_BLOCK, blocked_attention, dense_attention
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.groups import rows_at_once
 from activation_extraction.model.mesh import build_layout
-from activation_extraction.model.weights import Checkpoint, load_params
+from activation_extraction.model.weights import load_params
 from qwen2_jax import Qwen2, QwenConfig, convert_hf_to_jax_weights, weight_table
-from qwen2_jax_with_hooks import (
-    KINDS,
-    Hook,
-    create_model_with_hooks,
-    hooks_for_layers,
-    hooks_matching,
-)
+from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
 
 TOLERANCE = 1e-4  # of the reference tensor's RMS
 LENGTH = 150  # more than one block of queries
@@ -41,7 +37,16 @@ def rows(vocab_size, shape=(2, LENGTH)):
 
 
 def every_hook(config):
-    return hooks_matching(["*"], config.num_hidden_layers)
+    return HOOKS.every(config.num_hidden_layers)
+
+
+def run(model, params, *batch):
+    """Hook -> its value, NumPy."""
+    found = jax.jit(model.apply)({"params": params}, *batch)
+    arrays = {width: iter(np.asarray(of_width)) for width, of_width in found.items()}
+    values = {h: next(arrays[h.kind.width(model.config.sizes)]) for h in model.hooks}
+    assert not [left for of_width in arrays.values() for left in of_width]
+    return values
 
 
 def error_of(got, expected):
@@ -57,11 +62,11 @@ def test_every_hook_of_every_layer_equals_hugging_face(reference: Reference):
     config = reference.config
     model = create_model_with_hooks(config, every_hook(config))
     batch = rows(config.vocab_size)
-    got = jax.jit(model.apply)({"params": load(model, reference.folder)}, *batch)
+    got = run(model, load(model, reference.folder), *batch)
     expected = reference.hooked(batch[0])
-    assert len(model.hooks) == len(expected) == 3 * config.num_hidden_layers
-    for hook, value in zip(model.hooks, np.asarray(got), strict=True):
-        assert error_of(value, expected[hook.layer, hook.kind]) < TOLERANCE, hook.name
+    assert len(got) == len(expected) == 3 * config.num_hidden_layers
+    for hook, value in got.items():
+        assert error_of(value, expected[hook.layer, hook.kind.name]) < TOLERANCE, hook.name
 
 
 def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(reference: Reference):
@@ -71,10 +76,9 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(reference: Reference
     low = Reference(copy.deepcopy(reference.model).bfloat16(), reference.folder)
     rounded = low.hooked(batch[0])
     model = create_model_with_hooks(config, every_hook(config), jnp.bfloat16)
-    params = load(model, reference.folder, jnp.bfloat16)
-    got = np.asarray(jax.jit(model.apply)({"params": params}, *batch))
-    for hook, value in zip(model.hooks, got, strict=True):
-        key = hook.layer, hook.kind
+    got = run(model, load(model, reference.folder, jnp.bfloat16), *batch)
+    for hook, value in got.items():
+        key = hook.layer, hook.kind.name
         allowed = 1.25 * rms_error(rounded[key], exact[key])
         assert rms_error(value, exact[key]) <= allowed, hook.name
 
@@ -106,33 +110,27 @@ def test_any_set_of_hooks_gives_the_values_of_all_hooks(reference: Reference):
     everything = create_model_with_hooks(config, every_hook(config))
     params = load(everything, reference.folder)
     batch = rows(config.vocab_size, (1, 40))
-    expected = dict(
-        zip(
-            everything.hooks,
-            np.asarray(jax.jit(everything.apply)({"params": params}, *batch)),
-            strict=True,
-        )
-    )
+    expected = run(everything, params, *batch)
     last = config.num_hidden_layers - 1
+    attn, mlp, residual = "hook_attn_out", "hook_mlp_out", "hook_resid_post"
     for chosen in (
-        [Hook(0, 0)],  # attention of the first layer, with work left to do after it
-        [Hook(0, 2), Hook(last, 1)],  # a kind that is in use but not asked for in the last layer
-        [Hook(1, 0), Hook(1, 1), Hook(2, 0), Hook(last, 2)],
-        [Hook(last, 0), Hook(1, 2)],
+        [(0, attn)],  # attention of the first layer, with work left to do after it
+        [(0, residual), (last, mlp)],  # a kind that is in use but not asked for in the last layer
+        [(1, attn), (1, mlp), (2, attn), (last, residual)],
+        [(last, attn), (1, residual)],
     ):
-        model = create_model_with_hooks(config, chosen)
+        model = create_model_with_hooks(config, [HOOKS.hook(*where) for where in chosen])
         depth = model.num_layers
         part = {
             "embed_tokens": params["embed_tokens"],
             "layers": jax.tree.map(lambda w, depth=depth: w[:depth], params["layers"]),
         }
-        got = np.asarray(jax.jit(model.apply)({"params": part}, *batch))
-        for hook, value in zip(model.hooks, got, strict=True):
+        for hook, value in run(model, part, *batch).items():
             np.testing.assert_allclose(value, expected[hook], rtol=1e-5, atol=1e-5)
 
 
 def test_only_the_needed_layers_are_in_the_weights(reference: Reference):
-    hooks = hooks_for_layers([0, 1], "residual", reference.config.num_hidden_layers)
+    hooks = HOOKS.of_layers([0, 1], "residual", reference.config.num_hidden_layers)
     names = {
         name
         for spec in weight_table(create_model_with_hooks(reference.config, hooks)).values()
@@ -229,25 +227,25 @@ def test_rows_go_through_a_layer_in_groups_on_one_cpu(tmp_path, dtype):
     reference = make_reference(tmp_path, num_hidden_layers=2, num_key_value_heads=2)
     config = reference.config
     alone = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
-    assert alone.rows_at_once(6, 1024) == 2 and alone.rows_at_once(5, 1024) == 1
-    assert alone.rows_at_once(6, 64) == 6 and alone.rows_at_once(6, 4096) == 1
+    assert rows_at_once(alone, 6, 1024) == 2 and rows_at_once(alone, 5, 1024) == 1
+    assert rows_at_once(alone, 6, 64) == 6 and rows_at_once(alone, 6, 4096) == 1
     two = build_layout(jax.devices()[:2], {"model": 2}, kv_heads=2)
-    assert two.rows_at_once(6, 1024) == 6
+    assert rows_at_once(two, 6, 1024) == 6
     token_ids, segment_ids, positions = rows(config.vocab_size, (4, 1024))
     segment_ids = segment_ids * np.array([1, 1, 0, 0], np.int32)[:, None]
     hooks = every_hook(config)
     values = []
     for layout in (alone, None):
         model = create_model_with_hooks(config, hooks, dtype, layout=layout)
-        params = {"params": load(model, reference.folder, dtype)}
-        got = jax.jit(model.apply)(params, token_ids, segment_ids, positions)
-        values.append(np.asarray(got, np.float32))
+        params = load(model, reference.folder, dtype)
+        found = run(model, params, token_ids, segment_ids, positions)
+        values.append({hook: value.astype(np.float32) for hook, value in found.items()})
     grouped, whole = values
-    for hook, got, expected in zip(hooks, grouped[:, :2], whole[:, :2], strict=True):
+    for hook in hooks:
+        got, expected = grouped[hook][:2], whole[hook][:2]
         allowed = TOLERANCE if dtype == jnp.float32 else 0.03
         assert rms_error(got, expected) < allowed * np.sqrt(np.mean(np.square(expected))), hook
-    stream = np.array([hook.kind == "residual" for hook in hooks])
-    assert (grouped[stream, 2:] == grouped[stream, 2:][:1]).all()  # the embedding, all the way
+        assert not grouped[hook][2:].any()  # nothing is computed
 
 
 def test_dense_attention_by_hand():
@@ -395,8 +393,6 @@ def test_true_half_billion_shape_equals_hugging_face(tmp_path):
     assert dataclasses.asdict(config) == dataclasses.asdict(QwenConfig.from_hf(V4_CONFIG))
     model = create_model_with_hooks(config, every_hook(config))
     batch = rows(config.vocab_size, (1, 160))
-    got = jax.jit(model.apply)({"params": load(model, tmp_path)}, *batch)
     expected = reference.hooked(batch[0])
-    assert [h.kind for h in model.hooks[:3]] == list(KINDS)
-    for hook, value in zip(model.hooks, np.asarray(got), strict=True):
-        assert error_of(value, expected[hook.layer, hook.kind]) < TOLERANCE, hook.name
+    for hook, value in run(model, load(model, tmp_path), *batch).items():
+        assert error_of(value, expected[hook.layer, hook.kind.name]) < TOLERANCE, hook.name

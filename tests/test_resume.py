@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.model.weights import Checkpoint
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.output import shards, storage
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.output.stores import Store
@@ -81,7 +81,7 @@ def run(tokenizer, rows):
                                 place._cursor = batch.cursor
                                 place.add_activation(
                                     key,
-                                    activations(batch)[list(HOOKS).index(key), row, begin:end],
+                                    activations(batch)[key][row, begin:end],
                                     sample.sample_idx,
                                     sample.text_preview,
                                     sample.token_ids,
@@ -106,13 +106,13 @@ def run(tokenizer, rows):
 
 
 def activations(batch):
-    values = np.zeros((len(HOOKS), *batch.token_ids.shape, HIDDEN), np.float32)
+    values = {key: np.zeros((*batch.token_ids.shape, HIDDEN), np.float32) for key in HOOKS}
     for sample, row, start in batch.samples:
         stop = start + len(sample.token_ids)
         ramp = np.arange(stop - start, dtype=np.float32)[:, None]
-        for hook in range(len(HOOKS)):
-            values[hook, row, start:stop] = sample.sample_idx + ramp / 64 + np.arange(HIDDEN) + hook
-            values[hook, row, start:stop] += row / 4 + batch.samples[0].sample.sample_idx / 1024
+        for number, value in enumerate(values.values()):
+            value[row, start:stop] = sample.sample_idx + ramp / 64 + np.arange(HIDDEN) + number
+            value[row, start:stop] += row / 4 + batch.samples[0].sample.sample_idx / 1024
     return values
 
 

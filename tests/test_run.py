@@ -3,11 +3,12 @@
 import gzip
 import json
 import pickle
+from functools import partial
 
 import jax
 import numpy as np
 from conftest import Reference, make_reference
-from test_model import TOLERANCE, error_of, load
+from test_model import TOLERANCE, error_of, load, run
 
 import extract_activations
 from activation_extraction.cli.config import parse_args
@@ -15,7 +16,7 @@ from activation_extraction.run import demo
 from activation_extraction.run.hosts import Host
 from activation_extraction.text.packing import pack, samples_of
 from extract_activations import compile_step, main, prepare
-from qwen2_jax_with_hooks import create_model_with_hooks, hooks_matching
+from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
 
 ROUNDING = 1e-5  # of float32 through a few layers, as the largest error over the RMS
 
@@ -28,24 +29,19 @@ def random_samples(lengths, vocab_size):
 def test_packed_equals_alone(reference: Reference):
     """Every sample of a packed batch has the activations that it has as the only one."""
     config = reference.config
-    model = create_model_with_hooks(config, hooks_matching(["*"], config.num_hidden_layers))
+    model = create_model_with_hooks(config, HOOKS.every(config.num_hidden_layers))
     params = load(model, reference.folder)
-    forward = jax.jit(model.apply)
+    forward = partial(run, model)
     lengths = np.random.default_rng(0).integers(1, 200, 24)
     for batch in pack(random_samples(lengths, config.vocab_size), rows=4, length=256):
-        packed = np.asarray(
-            forward({"params": params}, batch.token_ids, batch.segment_ids, batch.positions)
-        )
+        packed = forward(params, batch.token_ids, batch.segment_ids, batch.positions)
         for sample, row, start in batch.samples:
             (alone,) = pack(iter([sample]), rows=1, length=256)
-            expected = np.asarray(
-                forward({"params": params}, alone.token_ids, alone.segment_ids, alone.positions)
-            )
+            expected = forward(params, alone.token_ids, alone.segment_ids, alone.positions)
             n = len(sample.token_ids)
-            for got, wanted in zip(
-                packed[:, row, start : start + n], expected[:, 0, :n], strict=True
-            ):
-                assert error_of(got, wanted) < ROUNDING
+            for hook, wanted in expected.items():
+                got = packed[hook][row, start : start + n]
+                assert error_of(got, wanted[0, :n]) < ROUNDING, hook
 
 
 def arguments(demo_inputs, *more):
@@ -100,9 +96,11 @@ def test_devices_give_the_values_of_one_device(demo_inputs, tmp_path):
         activations, votes = compile_step(job.forward)(batch, [True, False, False])
         assert votes.tolist() == [1, 0, 0]
         devices = job.forward.layout.mesh.size
-        assert len(activations.sharding.device_set) == devices
-        assert len({str(s.index) for s in activations.addressable_shards}) == devices
-        results.append(job.forward.rows.receive(activations)[:, batch.segment_ids > 0])
+        (of_width,) = activations.values()
+        assert len(of_width.sharding.device_set) == devices
+        assert len({str(s.index) for s in of_width.addressable_shards}) == devices
+        received = job.forward.receive(activations)
+        results.append(np.stack(list(received.values()))[:, batch.segment_ids > 0])
     assert devices == 8
     assert error_of(results[1], results[0]) < ROUNDING
     assert error_of(results[2], results[0]) < ROUNDING
@@ -129,7 +127,7 @@ def test_stored_records_are_hugging_face_activations(texts, tmp_path):
     for layer in (0, depth - 1):
         assert [record["doc_id"] for record in shard[layer]] == list(range(40))
         for record in shard[layer]:
-            expected = reference.hooked(record["token_ids"][None])[layer, "residual"][0]
+            expected = reference.hooked(record["token_ids"][None])[layer, "hook_resid_post"][0]
             assert error_of(record["activation"], expected) < TOLERANCE
             assert record["text_preview"] == rows[record["doc_id"]]["text"][:200]
 

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.model.weights import Checkpoint
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.text import tokens
 from activation_extraction.text.documents import (
     DocumentStream,

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from activation_extraction.model.family import HookedModel
 from benchmarks.shapes import SHAPES
 from benchmarks.tpu_plan import ARRAY, COLLECTIVE, EIGHT, QWEN_7B, Compiled, compile_for, groups
-from qwen2_jax import QwenConfig, weight_table
-from qwen2_jax_with_hooks import HookedQwen2
+from qwen2_jax import QwenConfig
+from qwen2_jax_with_hooks import QWEN2
 
 pytest.importorskip("libtpu")
 
@@ -53,14 +54,14 @@ def collectives(compiled: Compiled) -> list[tuple[str, bool]]:
     return list(found.values())
 
 
-def one_layer(model: HookedQwen2) -> set[tuple[int, ...]]:
+def one_layer(model: HookedModel) -> set[tuple[int, ...]]:
     """Shapes of a layer's weight matrices as a chip's products take them; sorted, without ones.
 
     With fsdp that is after gathering; what is sent for it may be cut out of the stack before.
     """
     found, mesh = set(), model.layout.mesh
     assert mesh is not None
-    for path, spec in weight_table(model).items():
+    for path, spec in QWEN2.weight_table(model).items():
         if path[0] == "layers" and len(spec.shape) > 2 and path[-1] == "weight":
             split = NamedSharding(mesh, model.layout.spec(spec.axes, spec.shape, without="fsdp"))
             local = split.shard_shape(spec.shape)[1:]
@@ -68,10 +69,10 @@ def one_layer(model: HookedQwen2) -> set[tuple[int, ...]]:
     return found
 
 
-def weights_per_chip(model: HookedQwen2) -> float:
+def weights_per_chip(model: HookedModel) -> float:
     """Bytes, when every axis that should split a weight does."""
     size, total = model.layout.size, 0.0
-    for path, spec in weight_table(model).items():
+    for path, spec in QWEN2.weight_table(model).items():
         parts = size("fsdp", "model") * (1 if "self_attn" in path else size("query"))
         parts *= size("pipeline") if path[0] == "layers" else 1
         total += 2 * math.prod(spec.shape) / parts

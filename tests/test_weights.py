@@ -10,8 +10,9 @@ import pytest
 from conftest import Reference
 from safetensors.numpy import save_file
 
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.mesh import build_layout
-from activation_extraction.model.weights import READERS, Checkpoint, WeightSpec, load_params
+from activation_extraction.model.weights import READERS, WeightSpec, load_params
 from qwen2_jax import Qwen2, weight_table
 
 

@@ -13,26 +13,25 @@ from pathlib import Path
 
 import jax
 
-from activation_extraction.cli.config import Config
 from activation_extraction.cli.console import log
 from activation_extraction.cli.errors import InputError
-from activation_extraction.run.hosts import Host
 
 OFF = "off"
 HIT = "/jax/compilation_cache/cache_hits"  # jax.monitoring's event
 PROBLEM = "Error (reading|writing) persistent compilation cache"  # JAX's warning
 
 
-def use_compilation_cache(config: Config, host: Host) -> None:
+def use_compilation_cache(given: str | None, output: Path, several: bool) -> None:
     """Has JAX keep compiled programs in `--compilation_cache`, else in the user's cache folder.
 
-    Several hosts have none unless asked: JAX writes on host 0 only, so their folder must be a
+    given: the flag; output: the folder that it must not lie in; several: whether this is one host
+    of several. These have none unless asked: JAX writes on host 0 only, so their folder must be a
     shared one. Raises InputError for a folder that was asked for and cannot be used; where the
     default one cannot, that is a warning.
     """
     if not jax.config.values["jax_enable_compilation_cache"]:  # by the environment
         return
-    folder = _folder(config, host)
+    folder = _folder(given, output, several)
     jax.config.update("jax_enable_compilation_cache", folder is not None)
     if folder is None:
         return
@@ -45,18 +44,17 @@ def use_compilation_cache(config: Config, host: Host) -> None:
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
-def _folder(config: Config, host: Host) -> str | None:
+def _folder(given: str | None, output: Path, several: bool) -> str | None:
     """The folder or URL to be used; None for no cache."""
-    given = config.compilation_cache
-    if given == OFF or (given is None and host.several):
+    if given == OFF or (given is None and several):
         return None
     if given is None:
         try:
-            return _usable(default_folder(), config.output_dir)
+            return _usable(default_folder(), output)
         except InputError as error:
             log.warning("%s: nothing is kept for the next start", error)
             return None
-    return given if _is_url(given) else _usable(Path(os.path.expanduser(given)), config.output_dir)
+    return given if _is_url(given) else _usable(Path(os.path.expanduser(given)), output)
 
 
 def _is_url(folder: str) -> bool:

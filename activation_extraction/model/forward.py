@@ -1,67 +1,94 @@
-"""The forward pass of a run: the hooked model on its mesh, its weights, and one compiled step.
+"""The forward pass that a run asks for: the hooked model on its mesh, checked, with its weights.
 
-Between the command line and the model: what the flags ask of the model is checked here.
+Between the flags and the model: `ModelRequest` is what the flags ask, and everything in it that can
+be wrong is found here, before a weight is read. Compiling and running is step.py's part.
 """
 
 import math
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from tqdm import tqdm
 
 from activation_extraction.cli.config import DEFAULT_LAYERS, Config
-from activation_extraction.cli.console import log, on_terminal
-from activation_extraction.cli.errors import InputError, RunError, one_line
-from activation_extraction.model.compilation import watch_compiling
-from activation_extraction.model.digests import digest_files
+from activation_extraction.cli.console import log
+from activation_extraction.cli.errors import InputError
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.devices import usable_devices
+from activation_extraction.model.family import HookedModel, ModelFamily, WeightTable
+from activation_extraction.model.hooks import Hook, HookTable
 from activation_extraction.model.mesh import (
     HostRows,
     Layout,
     build_layout,
     check_divisibility,
-    choose_shape,
     host_rows,
-    smallest_model_axis,
-    usable_devices,
 )
-from activation_extraction.model.revisions import recorded_commit
-from activation_extraction.model.trial import Choice, Sizes, candidates_for, choose_attention
-from activation_extraction.model.weights import Checkpoint, WeightSpec, load_params
-from activation_extraction.reading.verify import Recompute
-from activation_extraction.run.hosts import Host
-from activation_extraction.run.loop import Step
-from activation_extraction.text.packing import Batch, pack, samples_of
-from qwen2_jax import Qwen2, QwenConfig, weight_table
-from qwen2_jax_with_hooks import (
-    Hook,
-    HookedQwen2,
-    create_model_with_hooks,
-    hooks_for_layers,
-    hooks_matching,
-)
+from activation_extraction.model.mesh_shape import choose_shape, smallest_model_axis
+from activation_extraction.model.trial import Choice, candidates_for, try_attention
+from activation_extraction.model.weights import check_tensors
 
-TOO_LARGE = (
-    "it continues with a smaller --batch_size, or with a larger model or fsdp axis (--mesh_shape); "
-    "fewer layers or a smaller --max_seq_length make it another extraction (--overwrite)"
-)
+Key = int | str  # of a hook in the shards: its layer, or its name
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """What the flags of the same names ask of the model; rows and length are those of a step.
+
+    every_device: False for one device of every host.
+    """
+
+    model_path: str
+    revision: str | None
+    dtype: str
+    activation_dtype: str
+    hook_names: tuple[str, ...] | None
+    layers: tuple[int, ...] | None
+    activation_type: str
+    rows: int
+    length: int
+    mesh_type: str
+    mesh_shape: tuple[int, ...] | None
+    mesh_axes: tuple[str, ...] | None
+    every_device: bool
+
+    @classmethod
+    def of(cls, config: Config) -> "ModelRequest":
+        return cls(
+            model_path=config.model_path,
+            revision=config.model_revision,
+            dtype=config.dtype,
+            activation_dtype=config.activation_dtype,
+            hook_names=config.hook_names,
+            layers=config.layers_to_extract,
+            activation_type=config.activation_type,
+            rows=config.batch_size,
+            length=config.max_seq_length,
+            mesh_type=config.mesh_type,
+            mesh_shape=config.mesh_shape,
+            mesh_axes=config.mesh_axes,
+            every_device=config.use_data_parallel,
+        )
 
 
 @dataclass(frozen=True)
 class Forward:
-    """A checked model: what it computes, with which weights, on which devices."""
+    """A checked model: what it computes, with which weights, on which devices.
 
-    config: Config
+    hooks: key in the shards -> hook, in the order in which the model computes them; shape: rows and
+    tokens per row that this host feeds in a step.
+    """
+
     checkpoint: Checkpoint
-    model: HookedQwen2
-    weights: dict[tuple[str, ...], WeightSpec]
+    model: HookedModel
+    hooks: dict[Key, Hook]
+    weights: WeightTable
     rows: HostRows
+    shape: tuple[int, int]
     attention: Choice
 
     @property
@@ -72,94 +99,82 @@ class Forward:
         """Floating point operations of samples of these lengths."""
         return self.model.config.flops(self.model.num_layers, lengths)
 
+    def receive(self, activations: Mapping[int, Array]) -> dict[Key, np.ndarray]:
+        """What the model returned for this host's rows: key in the shards -> (B, T, width)."""
+        found = self.rows.receive(activations)
+        sizes = self.model.config.sizes
+        views = {width: iter(arrays) for width, arrays in found.items()}
+        return {key: next(views[hook.kind.width(sizes)]) for key, hook in self.hooks.items()}
 
-def prepare_model(config: Config, host: Host, commit: str | None = None) -> Forward:
-    """The model on its mesh, with a checkpoint that has been checked. Raises InputError.
 
-    commit: of a hub model, instead of the revision that the configuration asks for.
-    """
-    checkpoint = Checkpoint(config.model_path, commit or config.model_revision)
-    qwen = QwenConfig.from_file(checkpoint.file("config.json"))
-    model, rows = build_model(config, qwen, host)
-    chosen = try_attention(model, config.max_seq_length)
+def prepare_model(family: ModelFamily, request: ModelRequest) -> Forward:
+    """The model on its mesh, with a checkpoint that has been checked. Raises InputError."""
+    checkpoint = Checkpoint(request.model_path, request.revision)
+    config = family.config.from_file(checkpoint.file("config.json"))
+    hooks = choose_hooks(request, family.hooks, config.num_hidden_layers)
+    model, rows = build_model(family, request, config)
+    chosen = try_attention(model, request.length)
     model = model.clone(attention=chosen.attention)
-    log_hooks(config, model)
-    weights = weight_table(model)
-    every = weight_table(Qwen2(qwen)).values()
+    log_hooks(request, model)
+    weights = family.weight_table(model)
+    every = family.weight_table(family.whole(config)).values()
     known = {name for spec in every for name in spec.hf_names} | {"lm_head.weight"}
-    checkpoint.check(weights.values(), known)
-    return Forward(config, checkpoint, model, weights, rows, chosen)
+    check_tensors(checkpoint, weights.values(), known)
+    shape = request.rows, request.length
+    return Forward(checkpoint, model, hooks, weights, rows, shape, chosen)
 
 
-def try_attention(model: HookedQwen2, length: int) -> Choice:
-    """The attention of the run, which every host tries on a device of its own; logs the outcome.
-
-    Where there is no other one, as on the CPU, it is not tried.
-    """
-    candidates = candidates_for(jax.default_backend())
-    if len(candidates) == 1:
-        return Choice(*next(iter(candidates.items())))
-    qwen, layout = model.config, model.layout
-    heads = layout.size("model")
-    sizes = Sizes.of_run(
-        length,
-        layout.size("query"),
-        qwen.num_attention_heads // heads,
-        qwen.num_key_value_heads // heads,
-        qwen.head_dim,
-    )
-    chosen = choose_attention(candidates, sizes, jnp.dtype(model.dtype))
-    for name, why in chosen.passed_over.items():
-        log.warning("attention: %s is not used: %s", name, why)
-    log.info("attention: %s, which agrees with its definition on this device", chosen.name)
-    return chosen
-
-
-def model_digest(forward: Forward) -> str:
-    """Of the configuration and the weights, every byte of them."""
-    return digest_files(forward.checkpoint.weight_files())
-
-
-def build_model(config: Config, qwen: QwenConfig, host: Host) -> tuple[HookedQwen2, HostRows]:
+def build_model(
+    family: ModelFamily, request: ModelRequest, config: Any
+) -> tuple[HookedModel, HostRows]:
     """The hooked model on its mesh, and how rows come to the mesh. Raises InputError.
 
     Its attention is the one that its platform prefers; `try_attention` has the last word.
     """
-    devices = usable_devices(config.use_data_parallel)
-    dtype = choose_dtype(config.dtype)
-    stored = dtype if config.activation_dtype == "auto" else jnp.dtype(config.activation_dtype)
-    hooks = choose_hooks(config, qwen.num_hidden_layers)
-    if config.max_seq_length > qwen.max_position_embeddings:
+    devices = usable_devices(request.every_device)
+    if request.length > config.max_position_embeddings:
         raise InputError(
-            f"--max_seq_length {config.max_seq_length}: the model has "
-            f"{qwen.max_position_embeddings} positions"
+            f"--max_seq_length {request.length}: the model has "
+            f"{config.max_position_embeddings} positions"
         )
+    dtype = choose_dtype(request.dtype)
+    stored = dtype if request.activation_dtype == "auto" else jnp.dtype(request.activation_dtype)
+    hooks = list(choose_hooks(request, family.hooks, config.num_hidden_layers).values())
+    alone = family.hooked(config, hooks, dtype, stored)
     rows = host_rows(devices)
-    total_rows = config.batch_size * rows.hosts
+    layout = choose_layout(family, request, alone, devices, rows.hosts)
+    attention = next(iter(candidates_for(devices[0].platform).values()))
+    return family.hooked(config, hooks, dtype, stored, attention, layout), rows
+
+
+def choose_layout(
+    family: ModelFamily, request: ModelRequest, alone: HookedModel, devices: list[Any], hosts: int
+) -> Layout:
+    """The mesh for a model, given as it is without one. Raises InputError."""
+    config, total_rows = alone.config, request.rows * hosts
     smallest_model = 1
-    if config.mesh_type == "auto":
-        alone = create_model_with_hooks(qwen, hooks, dtype, stored)
+    if request.mesh_type == "auto":
+        widths = sum(hook.kind.width(config.sizes) for hook in alone.hooks)
         smallest_model = smallest_model_axis(
             len(devices),
             total_rows,
-            weights=sum(math.prod(spec.shape) for spec in weight_table(alone).values()),
-            captured=len(hooks) * total_rows * config.max_seq_length * qwen.hidden_size,
-            itemsize=dtype.itemsize,
+            weights=sum(math.prod(s.shape) for s in family.weight_table(alone).values()),
+            captured=total_rows * request.length * widths,
+            itemsize=jnp.dtype(alone.dtype).itemsize,
         )
     shape, remark = choose_shape(
-        config.mesh_type,
-        config.mesh_shape if config.use_data_parallel else None,
-        config.mesh_axes if config.use_data_parallel else None,
+        request.mesh_type,
+        request.mesh_shape if request.every_device else None,
+        request.mesh_axes if request.every_device else None,
         devices=len(devices),
-        hosts=rows.hosts,
+        hosts=hosts,
         smallest_model=smallest_model,
     )
     if remark:
         log.info("%s", remark)
-    layout = build_layout(devices, shape, qwen.num_key_value_heads)
-    check_divisibility(layout, total_rows, config.max_seq_length, qwen.sizes)
-    attention = next(iter(candidates_for(devices[0].platform).values()))
-    return create_model_with_hooks(qwen, hooks, dtype, stored, attention, layout), rows
+    layout = build_layout(devices, shape, config.num_key_value_heads)
+    check_divisibility(layout, total_rows, request.length, config.sizes)
+    return layout
 
 
 def choose_dtype(name: str) -> Any:
@@ -169,137 +184,36 @@ def choose_dtype(name: str) -> Any:
     return jnp.dtype(name)
 
 
-def choose_hooks(config: Config, depth: int) -> tuple[Hook, ...]:
-    """The hooks asked for. The default layers are clipped to the depth, explicit ones are not."""
-    if config.hook_names is not None:
-        return hooks_matching(config.hook_names, depth)
-    layers = config.layers_to_extract or [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
-    return hooks_for_layers(layers, config.activation_type, depth)
+def choose_hooks(request: ModelRequest, table: HookTable, depth: int) -> dict[Key, Hook]:
+    """The hooks that are asked for, by their keys in the shards and in their order.
+
+    The default layers are clipped to the model's depth, explicit ones are not.
+    """
+    if request.hook_names is not None:
+        return {hook.name: hook for hook in table.matching(request.hook_names, depth)}
+    layers = request.layers or [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
+    hooks = table.of_layers(layers, request.activation_type, depth)
+    return {hook.layer: hook for hook in hooks}
 
 
-def log_hooks(config: Config, model: HookedQwen2) -> None:
-    """What every token is stored at, and how many bytes that takes."""
-    depth, width = model.config.num_hidden_layers, model.config.hidden_size
-    default = config.layers_to_extract is None and config.hook_names is None
+def log_hooks(request: ModelRequest, model: HookedModel) -> None:
+    """Logs what is stored of every token, and how many bytes that takes."""
+    depth, sizes = model.config.num_hidden_layers, model.config.sizes
+    default = request.layers is None and request.hook_names is None
     if default and depth <= DEFAULT_LAYERS[-1]:
         log.info(
             "the default layers, %d to %d, are clipped: the model has layers 0 to %d",
-            *(DEFAULT_LAYERS[0], DEFAULT_LAYERS[-1], depth - 1),
+            DEFAULT_LAYERS[0],
+            DEFAULT_LAYERS[-1],
+            depth - 1,
         )
     stored = jnp.dtype(model.activation_dtype)
+    widths = [hook.kind.width(sizes) for hook in model.hooks]
+    each = f"width {widths[0]} each" if len(set(widths)) == 1 else f"widths {widths}"
     log.info(
-        "hooks: %s; width %d each, in %s: %s bytes per token",
-        *(", ".join(hook.name for hook in model.hooks), width, stored.name),
-        f"{len(model.hooks) * width * stored.itemsize:,}",
+        "hooks: %s; %s, in %s: %s bytes per token",
+        ", ".join(hook.name for hook in model.hooks),
+        each,
+        stored.name,
+        f"{sum(widths) * stored.itemsize:,}",
     )
-
-
-def compile_step(forward: Forward) -> Step:
-    """Loads the weights and compiles the forward pass, once for the whole run.
-
-    Returns the function (batch or None, flags of this host) -> (activations (hooks, rows of all
-    hosts, T, D), number of hosts that set each flag). It does not wait for the devices.
-    """
-    config, model, rows = forward.config, forward.model, forward.rows
-    shape = (config.batch_size, config.max_seq_length)
-    params = read_weights(forward)
-    began = time.perf_counter()
-
-    def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
-        return model.apply({"params": params}, tokens, segments, positions), flags.sum(axis=0)
-
-    def abstract(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        whole = (shape[0] * rows.hosts, *shape[1:])
-        return jax.ShapeDtypeStruct(whole, jnp.int32, sharding=rows.incoming())
-
-    outgoing = rows.outgoing(config.max_seq_length), rows.everywhere()
-    inputs = [abstract(shape)] * 3 + [abstract((1, 3))]
-    with watch_compiling() as from_cache:
-        compiled = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs).compile()
-    where = ", from the cache" if from_cache() else ""
-    log.info("compiled in %.1f s%s", time.perf_counter() - began, where)
-    nothing = np.zeros(shape, np.int32)
-
-    def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Array, Array]:
-        arrays = [nothing] * 3
-        if batch is not None:
-            arrays = [batch.token_ids, batch.segment_ids, batch.positions]
-        return compiled(params, *map(rows.feed, (*arrays, np.array([flags], np.int32))))
-
-    return step
-
-
-def read_weights(forward: Forward) -> dict[str, Any]:
-    """The parameters, each in its shards, with a progress bar."""
-    model, layout = forward.model, forward.layout
-    total = sum(math.prod(spec.shape) for spec in forward.weights.values())
-    mesh = " x ".join(f"{name} {size}" for name, size in layout.shape.items())
-    log.info(
-        "model: layers 0 to %d of %d, %.3g M parameters, %s; %s mesh: %s",
-        *(model.num_layers - 1, model.config.num_hidden_layers, total / 1e6, model.dtype),
-        *(jax.default_backend(), mesh),
-    )
-    if model.stages > 1:
-        count = model.micro_batches(forward.config.batch_size * forward.rows.hosts)
-        idle = (model.stages - 1) / (count + model.stages - 1)
-        log.info(
-            "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%",
-            *(model.stages, count, 100 * idle),
-        )
-    as_bits = model.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
-    size = total * model.dtype.itemsize
-    with tqdm(
-        total=size,
-        unit="B",
-        unit_scale=True,
-        desc="loading weights",
-        leave=False,
-        disable=not on_terminal(),
-    ) as bar:
-        return load_params(
-            forward.weights, forward.checkpoint, model.dtype, layout, as_bits, bar.update
-        )
-
-
-def load_again(config: Config, metadata: dict[str, Any]) -> Recompute:
-    """The model of a stored extraction, for --verify. Raises InputError when it is another one.
-
-    The function that is returned gives (hooks, tokens, hidden) of each sample.
-    """
-    identity = metadata["identity"]
-    config = replace(
-        config,
-        layers_to_extract=None,
-        hook_names=tuple(identity["hooks"]),
-        dtype=identity["dtype"],
-        activation_dtype=identity["activation_dtype"],
-        max_seq_length=identity["max_seq_length"],
-    )
-    with device_errors():
-        commit = None if config.model_revision else recorded_commit(config, metadata)
-        forward = prepare_model(config, Host(), commit)
-        if model_digest(forward) != identity["model files"]:
-            raise InputError(f"--model_path {config.model_path}: is another model than the stored")
-        step = compile_step(forward)
-
-    def recompute(token_ids: list[np.ndarray]) -> list[np.ndarray]:
-        found: list[np.ndarray] = []
-        for batch in pack(samples_of(token_ids), config.batch_size, config.max_seq_length):
-            with device_errors():
-                activations, _ = step(batch, (False, False, False))
-                on_host = forward.rows.receive(activations)
-            found += [on_host[:, at.row, at.start : at.stop] for at in batch.samples]
-        return found
-
-    return recompute
-
-
-@contextmanager
-def device_errors() -> Iterator[None]:
-    """Turns what the device or its compiler reports into a RunError of one line."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        reason = one_line(error).rstrip(".")
-        remedy = TOO_LARGE if "EXHAUSTED" in reason else None
-        raise RunError(f"the device failed: {reason:.300}", remedy=remedy) from error

@@ -8,8 +8,9 @@ a row are split where the key/value heads do not divide further; all else uses b
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax
@@ -17,8 +18,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from activation_extraction.cli.errors import InputError, one_line
-from activation_extraction.cli.flags import MESH_AXES
+from activation_extraction.cli.errors import InputError
 from activation_extraction.model.attention import Attention
 
 BOTH = ("model", "query")
@@ -37,21 +37,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "captured_sequence": BOTH,
     "leaving_sequence": (*BOTH, "pipeline"),
 }
-TOKENS_AT_ONCE = 2048  # on one CPU
-DEFAULT_3D_DEVICES = 64
-# Dense bfloat16 FLOP/s of one device, by a part of its kind's name (vendors' data sheets).
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6": 918e12,
-    "A100": 312e12,
-    "H100": 989e12,
-    "H200": 989e12,
-}
-DEFAULT_3D_AXES = ("pipeline", "data", "model")
-DEFAULT_2D_AXES = ("data", "model")
 
 
 @dataclass(frozen=True)
@@ -104,16 +89,6 @@ class Layout:
         """A weight just before its use: complete along fsdp, split as before along the rest."""
         return weight if self.size("fsdp") == 1 else self.constrain(weight, *axes, without="fsdp")
 
-    def rows_at_once(self, rows: int, length: int) -> int:
-        """How many rows of `length` tokens go through a layer together; a divisor of `rows`.
-
-        One CPU is fastest with as many tokens as its caches can hold, everything else with all.
-        """
-        if self.mesh is None or self.mesh.size > 1 or self.mesh.devices.flat[0].platform != "cpu":
-            return rows
-        fitting = max(TOKENS_AT_ONCE // length, 1)
-        return max(size for size in range(1, min(fitting, rows) + 1) if rows % size == 0)
-
     def attend(
         self, attention: Attention, q: Array, k: Array, v: Array, segment_ids: Array
     ) -> Array:
@@ -163,7 +138,7 @@ class HostRows:
         return NamedSharding(self.mesh, PartitionSpec("host"))
 
     def outgoing(self, length: int) -> NamedSharding:
-        """Of activations (hooks, rows of all hosts, T, D)."""
+        """Of activations (hooks, rows of all hosts, T, width)."""
         split = "device" if length % self.mesh.shape["device"] == 0 else None
         return NamedSharding(self.mesh, PartitionSpec(None, "host", split))
 
@@ -176,42 +151,27 @@ class HostRows:
         shape = (array.shape[0] * self.hosts, *array.shape[1:])
         return jax.make_array_from_process_local_data(self.incoming(), array, shape)
 
-    def receive(self, activations: Array) -> np.ndarray:
-        """The activations of this host's rows, (hooks, B, T, D), as NumPy."""
-        shards = {str(shard.index): shard for shard in activations.addressable_shards}
-        parts = list(shards.values())
-        if len(parts) == 1:
-            return np.asarray(parts[0].data)
-        for part in parts:
+    def receive(self, activations: Mapping[int, Array]) -> dict[int, np.ndarray]:
+        """The activations of this host's rows, {width: (hooks, B, T, width)}, as NumPy."""
+        parts = {width: _different_shards(array) for width, array in activations.items()}
+        for part in chain.from_iterable(parts.values()):
             part.data.copy_to_host_async()
-        shape = (*parts[0].data.shape[:2], *activations.shape[2:])
-        out = np.empty(shape, activations.dtype)
-        for part in parts:
-            out[:, :, part.index[2]] = part.data
-        return out
+        return {width: _join(parts[width], array) for width, array in activations.items()}
 
 
-def usable_devices(every: bool) -> list[Any]:
-    """All devices, those of a host together, or (not `every`) the first one of each host.
-
-    Raises InputError when JAX has none on the platform that the environment asks for.
-    """
-    try:
-        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    except (RuntimeError, AssertionError) as error:
-        reason = one_line(error)
-        raise InputError(f"JAX finds no devices (JAX_PLATFORMS, drivers): {reason:.200}") from error
-    if every:
-        return devices
-    firsts = {device.process_index: device for device in reversed(devices)}
-    return [firsts[index] for index in sorted(firsts)]
+def _different_shards(array: Array) -> list[Any]:
+    """One of this host's shards for each part of the array that it has."""
+    return list({str(shard.index): shard for shard in array.addressable_shards}.values())
 
 
-def peak_flops(devices: int) -> float | None:
-    """What this many devices can do per second in bfloat16; None when that is not known."""
-    kind = jax.local_devices()[0].device_kind
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
-    return None if peak is None else peak * devices
+def _join(shards: list[Any], array: Array) -> np.ndarray:
+    """This host's rows of (hooks, rows of all hosts, T, width), from parts of the sequence."""
+    if len(shards) == 1:
+        return np.asarray(shards[0].data)
+    out = np.empty((*shards[0].data.shape[:2], *array.shape[2:]), array.dtype)
+    for shard in shards:
+        out[:, :, shard.index[2]] = shard.data
+    return out
 
 
 def host_rows(devices: Sequence[Any]) -> HostRows:
@@ -221,101 +181,6 @@ def host_rows(devices: Sequence[Any]) -> HostRows:
         raise InputError(f"hosts have different numbers of devices: {dict(counts)}")
     grid = np.array(devices, object).reshape(len(counts), -1)
     return HostRows(Mesh(grid, ("host", "device")))
-
-
-def smallest_model_axis(devices: int, rows: int, weights: int, captured: int, itemsize: int) -> int:
-    """The smallest `model` axis with which everything fits, for --mesh_type auto.
-
-    weights: number of parameters; captured: activations of one step, all hosts together. Counts
-    weights, two steps of activations, and half as much again as the activations for what lies
-    between; leaves a tenth of the memory free. 1 where devices do not tell their memory (CPU).
-    """
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    for model in range(1, devices + 1):
-        if devices % model == 0 and rows % (devices // model) == 0:
-            need = itemsize * (weights / model + 2.5 * captured / devices)
-            if limit is None or need <= 0.9 * limit:
-                return model
-    return devices
-
-
-def choose_shape(
-    kind: str,
-    shape: Sequence[int] | None,
-    axes: Sequence[str] | None,
-    devices: int,
-    hosts: int,
-    smallest_model: int = 1,
-) -> tuple[dict[str, int], str | None]:
-    """Mesh axis -> size for --mesh_type, --mesh_shape and --mesh_axes, and a remark or None.
-
-    smallest_model: what `auto` takes as the `model` axis, a divisor of `devices`. Raises InputError
-    when a given shape does not fit the axes or the devices.
-    """
-    dimensions = {"1d": 1, "2d": 2, "3d": 3}.get(kind)
-    if shape is not None:
-        return _explicit(shape, axes, dimensions, devices), None
-    if axes is not None and dimensions != 3:
-        raise InputError(f"--mesh_axes {','.join(axes)}: needs --mesh_shape")
-    if kind == "auto":
-        return {"data": devices // smallest_model, "model": smallest_model}, None
-    if kind == "1d":
-        return {"model": devices}, None
-    remark = None
-    if kind == "3d":
-        if devices >= DEFAULT_3D_DEVICES and devices % 16 == 0:
-            return _default_3d(tuple(axes or DEFAULT_3D_AXES), devices), None
-        remark = (
-            f"a 3d mesh needs a multiple of 16 devices, {DEFAULT_3D_DEVICES} or more, or "
-            f"--mesh_shape; {devices} device(s) become a 2d mesh"
-        )
-    data = hosts if hosts > 1 else (2 if devices >= 8 and devices % 2 == 0 else 1)
-    return {"data": data, "model": devices // data}, remark
-
-
-def _default_3d(names: tuple[str, ...], devices: int) -> dict[str, int]:
-    """Four along two axes; the rest along the one that splits rows alone, or the first."""
-    if len(names) != 3:
-        raise InputError(f"--mesh_axes {','.join(names)}: a 3d mesh has three axes")
-    rest = next(axis for axis in ("data", "fsdp", names[0]) if axis in names)
-    return {name: devices // 16 if name == rest else 4 for name in names}
-
-
-def _explicit(
-    shape: Sequence[int], axes: Sequence[str] | None, dimensions: int | None, devices: int
-) -> dict[str, int]:
-    text = ",".join(map(str, shape))
-    if dimensions is not None and len(shape) != dimensions:
-        raise InputError(
-            f"--mesh_shape {text}: has {len(shape)} axes, --mesh_type has {dimensions}"
-        )
-    defaults = {1: ("model",), 2: DEFAULT_2D_AXES, 3: DEFAULT_3D_AXES}
-    names = tuple(axes or defaults.get(len(shape), MESH_AXES))
-    if len(names) != len(shape):
-        raise InputError(f"--mesh_shape {text}: has {len(shape)} axes, --mesh_axes {len(names)}")
-    if math.prod(shape) != devices:
-        fitting = "; ".join(",".join(map(str, s)) for s in _fitting_shapes(devices, len(shape)))
-        raise InputError(
-            f"--mesh_shape {text}: is {math.prod(shape)} devices, there are {devices}; "
-            f"these would fit: {fitting}"
-        )
-    return dict(zip(names, shape, strict=True))
-
-
-def _fitting_shapes(devices: int, dimensions: int, most: int = 8) -> list[tuple[int, ...]]:
-    """Factorisations of `devices`, the most even ones first."""
-    found: list[tuple[int, ...]] = []
-
-    def extend(prefix: tuple[int, ...], left: int) -> None:
-        if len(prefix) == dimensions - 1:
-            found.append((*prefix, left))
-            return
-        for factor in range(1, left + 1):
-            if left % factor == 0:
-                extend((*prefix, factor), left // factor)
-
-    extend((), devices)
-    return sorted(found, key=lambda s: (max(s) - min(s), s))[:most]
 
 
 def build_layout(devices: Sequence[Any], shape: dict[str, int], kv_heads: int) -> Layout:

@@ -7,7 +7,7 @@ from typing import Any
 
 from activation_extraction.cli.config import Config
 from activation_extraction.cli.errors import InputError
-from activation_extraction.model.weights import Checkpoint
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.output.places import output_roots
 from activation_extraction.output.resume import OPTIONS, find_metadata
 from activation_extraction.run.hosts import Host, gather
@@ -23,7 +23,7 @@ def choose_commit(config: Config) -> tuple[str, str] | None:
     if config.demo:
         return None
     where, metadata = _earlier(config)
-    recorded = recorded_commit(config, metadata)
+    recorded = recorded_commit(config.model_path, metadata)
     asked = config.model_revision
     # The name of a branch may have moved on; the command that began the extraction continues it.
     if recorded and asked in (None, metadata["configuration"].get("model_revision")):
@@ -39,10 +39,10 @@ def choose_commit(config: Config) -> tuple[str, str] | None:
     return (RECORDED if recorded else NEW), commit
 
 
-def recorded_commit(config: Config, metadata: dict[str, Any]) -> str | None:
+def recorded_commit(model_path: str, metadata: dict[str, Any]) -> str | None:
     """The commit that an extraction used; None when its model was another or is a local one."""
     theirs = metadata.get("configuration", {}).get("model_path")
-    if theirs != config.model_path or Checkpoint(config.model_path).local:
+    if theirs != model_path or Checkpoint(model_path).local:
         return None
     return metadata.get("model_commit")
 

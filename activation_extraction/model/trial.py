@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from activation_extraction.cli.console import log
 from activation_extraction.cli.errors import InputError, RunError, one_line
 from activation_extraction.model.attention import Attention, blocked_attention, dense_attention
+from activation_extraction.model.family import HookedModel
 from activation_extraction.model.kernels import cudnn_attention, splash_attention
 
 # In the order of preference. kernels.py's Triton kernel has not run on a GPU yet: benchmarks/gpu.py
@@ -72,6 +74,30 @@ def candidates_for(platform: str) -> dict[str, Attention]:
     if platform not in CANDIDATES:
         raise InputError(f"JAX runs on the platform {platform!r}: expected cpu, gpu or tpu")
     return CANDIDATES[platform]
+
+
+def try_attention(model: HookedModel, length: int) -> Choice:
+    """The attention of the run, which every host tries on a device of its own; logs the outcome.
+
+    Where there is no other one, as on the CPU, it is not tried.
+    """
+    candidates = candidates_for(jax.default_backend())
+    if len(candidates) == 1:
+        return Choice(*next(iter(candidates.items())))
+    config, layout = model.config, model.layout
+    heads = layout.size("model")
+    sizes = Sizes.of_run(
+        length,
+        layout.size("query"),
+        config.num_attention_heads // heads,
+        config.num_key_value_heads // heads,
+        config.head_dim,
+    )
+    chosen = choose_attention(candidates, sizes, jnp.dtype(model.dtype))
+    for name, why in chosen.passed_over.items():
+        log.warning("attention: %s is not used: %s", name, why)
+    log.info("attention: %s, which agrees with its definition on this device", chosen.name)
+    return chosen
 
 
 def choose_attention(candidates: Mapping[str, Attention], sizes: Sizes, dtype: jnp.dtype) -> Choice:

@@ -218,7 +218,12 @@ class Committer:
         path = self._folder / f"shard_{number:04d}{'.pkl.gz' if self._compress else '.pkl'}"
         shard: Shard = {key: [records[key] for records in samples] for key in self._hooks}
         hooks = [
-            {"key": key, "name": self._hooks[key], **_statistics(key, records).to_json()}
+            {
+                "key": key,
+                "name": self._hooks[key],
+                "width": records[0]["shape"][1],
+                **_statistics(key, records).to_json(),
+            }
             for key, records in shard.items()
         ]
         first = next(iter(shard.values()))

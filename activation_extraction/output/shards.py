@@ -53,7 +53,7 @@ class Record(TypedDict):
 
     sample_idx: int
     hook: str  # its full name, such as blocks.12.hook_mlp_out
-    activation: np.ndarray  # (tokens, hidden)
+    activation: np.ndarray  # (tokens, width)
     shape: tuple[int, ...]
     text_preview: str
     token_ids: np.ndarray | None  # int32 (tokens,)

@@ -12,7 +12,7 @@ BLOCK_BYTES = 2**20  # of values in float64, which stay in a core's caches
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of activations (tokens, hidden): over all values the mean and the (population) variance,
+    """Of activations (tokens, width): over all values the mean and the (population) variance,
     over tokens the mean and the largest Euclidean norm."""
 
     tokens: int = 0
@@ -24,7 +24,7 @@ class Statistics:
 
     @classmethod
     def of(cls, activation: np.ndarray) -> "Statistics":
-        """Statistics of one (tokens, hidden) array of any float dtype, computed in float64."""
+        """Statistics of one (tokens, width) array of any float dtype, computed in float64."""
         squares, total = np.empty(len(activation)), 0.0
         tokens_at_once = max(1, BLOCK_BYTES // (8 * activation.shape[1]))
         for start in range(0, len(activation), tokens_at_once):

@@ -46,7 +46,8 @@ class ActivationStorage:
     hooks: key of the hook in the shards (layer number or hook name) -> the hook's full name.
     A sample is complete when it has an activation for every key; samples must become complete in
     ascending order. `shard_size_gb` counts the activations' bytes before compression; a shard
-    holds at least one sample. `metadata` is recorded in metadata.json.
+    holds at least one sample. `metadata` is recorded in metadata.json, and so are `hook_facts`: key
+    of a hook -> what else to say of it, such as its width.
 
     An extraction that the folder or the bucket already holds is continued when its `identity` is
     the same: `cursor` says where, and samples that are stored already are passed over. With
@@ -75,6 +76,7 @@ class ActivationStorage:
         max_samples: int | None = None,
         remote: Store | None = None,
         delete_local: bool = True,
+        hook_facts: Mapping[Key, Mapping[str, Any]] | None = None,
     ) -> None:
         self.folder = Path(output_dir)
         self.alive: Callable[[], None] = lambda: None
@@ -82,6 +84,7 @@ class ActivationStorage:
         if remote is not None:
             remote.beat = lambda: self.alive()
         self._hooks = dict(hooks)
+        self._hook_facts = dict(hook_facts or {})
         self._limit = shard_size_gb * GIGABYTE
         self._overwrite = overwrite
         self._delete_local = delete_local
@@ -199,11 +202,11 @@ class ActivationStorage:
             if not isinstance(error, StorageError):
                 raise
 
-    def add_batch(self, batch: Batch, activations: np.ndarray) -> int:
+    def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> int:
         """Adds the samples of a batch that are not stored yet; returns how many these are.
 
-        activations: (hooks, B, T, D), hooks in this storage's order; kept by reference until their
-        shard is written. Raises StorageError as soon as anything in the background has failed.
+        activations: key of every hook -> (B, T, width); kept by reference until their shard is
+        written. Raises StorageError as soon as anything in the background has failed.
         """
         self._committer.check()
         self._cursor = batch.cursor
@@ -211,10 +214,10 @@ class ActivationStorage:
         new = [placed for placed in batch.samples if placed.sample.sample_idx > self._last_stored]
         for sample, row, start in new:
             stop = start + len(sample.token_ids)
-            for key, activation in zip(self._hooks, activations, strict=True):
+            for key in self._hooks:
                 self.add_activation(
                     key,
-                    activation[row, start:stop],
+                    activations[key][row, start:stop],
                     sample.sample_idx,
                     sample.text_preview,
                     token_ids=sample.token_ids,
@@ -232,7 +235,7 @@ class ActivationStorage:
         token_ids: np.ndarray | None = None,
         doc_id: str | int | float | None = None,
     ) -> None:
-        """Adds one sample's activation (tokens, hidden) at one hook.
+        """Adds one sample's activation (tokens, width) at one hook.
 
         The array is kept by reference until its shard is written. Raises KeyError for an unknown
         hook, ValueError for a sample that is out of order, given twice, not two-dimensional, or
@@ -245,7 +248,7 @@ class ActivationStorage:
         if activation.ndim != 2 or (token_ids is not None and len(token_ids) != len(activation)):
             raise ValueError(
                 f"sample {sample_idx}: activation of shape {activation.shape} does not fit "
-                "(tokens, hidden) and the token ids"
+                "(tokens, width) and the token ids"
             )
         if sample_idx <= self._last_sample or layer_idx in self._incomplete.get(sample_idx, {}):
             raise ValueError(
@@ -368,7 +371,12 @@ class ActivationStorage:
             "system": running_system(),
             "remote": None if self._remote is None else self._remote.url,
             "hooks": [
-                {"key": key, "name": self._hooks[key], **part.to_json()}
+                {
+                    "key": key,
+                    "name": self._hooks[key],
+                    **self._hook_facts.get(key, {}),
+                    **part.to_json(),
+                }
                 for key, part in totals.statistics.items()
             ],
             "identity": self._identity,

@@ -233,13 +233,13 @@ def _pace(commits: list[Commit]) -> Pace | None:
 def aggregate(folders: dict[str, Stored], parts: list[Part]) -> dict[str, Any]:
     """All parts together, as aggregated_metadata.json holds it."""
     statistics: dict[str, Statistics] = {}
-    keys: dict[str, Any] = {}
+    heads: dict[str, Any] = {}
     for stored in folders.values():
         for commit in stored.commits.values():
             for hook in commit.hooks:
                 before = statistics.get(hook["name"], Statistics())
                 statistics[hook["name"]] = before.merge(Statistics.from_json(hook))
-                keys[hook["name"]] = hook["key"]
+                heads[hook["name"]] = {k: hook[k] for k in ("key", "name", "width") if k in hook}
     return {
         "format_version": FORMAT_VERSION,
         "status": "complete" if all(part.state == "complete" for part in parts) else "incomplete",
@@ -247,9 +247,7 @@ def aggregate(folders: dict[str, Stored], parts: list[Part]) -> dict[str, Any]:
             what: sum(getattr(part, what) for part in parts)
             for what in ("shards", "samples", "tokens", "bytes")
         },
-        "hooks": [
-            {"key": keys[name], "name": name, **statistics[name].to_json()} for name in statistics
-        ],
+        "hooks": [{**heads[name], **statistics[name].to_json()} for name in statistics],
         "parts": [asdict(part) for part in parts],
         "written": round(time.time(), 3),
     }

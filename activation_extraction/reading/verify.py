@@ -30,8 +30,8 @@ WORKERS = 4  # shards read at the same time; each is unpacked in memory
 TOLERANCE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 1e-2}
 LOW_PRECISION_TOLERANCE = 5e-2
 
-# Token ids of samples -> their activations, each (hooks, tokens, hidden).
-Recompute = Callable[[list[np.ndarray]], list[np.ndarray]]
+# Token ids of samples -> the activations of each: name of a hook -> (tokens, width).
+Recompute = Callable[[list[np.ndarray]], list[dict[str, np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,11 @@ def _check_shard(
         return [f"{where}: its records are not as they should be: {error!r:.200}"], []
 
 
+def _width(hook: dict[str, Any], metadata: dict[str, Any]) -> int:
+    """Of a hook in a commit; before hooks had widths they all had the model's."""
+    return hook.get("width", metadata["model"]["hidden_size"])
+
+
 def _check_records(shard: Shard, metadata: dict[str, Any], commit: Commit) -> Iterator[str]:
     identity = metadata["identity"]
     if list(shard) != [hook["key"] for hook in commit.hooks]:
@@ -260,7 +265,7 @@ def _check_records(shard: Shard, metadata: dict[str, Any], commit: Commit) -> It
         off = [
             f"hook {hook['key']}, sample {record['sample_idx']}: {what}"
             for record in records
-            for what in _check_record(record, metadata, hook["name"])
+            for what in _check_record(record, metadata, hook)
         ]
         if off:
             yield from off
@@ -280,17 +285,17 @@ def _differing(found: Statistics, told: dict[str, Any]) -> Iterator[str]:
             yield f"its {what} is {value}, its JSON says {getattr(expected, what)}"
 
 
-def _check_record(record: Record, metadata: dict[str, Any], hook: str) -> Iterator[str]:
+def _check_record(record: Record, metadata: dict[str, Any], hook: dict[str, Any]) -> Iterator[str]:
     identity, model = metadata["identity"], metadata["model"]
-    if metadata["format_version"] > 2 and record["hook"] != hook:
-        yield f"is of hook {record['hook']!r:.80}, expected {hook}"
+    if metadata["format_version"] > 2 and record["hook"] != hook["name"]:
+        yield f"is of hook {record['hook']!r:.80}, expected {hook['name']}"
     activation, token_ids = record["activation"], np.asarray(record["token_ids"])
     if str(activation.dtype) != identity["activation_dtype"]:
         yield f"dtype {activation.dtype}, expected {identity['activation_dtype']}"
     if token_ids.dtype != np.int32 or token_ids.ndim != 1:
         yield f"token ids of dtype {token_ids.dtype}, shape {token_ids.shape}"
         return
-    shape = (len(token_ids), model["hidden_size"])
+    shape = (len(token_ids), _width(hook, metadata))
     if activation.shape != shape or tuple(record["shape"]) != shape:
         yield f"shape {activation.shape}, expected {shape}"
     if not 0 < len(token_ids) <= identity["max_seq_length"]:
@@ -307,8 +312,8 @@ def _compare(metadata: dict[str, Any], chosen: list[Chosen], recompute: Recomput
         tolerance = LOW_PRECISION_TOLERANCE
     again = recompute([sample.token_ids for sample in chosen])
     for sample, activations in zip(chosen, again, strict=True):
-        for name, old, new in zip(identity["hooks"], sample.activations, activations, strict=True):
-            before, now = np.asarray(old, np.float64), np.asarray(new, np.float64)
+        for name, old in zip(identity["hooks"], sample.activations, strict=True):
+            before, now = np.asarray(old, np.float64), np.asarray(activations[name], np.float64)
             error = float(np.linalg.norm(now - before)) / max(float(np.linalg.norm(before)), 1e-30)
             if not error <= tolerance:
                 yield (

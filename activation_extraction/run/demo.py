@@ -10,10 +10,9 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +22,9 @@ from safetensors.numpy import save_file
 from tokenizers import models, pre_tokenizers, trainers
 
 from activation_extraction.cli.config import Config
-from activation_extraction.model.weights import SINGLE_FILE, WeightSpec
+from activation_extraction.model.checkpoint import SINGLE_FILE
+from activation_extraction.model.family import ModelFamily
+from activation_extraction.model.weights import WeightSpec
 from activation_extraction.text.tokens import qwen2_tokenizer
 
 VOCAB_SIZE = 2048
@@ -50,12 +51,10 @@ MODEL_CONFIG = {
 }
 
 
-def prepare(
-    config: Config, output: Path, weights_of: Callable[[dict[str, Any]], Iterable[WeightSpec]]
-) -> Config:
+def prepare(config: Config, output: Path, family: ModelFamily) -> Config:
     """Makes model and documents in `output`/demo_inputs; returns the config that extracts from it.
 
-    weights_of: config.json -> the model's weights.
+    family: of a model with MODEL_CONFIG as its config.json.
     """
     folder = output / "demo_inputs"
     model, documents = folder / "model", folder / "documents.parquet"
@@ -64,7 +63,7 @@ def prepare(
     write_documents(documents, paragraphs)
     write_tokenizer(model, paragraphs)
     (model / "config.json").write_text(json.dumps(MODEL_CONFIG, indent=2) + "\n")
-    write_weights(model / SINGLE_FILE, weights_of(MODEL_CONFIG))
+    write_weights(model / SINGLE_FILE, family.weights_of(MODEL_CONFIG))
     return dataclasses.replace(config, model_path=str(model), dataset_path=str(documents))
 
 

@@ -2,14 +2,16 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
+import jax
 import numpy as np
 from jax import Array
 
 from activation_extraction.cli.console import Clock, Progress
 from activation_extraction.cli.errors import for_the_user
-from activation_extraction.model.mesh import HostRows
+from activation_extraction.model.step import Step
+from activation_extraction.output.committer import Key
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run.hosts import Host, Watchdog, any_host, elsewhere
 from activation_extraction.text.packing import Batch
@@ -17,16 +19,12 @@ from activation_extraction.text.tokens import Prefetch
 
 log = logging.getLogger("extract_activations")
 
-# (batch or None, flags of this host) -> (activations (hooks, rows of all hosts, T, D), number of
-# hosts that set each flag); does not wait for the devices.
-Step = Callable[[Batch | None, Sequence[bool]], tuple[Array, Array]]
-
 
 def extract(
     host: Host,
     batches: Prefetch[Batch],
     step: Step,
-    rows: HostRows,
+    receive: Callable[[dict[int, Array]], Mapping[Key, np.ndarray]],
     storage: ActivationStorage,
     flops: Callable[[Iterable[int]], float],
     progress: Progress,
@@ -38,8 +36,9 @@ def extract(
 
     All hosts take the same number of steps: until none has data, or any must stop. A host without
     a batch feeds empty rows. With step n goes what a host knows of step n + 2, so that the answer
-    is there when it is needed and nobody waits for it. `flops` counts the operations of samples of
-    given lengths. Returns whether the data came to its end, and what failed on this host or, as far
+    is there when it is needed and nobody waits for it. `receive` copies a step's activations to
+    this host, under their keys in the shards; `flops` counts the operations of samples of given
+    lengths. Returns whether the data came to its end, and what failed on this host or, as far
     as it knows by then, on another one.
     """
     failure: Exception | None = None
@@ -56,14 +55,14 @@ def extract(
                 failure = for_the_user(error)
         return None
 
-    def settle(batch: Batch | None, activations: Array, votes: Array) -> bool:
+    def settle(batch: Batch | None, activations: dict[int, Array], votes: Array) -> bool:
         """Stores a step's activations; returns whether the step after the next one is wanted."""
         nonlocal failure, complete, storing
         with clock.measure("compute"):
-            activations.block_until_ready()
+            jax.block_until_ready(activations)
         if batch is not None and storing:
             with clock.measure("copy"):
-                on_host = rows.receive(activations)
+                on_host = receive(activations)
             try:
                 with clock.measure("store"):
                     added = storage.add_batch(batch, on_host)
@@ -85,7 +84,7 @@ def extract(
     *some_data, stopping, failed = any_host(host, state)
     complete = not stopping
     wanted = deque([] if stopping or failed and not any(some_data) else some_data)
-    in_flight: deque[tuple[Batch | None, Array, Array]] = deque()
+    in_flight: deque[tuple[Batch | None, dict[int, Array], Array]] = deque()
     try:
         while wanted and wanted.popleft():
             batch = upcoming.popleft()

@@ -7,6 +7,7 @@ first and comes last, so a repair that was killed leaves a gap for the next one.
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from activation_extraction.output.commits import (
     own_files,
     read_stored,
 )
-from activation_extraction.output.committer import StorageError, Totals
+from activation_extraction.output.committer import Key, StorageError, Totals
 from activation_extraction.output.resume import Beginning, check_same_run, lock_folder
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.output.stores import Store, reason_of
@@ -186,7 +187,7 @@ class Repair(ActivationStorage):
         self._last_stored = self._last_sample = -1 if gap.before is None else gap.before.last
         self._shards_cut = gap.first - 1
 
-    def add_batch(self, batch: Batch, activations: np.ndarray) -> int:
+    def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> int:
         gap = self.gaps[self._at]
         kept = tuple(placed for placed in batch.samples if placed.sample.sample_idx < gap.until)
         added = super().add_batch(replace(batch, samples=kept), activations) if kept else 0

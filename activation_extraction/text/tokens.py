@@ -23,7 +23,7 @@ from tokenizers import (
 )
 
 from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.model.weights import Checkpoint
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.text.documents import Document, DocumentStream
 from activation_extraction.text.packing import Cursor, Sample
 
