@@ -15,6 +15,8 @@ import pytest
 from cloud import DEPLOY, LAUNCH, ODD, REPOSITORY, Cloud
 from test_hosts import stored
 
+pytestmark = pytest.mark.long
+
 DEMO = ["--demo", "--max_seq_length", "64", "--layers_to_extract", "1", "3"]
 
 

@@ -17,6 +17,8 @@ from hub_server import serve_hub
 import extract_activations
 from activation_extraction.run import demo
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(extract_activations.__file__)
 CONFIGS = """---
 configs:

@@ -65,6 +65,7 @@ def test_a_changed_request_is_refused_naming_the_field(started, capsys, field):
     assert {p.name: p.read_bytes() for p in (folder / "out").iterdir()} == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [["--batch_size", "4"], ["--mesh_shape", "2,4"], ["--no_data_parallel"], ["--mesh_type", "1d"]],

@@ -9,6 +9,8 @@ import sys
 import pytest
 from cloud import REPOSITORY, Cloud, copy
 
+pytestmark = pytest.mark.long
+
 
 def dockerfile():
     """(instruction, rest of it) in order, continuation lines joined, comments left out."""

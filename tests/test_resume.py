@@ -12,134 +12,14 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, content, status
 
 from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.model.weights import Checkpoint
 from activation_extraction.output import committer, shards, storage
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.output.stores import Store
-from activation_extraction.run import demo
 from activation_extraction.text import documents
 from activation_extraction.text.documents import DocumentStream, open_files
-from activation_extraction.text.packing import pack
-from activation_extraction.text.tokens import load_tokenizer, samples
-
-HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
-HIDDEN = 4
-DOCUMENTS = 40
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing of the run goes on."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    """One byte, one token."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    demo.write_tokenizer(folder, [])
-    (folder / "config.json").write_text("{}")
-    return load_tokenizer(Checkpoint(str(folder)), 2048)
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    """Texts of 1 to 30 bytes, some empty."""
-    chance = random.Random(1)
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    texts = ["x" * chance.choice([0, 1, *range(2, 31)]) for _ in range(DOCUMENTS)]
-    path.write_text("".join(json.dumps({"text": t, "id": i}) + "\n" for i, t in enumerate(texts)))
-    return path
-
-
-@pytest.fixture
-def run(tokenizer, rows):
-    """Runs all but the model; what is stored depends on how samples are packed, too."""
-
-    def run(folder, *, kill_after=None, interrupt_after=None, max_samples=None, **options):
-        stream = DocumentStream(open_files(str(rows), "text"), "text")
-        place = ActivationStorage(
-            folder,
-            HOOKS,
-            identity={"model": "tiny"},
-            max_samples=max_samples,
-            **({"shard_size_gb": 1.5e-6} | options),
-        )
-        try:
-            if place.complete:
-                place.finalize()
-                return place
-            start = place.cursor
-            batches = pack(samples(stream, tokenizer, 24, max_samples, start=start), 2, 32)
-            place.open()
-            for batch in batches:
-                left = None if kill_after is None else kill_after - place._last_sample - 1
-                if left is not None and left < len(batch.samples):
-                    for sample, row, begin in batch.samples:
-                        if place._last_stored < sample.sample_idx < kill_after:
-                            for key in HOOKS:
-                                end = begin + len(sample.token_ids)
-                                place._cursor = batch.cursor
-                                place.add_activation(
-                                    key,
-                                    activations(batch)[list(HOOKS).index(key), row, begin:end],
-                                    sample.sample_idx,
-                                    sample.text_preview,
-                                    sample.token_ids,
-                                    sample.doc_id,
-                                )
-                    raise Killed
-                place.add_batch(batch, activations(batch))
-                if interrupt_after is not None and place._last_sample >= interrupt_after:
-                    place.finalize(complete=False)
-                    return place
-            place.finalize()
-        except storage.StorageError:
-            raise
-        except RunError:  # of the data, as in an extraction
-            place.finalize(complete=False)
-            raise
-        finally:
-            place.close(patient=True)
-        return place
-
-    return run
-
-
-def activations(batch):
-    values = np.zeros((len(HOOKS), *batch.token_ids.shape, HIDDEN), np.float32)
-    for sample, row, start in batch.samples:
-        stop = start + len(sample.token_ids)
-        ramp = np.arange(stop - start, dtype=np.float32)[:, None]
-        for hook in range(len(HOOKS)):
-            values[hook, row, start:stop] = sample.sample_idx + ramp / 64 + np.arange(HIDDEN) + hook
-            values[hook, row, start:stop] += row / 4 + batch.samples[0].sample.sample_idx / 1024
-    return values
-
-
-def content(folder: Path) -> dict[str, object]:
-    """Shards as bytes, commits without their time."""
-    found: dict[str, object] = {}
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("shard") and path.suffix == ".json":
-            commit = json.loads(path.read_bytes())
-            found[path.name] = {
-                key: value for key, value in commit.items() if key not in ("committed", "checksum")
-            }
-        elif path.is_file() and path.name not in ("metadata.json", "metrics.jsonl"):
-            found[path.name] = path.read_bytes()
-    return found
-
-
-@pytest.fixture
-def whole(run, tmp_path):
-    """What an uninterrupted run stores."""
-    run(tmp_path / "whole")
-    return content(tmp_path / "whole")
-
-
-def status(folder):
-    return json.loads((folder / "metadata.json").read_bytes())["status"]
 
 
 def set_status(folder, status):
@@ -238,7 +118,7 @@ def killed_at(event: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
 
 
 @pytest.mark.parametrize("place", ["local", "bucket", "bucket, local kept"])
-@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("interrupted", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_killed_at_every_change_of_disk_and_bucket(run, tmp_path, monkeypatch, place, interrupted):
     """Exhaustive: before the first change, the second, ... until a run is not killed any more."""
     run = partial(run, shard_size_gb=6e-6)
@@ -374,42 +254,6 @@ def test_what_cannot_be_continued_is_refused_and_left_alone(run, whole, tmp_path
         assert content(folder) == whole
 
 
-def test_two_processes_do_not_write_to_one_folder(run, tmp_path):
-    first, second = ActivationStorage(tmp_path, HOOKS), ActivationStorage(tmp_path, HOOKS)
-    first.open()
-    for begin in (second.open, partial(ActivationStorage, tmp_path, HOOKS)):
-        with pytest.raises(InputError, match="another process is writing to it"):
-            begin()
-    first.close()
-    second.open()
-    second.close()
-
-
-@pytest.mark.parametrize("place", ["local", "bucket"])
-def test_what_another_process_stored_meanwhile_is_continued(
-    run, whole, tmp_path, place, monkeypatch
-):
-    """It ended after this one had looked, and before this one was ready to begin."""
-    folder, url = tmp_path / "out", f"memory://{tmp_path}/bucket"
-    bucket = {"remote": Store(url)} if place == "bucket" else {}
-    run(folder, interrupt_after=5, **bucket)
-    original = ActivationStorage.open
-
-    def late(storage):
-        monkeypatch.setattr(ActivationStorage, "open", original)
-        before = storage.found_samples
-        run(folder if place == "local" else tmp_path / "other", interrupt_after=20, **bucket)
-        original(storage)
-        assert 0 < before < storage.found_samples < DOCUMENTS
-
-    monkeypatch.setattr(ActivationStorage, "open", late)
-    run(folder, **bucket)
-    if place == "bucket":
-        folder = tmp_path / "copy"
-        fsspec.filesystem("memory").get(f"{url}/", str(folder), recursive=True)
-    assert content(folder) == whole and status(folder) == "complete"
-
-
 def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
     """The batch in which it failed is not packed differently for that."""
     original = documents._json_lines
@@ -447,108 +291,3 @@ def test_a_partial_shard_stays_while_the_one_that_replaces_it_cannot_be_written(
         with pytest.raises(storage.StorageError, match=f"{last.stem}.*the disk is full"):
             run(tmp_path)
     assert content(tmp_path) == before
-
-
-def test_the_bucket_is_what_counts(run, whole, tmp_path):
-    """Local disk gone; bucket gone with and without local shards; another bucket."""
-    url = f"memory://{tmp_path}/bucket"
-    memory = fsspec.filesystem("memory")
-
-    def in_bucket():
-        copy = tmp_path / "copy"
-        shutil.rmtree(copy, ignore_errors=True)
-        memory.get(f"{url}/", str(copy), recursive=True)
-        return content(copy)
-
-    folder = tmp_path / "local"
-    with pytest.raises(Killed):
-        run(folder, kill_after=20, remote=Store(url))
-    shutil.rmtree(folder)
-    assert run(folder, remote=Store(url)).totals.shards == len(whole) // 2
-    assert in_bucket() == whole and not list(folder.glob("*.gz"))
-    shutil.rmtree(folder)
-    assert run(folder, remote=Store(url)).complete and not folder.exists()
-    # The bucket is emptied, and the local shards are not there.
-    memory.rm(url, recursive=True)
-    run(folder, remote=Store(url))
-    memory.rm(url, recursive=True)
-    with pytest.raises(InputError, match="shard_0001.pkl.gz is not there, and was deleted here"):
-        run(folder, remote=Store(url))
-    with pytest.raises(InputError, match="was uploaded to memory://.*--upload_to_gcs"):
-        run(folder)
-    # With the local shards everything is uploaded again, or what is missing, and nothing computed.
-    kept = tmp_path / "kept"
-    run(kept, remote=Store(url), delete_local=False)
-    for lost in (url, f"{url}/shard_0002.pkl.gz", f"{url}/shard_0003.json"):
-        memory.rm(lost, recursive=True)
-        again = run(kept, remote=Store(url), delete_local=False)
-        assert again.complete and again.totals.shards == len(whole) // 2
-        assert in_bucket() == whole == content(kept)
-    # What was damaged here meanwhile is not uploaded.
-    memory.rm(url, recursive=True)
-    path = kept / "shard_0003.pkl.gz"
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(storage.StorageError, match="shard_0003.pkl.gz: is damaged"):
-        run(kept, remote=Store(url), delete_local=False)
-    # A local run gets a bucket afterwards.
-    memory.rm(url, recursive=True)
-    run(tmp_path / "whole", remote=Store(url))
-    assert in_bucket() == whole
-
-
-def test_of_two_parts_of_a_shard_the_longer_one_counts(run, tmp_path):
-    """Interrupted with one bucket, ended without it: the bucket has less of the last shard."""
-    folder, url = tmp_path / "local", f"memory://{tmp_path}/bucket"
-    kept = {"remote": Store(url), "delete_local": False}
-    for large in (1, 1.5e-6):  # the only shard, and the last one of some
-        run(folder, interrupt_after=3, shard_size_gb=large, overwrite=True, **kept)
-        run(folder, shard_size_gb=large)
-        ended = content(folder)
-        total = json.loads((folder / "metadata.json").read_bytes())["samples"]
-        assert run(folder, shard_size_gb=large, **kept).totals.samples == total > 30
-        copy = tmp_path / f"copy_{large}"
-        fsspec.filesystem("memory").get(f"{url}/", str(copy), recursive=True)
-        assert content(copy) == ended and status(copy) == "complete"
-
-
-@pytest.mark.parametrize("uploads", [True, False])
-def test_of_two_machines_with_one_machine_id_the_later_goes_on(run, whole, tmp_path, uploads):
-    """Whether the first one still has a shard to upload, or only its last word to say."""
-    url = f"memory://{tmp_path}/shared"
-    identity = {"model": "tiny"}
-    first = ActivationStorage(tmp_path / "a", HOOKS, identity=identity, remote=Store(url))
-    first.open()
-    run(tmp_path / "b", remote=Store(url))
-    for key in HOOKS if uploads else ():
-        first.add_activation(key, np.zeros((3, HIDDEN), np.float32), 0, "")
-    with pytest.raises(storage.StorageError, match="another process has begun to write there"):
-        first.finalize()
-    copy = tmp_path / "copy"
-    fsspec.filesystem("memory").get(f"{url}/", str(copy), recursive=True)
-    assert content(copy) == whole and status(copy) == "complete"
-
-
-def test_a_shard_that_another_machine_stored_meanwhile_is_replaced_as_a_whole(
-    run, tmp_path, monkeypatch
-):
-    """This machine looked before that; it is killed while it replaces the shard."""
-    url = f"memory://{tmp_path}/shared"
-    late = ActivationStorage(
-        tmp_path / "late", HOOKS, identity={"model": "tiny"}, remote=Store(url)
-    )
-    run(tmp_path / "early", interrupt_after=3, shard_size_gb=1, remote=Store(url))
-    late.open()
-    original = Store.put
-
-    def killed(store, path):
-        if path.name == "shard_0001.json":
-            raise Killed
-        original(store, path)
-
-    monkeypatch.setattr(Store, "put", killed)
-    for key in HOOKS:
-        late.add_activation(key, np.zeros((3, HIDDEN), np.float32), 0, "")
-    with pytest.raises(Killed):
-        late.finalize()
-    assert Store(url).files()["shard_0001.pkl.gz"]
-    assert not Store(url).read("shard_0001.json")
