@@ -5,13 +5,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activation_extraction tests benchmarks
 
-.PHONY: demo test lint bench clean
+# Two processes share the tests; the one that is done first takes over some of the other's.
+PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: demo test test-quick lint bench clean
 
 demo: $(VENV)/.runtime
 	JAX_PLATFORMS=cpu $(BIN)/python extract_activations.py --demo --output_dir demo_activations --overwrite
 
 test: $(VENV)/.dev $(VENV)/.libtpu
-	JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest
+	$(PYTEST)
+
+# For the loop of daily work: one tiny model, packing, storage, resuming, bad input.
+test-quick: $(VENV)/.dev
+	$(PYTEST) -m "not slow and not long"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(SOURCES)

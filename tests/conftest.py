@@ -1,34 +1,40 @@
-"""Eight fake CPU devices, strict dtypes, no network, and tiny checkpoints made by transformers."""
+"""Eight fake CPU devices, strict dtypes, no network, and tiny checkpoints made by transformers.
+
+What is compiled is kept until the session ends, for its own tests and for the processes that they
+start. Each worker of pytest-xdist has a cache of its own, as JAX does not write entries atomically.
+torch and transformers are imported where they are used: they take seconds.
+"""
 
 import os
 import tempfile
 
+SESSION_FOLDER = tempfile.mkdtemp(prefix="test-session-")
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # as stores.py; tests import gcsfs before it
-    "HF_HOME": tempfile.mkdtemp(prefix="hf-home-"),
-    "JAX_ENABLE_COMPILATION_CACHE": "false",  # but in test_compilation.py
+    "HF_HOME": f"{SESSION_FOLDER}/hf-home",
+    "JAX_COMPILATION_CACHE_DIR": f"{SESSION_FOLDER}/jax",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 import pytest
-import torch
 from cloud import Cloud
 from tokenizers import Tokenizer
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.model.weights import Checkpoint
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.output.stores import Store
 from activation_extraction.reading.verify import verify
 from activation_extraction.run import demo
@@ -36,8 +42,18 @@ from activation_extraction.text.tokens import load_tokenizer
 from qwen2_jax import QwenConfig
 from qwen2_jax_with_hooks import QWEN2
 
+if TYPE_CHECKING:
+    from transformers import Qwen2ForCausalLM
+
+pytest_plugins = ["small_runs"]
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(SESSION_FOLDER, ignore_errors=True)
+
 
 # hidden, MLP, layers, heads, KV heads, vocabulary, and what is special about each.
 TINY: dict[str, dict[str, Any]] = {
@@ -52,11 +68,14 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK_REFERENCE = "two_kv_heads_tied"  # the one of `make test-quick`
+
+
 @dataclass(frozen=True)
 class Reference:
     """A Hugging Face model and the folder that it was saved to."""
 
-    model: Qwen2ForCausalLM
+    model: "Qwen2ForCausalLM"
     folder: Path
 
     @property
@@ -65,6 +84,8 @@ class Reference:
 
     def hooked(self, token_ids: np.ndarray) -> dict[tuple[int, str], np.ndarray]:
         """(layer, kind) -> (B, T, D) float32, as Hugging Face computes it on unpadded rows."""
+        import torch
+
         values: dict[tuple[int, str], np.ndarray] = {}
 
         def keep(layer: int, kind: str) -> Callable[..., None]:
@@ -91,6 +112,9 @@ def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) ->
 
     Noise scales with the width: attention must not saturate, or rounding errors are amplified.
     """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     config = Qwen2Config(
         **(
             dict(
@@ -113,7 +137,13 @@ def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) ->
     return Reference(model, folder)
 
 
-@pytest.fixture(scope="session", params=list(TINY))
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(name, marks=[] if name == QUICK_REFERENCE else pytest.mark.long)
+        for name in TINY
+    ],
+)
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Reference:
@@ -135,6 +165,19 @@ def demo_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokenizer(demo_inputs: Path) -> Tokenizer:
     """The demo's."""
     return load_tokenizer(Checkpoint(str(demo_inputs / "model")), vocab_size=2048)
+
+
+@pytest.fixture
+def inputs(demo_inputs: Path) -> list[Any]:
+    """Flags that name the demo's model and documents."""
+    return [
+        "--model_path",
+        demo_inputs / "model",
+        "--dataset_path",
+        demo_inputs / "documents.parquet",
+        "--max_seq_length",
+        64,
+    ]
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from test_hosts import flags_for
-from test_resume import content, set_status
+from pods import flags_for
+from small_runs import content, set_status
 
 import extract_activations
 from activation_extraction.cli.errors import InputError, RunError

@@ -11,6 +11,8 @@ from activation_extraction.output.shards import write_shard
 from benchmarks import competitors, end_to_end, gpu, peak, writing
 from benchmarks.agreement import Agreement, Disagreement
 
+pytestmark = pytest.mark.long
+
 DOCUMENTS = [[1, 2, 3], [4, 5]]
 
 

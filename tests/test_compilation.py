@@ -13,7 +13,15 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.compilation import use_compilation_cache
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(extract_activations.__file__)
+
+
+@pytest.fixture(autouse=True)
+def no_cache_of_the_session(monkeypatch):
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -24,8 +32,7 @@ def extract(demo_inputs, tmp_path):
         command = [sys.executable, SCRIPT, "--model_path", demo_inputs / "model", "--overwrite"]
         command += ["--dataset_path", demo_inputs / "documents.parquet", "--max_samples", "1"]
         command += ["--output_dir", tmp_path / "out", "--max_seq_length", "32", *flags]
-        environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "true"}
-        environment |= {"XDG_CACHE_HOME": str(tmp_path / "caches")}
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "caches")}
         environment |= {name: str(value) for name, value in variables.items()}
         done = subprocess.run(
             list(map(str, command)), env=environment, capture_output=True, text=True

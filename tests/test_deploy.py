@@ -13,7 +13,9 @@ import sys
 
 import pytest
 from cloud import DEPLOY, LAUNCH, ODD, REPOSITORY, Cloud
-from test_hosts import stored
+from pods import stored
+
+pytestmark = pytest.mark.long
 
 DEMO = ["--demo", "--max_seq_length", "64", "--layers_to_extract", "1", "3"]
 

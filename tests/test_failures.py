@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 from extractions import HOOKS, open_part
+from pods import flags_for
 from safetensors.numpy import load_file, save_file
-from test_hosts import flags_for
 
 import extract_activations
 from activation_extraction.cli.config import parse_args

@@ -9,17 +9,8 @@ import fsspec
 import numpy as np
 import pytest
 from extractions import edit
+from small_runs import HIDDEN, HOOKS, Killed, activations, content, status
 from test_killed import killed_at
-from test_resume import (  # noqa: F401  # fixtures
-    HIDDEN,
-    HOOKS,
-    Killed,
-    activations,
-    content,
-    rows,
-    status,
-    tokenizer,
-)
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.output.storage import ActivationStorage, StorageError
@@ -47,7 +38,7 @@ METADATA = {
 
 
 @pytest.fixture
-def run(tokenizer, rows):  # noqa: F811
+def run(byte_tokenizer, rows):
     """Runs or repairs all but the model. Shards are smaller than batches, or larger."""
 
     def run(folder, kind=ActivationStorage, *, stop_after=None, identity=None, **options):
@@ -65,7 +56,7 @@ def run(tokenizer, rows):  # noqa: F811
         )
         opening = open_gaps if kind is Repair else open_batches
         try:
-            batches = opening(config, Host(), tokenizer, dataset, place)  # type: ignore
+            batches = opening(config, Host(), byte_tokenizer, dataset, place)  # type: ignore
             place.open()
             for number, batch in enumerate(batches):
                 if stop_after == number:

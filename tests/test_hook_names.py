@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 from extractions import HOOKS, change_shard, edit, extract, load
-from test_hosts import flags_for
+from pods import flags_for
 
 import extract_activations
 from activation_extraction.cli.errors import InputError

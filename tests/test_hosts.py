@@ -2,103 +2,20 @@
 
 import gzip
 import json
-import os
 import pickle
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
 import pytest
+from pods import Pod, flags_for, stored
 
 import extract_activations
 
-SCRIPT = Path(extract_activations.__file__)
-
-
-class Pod:
-    """Processes that were started together; their exit statuses and what they printed."""
-
-    def __init__(
-        self,
-        folder,
-        hosts,
-        devices,
-        *flags,
-        only=None,
-        through_environment=False,
-        script=SCRIPT,
-        **variables,
-    ):
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{listener.getsockname()[1]}"
-        self.logs = [folder / f"host_{i}.log" for i in range(hosts)]
-        self.processes = {}
-        for i in range(hosts) if only is None else only:
-            own = flags[i] if flags and isinstance(flags[0], list) else flags
-            where = {"COORDINATOR_ADDRESS": self.address, "HOST_ID": i, "NUM_HOSTS": hosts}
-            environment = os.environ | {
-                "JAX_PLATFORMS": "cpu",
-                "JAX_NUM_CPU_DEVICES": str(devices),
-                "PYTHONUNBUFFERED": "1",
-                "PYTHONPATH": str(SCRIPT.parent),
-            }
-            environment |= variables
-            command = [sys.executable, str(script), "--multihost", *map(str, own)]
-            if through_environment:
-                environment |= {name: str(value) for name, value in where.items()}
-            else:
-                for name, value in where.items():
-                    command += [f"--{name.lower()}", str(value)]
-            with open(self.logs[i], "w") as log:
-                self.processes[i] = subprocess.Popen(
-                    command, env=environment, stdout=log, stderr=subprocess.STDOUT
-                )
-
-    def wait(self, seconds=100):
-        deadline = time.monotonic() + seconds
-        try:
-            return [
-                process.wait(max(deadline - time.monotonic(), 0.1))
-                for process in self.processes.values()
-            ]
-        finally:
-            for process in self.processes.values():
-                process.kill()
-
-    def text(self, host):
-        return self.logs[host].read_text(errors="replace")
-
-    def wait_for(self, path, seconds=120):
-        """Until a file is there."""
-        deadline = time.monotonic() + seconds
-        while not path.exists():
-            assert time.monotonic() < deadline, [self.text(i) for i in self.processes]
-            time.sleep(0.02)
-
-
-def flags_for(demo_inputs, output, *more):
-    return [
-        *("--model_path", demo_inputs / "model"),
-        *("--dataset_path", demo_inputs / "documents.parquet"),
-        *("--max_seq_length", 64, "--layers_to_extract", 1, 3, "--output_dir", output),
-        *more,
-    ]
-
-
-def stored(output):
-    """(folder name, layer) -> records."""
-    found = {}
-    for path in sorted(output.glob("machine_*/shard_*.pkl.gz")):
-        for layer, records in pickle.load(gzip.open(path)).items():
-            found.setdefault((path.parent.name, layer), []).extend(records)
-    return found
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="session")
@@ -277,7 +194,7 @@ def test_a_stuck_host_is_ended_by_the_watchdog(demo_inputs, texts, tmp_path):
     pod = Pod(tmp_path, 2, 2, *long_run(texts, demo_inputs, out, "--stall_timeout", 5))
     pod.wait_for(out / "machine_000_host_01/shard_0001.json")
     pod.processes[1].send_signal(signal.SIGSTOP)
-    assert pod.processes[0].wait(60) == 1
+    assert pod.processes[0].wait(300) == 1
     assert "no step finished for 5 s" in pod.text(0) and "Current thread" in pod.text(0)
     pod.processes[1].kill()
     pod.processes[1].wait()
@@ -287,7 +204,7 @@ def test_a_stuck_host_is_ended_by_the_watchdog(demo_inputs, texts, tmp_path):
 def test_hosts_that_others_do_not_join_give_up(demo_inputs, tmp_path, present):
     flags = flags_for(demo_inputs, tmp_path / "out", "--connect_timeout", 5)
     pod = Pod(tmp_path, 3, 2, *flags, only=present)
-    assert pod.wait(60) == [1] * len(present), [pod.text(i) for i in present]
+    assert pod.wait(300) == [1] * len(present), [pod.text(i) for i in present]
     for host in present:
         expected = f"connecting to {pod.address} did not succeed within 5 s: check that host 0"
         assert expected in pod.text(host) and "stack trace" not in pod.text(host)
@@ -370,7 +287,7 @@ def test_a_fault_on_one_host_ends_both_in_order(demo_inputs, texts, tmp_path, ho
     flags = flags_for(demo_inputs, out, "--dataset_path", path, "--batch_size", 4)
     pod = faulty_pod(tmp_path, flags, f"{host}:{fault}")
     expected = [143, 143] if fault == "early stop" else [1, 1]
-    assert pod.wait(60) == expected, [pod.text(i) for i in range(2)]
+    assert pod.wait(300) == expected, [pod.text(i) for i in range(2)]
     other = 1 - host
     assert "Terminating process" not in pod.text(host) + pod.text(other)
     if fault == "compile":
@@ -389,7 +306,7 @@ def test_nobody_is_aborted_by_those_who_leave_first(demo_inputs, tmp_path, host)
     """One host needs longer than the other between its last shard and its end."""
     flags = flags_for(demo_inputs, tmp_path / "out", "--max_samples", 6)
     pod = faulty_pod(tmp_path, flags, f"{host}:slow to leave")
-    assert pod.wait(60) == [0, 0], [pod.text(i) for i in range(2)]
+    assert pod.wait(300) == [0, 0], [pod.text(i) for i in range(2)]
     assert not any("Terminating process" in pod.text(i) for i in range(2))
 
 
@@ -406,8 +323,8 @@ def test_sigterm_before_the_first_step_ends_the_process(demo_inputs, texts, tmp_
     while "waiting" not in pod.text(1) and time.monotonic() < deadline:
         time.sleep(0.05)
     pod.processes[1].send_signal(signal.SIGTERM)
-    assert pod.processes[1].wait(10) == -signal.SIGTERM
-    assert pod.wait(90)[0] != 0
+    assert pod.processes[1].wait(300) == -signal.SIGTERM
+    assert pod.wait(300)[0] != 0
 
 
 def test_leftovers_of_another_number_of_hosts_are_refused_or_replaced(demo_inputs, tmp_path):

@@ -19,6 +19,8 @@ import extract_activations
 from activation_extraction.model import digests
 from activation_extraction.run import demo
 
+pytestmark = pytest.mark.long
+
 TEXTS = ["--dataset_name", "org/texts", "--dataset_config", "small"]
 SCRIPT = Path(extract_activations.__file__)
 CONFIGS = """---
@@ -57,7 +59,7 @@ def run(hub, tmp_path, *arguments):
         env=os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

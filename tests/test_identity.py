@@ -5,8 +5,8 @@ import shutil
 
 import numpy as np
 import pytest
-from test_hosts import flags_for
-from test_resume import content, set_status
+from pods import flags_for
+from small_runs import content, set_status
 
 import extract_activations
 from activation_extraction.output import committer, shards, stores
@@ -65,6 +65,7 @@ def test_a_changed_request_is_refused_naming_the_field(started, capsys, field):
     assert {p.name: p.read_bytes() for p in (folder / "out").iterdir()} == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [["--batch_size", "4"], ["--mesh_shape", "2,4"], ["--no_data_parallel"], ["--mesh_type", "1d"]],

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from cloud import REPOSITORY, Cloud, copy
 
+pytestmark = pytest.mark.long
+
 
 def dockerfile():
     """(instruction, rest of it) in order, continuation lines joined, comments left out."""

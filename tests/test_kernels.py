@@ -52,12 +52,14 @@ def error(got, expected):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("traced", [False, True], ids=["known", "traced"])
+@pytest.mark.parametrize(
+    "traced", [False, pytest.param(True, marks=pytest.mark.long)], ids=["known", "traced"]
+)
 @pytest.mark.parametrize(
     "kernel,dtype",
     [
         (splash_attention, jnp.float32),
-        (splash_attention, jnp.bfloat16),
+        pytest.param(splash_attention, jnp.bfloat16, marks=pytest.mark.long),
         (triton_attention, jnp.bfloat16),
     ],
 )

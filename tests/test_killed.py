@@ -16,8 +16,8 @@ from pathlib import Path
 
 import fsspec
 import pytest
-import test_resume
-from test_resume import Killed, content, rows, run, status, tokenizer  # noqa: F401  # fixtures
+import small_runs
+from small_runs import Killed, content, status
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.errors import InputError
@@ -109,7 +109,7 @@ def shards_of(folder: Path) -> dict[str, object]:
         *((place, "interrupted, disk lost") for place in PLACES[1:]),
     ],
 )
-def test_killed_before_every_change(run, tmp_path, monkeypatch, capsys, place, before):  # noqa: F811
+def test_killed_before_every_change(run, tmp_path, monkeypatch, capsys, place, before):
     """Exhaustive: before the first change, the second, ... until a run is not killed any more."""
     run = partial(run, shard_size_gb=6e-6)
     run(tmp_path / "whole")
@@ -150,21 +150,21 @@ class Backwards(ThreadPoolExecutor):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, place):  # noqa: F811
+def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, place):
     """With --overwrite the same command begins anew. Without it, it never continues what is half
     deleted: all is as before, or new, or refused."""
     monkeypatch.setattr(resume, "ThreadPoolExecutor", Backwards)
     run = partial(run, shard_size_gb=6e-6)
     run(tmp_path / "new")
     new, other = content(tmp_path / "new"), lambda batch: original(batch) + 1
-    original = test_resume.activations
+    original = small_runs.activations
     outcomes: list[str] = []
     while outcomes[-3:] != ["new"] * 3:  # its own writing is killed in the test above
         event = 1 + len(outcomes)
         folder, url = tmp_path / f"{event}", f"memory://{tmp_path}/{event}"
         options = options_of(place, url)
         with monkeypatch.context() as patch:
-            patch.setattr(test_resume, "activations", other)
+            patch.setattr(small_runs, "activations", other)
             run(folder, **options)
         old = shards_of(result(place, folder, url))
         with killed_at(event, folder, monkeypatch) as events, suppress(Killed, StorageError):
@@ -182,7 +182,7 @@ def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, pl
     assert set(outcomes) == {"old", "refused", "new"}
 
 
-def test_other_folders_are_replaced_also_after_a_kill(run, tmp_path, monkeypatch):  # noqa: F811
+def test_other_folders_are_replaced_also_after_a_kill(run, tmp_path, monkeypatch):
     """--overwrite with another number of machines: without it refused while any is left."""
     config = parse_args(["--output_dir", str(tmp_path / "out"), "--overwrite"])
     event, finished = 0, False

@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from test_hosts import Pod, flags_for
-from test_resume import content, set_status
+from pods import Pod, flags_for
+from small_runs import content, set_status
 
 import extract_activations
 from activation_extraction.output.commits import METADATA

@@ -41,7 +41,11 @@ ODD_HOOKS = [  # none of layer 1; not the last kind
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4], ids=["1 kv head", "2 kv heads", "4 kv heads"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)],
+    ids=["1 kv head", "2 kv heads", "4 kv heads"],
+)
 def small(request, tmp_path_factory):
     """A model of five layers, and its hooks' values on one device for packed rows."""
     folder = tmp_path_factory.mktemp("small")
@@ -67,8 +71,14 @@ def run_on(reference, batch, hooks, shape, hosts=1):
     return forward({"params": params}, *inputs), model
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("hooks", ["every", "odd"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("2d", "3d pipeline") else pytest.param(name, marks=pytest.mark.long)
+        for name in SHAPES
+    ],
+)
+@pytest.mark.parametrize("hooks", [pytest.param("every", marks=pytest.mark.long), "odd"])
 def test_every_mesh_gives_the_values_of_one_device(small, name, hooks):
     reference, batch, expected = small
     chosen = every_hook(reference.config) if hooks == "every" else ODD_HOOKS

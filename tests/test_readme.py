@@ -124,6 +124,7 @@ def checkout(tmp_path_factory, hub):
         yield root, done.stdout, (root / "recorded").read_text().splitlines(), bucket
 
 
+@pytest.mark.long
 def test_the_commands_do_what_is_said(checkout):
     root, printed, _, bucket = checkout
     assert "done: 300 samples" in printed and "demo_activations/shard_0001.pkl.gz" in printed
@@ -134,12 +135,16 @@ def test_the_commands_do_what_is_said(checkout):
     assert "--layers_to_extract" in printed  # --help
 
 
+@pytest.mark.long
 def test_what_takes_long_exists(checkout):
     _, _, recorded, _ = checkout
     calls = "\n".join(recorded)
     for tool in ("ruff check", "ruff format", "mypy", "shellcheck", "hadolint"):  # make lint
         assert f"{tool} " in calls
-    assert "python -m pytest\n" in calls and "python -m pytest -m not slow\n" in calls
+    assert (
+        "python -m pytest -n 2 --dist worksteal\n" in calls
+        and "python -m pytest -m not slow\n" in calls
+    )
     for file in re.findall(r"-m pip install -r (\S+)", calls):
         assert (REPOSITORY / file).is_file()
     modules = set(re.findall(r"-m (benchmarks\.\w+)", calls))
@@ -149,6 +154,7 @@ def test_what_takes_long_exists(checkout):
         assert callable(importlib.import_module(module).main)
 
 
+@pytest.mark.long
 def test_the_layout_is_told(checkout):
     root, _, _, _ = checkout
     told = next(block for block in blocks(README) if block.startswith("out/ "))
@@ -159,6 +165,7 @@ def test_the_layout_is_told(checkout):
         assert field in told and field in commit
 
 
+@pytest.mark.long
 def test_the_snippets_read_shards(checkout, monkeypatch):
     root, _, _, bucket = checkout
     snippets = [with_bucket(block) for block in BLOCKS if is_python(block)]

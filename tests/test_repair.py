@@ -3,8 +3,8 @@
 import shutil
 
 import pytest
+from pods import Pod, flags_for
 from test_cli import main
-from test_hosts import Pod, flags_for
 from test_upload import bucket, uploaded  # noqa: F401  # fixture
 
 from activation_extraction.output import shards as shards_module

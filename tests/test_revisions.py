@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from test_hosts import Pod
+from pods import Pod
 from test_hub import hub, run  # noqa: F401
 
 import extract_activations

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from extractions import extract
-from test_hosts import Pod, flags_for, stored
+from pods import Pod, flags_for, stored
 
 import extract_activations
 from activation_extraction.output.stores import Store

@@ -11,7 +11,6 @@ import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import AutoTokenizer
 
 from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.model.checkpoint import Checkpoint
@@ -217,6 +216,8 @@ def test_a_truncated_gzip_file_is_an_error_not_an_end(tmp_path):
 
 def test_token_ids_are_those_of_transformers(demo_inputs, tmp_path):
     """From tokenizer.json, and from the vocab.json and merges.txt of older checkpoints."""
+    from transformers import AutoTokenizer
+
     model = tmp_path / "model"
     shutil.copytree(demo_inputs / "model", model)
     settings = json.loads((model / "tokenizer_config.json").read_text())

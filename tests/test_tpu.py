@@ -16,6 +16,8 @@ from benchmarks.tpu_plan import ARRAY, COLLECTIVE, EIGHT, QWEN_7B, Compiled, com
 from qwen2_jax import QwenConfig
 from qwen2_jax_with_hooks import QWEN2
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("libtpu")
 
 QWEN_HALF_B = QwenConfig.from_hf(SHAPES["0.5B"])

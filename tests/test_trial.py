@@ -4,7 +4,7 @@ import json
 
 import jax.numpy as jnp
 import pytest
-from test_hosts import flags_for
+from pods import flags_for
 
 import extract_activations
 from activation_extraction.cli.errors import InputError, RunError

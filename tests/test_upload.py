@@ -16,8 +16,8 @@ import gcsfs
 import numpy as np
 import pytest
 from gcs_server import gcs
-from test_hosts import Pod
-from test_resume import HIDDEN, HOOKS, content, rows, run, tokenizer  # noqa: F401  # fixtures
+from pods import Pod
+from small_runs import HIDDEN, HOOKS
 
 import extract_activations
 from activation_extraction.output import committer, stores
@@ -80,6 +80,7 @@ def uploaded(bucket, folder="machine_000"):
     }
 
 
+@pytest.mark.long
 def test_faults_in_a_fifth_of_the_requests_lose_nothing(flags, undisturbed, bucket, tmp_path):
     bucket.rate = 0.2
     bucket.reach()
@@ -94,6 +95,7 @@ def test_faults_in_a_fifth_of_the_requests_lose_nothing(flags, undisturbed, buck
     assert extract_activations.main(["--verify", "--output_dir", "gs://bucket/run"]) == 0
 
 
+@pytest.mark.long
 def test_an_outage_ends_the_run_and_the_next_one_completes(
     flags, undisturbed, bucket, tmp_path, capsys
 ):
@@ -149,6 +151,7 @@ def test_a_bucket_that_refuses_is_told_in_one_line_before_the_model_is_read(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_runs_killed_at_random_moments_store_what_an_undisturbed_one_does(
     flags, undisturbed, tmp_path
 ):
@@ -159,6 +162,7 @@ def test_runs_killed_at_random_moments_store_what_an_undisturbed_one_does(
     assert extract_activations.main(["--verify", "--output_dir", str(out)]) == 0
 
 
+@pytest.mark.long
 def test_uploading_runs_killed_at_random_moments(flags, undisturbed, bucket, tmp_path):
     """The local disk is lost as well, every third time."""
     out, lives = tmp_path / "out", []
@@ -174,6 +178,7 @@ def test_uploading_runs_killed_at_random_moments(flags, undisturbed, bucket, tmp
     assert extract_activations.main(["--verify", "--output_dir", "gs://bucket/run"]) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_either_of_two_hosts_killed(demo_inputs, bucket, tmp_path, victim):
     """Both start again, each continues its own part; the union is complete."""
@@ -201,6 +206,7 @@ def test_either_of_two_hosts_killed(demo_inputs, bucket, tmp_path, victim):
     assert extract_activations.main(["--verify", "--output_dir", "gs://bucket/run"]) == 0
 
 
+@pytest.mark.long
 def test_a_host_that_is_done_waits_for_the_uploads_of_the_others(demo_inputs, bucket, tmp_path):
     """Everything is computed; the bucket has lost the part of host 1. Host 0 coordinates."""
     flags = [
@@ -220,6 +226,7 @@ def test_a_host_that_is_done_waits_for_the_uploads_of_the_others(demo_inputs, bu
     assert "everything is computed already" in pod.text(0)
 
 
+@pytest.mark.long
 def test_the_second_ctrl_c_does_not_wait_for_uploads(flags, undisturbed, bucket, tmp_path):
     out = tmp_path / "out"
     bucket.bytes_per_second = 1e4
@@ -268,7 +275,7 @@ class SlowStore(Store):
             self.uploading += path.name.endswith(".pkl")
             self.most = max(self.most, self.uploading)
         if path.name.endswith(".pkl"):
-            self.go.wait(20)
+            self.go.wait(300)
         super().put(path, name)
         with self.counting:
             self.uploading -= path.name.endswith(".pkl")
@@ -300,7 +307,7 @@ def test_computing_writing_and_uploading_go_on_at_the_same_time_within_bounds(tm
     assert 5 <= written <= 7  # four on their way, one waiting, one or two behind them
     assert storage._last_sample < 10 and storage.totals.shards == 0
     store.go.set()
-    assert done.wait(20) and storage.totals.shards == 30
+    assert done.wait(300) and storage.totals.shards == 30
     commits = [name for name in store.order if name.endswith("json") and name[0] == "s"]
     assert commits == [f"shard_{n:04d}.json" for n in range(1, 31)]
 
@@ -355,6 +362,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_memory_has_a_ceiling_of_two_shards_with_a_slow_bucket(bucket, tmp_path):
     """A bucket that accepts 1 MB/s; shards of 128 MB are offered as fast as they are taken."""
     bucket.bytes_per_second = 1e6

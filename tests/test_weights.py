@@ -83,7 +83,7 @@ class Sociable(Checkpoint):
         self.readers.add(threading.get_ident())
         if len(self.readers) > 1:
             self.two.set()
-        assert self.two.wait(60)
+        assert self.two.wait(300)
         return super().read(tensor, index)
 
 

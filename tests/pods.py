@@ -1,0 +1,94 @@
+"""Several real processes as one run, as on a TPU pod."""
+
+import gzip
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import extract_activations
+
+SCRIPT = Path(extract_activations.__file__)
+
+
+class Pod:
+    """Processes that were started together; their exit statuses and what they printed."""
+
+    def __init__(
+        self,
+        folder,
+        hosts,
+        devices,
+        *flags,
+        only=None,
+        through_environment=False,
+        script=SCRIPT,
+        **variables,
+    ):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+        self.logs = [folder / f"host_{i}.log" for i in range(hosts)]
+        self.processes = {}
+        for i in range(hosts) if only is None else only:
+            own = flags[i] if flags and isinstance(flags[0], list) else flags
+            where = {"COORDINATOR_ADDRESS": self.address, "HOST_ID": i, "NUM_HOSTS": hosts}
+            environment = os.environ | {
+                "JAX_PLATFORMS": "cpu",
+                "JAX_NUM_CPU_DEVICES": str(devices),
+                "PYTHONUNBUFFERED": "1",
+                "PYTHONPATH": str(SCRIPT.parent),
+            }
+            environment |= variables
+            command = [sys.executable, str(script), "--multihost", *map(str, own)]
+            if through_environment:
+                environment |= {name: str(value) for name, value in where.items()}
+            else:
+                for name, value in where.items():
+                    command += [f"--{name.lower()}", str(value)]
+            with open(self.logs[i], "w") as log:
+                self.processes[i] = subprocess.Popen(
+                    command, env=environment, stdout=log, stderr=subprocess.STDOUT
+                )
+
+    def wait(self, seconds=300):
+        deadline = time.monotonic() + seconds
+        try:
+            return [
+                process.wait(max(deadline - time.monotonic(), 0.1))
+                for process in self.processes.values()
+            ]
+        finally:
+            for process in self.processes.values():
+                process.kill()
+
+    def text(self, host):
+        return self.logs[host].read_text(errors="replace")
+
+    def wait_for(self, path, seconds=300):
+        """Until a file is there."""
+        deadline = time.monotonic() + seconds
+        while not path.exists():
+            assert time.monotonic() < deadline, [self.text(i) for i in self.processes]
+            time.sleep(0.02)
+
+
+def flags_for(demo_inputs, output, *more):
+    return [
+        *("--model_path", demo_inputs / "model"),
+        *("--dataset_path", demo_inputs / "documents.parquet"),
+        *("--max_seq_length", 64, "--layers_to_extract", 1, 3, "--output_dir", output),
+        *more,
+    ]
+
+
+def stored(output):
+    """(folder name, layer) -> records."""
+    found = {}
+    for path in sorted(output.glob("machine_*/shard_*.pkl.gz")):
+        for layer, records in pickle.load(gzip.open(path)).items():
+            found.setdefault((path.parent.name, layer), []).extend(records)
+    return found

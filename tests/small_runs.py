@@ -1,0 +1,144 @@
+"""Runs of all but the model over texts of a few bytes: the fixture `run`, and what it leaves."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from activation_extraction.cli.errors import RunError
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.output import storage
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.run import demo
+from activation_extraction.text.documents import DocumentStream, open_files
+from activation_extraction.text.packing import pack
+from activation_extraction.text.tokens import load_tokenizer, samples
+
+HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
+HIDDEN = 4
+DOCUMENTS = 40
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the run goes on."""
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer(tmp_path_factory):
+    """One byte, one token."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    demo.write_tokenizer(folder, [])
+    (folder / "config.json").write_text("{}")
+    return load_tokenizer(Checkpoint(str(folder)), 2048)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Texts of 1 to 30 bytes, some empty."""
+    chance = random.Random(1)
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    texts = ["x" * chance.choice([0, 1, *range(2, 31)]) for _ in range(DOCUMENTS)]
+    path.write_text("".join(json.dumps({"text": t, "id": i}) + "\n" for i, t in enumerate(texts)))
+    return path
+
+
+@pytest.fixture
+def run(byte_tokenizer, rows):
+    """Runs all but the model; what is stored depends on how samples are packed, too."""
+
+    def run(folder, *, kill_after=None, interrupt_after=None, max_samples=None, **options):
+        stream = DocumentStream(open_files(str(rows), "text"), "text")
+        place = ActivationStorage(
+            folder,
+            HOOKS,
+            identity={"model": "tiny"},
+            max_samples=max_samples,
+            **({"shard_size_gb": 1.5e-6} | options),
+        )
+        try:
+            if place.complete:
+                place.finalize()
+                return place
+            start = place.cursor
+            batches = pack(samples(stream, byte_tokenizer, 24, max_samples, start=start), 2, 32)
+            place.open()
+            place.record({"found": place.found_samples})
+            for batch in batches:
+                left = None if kill_after is None else kill_after - place._last_sample - 1
+                if left is not None and left < len(batch.samples):
+                    for sample, row, begin in batch.samples:
+                        if place._last_stored < sample.sample_idx < kill_after:
+                            for key in HOOKS:
+                                end = begin + len(sample.token_ids)
+                                place._cursor = batch.cursor
+                                place.add_activation(
+                                    key,
+                                    activations(batch)[key][row, begin:end],
+                                    sample.sample_idx,
+                                    sample.text_preview,
+                                    sample.token_ids,
+                                    sample.doc_id,
+                                )
+                    raise Killed
+                place.add_batch(batch, activations(batch))
+                if interrupt_after is not None and place._last_sample >= interrupt_after:
+                    place.finalize(complete=False)
+                    return place
+            place.finalize()
+        except storage.StorageError:
+            raise
+        except RunError:  # of the data, as in an extraction
+            place.finalize(complete=False)
+            raise
+        finally:
+            place.close(patient=True)
+        return place
+
+    return run
+
+
+def activations(batch):
+    values = {key: np.zeros((*batch.token_ids.shape, HIDDEN), np.float32) for key in HOOKS}
+    for sample, row, start in batch.samples:
+        stop = start + len(sample.token_ids)
+        ramp = np.arange(stop - start, dtype=np.float32)[:, None]
+        for number, value in enumerate(values.values()):
+            value[row, start:stop] = sample.sample_idx + ramp / 64 + np.arange(HIDDEN) + number
+            value[row, start:stop] += row / 4 + batch.samples[0].sample.sample_idx / 1024
+    return values
+
+
+def content(folder: Path) -> dict[str, object]:
+    """Shards as bytes, commits without their times."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("shard") and path.suffix == ".json":
+            commit = json.loads(path.read_bytes())
+            found[path.name] = {
+                key: value
+                for key, value in commit.items()
+                if key not in ("committed", "began", "checksum")
+            }
+        elif path.is_file() and path.name not in ("metadata.json", "metrics.jsonl"):
+            found[path.name] = path.read_bytes()
+    return found
+
+
+@pytest.fixture
+def whole(run, tmp_path):
+    """What an uninterrupted run stores."""
+    run(tmp_path / "whole")
+    return content(tmp_path / "whole")
+
+
+def status(folder):
+    return json.loads((folder / "metadata.json").read_bytes())["status"]
+
+
+def set_status(folder, status):
+    """As a run leaves it that was killed."""
+    metadata = json.loads((folder / "metadata.json").read_bytes())
+    del metadata["checksum"]
+    (folder / "metadata.json").write_bytes(storage.seal({**metadata, "status": status}))

@@ -1,0 +1,69 @@
+"""Attention in blocks against its definition, and that against numbers worked out by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from activation_extraction.model.attention import KEY_BLOCK, blocked_attention, dense_attention
+
+
+def attention_inputs(shape, heads, kv_heads):
+    chance = np.random.default_rng(1)
+    q, k, v = (
+        jnp.asarray(chance.standard_normal((*shape, n, 16), np.float32))
+        for n in (heads, kv_heads, kv_heads)
+    )
+    return q / 4.0, k, v
+
+
+@pytest.mark.parametrize(
+    "keys,first_query,kv_heads",
+    [
+        *[(40, 0, 2), (300, 100, 1), (300, 100, 2), (300, 100, 4)],
+        *[pytest.param(5000, first, 2, marks=pytest.mark.long) for first in (0, 2500)],
+    ],
+)
+def test_blocked_attention_equals_the_dense_definition(keys, first_query, kv_heads):
+    """Rows of one segment, of several, of several and padding, of nothing; part of the queries."""
+    q, k, v = attention_inputs((4, keys), 4, kv_heads)
+    lengths = np.array([[0, 0, keys], [keys // 3, 1, keys], [7, keys // 2, keys // 8], [0, 0, 0]])
+    ends = np.cumsum(lengths, axis=1)[:, :, None]
+    segments = (np.arange(keys) >= ends).sum(axis=1) + 1
+    segments = jnp.asarray(np.where(segments > 3, 0, segments), jnp.int32)
+    some = slice(first_query, first_query + 200)
+    inputs = q[:, some], k, v, segments[:, some], segments
+    real = np.asarray(segments[:, some]) > 0
+    got = jax.jit(blocked_attention)(*inputs, first_query)
+    np.testing.assert_allclose(got[real], dense_attention(*inputs, first_query)[real], atol=2e-6)
+    known = jax.jit(blocked_attention, static_argnums=5)(*inputs, first_query)
+    np.testing.assert_array_equal(got, known)
+
+
+def test_blocked_attention_does_not_read_blocks_of_other_segments():
+    """Nor keys that come later: what lies there is not a number."""
+    length = 1024
+    q, k, v = attention_inputs((1, length), 4, 2)
+    segments = jnp.asarray(np.repeat([1, 2, 3], [256, 384, 384])[None], jnp.int32)
+    near = np.arange(256 - KEY_BLOCK, 640)  # lengths are rounded up
+    k, v = (jnp.full_like(x, jnp.nan).at[:, near].set(x[:, near]) for x in (k, v))
+    got = np.asarray(blocked_attention(q, k, v, segments, segments, 0))
+    assert np.isfinite(got[:, 256:640]).all()
+    assert np.isnan(got[:, :128]).all() and np.isnan(got[:, 640:]).all()
+
+
+def test_dense_attention_by_hand():
+    """Two segments of one row, against plain loops."""
+    chance = np.random.default_rng(2)
+    q, k, v = (chance.standard_normal((1, 5, n, 4)).astype(np.float32) for n in (4, 2, 2))
+    segments = np.array([[1, 1, 1, 2, 2]], np.int32)
+    expected = np.zeros_like(q)
+    for t in range(5):
+        seen = [s for s in range(t + 1) if segments[0, s] == segments[0, t]]
+        for n in range(4):
+            scores = np.array([q[0, t, n] @ k[0, s, n // 2] for s in seen])
+            weights = np.exp(scores - scores.max())
+            expected[0, t, n] = weights @ v[0, seen, n // 2] / weights.sum()
+    np.testing.assert_allclose(
+        dense_attention(*map(jnp.asarray, (q, k, v, segments, segments)), 0), expected, atol=1e-6
+    )

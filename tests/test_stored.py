@@ -1,0 +1,85 @@
+"""What a run stores: the same on several machines, as the flags say, and only good values."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_cli import main, records_of
+
+
+def test_demo_inputs_are_the_same_bytes_every_time(demo_inputs, tmp_path):
+    assert main("--demo", "--max_samples", 1, "--output_dir", tmp_path) == 0
+    again = tmp_path / "demo_inputs"
+    names = sorted(path.relative_to(again) for path in again.rglob("*") if path.is_file())
+    assert len(names) == 5
+    for name in names:
+        assert (again / name).read_bytes() == (demo_inputs / name).read_bytes(), name
+
+
+@pytest.mark.long
+def test_machines_together_store_what_one_machine_stores(inputs, tmp_path):
+    shared = [*inputs, "--layers_to_extract", 2, "--activation_type", "mlp"]
+    assert main(*shared, "--output_dir", tmp_path / "one") == 0
+    for machine in range(3):
+        where = ["--machine_id", machine, "--total_machines", 3]
+        assert main(*shared, *where, "--output_dir", tmp_path / "three") == 0
+    one = {record["doc_id"]: record for record in records_of(tmp_path / "one")[2]}
+    folders = [tmp_path / "three" / f"machine_{m:03d}" for m in range(3)]
+    parts = [record for folder in folders for record in records_of(folder)[2]]
+    assert len({record["sample_idx"] for record in parts}) == len(parts) == len(one) == 300
+    for record in parts:
+        expected = one[record["doc_id"]]
+        np.testing.assert_array_equal(record["token_ids"], expected["token_ids"])
+        np.testing.assert_allclose(
+            record["activation"], expected["activation"], rtol=1e-4, atol=1e-4
+        )
+
+
+def test_options_change_what_they_say(inputs, tmp_path):
+    options = ["--hook_names", "blocks.[13].hook_attn_out", "blocks.0.hook_mlp_out"]
+    options += ["--activation_dtype", "bfloat16", "--dtype", "bfloat16", "--no_data_parallel"]
+    options += ["--max_samples", 20, "--batch_size", 3, "--shard_size_gb", 1e-4, "--verbose"]
+    assert main(*inputs, *options, "--output_dir", tmp_path) == 0
+    found = records_of(tmp_path)
+    assert list(found) == [
+        "blocks.0.hook_mlp_out",
+        "blocks.1.hook_attn_out",
+        "blocks.3.hook_attn_out",
+    ]
+    assert [record["sample_idx"] for record in found["blocks.1.hook_attn_out"]] == [*range(20)]
+    assert found["blocks.1.hook_attn_out"][0]["activation"].dtype.name == "bfloat16"
+    assert len(list(tmp_path.glob("*.pkl.gz"))) > 1
+    assert json.loads((tmp_path / "metadata.json").read_text())["mesh"] == {
+        "data": 1,
+        "model": 1,
+    }
+
+
+def test_float16_overflow_is_told_and_not_stored(inputs, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(inputs[1], model)
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"] *= 1e5
+    save_file(weights, model / "model.safetensors")
+    options = ["--activation_dtype", "float16", "--layers_to_extract", 1]
+    out = tmp_path / "out"
+    assert main(*inputs, *options, "--model_path", model, "--output_dir", out) == 1
+    error = capsys.readouterr().err
+    assert "float16 ends at 65504" in error and "the same command" not in error
+    assert not list(out.glob("shard_*.json"))
+
+
+def test_a_bad_row_on_the_way_keeps_what_came_before(inputs, texts, tmp_path, capsys):
+    path = texts([{"text": f"text {n} " * 30} for n in range(400)])
+    with open(path, "a") as file:
+        file.write('{"text": "cut')
+    out = tmp_path / "out"
+    options = ["--layers_to_extract", 0, "--dataset_path", path, "--output_dir", out]
+    assert main(*inputs, *options, "--batch_size", 8) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "line 401: not JSON" in message and "shard(s)" in message and str(out) in message
+    metadata = json.loads((out / "metadata.json").read_text())
+    assert metadata["status"] == "interrupted" and metadata["samples"] == 400
+    assert [r["sample_idx"] for r in records_of(out)[0]] == [*range(metadata["samples"])]
