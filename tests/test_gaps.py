@@ -19,7 +19,7 @@ from activation_extraction.reading.verify import verify
 from activation_extraction.run.hosts import Host
 from activation_extraction.run.repair import Repair
 from activation_extraction.text.documents import open_files
-from activation_extraction.text.text import open_batches, open_gaps
+from activation_extraction.text.text import open_batches, open_documents, open_gaps
 
 IDENTITY = {
     "model files": "tiny",
@@ -43,8 +43,8 @@ def run(byte_tokenizer, rows):
 
     def run(folder, kind=ActivationStorage, *, stop_after=None, identity=None, **options):
         config = SimpleNamespace(
-            **(dict(text_column="text", machine_id=0, total_machines=1) | {"batch_size": 2}),
-            **dict(max_seq_length=32, max_samples=options.get("max_samples")),
+            **dict(text_column="text", machine_id=0, total_machines=1, skip_bad_rows=False),
+            **dict(batch_size=2, max_seq_length=32, max_samples=options.get("max_samples")),
         )
         dataset = open_files(str(options.pop("data", rows)), "text")
         place = kind(
@@ -54,9 +54,11 @@ def run(byte_tokenizer, rows):
             metadata=METADATA,
             **({"shard_size_gb": 1e-6} | options),
         )
+        documents = open_documents(config, Host(), dataset)  # type: ignore
         opening = open_gaps if kind is Repair else open_batches
+        source = dataset if kind is Repair else documents
         try:
-            batches = opening(config, Host(), byte_tokenizer, dataset, place)  # type: ignore
+            batches = opening(config, Host(), byte_tokenizer, source, place)  # type: ignore
             place.open()
             for number, batch in enumerate(batches):
                 if stop_after == number:
@@ -285,4 +287,5 @@ original_activations = activations
 
 
 def activations_of_another(batch):
-    return original_activations(batch) * np.float32(1 + 2**-20)
+    values = original_activations(batch)
+    return {key: value * np.float32(1 + 2**-20) for key, value in values.items()}

@@ -156,8 +156,11 @@ def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, pl
     monkeypatch.setattr(resume, "ThreadPoolExecutor", Backwards)
     run = partial(run, shard_size_gb=6e-6)
     run(tmp_path / "new")
-    new, other = content(tmp_path / "new"), lambda batch: original(batch) + 1
-    original = small_runs.activations
+    new, original = content(tmp_path / "new"), small_runs.activations
+
+    def other(batch):
+        return {key: values + 1 for key, values in original(batch).items()}
+
     outcomes: list[str] = []
     while outcomes[-3:] != ["new"] * 3:  # its own writing is killed in the test above
         event = 1 + len(outcomes)
