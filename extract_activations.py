@@ -34,6 +34,7 @@ from activation_extraction.model.forward import (
     Forward,
     ModelRequest,
     build_model,
+    log_hooks,
     prepare_model,
 )
 from activation_extraction.model.revisions import choose_commit, same_commit
@@ -254,6 +255,7 @@ def prepare_together(config: Config, host: Host) -> Job:
         problem = error
     agree(host, fields, problem)
     assert job is not None
+    log_hooks(ModelRequest.of(job.config), job.forward.model)
     return job
 
 

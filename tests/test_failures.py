@@ -39,17 +39,23 @@ def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
 
     def agree(host, fields, problem):
         told.append((fields, problem))
-        raise problem
+        if problem:
+            raise problem
 
     def vanished(job):
         raise FileNotFoundError("a source file")
 
-    monkeypatch.setattr(extract_activations, "prepare", lambda config, host: "a job")
+    monkeypatch.setattr(extract_activations, "prepare_output", lambda config, host: None)
+    monkeypatch.setattr(extract_activations, "choose_commit", lambda config: None)
+    monkeypatch.setattr(extract_activations, "same_commit", lambda host, found: None)
+    monkeypatch.setattr(extract_activations, "prepare", lambda *_: "a job")
     monkeypatch.setattr(extract_activations, "fingerprint", vanished)
     monkeypatch.setattr(extract_activations, "agree", agree)
     with pytest.raises(FileNotFoundError):
         extract_activations.prepare_together(parse_args([]), Host(0, 2))
-    assert [(fields, type(problem)) for fields, problem in told] == [({}, FileNotFoundError)]
+    assert [problem for _, problem in told[:-1]] == [None]  # of the revision
+    fields, problem = told[-1]
+    assert fields == {} and isinstance(problem, FileNotFoundError)
 
 
 @pytest.mark.parametrize("defect", [(Progress, "advance"), (Forward, "flops"), (Progress, "close")])

@@ -115,7 +115,6 @@ def prepare_model(family: ModelFamily, request: ModelRequest) -> Forward:
     model, rows = build_model(family, request, config)
     chosen = try_attention(model, request.length)
     model = model.clone(attention=chosen.attention)
-    log_hooks(request, model)
     weights = family.weight_table(model)
     every = family.weight_table(family.whole(config)).values()
     known = {name for spec in every for name in spec.hf_names} | {"lm_head.weight"}
