@@ -5,6 +5,7 @@ is still to be uploaded. Only reads; every refusal is found here, before anythin
 import fcntl
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.cli.errors import InputError, one_line
+from activation_extraction.cli.errors import InputError, RunError, one_line
 from activation_extraction.output.commits import (
     METADATA,
     PART_PREFIX,
@@ -153,8 +154,8 @@ def _complete(stored: Stored, samples: int, max_samples: int | None) -> bool:
 
 
 def check_output_dir(folder: Path) -> None:
-    """Raises InputError unless files can be written to `folder`, which need not exist, and no
-    other process does so."""
+    """Raises InputError unless files can be written to `folder`, which need not exist, and RunError
+    when another process does so."""
     name = f"--output_dir {folder}"
     try:
         str(folder).encode()
@@ -170,17 +171,28 @@ def check_output_dir(folder: Path) -> None:
         raise InputError(f"{name}: cannot be written to: {reason or one_line(error)}") from error
 
 
+def check_free_disk(folder: Path, gigabytes: float) -> None:
+    """Raises InputError when less than this is free where `folder` is, or will be."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free / 1e9
+    if free < gigabytes:
+        raise InputError(
+            f"--output_dir {folder}: {free:.1f} GB are free there, --min_free_gb is {gigabytes:g}"
+        )
+
+
 def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int:
     """A lock on the folder that ends with this process, however it ends, or with its descriptor.
 
-    Raises InputError when another process has one.
+    Raises RunError when another process has one: it may be an earlier start of this run that is
+    just being ended, so that trying again later is right.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise InputError(f"--output_dir {folder}: another process is writing to it") from error
+        raise RunError(f"--output_dir {folder}: another process is writing to it") from error
     except OSError:  # a file system without locks
         pass
     return descriptor
