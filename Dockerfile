@@ -36,4 +36,4 @@ RUN case "$ACCELERATOR" in \
     && pip install --no-cache-dir --only-binary=:all: --requirement "$file"
 
 COPY . ./
-ENTRYPOINT ["/workspace/entrypoint.sh"]
+ENTRYPOINT ["/workspace/deploy/entrypoint.sh"]

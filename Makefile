@@ -13,7 +13,7 @@ PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n
 demo: $(VENV)/.runtime
 	JAX_PLATFORMS=cpu $(BIN)/python extract_activations.py --demo --output_dir demo_activations --overwrite
 
-test: $(VENV)/.dev $(VENV)/.libtpu
+test: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done
 	$(PYTEST)
 
 # For the loop of daily work: one tiny model, packing, storage, resuming, bad input.
@@ -24,7 +24,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy $(SOURCES)
-	$(BIN)/shellcheck *.sh
+	$(BIN)/shellcheck *.sh deploy/*.sh deploy/*.sbatch
 	$(BIN)/hadolint Dockerfile
 
 bench: $(VENV)/.runtime $(VENV)/competitors/.done
@@ -43,6 +43,20 @@ $(VENV)/.runtime: requirements.txt | $(VENV)/bin/python
 # The TPU compiler, for tests only and out of the way: JAX would look for a TPU wherever it is found.
 $(VENV)/.libtpu: tests/requirements-libtpu.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/libtpu --requirement tests/requirements-libtpu.txt
+	touch $@
+
+# Some tests run on a real Slurm; they are skipped where it cannot be installed.
+$(VENV)/.slurm: | $(VENV)/bin/python
+	if ! command -v slurmctld >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+			apt-get install -qq --yes --no-install-recommends slurm-wlm munge >/dev/null || true; \
+	fi
+	touch $@
+
+# Validates deploy/skypilot.yaml; its versions need not be ours.
+$(VENV)/skypilot/.done: tests/requirements-skypilot.txt | $(VENV)/bin/python
+	$(PYTHON) -m venv $(VENV)/skypilot
+	$(VENV)/skypilot/bin/python -m pip install --quiet --requirement tests/requirements-skypilot.txt
 	touch $@
 
 # What the benchmark compares with; its versions need not be ours.

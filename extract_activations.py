@@ -46,7 +46,12 @@ from activation_extraction.output.places import (
     remove_others,
     stale_folders,
 )
-from activation_extraction.output.resume import PER_HOST, check_output_dir, check_siblings
+from activation_extraction.output.resume import (
+    PER_HOST,
+    check_free_disk,
+    check_output_dir,
+    check_siblings,
+)
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.output.stores import Store, StoreError
 from activation_extraction.reading.status import show_status
@@ -121,6 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config) -> int:
     """One extraction from beginning to end; returns the exit status."""
+    if config.machine_from is not None:
+        told = config.machine_id, config.total_machines, config.machine_from
+        log.info("machine %d of %d (%s)", *told)
     host = join_hosts(config)
     with last_words_of(host, config):
         with device_errors():
@@ -313,7 +321,9 @@ def output_folder(config: Config, host: Host) -> Path:
 
 def prepare_output(config: Config, host: Host) -> Store | None:
     """Checks where the output goes; returns the bucket's folder. Raises InputError."""
-    check_output_dir(output_folder(config, host))
+    folder = output_folder(config, host)
+    check_output_dir(folder)
+    check_free_disk(folder, config.min_free_gb)
     use_compilation_cache(config.compilation_cache, config.output_dir, host.several)
     remote = open_bucket(config, host)
     stale = stale_folders(config, host)

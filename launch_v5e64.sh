@@ -130,7 +130,7 @@ check_flags() {
 }
 
 if [[ $dry_run ]]; then
-    [[ ${FLAGS_CHECKED:-} ]] || check_flags # deploy.sh has the same flags for many machines
+    check_flags
     printf '%q ' "${command[@]}"
     echo
 else

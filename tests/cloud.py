@@ -1,4 +1,4 @@
-"""A laptop and the machines that it reaches, with stand-ins for docker, gcloud and ssh.
+"""A laptop and the Cloud TPUs that it reaches, with stand-ins for docker and gcloud.
 
 What a host starts is extract_activations.py, or a small job in its place, which waits until the
 test lets it go.
@@ -10,14 +10,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
-LAUNCH, DEPLOY = REPOSITORY / "launch_v5e64.sh", REPOSITORY / "deploy.sh"
+LAUNCH, DEPLOY = REPOSITORY / "launch_v5e64.sh", REPOSITORY / "deploy/deploy.sh"
 ODD = [  # arguments that a shell would spoil
     "a b",
     "it's",
@@ -38,26 +37,16 @@ root = Path("{root}")
 if sys.argv[1] == "-m":  # as an interpreter that cannot check flags
     os._exit(1)
 def end(number, _):
-    if not (root / "stubborn").exists():
-        print("stored", flush=True)
-        os._exit(128 + number)
+    print("stored", flush=True)
+    os._exit(128 + number)
 signal.signal(signal.SIGTERM, end)
-argv = sys.argv[1:]
-machine = argv[argv.index("--machine_id") + 1]
-who = machine + "-" + os.environ.get("HOST_ID", "0")
-at = dict(who=who, argv=argv, cwd=os.getcwd(), address=os.environ.get("COORDINATOR_ADDRESS"))
-at["credentials"] = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+who = os.environ.get("HOST_ID", "0")
 with open(root / "jobs.jsonl", "a") as file:
-    file.write(json.dumps(at) + "\\n")
+    file.write(json.dumps(dict(who=who, argv=sys.argv[1:], cwd=os.getcwd())) + "\\n")
 print("working as", who, flush=True)
-status = root / f"status-{{who}}"
-while not (root / "finish").exists() and not status.exists():
+while not (root / "finish").exists():
     time.sleep(0.02)
-if (root / "half").exists():
-    print("half a line", end="", flush=True)
-    os.killpg(0, signal.SIGKILL)
 print("finished", flush=True)
-os._exit(int(status.read_text()) if status.exists() else 0)
 """
 
 
@@ -68,8 +57,9 @@ def ignored(path: Path) -> bool:
         pattern = line.removeprefix("!")
         if pattern.startswith("**/"):
             matches = any(fnmatch(part, pattern[3:]) for part in path.parts)
-        else:  # one name, of a file or of a folder with all that is in it
-            matches = fnmatch(path.parts[0], pattern)
+        else:  # of a file, or of a folder with all that is in it
+            depth = pattern.count("/") + 1
+            matches = fnmatch("/".join(path.parts[:depth]), pattern)
         if matches and not line.startswith("#"):
             result = not line.startswith("!")
     return result
@@ -92,10 +82,10 @@ def free_port() -> int:
 
 
 class Cloud:
-    """A laptop and the machines that it reaches."""
+    """A laptop and the Cloud TPUs that it reaches."""
 
-    def __init__(self, root: Path, python: str | None = None, devices: int = 2) -> None:
-        """python: what a host starts, instead of the small job; devices: of every host."""
+    def __init__(self, root: Path, python: str | None = None) -> None:
+        """python: what a host starts, instead of the small job."""
         self.root = root
         self.laptop = root / "laptop"
         for name in ("laptop", "bin", "host_bin", "image_bin", "hosts", "tpus", "containers"):
@@ -103,23 +93,16 @@ class Cloud:
         self.job = root / "job"
         self.script(self.job, JOB.format(python=sys.executable, root=root))
         self.python = python or str(self.job)
-        self.variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-        settings = {"variables": self.variables}
-        (root / "settings.json").write_text(json.dumps(settings))
-        for name in ("docker", "gcloud", "ssh"):
+        variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+        (root / "settings.json").write_text(json.dumps({"variables": variables}))
+        for name in ("docker", "gcloud"):
             text = (
                 f'exec {sys.executable} -S {Path(__file__).parent}/stand_ins.py {root} {name} "$@"'
             )
             self.script(root / "bin" / name, f"#!/bin/sh\n{text}\n")
+        self.script(root / "host_bin/sudo", '#!/bin/sh\nexec "$@"\n')
         self.script(root / "image_bin/python", f'#!/bin/sh\nexec {self.python} "$@"\n')
-        # A Python of the hosts whose venvs need nothing installed.
-        pip = 'case "$*" in *"pip install"*) exit ;; esac'
-        self.script(root / "venv_python", f'#!/bin/sh\n{pip}\nexec {self.python} "$@"\n')
-        make = f'mkdir -p "$3/bin" && cp {root}/venv_python "$3/bin/python"'
-        self.script(root / "host_bin/python3.14", f"#!/bin/sh\n[ $1 != -m ] || {{ {make}; }}\n")
-        self.script(root / "host_bin/df", "#!/bin/sh\necho Avail; echo ' 93'\n")
         copy(["."], root / "image")
-        self.port = free_port()
         self.processes: list[subprocess.Popen[str]] = []
 
     @staticmethod
@@ -127,8 +110,8 @@ class Cloud:
         path.write_text(text)
         path.chmod(0o755)
 
-    def tpu(self, name: str, hosts: int, state: str = "READY") -> None:
-        at = dict(state=state, hosts=hosts, coordinator=f"127.0.0.1:{free_port()}")
+    def tpu(self, name: str, hosts: int) -> None:
+        at = dict(hosts=hosts, coordinator=f"127.0.0.1:{free_port()}")
         (self.root / "tpus" / f"{name}.json").write_text(json.dumps(at))
         for worker in range(hosts):
             (self.root / "hosts" / f"{name}-w-{worker}").mkdir(exist_ok=True)
@@ -138,15 +121,12 @@ class Cloud:
         given: dict[str, str | None] = {
             "PATH": f"{self.root}/bin:{os.environ['PATH']}",
             "HOME": str(self.laptop),
-            "PYTHON": self.python,
-            "COORDINATOR_PORT": str(self.port),
             "OUTPUT_DIR": "out",
             "MODEL_PATH": "some/model",
-            **self.variables,
             **variables,
         }
         process = subprocess.Popen(
-            ["bash", DEPLOY, arguments[0], "--min_free_gb", "0", *arguments[1:]],
+            ["bash", DEPLOY, *arguments],
             cwd=self.laptop,
             env={name: value for name, value in given.items() if value is not None},
             stdin=subprocess.DEVNULL,
@@ -171,8 +151,6 @@ class Cloud:
     def close(self) -> None:
         """Ends what a failed test has left running."""
         self.finish()
-        for slow in self.root.glob("hosts/*/slow"):
-            slow.unlink()
         for process in self.processes:
             process.kill()
             process.wait()
@@ -194,13 +172,3 @@ class Cloud:
             assert line, seen
             seen += line
         return seen
-
-    def wait_for_jobs(self, count: int) -> None:
-        self.wait(lambda: len(self.lines("jobs")) >= count)
-
-    @staticmethod
-    def wait(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)

@@ -63,7 +63,8 @@ def test_the_image_installs_what_the_accelerator_needs(tmp_path, accelerator):
     assert "--no-cache-dir" in arguments and environment["HF_HOME"].endswith("/cache/huggingface")
     names = {path.name for path in workspace.iterdir()}
     assert names >= {"extract_activations.py", "qwen2_jax.py", "launch_v5e64.sh"}
-    assert not names & {"tests", "README.md", ".git", ".venv", "deploy.sh", "benchmarks"}
+    assert not names & {"tests", "README.md", ".git", ".venv", "benchmarks"}
+    assert [path.name for path in (workspace / "deploy").iterdir()] == ["entrypoint.sh"]
     assert os.access(entry, os.X_OK)
 
 

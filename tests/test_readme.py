@@ -27,19 +27,22 @@ from qwen2_jax import Qwen2, QwenConfig, weight_table
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
 PODS = "Pods and many machines"
-SCRIPTS = ("deploy.sh", "deploy_host.sh", "launch_v5e64.sh")
+SCRIPTS = ("deploy/deploy.sh", "launch_v5e64.sh")
 # What others print: docker, libtpu, gcloud.
 NOT_OURS = {
     "denied",
+    "bind source path does not exist",
+    "is already in use by container",
     "libtpu_lockfile",
     "The TPU is already in use by",
     "SSH Key is not present in the SSH agent",
     "RESOURCE_EXHAUSTED",
 }
-# Of gcloud and docker; the last ones are our benchmark's.
+# Of gcloud, docker and the engines; the last ones are our benchmark's.
 OTHERS_FLAGS = {
     *("--accelerator-type", "--location", "--repository-format", "--spot", "--version"),
-    *("--platform", "--build-arg", "--recursive", "--dtypes", "--documents", "--rounds"),
+    *("--rm", "--platform", "--build-arg", "--recursive", "--array", "--num-jobs"),
+    *("--dtypes", "--documents", "--rounds", "--only"),
 }
 # Stands for .venv/bin/python and the other programs there: what would take long is only recorded.
 PROGRAM = """#!/bin/sh
@@ -108,7 +111,9 @@ def checkout(tmp_path_factory, hub):
         program = root / ".venv/bin" / name
         program.write_text(PROGRAM.format(python=sys.executable, record=root / "recorded"))
         program.chmod(0o755)
-    for stamp in (".runtime", ".dev", ".libtpu", "competitors/.done"):  # all is installed
+    stamps = (".runtime", ".dev", ".libtpu", ".slurm", "skypilot/.done", "competitors/.done")
+    (root / ".venv/skypilot").mkdir()
+    for stamp in stamps:  # all is installed
         (root / ".venv" / stamp).touch()
     with gcs() as bucket:
         environment = os.environ | bucket.environment | {"HF_ENDPOINT": hub.endpoint}

@@ -19,7 +19,7 @@ def test_two_processes_do_not_write_to_one_folder(run, tmp_path):
     first, second = ActivationStorage(tmp_path, HOOKS), ActivationStorage(tmp_path, HOOKS)
     first.open()
     for begin in (second.open, partial(ActivationStorage, tmp_path, HOOKS)):
-        with pytest.raises(InputError, match="another process is writing to it"):
+        with pytest.raises(RunError, match="another process is writing to it"):
             begin()
     first.close()
     second.open()

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from activation_extraction.cli.engines import SLURM_COUNT, check_array, machine_variables
 from activation_extraction.cli.errors import InputError
 from activation_extraction.cli.flags import (
     DEFAULT_DATASET,
@@ -38,6 +39,7 @@ ENVIRONMENT = {
 class Config:
     """One run, as asked for. Field names are the flags'.
 
+    machine_from: the flag or variable that says which machine this is; None: neither does.
     bucket_url: where to upload to, the folder above those of machines and hosts; None: nowhere.
     compilation_cache: a folder, a URL or "off"; None: the default.
     """
@@ -59,6 +61,7 @@ class Config:
     max_seq_length: int
     machine_id: int
     total_machines: int
+    machine_from: str | None
     mesh_type: str
     mesh_shape: tuple[int, ...] | None
     mesh_axes: tuple[str, ...] | None
@@ -73,6 +76,7 @@ class Config:
     compilation_cache: str | None
     output_dir: Path
     output_url: str
+    min_free_gb: float
     activation_dtype: str
     shard_size_gb: float
     compress_shards: bool
@@ -109,6 +113,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     """The command line as a Config. Raises InputError for flags that are wrong or conflict."""
     flags = build_parser().parse_args(argv)
     _fill_from_environment(flags)
+    _fill_from_engine(flags)
     _refuse_conflicts(flags)
     given = {field.name: getattr(flags, field.name, None) for field in fields(Config)}
     output = os.path.expanduser(flags.output_dir)
@@ -138,12 +143,36 @@ def _fill_from_environment(flags: argparse.Namespace) -> None:
             continue
         of_hosts = flag in ("coordinator_address", "host_id", "num_hosts")
         if getattr(flags, flag) is None and (flags.multihost or not of_hosts):
-            values = [(name, os.environ[name]) for name in variables if os.environ.get(name)]
-            for name, value in values[:1]:
-                try:
-                    build_parser().parse_args([f"--{flag}", value], flags)
-                except InputError as error:
-                    raise InputError(f"environment variable {name}: {error}") from error
+            for name in [name for name in variables if os.environ.get(name)][:1]:
+                _fill(flags, flag, name)
+
+
+def _fill(flags: argparse.Namespace, flag: str, variable: str) -> None:
+    """Gives the flag the value of an environment variable, which must be set."""
+    try:
+        build_parser().parse_args([f"--{flag}", os.environ[variable]], flags)
+    except InputError as error:
+        raise InputError(f"environment variable {variable}: {error}") from error
+
+
+def _fill_from_engine(flags: argparse.Namespace) -> None:
+    """--machine_id and --total_machines, where they are left out; notes where the first is from."""
+    looking = flags.status or flags.verify
+    number, count = (None, None) if looking else machine_variables(os.environ, flags.multihost)
+    flags.machine_from = "--machine_id" if flags.machine_id is not None else number
+    if count is not None and flags.total_machines is None:
+        if count == SLURM_COUNT:
+            check_array(os.environ)
+        _fill(flags, "total_machines", count)
+    if number is not None and flags.machine_id is None:
+        if flags.total_machines is None:
+            raise InputError(
+                f"--total_machines: is missing; {number} says which machine this is, but not of "
+                "how many"
+            )
+        _fill(flags, "machine_id", number)
+    flags.machine_id = flags.machine_id or 0
+    flags.total_machines = flags.total_machines or 1
 
 
 def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
@@ -229,7 +258,7 @@ def _refuse_conflicts(flags: argparse.Namespace) -> None:
         raise InputError("--mesh_shape and --no_data_parallel exclude each other")
     if flags.machine_id >= flags.total_machines:
         raise InputError(
-            f"--machine_id {flags.machine_id}: out of range for --total_machines "
+            f"{flags.machine_from} {flags.machine_id}: out of range for --total_machines "
             f"{flags.total_machines}; machines are counted from 0"
         )
 

@@ -30,7 +30,8 @@ read a shard:
   import gzip, pickle
   records = pickle.loads(gzip.open("out/shard_0001.pkl.gz").read())  # {layer: [record, ...]}
 
-exit status: 0 done, 1 failed on the way, 2 bad input, 130 interrupted (what is complete is stored)
+exit status: 0 done, 1 failed on the way, 2 bad input, 130 or 143 stopped by Ctrl-C or SIGTERM; what
+is complete is stored, and but for 2 the same command continues
 """
 
 
@@ -82,7 +83,11 @@ def _gigabytes(text: str) -> float:
     return value
 
 
-_gigabytes.__name__ = "size in GB"
+def _free_gigabytes(text: str) -> float:
+    return _gigabytes(text) if float(text) else 0.0
+
+
+_gigabytes.__name__ = _free_gigabytes.__name__ = "size in GB"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -193,16 +198,17 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--machine_id",
         type=_integer(0),
-        default=0,
         metavar="I",
-        help="this machine, from 0; each has its own part of the data (default: 0)",
+        help="this machine, from 0; each has its own part of the data (default: "
+        "SLURM_ARRAY_TASK_ID, SKYPILOT_JOB_RANK or, without --multihost, JOB_COMPLETION_INDEX; "
+        "else 0)",
     )
     group.add_argument(
         "--total_machines",
         type=_integer(1),
-        default=1,
         metavar="N",
-        help="independent machines that share the data (default: 1)",
+        help="independent machines that share the data; may be many more than run at a time "
+        "(default: SLURM_ARRAY_TASK_COUNT or SKYPILOT_NUM_JOBS, else 1)",
     )
 
 
@@ -315,6 +321,14 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="where the shards go; an interrupted run is continued there by the same command "
         "(default: activations)",
+    )
+    group.add_argument(
+        "--min_free_gb",
+        type=_free_gigabytes,
+        default=0.0,
+        metavar="GB",
+        help="refuse to start with less free disk for --output_dir, in 10^9 bytes (default: 0 = "
+        "whatever is free)",
     )
     group.add_argument(
         "--activation_dtype",

@@ -32,7 +32,7 @@ def stale_folders(config: Config, host: Host) -> list[Store]:
 
 
 def check_unused(folders: Iterable[Store]) -> None:
-    """Raises InputError when another process writes to one of these; of buckets nobody can tell."""
+    """Raises RunError when another process writes to one of these; of buckets nobody can tell."""
     for folder in folders:
         if "://" not in folder.url:
             check_output_dir(Path(folder.url))

@@ -6,6 +6,7 @@ import fcntl
 import os
 import platform
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.cli.errors import InputError, one_line
+from activation_extraction.cli.errors import InputError, RunError, one_line
 from activation_extraction.output.commits import (
     ANEW,
     FORMAT_VERSION,
@@ -187,8 +188,8 @@ def _complete(stored: Stored, samples: int, max_samples: int | None) -> bool:
 
 
 def check_output_dir(folder: Path) -> None:
-    """Raises InputError unless files can be written to `folder`, which need not exist, and no
-    other process does so."""
+    """Raises InputError unless files can be written to `folder`, which need not exist, and RunError
+    when another process does so."""
     name = f"--output_dir {folder}"
     try:
         str(folder).encode()
@@ -204,10 +205,21 @@ def check_output_dir(folder: Path) -> None:
         raise InputError(f"{name}: cannot be written to: {reason or one_line(error)}") from error
 
 
+def check_free_disk(folder: Path, gigabytes: float) -> None:
+    """Raises InputError when less than this is free where `folder` is, or will be."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free / 1e9
+    if free < gigabytes:
+        raise InputError(
+            f"--output_dir {folder}: {free:.1f} GB are free there, --min_free_gb is {gigabytes:g}"
+        )
+
+
 def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int:
     """A lock on the folder that ends with this process, however it ends, or with its descriptor.
 
-    Raises InputError when another process keeps one: `is_locked` takes it for a moment.
+    Raises RunError when another process keeps one (`is_locked` takes it for a moment): it may be an
+    earlier start of this run that is just ending, so it is right to try again later.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     for attempt in range(LOCK_ATTEMPTS):
@@ -218,7 +230,7 @@ def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int:
             if attempt == LOCK_ATTEMPTS - 1:
                 os.close(descriptor)
                 message = f"--output_dir {folder}: another process is writing to it"
-                raise InputError(message) from error
+                raise RunError(message) from error
             time.sleep(LOCK_PAUSE)
         except OSError:  # a file system without locks
             break

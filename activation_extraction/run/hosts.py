@@ -9,6 +9,7 @@ import faulthandler
 import hashlib
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -69,6 +70,7 @@ def join(
             coordinator_address=coordinator,
             num_processes=num_hosts,
             process_id=host_id,
+            local_device_ids=_local_device_ids(),
             initialization_timeout=connect_seconds + 60,  # it aborts: be there before it does
             heartbeat_timeout_seconds=heartbeat_seconds,
         )
@@ -82,6 +84,15 @@ def join(
     finally:
         timer.cancel()
     return Host(jax.process_index(), jax.process_count())
+
+
+def _local_device_ids() -> list[int] | None:
+    """[] restricts nothing: a task that Slurm started alone on its node sees all of its GPUs.
+
+    None leaves it to JAX, which under Slurm takes one GPU for each task.
+    """
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 1(x16)
+    return [] if re.fullmatch(r"1(\(x\d+\))?", tasks) else None
 
 
 def _end_process(message: str) -> None:
@@ -148,8 +159,9 @@ def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -
     """Compares `fields` (name -> content) over all hosts, and ends all when one has a problem.
 
     All hosts must call it, with the same names; one with a problem needs none. Raises `problem`
-    where it arose, and elsewhere InputError with the hosts that have one, or the first field that
-    differs and on which hosts. Hosts part before it raises.
+    where it arose. Elsewhere it names the hosts that have one: InputError, or RunError when no
+    input was bad. When none has, InputError with the first field that differs and on which hosts.
+    Hosts part before it raises.
     """
     found = _disagreement(fields, problem) if host.several else problem
     if found is not None:
@@ -158,10 +170,13 @@ def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -
 
 
 def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Exception | None:
-    refusals = np.asarray(multihost_utils.process_allgather(np.int32(problem is not None)))
-    if refusals.any():
-        refused = ", ".join(str(i) for i in np.flatnonzero(refusals))
-        return problem or InputError(f"host {refused} refused the request: see the message there")
+    kind = 0 if problem is None else 1 if isinstance(problem, InputError) else 2
+    kinds = np.asarray(multihost_utils.process_allgather(np.int32(kind)))
+    if kinds.any():
+        hosts = ", ".join(str(i) for i in np.flatnonzero(kinds))
+        if 1 in kinds:
+            return problem or InputError(f"host {hosts} refused the request: see the message there")
+        return problem or RunError(f"host {hosts} failed: see the message there")
     digests = [hashlib.sha256(str(value).encode()).digest() for value in fields.values()]
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(fields), -1)
     return _difference(list(fields), np.asarray(multihost_utils.process_allgather(mine)))

@@ -3,4 +3,4 @@
 if [[ ${1:-} == -c ]]; then
     exec bash "$@"
 fi
-exec python extract_activations.py "$@"
+exec python "${BASH_SOURCE[0]%/*}/../extract_activations.py" "$@"

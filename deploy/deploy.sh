@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# Runs one extraction in Docker on all hosts of one Cloud TPU, from a laptop. See --help.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+usage() {
+    cat <<'END'
+usage: [VARIABLE=value ...] deploy/deploy.sh start TPU --image IMAGE [options] [-- flags]
+       deploy/deploy.sh follow TPU [options]
+       deploy/deploy.sh stop TPU [options]
+
+  start    pull the image on every host, start the extraction on all of them, and follow it
+  follow   print the logs, each line with the number of its host, until the extraction ends
+  stop     stop all hosts, which store what is complete
+
+Variables: see launch_v5e64.sh --help. After -- come flags of extract_activations.py. Relative paths
+are below ~/activation-extraction on the hosts; absolute ones must exist there.
+Options are gcloud's: --zone, --project, --tunnel-through-iap, --internal-ip.
+
+Ctrl-C ends the following, and the extraction goes on. Nothing is started again by itself: start
+continues. Exit status: 0 done on all hosts, 2 bad input, else that of gcloud.
+END
+}
+
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+quote() { # $1 as one word of any shell, whatever it contains
+    local quote=\' escaped="'\\''"
+    printf "'%s'" "${1//$quote/$escaped}"
+}
+
+on_all_hosts() { # SCRIPT WORD...: runs the bash script with these words on every host at once
+    local command word
+    command="bash -euc $(quote "$1")"
+    for word in "${@:2}"; do command+=" $(quote "$word")"; done
+    command="bash -c $(quote "$command")"
+    gcloud compute tpus tpu-vm ssh "$tpu" "${options[@]}" --worker=all --batch-size=all \
+        --ssh-flag="-oBatchMode=yes -oServerAliveInterval=30" --command="$command" </dev/null
+}
+
+# The scripts for the hosts. None may end with status 255, or gcloud would run it again.
+# shellcheck disable=SC2016  # the hosts expand them
+{
+    pull='
+        case $0 in *.pkg.dev/*) sudo gcloud auth configure-docker "${0%%/*}" --quiet ;; esac
+        sudo docker pull --quiet "$0"'
+    start='
+        mkdir -p ~/activation-extraction ~/.cache/huggingface ~/.cache/activation_extraction
+        sudo docker rm extraction >/dev/null 2>&1 || true # the one before, unless it still runs
+        sudo docker run --detach --init --name extraction --privileged --net=host --shm-size=16g \
+            --volume ~/activation-extraction:/data --workdir /data \
+            --volume ~/.cache/huggingface:/cache/huggingface \
+            --volume ~/.cache/activation_extraction:/cache/activation_extraction "$@" >/dev/null'
+    follow='
+        host=${HOSTNAME##*-w-} # TPU VMs are called t1v-n-SOMETHING-w-NUMBER
+        sudo docker logs --follow --tail=100 extraction 2>&1 |
+            sed --unbuffered -e "s/.*\r//" -e "s/^/[$host] /"
+        status=$(sudo docker wait extraction)
+        echo "[$host] ended with status $status"
+        exit "$status"'
+    stop='sudo docker stop --time=120 extraction'
+}
+
+verb=${1:-} tpu=${2:-} image="" options=()
+case $verb in
+    start | follow | stop) ;;
+    --help | -h) usage && exit ;;
+    *) fail "${verb:-VERB}: expected start, follow or stop (see --help)" ;;
+esac
+[[ $tpu && $tpu != -* ]] || fail "TPU: is not given (see --help)"
+shift 2
+while (($#)) && [[ $1 != -- ]]; do
+    case $1 in
+        --image | --zone | --project)
+            [[ ${2:---} != -- ]] || fail "$1: needs a value"
+            if [[ $1 == --image ]]; then image=$2; else options+=("$1=$2"); fi
+            shift
+            ;;
+        --tunnel-through-iap | --internal-ip) options+=("$1") ;;
+        *) fail "$1: unknown; flags of extract_activations.py come after --" ;;
+    esac
+    shift
+done
+if (($#)); then shift; fi # the --
+
+if [[ $verb == stop ]]; then
+    on_all_hosts "$stop"
+    exit
+fi
+if [[ $verb == start ]]; then
+    [[ $image ]] || fail "--image: is not given"
+    unset COORDINATOR_ADDRESS HOST_ID NUM_HOSTS # JAX finds the hosts of a Cloud TPU
+    command=$("$here/../launch_v5e64.sh" --dry-run "$@")
+    words=() && eval "words=($command)" # launch_v5e64.sh has quoted them: the interpreter, the script, flags
+    mounts=()
+    for word in "${words[@]:2}"; do
+        path=${word#--*=} path=${path%%[*?[]*} # of a glob, what is before it
+        [[ $path != /* ]] || mounts+=(--mount "type=bind,source=$path,target=$path")
+    done
+    on_all_hosts "$pull" "$image"
+    on_all_hosts "$start" bash "${mounts[@]}" "$image" "${words[@]:2}"
+    echo "started; Ctrl-C ends the following, deploy/deploy.sh stop $tpu the extraction"
+fi
+on_all_hosts "$follow"

@@ -1,0 +1,135 @@
+"""A real Slurm on this machine: its daemons, with nodes that are different loopback addresses."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cloud import REPOSITORY, free_port
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+# The names of the nodes are addresses because JAX connects to them.
+CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=1,bf_interval=1
+JobRequeue=1
+MailProg=/bin/true
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no Slurm here; None when there can."""
+    for program in PROGRAMS:
+        if shutil.which(program) is None:
+            return f"{program} is not installed: apt-get install slurm-wlm munge"
+    return None if os.getuid() == 0 else "Slurm's daemons run as root"
+
+
+class Slurm:
+    """Its commands; `environment` is what they need."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+
+    def command(self, *words: object, **variables: str) -> str:
+        """What a command prints."""
+        done = subprocess.run(
+            [str(word) for word in words],
+            env=self.environment | variables,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def submit(self, *words: object, **variables: str) -> str:
+        """Submits deploy/slurm.sbatch; `words` are options, the script's name and flags."""
+        output = f"--output={self.folder}/%A_%a.log"
+        return self.command("sbatch", "--parsable", output, *words, **variables).strip()
+
+    def wait(self, condition: Callable[[], bool], seconds: float = 240) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.2)
+
+    def ended(self) -> bool:
+        return not self.command("squeue", "--noheader")
+
+    def skip_delay(self, job: str) -> None:
+        """A job that is requeued waits for two minutes; this one no longer."""
+        asked = ("squeue", "--noheader", f"--job={job}", "--format=%r")
+        self.wait(lambda: self.command(*asked).strip() == "BeginTime")
+        self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def logs(self) -> str:
+        return "\n".join(f"{p.name}:\n{p.read_text()}" for p in self.folder.glob("*_*.log"))
+
+
+@contextmanager
+def run_slurm(folder: Path, nodes: int) -> Iterator[Slurm]:
+    """A cluster of so many nodes, whose jobs share what CPUs there are."""
+    slurm = Slurm(folder)
+    host = socket.gethostname()
+    lines = [CONFIGURATION.format(host=host, port=free_port(), folder=folder)]
+    names = [f"127.0.0.{number}" for number in range(1, nodes + 1)]
+    for name in names:
+        lines.append(f"NodeName={name} NodeHostname={host} Port={free_port()} CPUs=4\n")
+    lines.append("PartitionName=all Nodes=ALL Default=YES State=UP\n")
+    (folder / "slurm.conf").write_text("".join(lines))
+    (folder / "state").mkdir()
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o600)
+    files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    munged = ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files]
+    nodes_daemons = [["slurmd", "-D", "-N", name] for name in names]
+    daemons: list[subprocess.Popen[bytes]] = []
+    try:
+        for command in (munged, ["slurmctld", "-D"], *nodes_daemons):
+            with open(folder / f"daemon-{len(daemons)}", "w") as log:
+                daemons.append(
+                    subprocess.Popen(command, env=slurm.environment, stdout=log, stderr=log)
+                )
+            if command is munged:
+                slurm.wait((folder / "munge.socket").exists, 20)
+        slurm.wait(lambda: idle(slurm) == nodes, 60)
+        yield slurm
+        slurm.command("scancel", "--user=root")
+        slurm.wait(slurm.ended, 60)
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait()
+
+
+def idle(slurm: Slurm) -> int:
+    """How many nodes are ready; none while the controller does not answer yet."""
+    states = subprocess.run(
+        ["sinfo", "--noheader", "--Node", "--format=%T"],
+        env=slurm.environment,
+        capture_output=True,
+        text=True,
+    )
+    return states.stdout.split().count("idle")
