@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, content, status
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.output import storage
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.output.stores import Store
