@@ -123,6 +123,7 @@ class Cloud:
             "HOME": str(self.laptop),
             "OUTPUT_DIR": "out",
             "MODEL_PATH": "some/model",
+            "PYTHON": self.python,
             **variables,
         }
         process = subprocess.Popen(

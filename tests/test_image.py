@@ -64,7 +64,8 @@ def test_the_image_installs_what_the_accelerator_needs(tmp_path, accelerator):
     names = {path.name for path in workspace.iterdir()}
     assert names >= {"extract_activations.py", "qwen2_jax.py", "launch_v5e64.sh"}
     assert not names & {"tests", "README.md", ".git", ".venv", "benchmarks"}
-    assert [path.name for path in (workspace / "deploy").iterdir()] == ["entrypoint.sh"]
+    deployed = {path.name for path in (workspace / "deploy").iterdir()}
+    assert deployed == {"entrypoint.sh", "requirements-tpu.txt", "requirements-gpu.txt"}
     assert os.access(entry, os.X_OK)
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from cloud import DEPLOY, LAUNCH, ODD, REPOSITORY, Cloud
+from cloud import LAUNCH, ODD, REPOSITORY, Cloud
 
 NAMED = {"MODEL_PATH": "m", "OUTPUT_DIR": "o", "PYTHON": sys.executable}
 
@@ -145,28 +145,10 @@ def test_two_dashes_are_no_flag():
 
 
 def test_deploy_starts_nothing_with_flags_that_the_tool_refuses(cloud):
-    for python, status in ((sys.executable, 2), (str(cloud.job), 0)):
-        done = subprocess.run(
-            ["bash", DEPLOY, "local", "1", "1", "--detach", "--", "--batch_size", "abc"],
-            cwd=cloud.laptop,
-            env=os.environ | NAMED | cloud.variables | {"PYTHON": python},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == status, done.stderr
-        assert ("invalid integer value: 'abc'" in done.stderr) == (status == 2)
-        assert done.stderr.count("the flags were not checked") == (status == 0)
-    cloud.wait_for_jobs(2)
-
-
-@pytest.mark.parametrize(
-    ("status", "advice"),
-    [("2", "change what the log names"), ("1", "with --restart, what failed starts again")],
-)
-def test_deploy_says_what_follows_a_refusal_and_a_failure(cloud, status, advice):
-    (cloud.root / "status-0-0").write_text(status)
-    found, text = cloud.deploy("local", "1")
-    assert found == int(status) and advice in text.splitlines()[-1], text
+    cloud.tpu("pod", 1)
+    start = ["start", "pod", "--image", "image", "--", "--batch_size", "abc"]
+    status, text = cloud.deploy(*start, PYTHON=sys.executable)
+    assert status == 2 and "invalid integer value: 'abc'" in text and not cloud.lines("calls")
 
 
 def test_launch_starts_the_command_and_the_last_flag_wins(cloud):
