@@ -51,6 +51,7 @@ class Config:
     layers_to_extract: tuple[int, ...] | None
     activation_type: str
     hook_names: tuple[str, ...] | None
+    list_hooks: bool
     batch_size: int
     max_seq_length: int
     machine_id: int
@@ -180,6 +181,8 @@ def _check_places(flags: argparse.Namespace) -> None:
         raise InputError("--verify_samples: needs --model_path")
     if looking and flags.overwrite or flags.status and flags.verify:
         raise InputError("--status, --verify and --overwrite exclude each other")
+    if looking and flags.list_hooks:
+        raise InputError("--list_hooks excludes --status and --verify")
 
 
 def _dataset(flags: argparse.Namespace) -> dict[str, str | None]:
