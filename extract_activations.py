@@ -27,6 +27,7 @@ import jax
 from activation_extraction.cli.config import Config, parse_args
 from activation_extraction.cli.console import Clock, Progress, log, start_logging, stop_on_signals
 from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.devices import device_errors, peak_flops
 from activation_extraction.model.digests import digest_files
@@ -34,6 +35,7 @@ from activation_extraction.model.forward import (
     Forward,
     ModelRequest,
     build_model,
+    choose_dtypes,
     log_hooks,
     prepare_model,
 )
@@ -67,6 +69,7 @@ from activation_extraction.run.hosts import (
     part,
     together,
 )
+from activation_extraction.run.list_hooks import list_hooks
 from activation_extraction.run.loop import extract
 from activation_extraction.run.recompute import load_again
 from activation_extraction.run.repair import Repair
@@ -109,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         start_logging(config.verbose, config.machine_id, config.host_id if config.multihost else 0)
+        if config.list_hooks:
+            return show_hooks(config)
         return look(config) if config.status or config.verify else run(config)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -174,7 +179,7 @@ def compute(job: Job, clock: Clock) -> tuple[bool, int]:
                     step,
                     job.forward.receive,
                     storage,
-                    job.forward.flops,
+                    job.forward.model.flops,
                     progress_of(job),
                     clock,
                     watchdog,
@@ -211,6 +216,17 @@ def progress_of(job: Job) -> Progress:
         gauges=lambda: {"batches_ready": job.batches.ready, **job.storage.gauges()},
         record=job.storage.record,
     )
+
+
+def show_hooks(config: Config) -> int:
+    """--list_hooks: for the model that the flags name, of which only config.json is read."""
+    request = ModelRequest.of(config)
+    if config.demo:
+        qwen = QWEN2.config.from_hf(demo.MODEL_CONFIG)
+    else:
+        qwen = QWEN2.config.from_file(Checkpoint(config.model_path).file("config.json"))
+    print("\n".join(list_hooks(QWEN2.hooks, qwen, choose_dtypes(request)[1])))
+    return 0
 
 
 def look(config: Config) -> int:
@@ -385,7 +401,7 @@ def identity_of(
         "skip_bad_rows": config.skip_bad_rows,
         "max_seq_length": config.max_seq_length,
         "hooks": [hook.name for hook in model.hooks],
-        "keyed by": "layer" if config.hook_names is None else "hook name",
+        "keyed by": keyed_by(forward),
         "dtype": str(model.dtype),
         "activation_dtype": str(model.activation_dtype),
         "shard_size_gb": config.shard_size_gb,
@@ -395,6 +411,14 @@ def identity_of(
         "machine": config.machine_id,
         "host": host.id,
     }
+
+
+def keyed_by(forward: Forward) -> str | list[str]:
+    """What the keys in the shards are; a list of them where hooks have other names there."""
+    if all(isinstance(key, int) for key in forward.hooks):
+        return "layer"
+    keys = [str(key) for key in forward.hooks]
+    return "hook name" if keys == [hook.name for hook in forward.model.hooks] else keys
 
 
 def open_storage(
@@ -426,7 +450,7 @@ def open_storage(
         max_samples=max_samples_of(config, host),
         remote=remote,
         delete_local=config.delete_local_after_upload,
-        hook_facts={key: {"width": hook.kind.width(sizes)} for key, hook in forward.hooks.items()},
+        hook_facts={key: hook.facts(sizes) for key, hook in forward.hooks.items()},
     )
 
 

@@ -12,7 +12,6 @@ F MLP width, V vocabulary, L layers.
 Reference: `transformers.models.qwen2.modeling_qwen2` and the Qwen2 report (arXiv:2407.10671).
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ from jax import Array
 
 from activation_extraction.model.attention import Attention, blocked_attention, einsum
 from activation_extraction.model.bits import from_bits
-from activation_extraction.model.groups import in_groups
+from activation_extraction.model.decoder import Decoder, Path
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.qwen_config import QwenConfig
 from activation_extraction.model.weights import WeightSpec
@@ -92,13 +91,15 @@ class RMSNorm(nn.Module):
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array) -> tuple[Array, Out]:
         scale = _parameter(self, "weight", "D", nn.initializers.ones)
         wide = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(
             jnp.mean(wide * wide, axis=-1, keepdims=True) + self.config.rms_norm_eps
         )
-        return (wide * inverse_rms * scale.astype(jnp.float32)).astype(self.dtype)
+        normalized = wide * inverse_rms
+        out = (normalized * scale.astype(jnp.float32)).astype(self.dtype)
+        return out, {"normalized": normalized, "out": out}
 
 
 def rotary_table(positions: Array, config: QwenConfig) -> tuple[Array, Array]:
@@ -138,13 +139,17 @@ class SelfAttention(nn.Module):
         queries = "batch", "query_sequence", "heads", "head_dim"
         keys = "batch", "sequence", "kv_heads", "head_dim"
         constrain = self.layout.constrain
-        q = rotate(constrain(self.q_proj(x), *queries), rotary) * self.config.head_dim**-0.5
-        k = rotate(constrain(self.k_proj(x), *keys), rotary).astype(self.dtype)
-        v = constrain(self.v_proj(x), *keys).astype(self.dtype)
+        out: Out = {}
+        q = out["q"] = constrain(self.q_proj(x), *queries)
+        k = out["k"] = constrain(self.k_proj(x), *keys)
+        v = out["v"] = constrain(self.v_proj(x), *keys).astype(self.dtype)
+        q = out["rot_q"] = rotate(q, rotary)
+        k = out["rot_k"] = rotate(k, rotary).astype(self.dtype)
+        q = (q * self.config.head_dim**-0.5).astype(self.dtype)
         with jax.named_scope("attention"):
-            heads = self.layout.attend(self.attention, q.astype(self.dtype), k, v, segment_ids)
-        out = constrain(self.o_proj(heads).astype(self.dtype), *STREAM)
-        return out, {"out": out}
+            heads = out["z"] = self.layout.attend(self.attention, q, k, v, segment_ids)
+        out["out"] = constrain(self.o_proj(heads).astype(self.dtype), *STREAM)
+        return out["out"], out
 
 
 class MLP(nn.Module):
@@ -160,10 +165,11 @@ class MLP(nn.Module):
         self.down_proj = Linear(self.config, "F->D", dtype=self.dtype)
 
     def __call__(self, x: Array) -> tuple[Array, Out]:
-        gated = jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)
-        gated = self.layout.constrain(gated.astype(self.dtype), "batch", "sequence", "mlp")
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        gated = (jax.nn.silu(gate) * up).astype(self.dtype)
+        gated = self.layout.constrain(gated, "batch", "sequence", "mlp")
         out = self.layout.constrain(self.down_proj(gated).astype(self.dtype), *STREAM)
-        return out, {"out": out}
+        return out, {"pre": gate, "pre_linear": up, "post": gated, "out": out}
 
 
 class DecoderLayer(nn.Module):
@@ -183,70 +189,25 @@ class DecoderLayer(nn.Module):
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array
     ) -> tuple[Array, Out]:
-        out: Out = {}
-        y, out["attn"] = self.self_attn(self.input_layernorm(x), rotary, segment_ids)
-        x = x + y
-        y, out["mlp"] = self.mlp(self.post_attention_layernorm(x))
+        out: Out = {"resid_pre": x}
+        y, out["ln1"] = self.input_layernorm(x)
+        y, out["attn"] = self.self_attn(y, rotary, segment_ids)
+        x = out["resid_mid"] = x + y
+        y, out["ln2"] = self.post_attention_layernorm(x)
+        y, out["mlp"] = self.mlp(y)
         x = out["resid_post"] = x + y
         return x, out
 
 
-@dataclasses.dataclass(frozen=True)
-class Decoder:
-    """A stack of equal layers as pure functions of their stacked parameters."""
+def decoder(config: QwenConfig, dtype: Any, attention: Attention, layout: Layout) -> Decoder:
+    """The layers, as functions of their parameters."""
 
-    config: QwenConfig
-    dtype: Any
-    attention: Attention
-    layout: Layout
-
-    @property
-    def layer(self) -> DecoderLayer:
-        return DecoderLayer(self.config, self.dtype, self.attention, self.layout, parent=None)
-
-    def init(self, key: Array, length: int) -> Any:
-        """Parameters of `length` layers: those of one with a leading axis named "layers"."""
-        stacked = jax.vmap(self._init_layer)(jax.random.split(key, length))
-        return nn.meta.add_axis(stacked, 0, {nn.meta.PARTITION_NAME: "layers"})
-
-    def _init_layer(self, key: Array) -> Any:
-        alone = dataclasses.replace(self, layout=Layout()).layer
+    def example() -> tuple[Any, ...]:
         nothing = jnp.zeros((1, 1), jnp.int32)
-        x = jnp.zeros((1, 1, self.config.hidden_size), self.dtype)
-        return alone.init(key, x, rotary_table(nothing, self.config), nothing)["params"]
+        x = jnp.zeros((1, 1, config.hidden_size), dtype)
+        return x, rotary_table(nothing, config), nothing
 
-    def scan(
-        self,
-        params: Any,
-        body: Callable,
-        carry: Any,
-        per_layer: Any = None,
-        keep: Callable[[Any], Any] = lambda _: None,
-    ) -> Any:
-        """Runs `body(layer_k, carry, per_layer[k]) -> carry` over the layers, as one XLA loop.
-
-        `layer_k(x, rotary, segment_ids)` is layer k with its parameters; it returns the stream and
-        what `keep` makes of its intermediates. Returns the last carry.
-        """
-        boxed = jax.eval_shape(self._init_layer, jax.random.key(0))
-        axes = jax.tree.map(lambda box: box.names, boxed, is_leaf=_is_boxed)
-
-        def step(carry: Any, xs: Any) -> tuple[Any, None]:
-            params, per_layer = xs
-            gathered = jax.tree.map(self.layout.gather, params, axes)
-            own: Any = {"params": jax.tree.map(from_bits, gathered)}
-
-            def layer(*inputs: Array) -> tuple[Array, Any]:
-                x, out = self.layer.apply(own, *inputs)  # type: ignore[misc]
-                return x, keep(out)
-
-            return body(in_groups(layer, self.layout, self.dtype), carry, per_layer), None
-
-        return jax.lax.scan(step, carry, (params, per_layer))[0]
-
-
-def _is_boxed(x: Any) -> bool:
-    return isinstance(x, nn.LogicallyPartitioned)
+    return Decoder(DecoderLayer(config, dtype, attention, layout, parent=None), example)
 
 
 class Qwen2(nn.Module):
@@ -258,30 +219,31 @@ class Qwen2(nn.Module):
     layout: Layout = Layout()
 
     @property
-    def num_layers(self) -> int:
+    def whole_layers(self) -> int:
         return self.config.num_hidden_layers
 
     @nn.compact
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> Array:
         """All (B, T) int32. Returns logits (B, T, V), float32; those of padding mean nothing."""
-        decoder = Decoder(self.config, self.dtype, self.attention, self.layout)
-        params = self.param("layers", decoder.init, self.num_layers)
+        layers = decoder(self.config, self.dtype, self.attention, self.layout)
+        params = self.param("layers", layers.init, self.whole_layers)
         rotary = rotary_table(positions, self.config)
 
         def block(layer: Callable, x: Array, _: None) -> Array:
             return layer(x, rotary, segment_ids)[0]
 
         x = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")(token_ids)
-        x = decoder.scan(params, block, x)
-        x = RMSNorm(self.config, self.dtype, name="norm")(x)
+        x = layers.scan(params, block, x)
+        x, _ = RMSNorm(self.config, self.dtype, name="norm")(x)
         return Linear(self.config, "D->V", dtype=self.dtype, name="lm_head")(x)
 
 
-def weight_table(model: nn.Module) -> dict[tuple[str, ...], WeightSpec]:
+def weight_table(model: nn.Module) -> dict[Path, WeightSpec]:
     """Parameter path -> shape, logical axes and checkpoint tensors, for every weight of `model`.
 
-    Works for any module that follows this file's naming; nothing is computed or allocated. Layers
-    beyond `model.num_layers`, which even out the stages of a pipeline, have no checkpoint tensors.
+    Works for any module that follows this file's naming; nothing is computed or allocated. Stacked
+    layers beyond `model.whole_layers`, which even out the stages of a pipeline, have no checkpoint
+    tensors.
     """
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     alone = model.clone(layout=Layout(), parent=None)
@@ -290,15 +252,17 @@ def weight_table(model: nn.Module) -> dict[tuple[str, ...], WeightSpec]:
         path: WeightSpec(
             shape=boxed.value.shape,
             axes=boxed.names,
-            hf_names=_hf_names(path, model.num_layers, model.config.tie_word_embeddings),
+            hf_names=_hf_names(path, model.whole_layers, model.config.tie_word_embeddings),
         )
         for path, boxed in flatten_dict(abstract["params"]).items()
     }
 
 
-def _hf_names(path: tuple[str, ...], num_layers: int, tied: bool) -> tuple[str, ...]:
+def _hf_names(path: Path, whole_layers: int, tied: bool) -> tuple[str, ...]:
     if path[0] == "layers":
-        return tuple(f"model.layers.{k}.{'.'.join(path[1:])}" for k in range(num_layers))
+        return tuple(f"model.layers.{k}.{'.'.join(path[1:])}" for k in range(whole_layers))
+    if path[0] == "last_layer":
+        return (f"model.layers.{whole_layers}.{'.'.join(path[1:])}",)
     if path[0] == "lm_head":
         return ("model.embed_tokens.weight" if tied else "lm_head.weight",)
     return (f"model.{'.'.join(path)}",)

@@ -1,45 +1,104 @@
 """The hooked model: which hook points Qwen2 has, and the model that computes what they ask for.
 
-A hook point is a layer and a kind; `HOOKS` is the table of kinds. Meanings are TransformerLens's
-without processed weights:
-  hook_attn_out    attention output after o_proj, before it is added
-  hook_mlp_out     MLP output, before it is added
-  hook_resid_post  the residual stream after the block, before any final norm
-                   (Hugging Face hidden_states[k + 1], but for the last layer)
-A new kind is a row here and a line in the module of qwen2_jax.py that computes it. The hooked model
-has the layers up to the last requested one, and neither final norm nor lm_head.
+A hook point is a kind at a layer. `HOOKS` is the table of kinds: names and meanings are those of
+TransformerLens with unprocessed weights. A norm's `hook_normalized` is before its weight and
+`hook_out` after it; `hook_q`, `hook_k` and `hook_v` are before the rotary embedding, `hook_rot_q`
+and `hook_rot_k` after it; `hook_resid_post` of the last layer is before the final norm, unlike
+Hugging Face's last hidden state. Values per head are flat, (tokens, heads * head size).
+
+A new kind is a row here and a line in the module of qwen2_jax.py that computes it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from activation_extraction.model.attention import Attention, blocked_attention
-from activation_extraction.model.capture import Buffers, Capture, Slots
+from activation_extraction.model.capture import Buffers, Capture, Plan
+from activation_extraction.model.decoder import Decoder, Path
 from activation_extraction.model.family import ModelFamily
 from activation_extraction.model.hooks import Hook, HookKind, HookTable
 from activation_extraction.model.mesh import Layout
-from qwen2_jax import STREAM, Decoder, Embedding, Qwen2, QwenConfig, rotary_table, weight_table
-
-HOOKS = HookTable(
-    (  # name, letters, intermediate; in the order in which a layer computes them
-        HookKind("hook_attn_out", "D", "attn.out"),
-        HookKind("hook_mlp_out", "D", "mlp.out"),
-        HookKind("hook_resid_post", "D", "resid_post"),
-    )
+from qwen2_jax import (
+    STREAM,
+    Embedding,
+    Out,
+    Qwen2,
+    QwenConfig,
+    RMSNorm,
+    decoder,
+    rotary_table,
+    weight_table,
 )
 
 
-class HookedQwen2(nn.Module):
-    """Qwen2 up to the last hook, returning what the hooks saw.
+def _kind(name: str, letters: str, value: str, modules: str = "", aliases: str = "") -> HookKind:
+    """A kind that every layer has, its names without their common beginnings."""
+    return HookKind(
+        f"blocks.{{}}.{name}",
+        letters,
+        value,
+        tuple(f"model.layers.{{}}.{module}" for module in modules.split()),
+        tuple(f"blocks.{{}}.{alias}" for alias in aliases.split()),
+    )
 
-    Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. With `stages` > 1 the layers
-    are split into that many pipeline stages of equal length, the last ones perhaps with layers of
-    zeros, which change nothing.
+
+HOOKS = HookTable(
+    (  # name, letters, intermediate, Hugging Face modules, aliases; in the order of computing
+        HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",)),
+        _kind("hook_resid_pre", "D", "resid_pre", "input", "hook_in ln1.hook_in"),
+        _kind("ln1.hook_normalized", "D", "ln1.normalized"),
+        _kind("ln1.hook_out", "D", "ln1.out", "input_layernorm.output", "attn.hook_in"),
+        _kind("attn.hook_q", "NH", "attn.q", "self_attn.q_proj.output", "attn.q.hook_out"),
+        _kind("attn.hook_k", "KH", "attn.k", "self_attn.k_proj.output", "attn.k.hook_out"),
+        _kind("attn.hook_v", "KH", "attn.v", "self_attn.v_proj.output", "attn.v.hook_out"),
+        _kind("attn.hook_rot_q", "NH", "attn.rot_q"),
+        _kind("attn.hook_rot_k", "KH", "attn.rot_k"),
+        _kind("attn.hook_z", "NH", "attn.z", "self_attn.o_proj.input", "attn.o.hook_in"),
+        _kind(
+            "hook_attn_out",
+            "D",
+            "attn.out",
+            "self_attn.output self_attn.o_proj.output",
+            "attn.hook_out",
+        ),
+        _kind("hook_resid_mid", "D", "resid_mid", "post_attention_layernorm.input", "ln2.hook_in"),
+        _kind("ln2.hook_normalized", "D", "ln2.normalized"),
+        _kind(
+            "ln2.hook_out",
+            "D",
+            "ln2.out",
+            "mlp.input post_attention_layernorm.output",
+            "mlp.hook_in",
+        ),
+        _kind("mlp.hook_pre", "F", "mlp.pre", "mlp.gate_proj.output", "mlp.gate.hook_out"),
+        _kind(
+            "mlp.hook_pre_linear", "F", "mlp.pre_linear", "mlp.up_proj.output", "mlp.in.hook_out"
+        ),
+        _kind("mlp.hook_post", "F", "mlp.post", "mlp.down_proj.input", "mlp.out.hook_in"),
+        _kind("hook_mlp_out", "D", "mlp.out", "mlp.output mlp.down_proj.output", "mlp.hook_out"),
+        _kind("hook_resid_post", "D", "resid_post", "output", "hook_out"),
+        HookKind("ln_final.hook_normalized", "D", "final.normalized", at_end=True),
+        HookKind("ln_final.hook_out", "D", "final.out", ("model.norm.output",), at_end=True),
+    )
+)
+ATTENDED = [kind.value for kind in HOOKS.kinds].index("attn.z")  # from here on, attention has run
+
+
+class HookedQwen2(nn.Module):
+    """Qwen2 as far as the hooks need it, returning what they saw.
+
+    Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. Where the hooks need only a
+    part of the last layer, or the final norm, that layer comes after the loop over the others, with
+    the parameters that it needs as "last_layer". With `stages` > 1 all layers are whole, and split
+    into that many pipeline stages of equal length, the last ones perhaps with layers of zeros,
+    which change nothing.
     """
 
     config: QwenConfig
@@ -52,16 +111,35 @@ class HookedQwen2(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """Layers that are loaded and run."""
+        """Layers that are run, the last one perhaps in part."""
         return self.hooks[-1].layer + 1
 
     @property
+    def whole_layers(self) -> int:
+        """Layers that run in the loop."""
+        return self.num_layers - (self.last_layer is not None)
+
+    @property
+    def last_layer(self) -> "LastLayer | None":
+        """What is needed of a layer after the loop; None when there is none."""
+        ends = [hook.kind.value for hook in self.hooks if hook.layer == self.num_layers - 1]
+        return None if self.stages > 1 else _last_layer(self.config, tuple(ends))
+
+    @property
     def layers_per_stage(self) -> int:
-        return -(-self.num_layers // self.stages)
+        return -(-self.whole_layers // self.stages)
 
     def micro_batches(self, rows: int) -> int:
         """How many pass through the pipeline per step: one row of every data-parallel device."""
         return max(rows // self.layout.size("data", "fsdp"), 1)
+
+    def flops(self, lengths: Sequence[int]) -> float:
+        """Floating point operations of samples of these lengths."""
+        total = self.config.flops(self.whole_layers, lengths)
+        if self.last_layer is not None:
+            attends = self.hooks[-1].order >= ATTENDED
+            total += self.config.flops_of(self.last_layer.weights, attends, lengths)
+        return total
 
     @nn.compact
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> dict[int, Array]:
@@ -70,91 +148,139 @@ class HookedQwen2(nn.Module):
         The values are in activation_dtype, the hooks of one width in the order of `hooks`.
         """
         embed = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")
-        params = self.param("layers", self._decoder().init, self.stages * self.layers_per_stage)
-        capture = Capture(
-            self.hooks,
-            self.config.sizes,
-            self.activation_dtype,
-            self.layout,
-            self.stages,
-            self.layers_per_stage,
-        )
+        norm = RMSNorm(self.config, self.dtype, name="norm")
+        params, layers = {}, self._layers()
+        if self.whole_layers:
+            count = self.stages * self.layers_per_stage
+            params["layers"] = self.param("layers", layers.init, count)
+        if self.last_layer is not None and self.last_layer.paths:
+            paths = self.last_layer.paths
+            params["last_layer"] = self.param("last_layer", layers.init_part, paths)
         if self.is_initializing():
-            embed(token_ids)
+            x = embed(token_ids)
+            if any(_is_final(hook.kind) for hook in self.hooks):
+                norm(x)
             return {}
-        if self.stages > 1:
-            return self._pipelined(capture, params, embed, token_ids, segment_ids, positions)
-        slots = jax.tree.map(lambda of_stages: of_stages[0], capture.slots())
-        carry = embed(token_ids), capture.buffers(*token_ids.shape)
-        with jax.named_scope("layers"):
-            _, found = self._run(capture, params, slots, carry, segment_ids, positions)
-        return capture.result(found, len(token_ids))
+        run = self._scanned if self.stages == 1 else self._pipelined
+        return run(params, embed, norm, token_ids, segment_ids, positions)
 
-    def _decoder(self) -> Decoder:
-        return Decoder(self.config, self.dtype, self.attention, self.layout)
+    def _layers(self) -> Decoder:
+        return decoder(self.config, self.dtype, self.attention, self.layout)
 
-    def _run(
+    def _capture(self) -> Capture:
+        return Capture(self.hooks, self.config.sizes, self.activation_dtype, self.layout)
+
+    def _keep(self, plan: Plan, norm: RMSNorm) -> Callable[[Out], list[Array]]:
+        """What is captured of a layer's intermediates."""
+
+        def keep(out: Out) -> list[Array]:
+            if any(_is_final(kind) for kind in plan.kinds):
+                out = out | {"final": norm(out["resid_post"])[1]}
+            return self._capture().bits_of(plan.kinds, out)
+
+        return keep
+
+    def _scanned(
+        self, params: Any, embed: Embedding, norm: RMSNorm, *batch: Array
+    ) -> dict[int, Array]:
+        """One loop over the whole layers, then what is needed of the last one."""
+        token_ids, segment_ids, positions = batch
+        capture, whole = self._capture(), self.whole_layers
+        inside, after = capture.plan(range(whole)), capture.plan(range(whole, self.num_layers))
+        carry = embed(token_ids), capture.buffers([inside, after], token_ids.shape)
+        inputs = rotary_table(positions, self.config), segment_ids
+        if whole:
+            with jax.named_scope("layers"):
+                keep = self._keep(inside, norm)
+                carry = self._loop(params["layers"], inside.slots, carry, keep, *inputs)
+        x, buffers = carry
+        if self.last_layer is not None:
+            with jax.named_scope("last_layer"):
+                part = params.get("last_layer", {})
+                values = self._layers().part(part, self._keep(after, norm), x, *inputs)
+                buffers = capture.write(buffers, values, [slots[0] for slots in after.slots])
+        return capture.result(buffers)
+
+    def _loop(
         self,
-        capture: Capture,
         params: Any,
-        slots: Slots,
+        slots: tuple[Array | np.ndarray, ...],
         carry: tuple[Array, Buffers],
+        keep: Callable[[Out], list[Array]],
+        rotary: tuple[Array, Array],
         segment_ids: Array,
-        positions: Array,
         *at: Array,
     ) -> tuple[Array, Buffers]:
-        """All layers, or those of one stage, on rows that buffers keep `at` their slots."""
-        rotary = rotary_table(positions, self.config)
+        """All whole layers, or those of one stage, on rows that buffers keep `at` their slots."""
 
-        def block(layer: Callable, carry: tuple[Array, Buffers], slots: Slots) -> Any:
+        def block(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
             x, buffers = carry
             x, values = layer(x, rotary, segment_ids)
-            return x, capture.write(buffers, values, slots, *at)
+            return x, self._capture().write(buffers, values, slots, *at)
 
-        return self._decoder().scan(params, block, carry, slots, capture.bits_of)
+        return self._layers().scan(params, block, carry, slots, keep)
 
     def _pipelined(
-        self, capture: Capture, params: Any, embed: Embedding, *batch: Array
+        self, params: Any, embed: Embedding, norm: RMSNorm, *batch: Array
     ) -> dict[int, Array]:
         """All stages at once, each on another micro-batch.
 
         After M + stages - 1 ticks M micro-batches have passed; stage s works on micro-batch t - s
         at tick t. Each stage captures its own layers' hooks.
         """
-        stages, (rows, length) = self.stages, batch[0].shape
+        stages, capture, (rows, length) = self.stages, self._capture(), batch[0].shape
         count = self.micro_batches(rows)
-        per_stage = jax.tree.map(lambda w: w.reshape(stages, -1, *w.shape[1:]), params)
+        per_stage = jax.tree.map(lambda w: w.reshape(stages, -1, *w.shape[1:]), params["layers"])
         token_ids, segment_ids, positions = (
             x.reshape(-1, count, length).swapaxes(0, 1) for x in batch
         )
-        numbers = jnp.arange(stages)
+        plan, numbers = capture.plan_stages(stages, self.layers_per_stage), jnp.arange(stages)
+        keep = self._keep(plan, norm)
 
-        def stage(params: Any, slots: Slots, x: Array, buffers: Buffers, number: Array) -> Any:
+        def stage(params: Any, slots: Any, x: Array, buffers: Buffers, number: Array) -> Any:
             """number: of the micro-batch.
 
             In the bubble before the first micro-batch a stage writes what it will write again; in
             the one after the last, that one comes once more. So neither needs a mask.
             """
             number = jnp.clip(number, 0, count - 1)
-            rows = segment_ids[number], positions[number]
-            return self._run(capture, params, slots, (x, buffers), *rows, number)
+            inputs = rotary_table(positions[number], self.config), segment_ids[number]
+            return self._loop(params, slots, (x, buffers), keep, *inputs, number)
 
         def tick(carry: tuple[Array, Buffers], time: Array) -> tuple[Any, None]:
             x, buffers = carry
-            x = jnp.roll(x, 1, axis=0).at[0].set(embed_tokens(time))
+            x = jnp.roll(x, 1, axis=0).at[0].set(embed(token_ids[jnp.minimum(time, count - 1)]))
             x = self.layout.constrain(x, "stage", *STREAM)
-            return jax.vmap(stage, spmd_axis_name="pipeline")(
-                per_stage, capture.slots(), x, buffers, time - numbers
-            ), None
-
-        def embed_tokens(time: Array) -> Array:
-            return embed(token_ids[jnp.minimum(time, count - 1)])
+            inputs = per_stage, plan.slots, x, buffers, time - numbers
+            return jax.vmap(stage, spmd_axis_name="pipeline")(*inputs), None
 
         x = jnp.zeros((stages, *token_ids.shape[1:], self.config.hidden_size), self.dtype)
-        carry = x, capture.buffers(*token_ids.shape)
+        carry = x, capture.buffers([plan], token_ids.shape, stages)
         with jax.named_scope("layers"):
             (_, buffers), _ = lax.scan(tick, carry, jnp.arange(count + stages - 1))
-        return capture.result(buffers, rows)
+        return capture.result_of_stages(buffers, rows, self.layers_per_stage)
+
+
+def _is_final(kind: HookKind) -> bool:
+    return kind.value.startswith("final.")
+
+
+class LastLayer(NamedTuple):
+    """What is needed of a layer that does not run whole: parameters, and weights in matrices."""
+
+    paths: frozenset[Path]
+    weights: int
+
+
+@functools.cache
+def _last_layer(config: QwenConfig, values: tuple[str, ...]) -> LastLayer | None:
+    """For hooks with these values at the last layer; None when it runs like all others."""
+    layers = decoder(config, jnp.float32, blocked_attention, Layout())
+    final = any(value.startswith("final.") for value in values)
+    paths = layers.paths_for({"resid_post"} if final else set(values))
+    if not final and paths == layers.paths_for({"resid_post"}):
+        return None
+    return LastLayer(paths, sum(layers.matrix_sizes()[path] for path in paths))
 
 
 def create_model_with_hooks(

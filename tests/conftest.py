@@ -40,7 +40,7 @@ from activation_extraction.reading.verify import verify
 from activation_extraction.run import demo
 from activation_extraction.text.tokens import load_tokenizer
 from qwen2_jax import QwenConfig
-from qwen2_jax_with_hooks import QWEN2
+from qwen2_jax_with_hooks import HOOKS, QWEN2
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
@@ -82,29 +82,55 @@ class Reference:
     def config(self) -> QwenConfig:
         return QwenConfig.from_file(self.folder / "config.json")
 
-    def hooked(self, token_ids: np.ndarray) -> dict[tuple[int, str], np.ndarray]:
-        """(layer, kind) -> (B, T, D) float32, as Hugging Face computes it on unpadded rows."""
+    def hooked(self, token_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Name of a hook -> (B, T, width) float32, as Hugging Face computes it on unpadded rows.
+
+        Under the name of every module that has it, and under the canonical one.
+        """
         import torch
 
-        values: dict[tuple[int, str], np.ndarray] = {}
+        depth, values, handles = self.config.num_hidden_layers, {}, []
+        hooks = HOOKS.every(depth)
+        for name in {name for hook in hooks for name in hook.names() if name.startswith("model.")}:
+            path, side = name.rsplit(".", 1)
 
-        def keep(layer: int, kind: str) -> Callable[..., None]:
-            def hook(_module: Any, _inputs: Any, output: Any) -> None:
-                tensor = output[0] if isinstance(output, tuple) else output
-                values[layer, kind] = tensor.float().numpy()
+            def keep(_: Any, inputs: Any, output: Any, name: str = name, side: str = side) -> None:
+                found = inputs[0] if side == "input" else output
+                found = found[0] if isinstance(found, tuple) else found
+                values[name] = found.flatten(2).clone()
 
-            return hook
-
-        handles = []
-        for k, layer in enumerate(self.model.model.layers):
-            handles.append(layer.register_forward_hook(keep(k, "hook_resid_post")))
-            handles.append(layer.self_attn.register_forward_hook(keep(k, "hook_attn_out")))
-            handles.append(layer.mlp.register_forward_hook(keep(k, "hook_mlp_out")))
+            handles.append(self.model.get_submodule(path).register_forward_hook(keep))
         with torch.no_grad():
             self.model.model(torch.tensor(token_ids, dtype=torch.long), use_cache=False)
+            values |= {hook.name: values[hook.module] for hook in hooks if hook.module is not None}
+            for layer in range(depth):
+                values |= self._inside(f"blocks.{layer}.", values)
+            last = values[f"blocks.{depth - 1}.hook_resid_post"]
+            values["ln_final.hook_normalized"] = self._normalized(last)
         for handle in handles:
             handle.remove()
-        return values
+        return {name: value.float().numpy() for name, value in values.items()}
+
+    def _inside(self, block: str, values: dict[str, Any]) -> dict[str, Any]:
+        """What is inside of a block's modules and so has no name there."""
+        import torch
+        from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
+
+        found = {}
+        for norm, stream in (("ln1", "hook_resid_pre"), ("ln2", "hook_resid_mid")):
+            found[f"{block}{norm}.hook_normalized"] = self._normalized(values[block + stream])
+        q, k = (values[f"{block}attn.hook_{n}"] for n in "qk")
+        q, k = (x.unflatten(2, (-1, self.config.head_dim)).transpose(1, 2) for x in (q, k))
+        tables = self.model.model.rotary_emb(q, torch.arange(q.shape[2])[None])
+        for name, rotated in zip("qk", apply_rotary_pos_emb(q, k, *tables), strict=True):
+            found[f"{block}attn.hook_rot_{name}"] = rotated.transpose(1, 2).flatten(2)
+        return found
+
+    def _normalized(self, x: Any) -> Any:
+        import torch
+
+        mean_square = x.float().pow(2).mean(-1, keepdim=True)
+        return (x.float() * torch.rsqrt(mean_square + self.config.rms_norm_eps)).to(x.dtype)
 
 
 def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) -> Reference:

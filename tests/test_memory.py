@@ -28,7 +28,7 @@ from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
 folder = Path(sys.argv[1])
 config = QwenConfig.from_file(folder / "config.json")
 layout = build_layout(usable_devices(True), json.loads(sys.argv[2]), config.num_key_value_heads)
-hooks = [HOOKS.hook(23, "hook_resid_post")]
+hooks = HOOKS.of_layers([23], "residual", 24)
 table = weight_table(create_model_with_hooks(config, hooks, layout=layout))
 before = resident("VmRSS")
 params = jax.block_until_ready(

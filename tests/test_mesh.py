@@ -20,7 +20,7 @@ from activation_extraction.model.mesh import (
 )
 from activation_extraction.model.mesh_shape import choose_shape, smallest_model_axis
 from activation_extraction.model.weights import load_params
-from qwen2_jax import Qwen2, weight_table
+from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
 
 ROUNDING = 1e-5
@@ -33,11 +33,13 @@ SHAPES = {
     "all": {"pipeline": 2, "fsdp": 2, "model": 2},
     "model first": {"model": 2, "data": 4},
 }
-ODD_HOOKS = [  # none of layer 1; not the last kind
-    HOOKS.hook(0, "hook_mlp_out"),
-    HOOKS.hook(2, "hook_attn_out"),
-    HOOKS.hook(2, "hook_resid_post"),
-    HOOKS.hook(3, "hook_mlp_out"),
+ODD_HOOKS = [  # several widths, none of layer 1, and of the last layer only a part
+    "blocks.0.hook_mlp_out",
+    "blocks.0.attn.hook_k",
+    "blocks.2.attn.hook_z",
+    "blocks.2.hook_resid_post",
+    "blocks.3.mlp.hook_pre",
+    "blocks.3.ln2.hook_out",
 ]
 
 
@@ -81,13 +83,13 @@ def run_on(reference, batch, hooks, shape, hosts=1):
 @pytest.mark.parametrize("hooks", [pytest.param("every", marks=pytest.mark.long), "odd"])
 def test_every_mesh_gives_the_values_of_one_device(small, name, hooks):
     reference, batch, expected = small
-    chosen = every_hook(reference.config) if hooks == "every" else ODD_HOOKS
+    chosen = every_hook(reference.config)
+    if hooks == "odd":
+        chosen = [hook for hook in chosen if hook.name in ODD_HOOKS]
+        assert len(chosen) == len(ODD_HOOKS)
     if hooks not in expected:
         alone = create_model_with_hooks(reference.config, chosen)
-        params = {"params": load(Qwen2(reference.config), reference.folder)}
-        params["params"]["layers"] = jax.tree.map(
-            lambda w: w[: alone.num_layers], params["params"]["layers"]
-        )
+        params = {"params": load(alone, reference.folder)}
         expected[hooks] = jax.jit(alone.apply)(params, *batch)
     found, model = run_on(reference, batch, chosen, SHAPES[name], hosts=2)
     assert found.keys() == expected[hooks].keys()
@@ -113,7 +115,7 @@ def test_weights_are_split_and_read_only_once(small, monkeypatch):
     kv_heads = reference.config.num_key_value_heads
     layout = build_layout(usable_devices(every=True), shape, kv_heads)
     model = create_model_with_hooks(
-        reference.config, [HOOKS.hook(4, "hook_resid_post")], layout=layout
+        reference.config, HOOKS.of_layers([4], "residual", 5), layout=layout
     )
     table = weight_table(model)
     params = load_params(table, Checkpoint(str(reference.folder)), np.float32, layout)

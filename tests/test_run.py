@@ -127,7 +127,9 @@ def test_stored_records_are_hugging_face_activations(texts, tmp_path):
     for layer in (0, depth - 1):
         assert [record["doc_id"] for record in shard[layer]] == list(range(40))
         for record in shard[layer]:
-            expected = reference.hooked(record["token_ids"][None])[layer, "hook_resid_post"][0]
+            expected = reference.hooked(record["token_ids"][None])[
+                f"blocks.{layer}.hook_resid_post"
+            ][0]
             assert error_of(record["activation"], expected) < TOLERANCE
             assert record["text_preview"] == rows[record["doc_id"]]["text"][:200]
 

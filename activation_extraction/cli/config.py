@@ -57,6 +57,7 @@ class Config:
     layers_to_extract: tuple[int, ...] | None
     activation_type: str
     hook_names: tuple[str, ...] | None
+    list_hooks: bool
     batch_size: int
     max_seq_length: int
     machine_id: int
@@ -216,6 +217,8 @@ def _check_places(flags: argparse.Namespace) -> None:
         raise InputError("--model_revision: needs --model_path here")
     if sum((flags.status, flags.verify, flags.repair, flags.overwrite)) > 1:
         raise InputError("--status, --verify, --repair and --overwrite exclude each other")
+    if (looking or flags.repair) and flags.list_hooks:
+        raise InputError("--list_hooks excludes --status, --verify and --repair")
 
 
 def _dataset(flags: argparse.Namespace) -> dict[str, str | None]:

@@ -147,8 +147,15 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--hook_names",
         nargs="+",
         metavar="GLOB",
-        help="instead of the two above: TransformerLens names, globs allowed, such as "
-        "'blocks.*.hook_mlp_out'",
+        help="instead of the two above: names of TransformerLens or of inputs and outputs of "
+        "Hugging Face modules, globs allowed, such as 'blocks.*.mlp.hook_in' or "
+        "'model.layers.20.mlp.output'",
+    )
+    group.add_argument(
+        "--list_hooks",
+        action="store_true",
+        help="list the model's hooks with all their names, widths and bytes per token, and end; "
+        "reads config.json only",
     )
 
 

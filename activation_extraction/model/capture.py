@@ -5,9 +5,9 @@ is, which layer writes to it, and how the buffers become the result is decided h
 all layers as for the stages of a pipeline. The layers themselves belong to the model's file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,28 +20,24 @@ from activation_extraction.model.mesh import Layout
 CAPTURED = "batch", "captured_sequence", "hidden"  # logical axes of a hook's value when stored
 
 Buffers = dict[int, Array]  # width -> bits of the hooks of that width, (slots, ..., B, T, width)
-Slots = dict[str, Any]  # name of a kind -> the slots that layers write it to, int32
+
+
+class Plan(NamedTuple):
+    """What layers write: kinds in the order of computing, and for each kind the slots by layer."""
+
+    kinds: tuple[HookKind, ...]
+    slots: tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
 class Capture:
-    """What is captured of `stages` times `length` layers.
-
-    hooks: in their order; sizes: letter -> size, from the model's configuration; dtype: of the
-    values as they are stored.
-    """
+    """hooks: in their order; sizes: letter -> size, from the model's configuration; dtype: of the
+    values as they are stored."""
 
     hooks: tuple[Hook, ...]
     sizes: Mapping[str, int]
     dtype: Any
     layout: Layout
-    stages: int
-    length: int
-
-    @property
-    def kinds(self) -> list[HookKind]:
-        """The kinds in use, in the order in which a layer computes them."""
-        return [kind for _, kind in sorted({hook[1:] for hook in self.hooks})]
 
     def by_width(self) -> dict[int, list[Hook]]:
         """The hooks of each width, in their order."""
@@ -50,84 +46,93 @@ class Capture:
             found.setdefault(hook.kind.width(self.sizes), []).append(hook)
         return found
 
-    def slots(self) -> Slots:
-        """Kind in use -> (stages, length): the slot that a layer writes its value to.
+    def plan(self, layers: range, within: range | None = None, first: int = 0) -> Plan:
+        """For a loop over `layers`, into buffers that begin with the hooks of layer `first`.
 
-        Every kind in use is written at every layer, into the slot of the next hook of its width: a
-        value nobody asked for is overwritten before the loop ends. So memory grows with the hooks,
-        not with the depth. What comes after the last hook goes into one spare slot.
+        All kinds that `within` (by default: these layers) has hooks of are written at every layer,
+        into the slot of the next hook of their width: a value nobody asked for is overwritten
+        before the loop ends. So memory grows with the hooks, not with the depth. What comes after
+        the last hook goes into one spare slot.
         """
-        firsts = np.arange(self.stages) * self.length
-        return {
-            hook.kind.name: np.array(
-                [
-                    [
-                        sum((first, 0) <= h[:2] < (layer, hook.order) for h in hooks)
-                        for layer in range(first, first + self.length)
-                    ]
-                    for first in firsts
-                ],
-                np.int32,
-            )
-            for hooks in self.by_width().values()
-            for hook in hooks
-        }
+        by_width, slots = self.by_width(), []
+        within = layers if within is None else within
+        kinds = sorted({hook[1:] for hook in self.hooks if hook.layer in within})
+        for order, kind in kinds:
+            hooks = [h[:2] for h in by_width[kind.width(self.sizes)] if h.layer >= first]
+            before = [sum(hook < (layer, order) for hook in hooks) for layer in layers]
+            slots.append(np.array(before, np.int32))
+        return Plan(tuple(kind for _, kind in kinds), tuple(slots))
 
-    def buffers(self, *shape: int) -> Buffers:
-        """Empty buffers. shape: of the rows, (B, T) or (micro-batches, B, T).
+    def plan_stages(self, stages: int, length: int) -> Plan:
+        """For pipeline stages with buffers of their own: slots are (stages, length)."""
+        every = range(stages * length)
+        plans = [self.plan(every[k : k + length], every, first=k) for k in every[::length]]
+        slots = zip(*(plan.slots for plan in plans), strict=True)
+        return Plan(plans[0].kinds, tuple(np.stack(of_stages) for of_stages in slots))
 
-        With several stages each has buffers of its own, as long as the longest.
+    def buffers(self, plans: Sequence[Plan], shape: Sequence[int], stages: int = 1) -> Buffers:
+        """Empty buffers for what the plans write.
+
+        shape: of the rows, (B, T) or (micro-batches, B, T). Each of several stages has buffers of
+        its own, as long as the longest.
         """
-        slots, found = self.slots(), {}
-        stages = () if self.stages == 1 else (self.stages,)
-        axes = ("stage",) * len(stages) + ("slots",) + ("micro_batch",) * (len(shape) - 2)
-        for width, hooks in self.by_width().items():
-            count = 1 + max(slots[hook.kind.name].max() for hook in hooks)
-            empty = _bits(jnp.zeros((*stages, count, *shape, width), self.dtype))
-            found[width] = self.layout.constrain(empty, *axes, *CAPTURED)
-        return found
-
-    def bits_of(self, out: dict[str, Any]) -> dict[str, Array]:
-        """The values of the kinds in use, (B, T, width), from a layer's intermediates."""
-        found = flatten_dict(out, sep=".")
-        values = {kind.name: found[kind.value] for kind in self.kinds}
-        return {
-            name: _bits(value.reshape(*value.shape[:2], -1).astype(self.dtype))
-            for name, value in values.items()
+        lengths: dict[int, int] = {}
+        for plan in plans:
+            for kind, slots in zip(*plan, strict=True):
+                width = kind.width(self.sizes)
+                lengths[width] = max(lengths.get(width, 0), slots.max() + 1)
+        many = stages > 1
+        axes = [*["stage"] * many, "slots", *["micro_batch"] * (len(shape) - 2), *CAPTURED]
+        empty = {
+            width: _bits(jnp.zeros((*[stages] * many, length, *shape, width), self.dtype))
+            for width, length in lengths.items()
         }
+        return {width: self.layout.constrain(bits, *axes) for width, bits in empty.items()}
+
+    def bits_of(self, kinds: Iterable[HookKind], out: dict[str, Any]) -> list[Array]:
+        """The values of these kinds, (B, T, width), from a layer's intermediates."""
+        every = flatten_dict(out, sep=".")
+        values = [every[kind.value] for kind in kinds]
+        return [_bits(x.reshape(*x.shape[:2], -1).astype(self.dtype)) for x in values]
 
     def write(
-        self, buffers: Buffers, values: dict[str, Array], slots: Slots, *at: Array
+        self, buffers: Buffers, values: Iterable[Array], slots: Iterable[Any], *at: Array
     ) -> Buffers:
         """Buffers with one layer's values, each device of `model` keeping a part of the row.
 
-        slots: of this layer; at: what follows the slot, the number of the micro-batch if there is
-        one.
+        at: what follows the slot, the number of the micro-batch if there is one.
         """
         buffers = dict(buffers)
-        for kind in self.kinds:
-            value = self.layout.constrain(values[kind.name], *CAPTURED)
+        for value, slot in zip(values, slots, strict=True):
             width = value.shape[-1]
+            value = self.layout.constrain(value, *CAPTURED)
             value = value.reshape(*[1] * (1 + len(at)), *value.shape)
-            start = slots[kind.name], *at, 0, 0, 0
+            start = slot, *at, 0, 0, 0
             buffers[width] = lax.dynamic_update_slice(buffers[width], value, start)
         return buffers
 
-    def result(self, buffers: Buffers, rows: int) -> dict[int, Array]:
+    def result(self, buffers: Buffers) -> dict[int, Array]:
         """Full buffers -> {width: (hooks of that width, B, T, width)}."""
-        leave = self._from_stages if self.stages > 1 else lambda bits, hooks, _: bits[: len(hooks)]
         return {
-            width: lax.bitcast_convert_type(leave(buffers[width], hooks, rows), self.dtype)
+            width: lax.bitcast_convert_type(buffers[width][: len(hooks)], self.dtype)
             for width, hooks in self.by_width().items()
         }
 
-    def _from_stages(self, bits: Array, hooks: list[Hook], rows: int) -> Array:
-        """From (stages, slots, micro-batches, B, T, width)."""
-        bits = bits.swapaxes(2, 3).reshape(*bits.shape[:2], rows, *bits.shape[-2:])
-        axes = "stages", "slots", "batch", "leaving_sequence", "hidden"
-        bits = self.layout.constrain(bits, *axes)
-        counts = np.bincount([hook.layer // self.length for hook in hooks])
-        return jnp.concatenate([bits[stage, :count] for stage, count in enumerate(counts)])
+    def result_of_stages(self, buffers: Buffers, rows: int, length: int) -> dict[int, Array]:
+        """As `result`, of buffers (stages, slots, micro-batches, B, T, width).
+
+        rows: of all micro-batches together; length: layers of a stage.
+        """
+        found = {}
+        for width, hooks in self.by_width().items():
+            bits = buffers[width].swapaxes(2, 3)
+            bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
+            axes = "stages", "slots", "batch", "leaving_sequence", "hidden"
+            bits = self.layout.constrain(bits, *axes)
+            counts = np.bincount([hook.layer // length for hook in hooks])
+            joined = jnp.concatenate([bits[stage, :count] for stage, count in enumerate(counts)])
+            found[width] = lax.bitcast_convert_type(joined, self.dtype)
+        return found
 
 
 def _bits(x: Array) -> Array:

@@ -3,7 +3,7 @@
 So this room computes with a family's modules without importing the files that define them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,6 +36,8 @@ class HookedModel(Protocol):
     def num_layers(self) -> int: ...
 
     def micro_batches(self, rows: int) -> int: ...
+
+    def flops(self, lengths: Sequence[int]) -> float: ...
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ be wrong is found here, before a weight is read. Compiling and running is step.p
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,10 +95,6 @@ class Forward:
     def layout(self) -> Layout:
         return self.model.layout
 
-    def flops(self, lengths: Iterable[int]) -> float:
-        """Floating point operations of samples of these lengths."""
-        return self.model.config.flops(self.model.num_layers, lengths)
-
     def receive(self, activations: Mapping[int, Array]) -> dict[Key, np.ndarray]:
         """What the model returned for this host's rows: key in the shards -> (B, T, width)."""
         found = self.rows.receive(activations)
@@ -136,8 +132,7 @@ def build_model(
             f"--max_seq_length {request.length}: the model has "
             f"{config.max_position_embeddings} positions"
         )
-    dtype = choose_dtype(request.dtype)
-    stored = dtype if request.activation_dtype == "auto" else jnp.dtype(request.activation_dtype)
+    dtype, stored = choose_dtypes(request)
     hooks = list(choose_hooks(request, family.hooks, config.num_hidden_layers).values())
     alone = family.hooked(config, hooks, dtype, stored)
     rows = host_rows(devices)
@@ -176,11 +171,12 @@ def choose_layout(
     return layout
 
 
-def choose_dtype(name: str) -> Any:
-    """The computing dtype; auto is what the hardware is built for."""
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
+def choose_dtypes(request: ModelRequest) -> tuple[Any, Any]:
+    """For computing, where auto is what the hardware is built for; and for what is stored."""
+    auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = jnp.dtype(auto if request.dtype == "auto" else request.dtype)
+    stored = request.activation_dtype
+    return dtype, dtype if stored == "auto" else jnp.dtype(stored)
 
 
 def choose_hooks(request: ModelRequest, table: HookTable, depth: int) -> dict[Key, Hook]:
@@ -189,7 +185,7 @@ def choose_hooks(request: ModelRequest, table: HookTable, depth: int) -> dict[Ke
     The default layers are clipped to the model's depth, explicit ones are not.
     """
     if request.hook_names is not None:
-        return {hook.name: hook for hook in table.matching(request.hook_names, depth)}
+        return {name: hook for name, hook in table.matching(request.hook_names, depth).items()}
     layers = request.layers or [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
     hooks = table.of_layers(layers, request.activation_type, depth)
     return {hook.layer: hook for hook in hooks}

@@ -1,13 +1,14 @@
 """Hook points: what a kind of hook is, what hooks are called, and which ones a request means.
 
-Names are TransformerLens's. Which kinds there are is a table of the model family, here `HookTable`.
-Nothing in this module computes; the family's hooked model captures the values.
+A hook has one canonical name, TransformerLens's, and may have aliases there and as an input or
+output of a Hugging Face module. Which kinds there are is a table of the model family, here
+`HookTable`. Nothing in this module computes; the family's hooked model captures the values.
 """
 
-import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from activation_extraction.cli.errors import InputError
@@ -19,17 +20,29 @@ ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp
 class HookKind:
     """One row of a hook table.
 
-    name: what follows `blocks.k.`; letters: the axes of one token's value, as in the model file:
-    their sizes give the width; value: the intermediate of a layer that the hook captures.
+    name: the canonical one, aliases: other ones of TransformerLens, modules: inputs and outputs of
+    Hugging Face modules; "{}" stands for the layer, and without it the kind exists once in a model.
+    letters: the axes of one token's value, as in the model file; their sizes give the width.
+    value: the intermediate of a layer that is captured. at_end: of a kind that exists once, whether
+    it belongs to the last layer; else it belongs to the first.
     """
 
     name: str
     letters: str
     value: str
+    modules: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    at_end: bool = False
 
     def width(self, sizes: Mapping[str, int]) -> int:
         """Numbers per token. sizes: letter -> size, from the model's configuration."""
         return math.prod(sizes[letter] for letter in self.letters)
+
+    def layers(self, depth: int) -> range:
+        """The layers of a model that have a hook of this kind."""
+        if "{}" in self.name:
+            return range(depth)
+        return range(depth - 1, depth) if self.at_end else range(1)
 
 
 class Hook(NamedTuple):
@@ -41,7 +54,26 @@ class Hook(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"blocks.{self.layer}.{self.kind.name}"
+        """The canonical name."""
+        return self.kind.name.format(self.layer)
+
+    @property
+    def module(self) -> str | None:
+        """The Hugging Face module's input or output, None where no module has it."""
+        return self.kind.modules[0].format(self.layer) if self.kind.modules else None
+
+    def names(self) -> Iterator[str]:
+        """Every name, the canonical one first."""
+        for name in (self.kind.name, *self.kind.aliases, *self.kind.modules):
+            yield name.format(self.layer)
+
+    def facts(self, sizes: Mapping[str, int]) -> dict[str, int | str | None]:
+        """What metadata.json says of it beside its canonical name."""
+        found: dict[str, int | str | None] = {"module": self.module}
+        found["width"] = self.kind.width(sizes)
+        if "H" in self.kind.letters:
+            found |= {"heads": sizes[self.kind.letters[0]], "head_size": sizes["H"]}
+        return found
 
 
 @dataclass(frozen=True)
@@ -50,18 +82,13 @@ class HookTable:
 
     kinds: tuple[HookKind, ...]
 
-    def hook(self, layer: int, name: str) -> Hook:
-        """The hook of the kind with this name at a layer."""
-        order = [kind.name for kind in self.kinds].index(name)
-        return Hook(layer, order, self.kinds[order])
-
     def every(self, depth: int) -> list[Hook]:
         """All hooks of a model with `depth` layers, in their order."""
-        return [
+        return sorted(
             Hook(layer, order, kind)
-            for layer in range(depth)
             for order, kind in enumerate(self.kinds)
-        ]
+            for layer in kind.layers(depth)
+        )
 
     def of_layers(self, layers: Sequence[int], activation_type: str, depth: int) -> list[Hook]:
         """One hook per layer. Raises InputError for a layer outside 0 .. depth - 1."""
@@ -70,20 +97,26 @@ class HookTable:
                 raise InputError(
                     f"--layers_to_extract {layer}: the model has layers 0 to {depth - 1}"
                 )
-        return [
-            self.hook(layer, ACTIVATION_TYPES[activation_type]) for layer in sorted(set(layers))
-        ]
+        wanted = [f"blocks.{layer}.{ACTIVATION_TYPES[activation_type]}" for layer in layers]
+        return list(self.matching(wanted, depth).values())
 
-    def matching(self, patterns: Sequence[str], depth: int) -> list[Hook]:
-        """The hooks whose names match any glob. Raises InputError for a glob that matches none."""
-        matched: set[Hook] = set()
+    def matching(self, patterns: Sequence[str], depth: int) -> dict[str, Hook]:
+        """The hooks that any glob matches, each by the name that was asked for, in their order.
+
+        A glob that matches several names of a hook asks for the canonical one, or else for the
+        first of them. Raises InputError for a glob that matches nothing.
+        """
+        asked: dict[Hook, str] = {}
         for pattern in patterns:
-            found = [h for h in self.every(depth) if fnmatch.fnmatchcase(h.name, pattern)]
+            found = {
+                hook: names[0]
+                for hook in self.every(depth)
+                if (names := [name for name in hook.names() if fnmatchcase(name, pattern)])
+            }
             if not found:
-                known = ", ".join(f"blocks.<layer>.{kind.name}" for kind in self.kinds)
                 raise InputError(
-                    f"--hook_names {pattern}: matches no hook; there are {known} "
-                    f"for layers 0 to {depth - 1}"
+                    f"--hook_names {pattern}: matches no hook of a model with layers 0 to "
+                    f"{depth - 1}; --list_hooks shows their names"
                 )
-            matched.update(found)
-        return sorted(matched)
+            asked = found | asked
+        return {asked[hook]: hook for hook in sorted(asked)}

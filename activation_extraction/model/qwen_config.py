@@ -47,7 +47,12 @@ class QwenConfig:
         per_token = self.hidden_size * (
             2 * heads + 2 * self.num_key_value_heads * self.head_dim + 3 * self.intermediate_size
         )
-        return float(sum(2 * layers * n * (per_token + heads * n) for n in lengths))
+        return layers * self.flops_of(per_token, True, lengths)
+
+    def flops_of(self, weights: int, attends: bool, lengths: Iterable[int]) -> float:
+        """As `flops`, of one layer that uses so many weights of its matrices."""
+        heads = self.num_attention_heads * self.head_dim
+        return float(sum(2 * n * (weights + attends * heads * n) for n in lengths))
 
     @classmethod
     def from_file(cls, path: str | Path) -> "QwenConfig":

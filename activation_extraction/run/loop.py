@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ def extract(
     step: Step,
     receive: Callable[[dict[int, Array]], Mapping[Key, np.ndarray]],
     storage: ActivationStorage,
-    flops: Callable[[Iterable[int]], float],
+    flops: Callable[[Sequence[int]], float],
     progress: Progress,
     clock: Clock,
     watchdog: Watchdog,

@@ -1,0 +1,124 @@
+"""A stack of equal layers as pure functions of their parameters.
+
+The parameters of whole layers are stacked and run in one loop; a layer of which only a part is
+needed has parameters of its own. What a layer computes is the model file's part.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import Array
+
+from activation_extraction.model.bits import from_bits
+from activation_extraction.model.groups import in_groups
+from activation_extraction.model.mesh import Layout
+from activation_extraction.model.needed import needed_inputs
+
+Path = tuple[str, ...]  # of a parameter
+Keep = Callable[[dict[str, Any]], Any]  # what is to be kept of a layer's intermediates
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """layer: the module, (x, rotary, segment_ids) -> (x, its intermediates by name);
+    example: inputs of it, as small as can be."""
+
+    layer: Any
+    example: Callable[[], tuple[Any, ...]]
+
+    def init(self, key: Array, length: int) -> Any:
+        """Parameters of `length` layers: those of one with a leading axis named "layers"."""
+        stacked = jax.vmap(self._init_layer)(jax.random.split(key, length))
+        return nn.meta.add_axis(stacked, 0, {nn.meta.PARTITION_NAME: "layers"})
+
+    def init_part(self, key: Array, paths: frozenset[Path]) -> Any:
+        """Parameters of one layer, those at `paths` alone."""
+        every = flatten_dict(self._init_layer(key))
+        return unflatten_dict({path: every[path] for path in paths})
+
+    def _init_layer(self, key: Array) -> Any:
+        return self.layer.clone(layout=Layout()).init(key, *self.example())["params"]
+
+    def _boxes(self) -> Any:
+        """Shapes and logical axes of one layer's parameters."""
+        return jax.eval_shape(self._init_layer, jax.random.key(0))
+
+    def scan(
+        self,
+        params: Any,
+        body: Callable,
+        carry: Any,
+        per_layer: Any = None,
+        keep: Keep = lambda _: None,
+    ) -> Any:
+        """Runs `body(layer_k, carry, per_layer[k]) -> carry` over the layers, as one XLA loop.
+
+        `layer_k(x, rotary, segment_ids)` is layer k with its parameters; it returns the stream and
+        what `keep` makes of its intermediates. Returns the last carry.
+        """
+
+        def step(carry: Any, xs: Any) -> tuple[Any, None]:
+            params, per_layer = xs
+            return body(self._in_groups(self._apply(params, keep)), carry, per_layer), None
+
+        return jax.lax.scan(step, carry, (params, per_layer))[0]
+
+    def part(self, params: Any, keep: Keep, *inputs: Any) -> Any:
+        """What `keep` makes of the intermediates of a layer that has only some of its parameters.
+
+        `keep` must not depend on the others (see `paths_for`): zeros stand for them, and what they
+        enter is in no compiled program.
+        """
+        shapes = flatten_dict(nn.meta.unbox(self._boxes()))
+        every = {path: jnp.zeros(like.shape, like.dtype) for path, like in shapes.items()}
+        layer = self._apply(unflatten_dict(every | flatten_dict(params)), keep)
+
+        def kept(x: Array, *others: Any) -> tuple[Array, Any]:
+            return x, layer(x, *others)[1]
+
+        return self._in_groups(kept)(*inputs)[1]
+
+    def _in_groups(self, layer: Callable) -> Callable:
+        return in_groups(layer, self.layer.layout, self.layer.dtype)
+
+    def _apply(self, params: Any, keep: Keep) -> Callable:
+        """The layer with these parameters."""
+        axes = jax.tree.map(lambda box: box.names, self._boxes(), is_leaf=_is_boxed)
+        gathered = jax.tree.map(self.layer.layout.gather, params, axes)
+        own = {"params": jax.tree.map(from_bits, gathered)}
+
+        def layer(*inputs: Any) -> tuple[Array, Any]:
+            x, out = self.layer.apply(own, *inputs)
+            return x, keep(out)
+
+        return layer
+
+    def paths_for(self, values: Iterable[str]) -> frozenset[Path]:
+        """The parameters that these intermediates of a layer depend on."""
+        params = flatten_dict(nn.meta.unbox(self._boxes()))
+        layer = self.layer.clone(layout=Layout())
+
+        def compute(params: Any) -> list[Array]:
+            _, out = layer.apply({"params": unflatten_dict(params)}, *self.example())
+            return [flatten_dict(out, sep=".")[value] for value in values]
+
+        needed = needed_inputs(compute, params)
+        return frozenset(path for path, used in zip(sorted(params), needed, strict=True) if used)
+
+    def matrix_sizes(self) -> dict[Path, int]:
+        """The weights of one layer in each parameter that is a matrix, 0 for the others."""
+        boxes = flatten_dict(self._boxes(), is_leaf=lambda _, x: _is_boxed(x))
+        return {
+            path: math.prod(box.value.shape) if path[-1] == "weight" and len(box.names) > 1 else 0
+            for path, box in boxes.items()
+        }
+
+
+def _is_boxed(x: Any) -> bool:
+    return isinstance(x, nn.LogicallyPartitioned)
