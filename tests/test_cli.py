@@ -373,7 +373,7 @@ BAD_REQUESTS = {
     "text column missing": (
         ["--dataset_path", "{}/e.jsonl"],
         {"e.jsonl": lines({"body": "x", "id": 1})},
-        "--text_column text: no such column; there are body, id",
+        "--text_column text: no such column; the columns are body, id",
     ),
     "text is no text": (
         ["--dataset_path", "{}/e.jsonl", "--text_column", "id"],

@@ -16,7 +16,7 @@ import extract_activations
 from activation_extraction.cli.errors import RunError
 from activation_extraction.cli.flags import EXAMPLES
 from activation_extraction.output.shards import UnsafeError, read_shard, write_shard
-from extract_activations import how_to_read
+from activation_extraction.run.summary import how_to_read
 
 FLIPS = 300
 LONG_ID = "urn:" + "9876543210" * 500

@@ -10,17 +10,18 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from conftest import tokenizer_of
 
 from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.output import shards, storage
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.output.stores import Store
 from activation_extraction.run import demo
 from activation_extraction.text import documents
-from activation_extraction.text.documents import DocumentStream, open_files
+from activation_extraction.text.documents import DocumentStream
+from activation_extraction.text.files import open_files
 from activation_extraction.text.packing import pack
-from activation_extraction.text.tokens import load_tokenizer, samples
+from activation_extraction.text.samples import samples
 
 HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
 HIDDEN = 4
@@ -37,7 +38,7 @@ def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     demo.write_tokenizer(folder, [])
     (folder / "config.json").write_text("{}")
-    return load_tokenizer(Checkpoint(str(folder)), 2048)
+    return tokenizer_of(folder, 2048)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from activation_extraction.cli.errors import InputError
@@ -20,7 +19,6 @@ from activation_extraction.cli.flags import (
     DEFAULT_PREFIX,
     build_parser,
 )
-from activation_extraction.output.commits import part_folder
 
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 DEFAULT_LAYERS = range(10, 24)
@@ -59,7 +57,7 @@ class Config:
     max_seq_length: int
     machine_id: int
     total_machines: int
-    mesh_type: str
+    mesh_type: str | None
     mesh_shape: tuple[int, ...] | None
     mesh_axes: tuple[str, ...] | None
     use_data_parallel: bool
@@ -71,8 +69,7 @@ class Config:
     heartbeat_timeout: int
     stall_timeout: int
     compilation_cache: str | None
-    output_dir: Path
-    output_url: str
+    output_dir: str
     activation_dtype: str
     shard_size_gb: float
     compress_shards: bool
@@ -89,20 +86,14 @@ class Config:
     verbose: bool
     demo: bool
 
-    def folder_name(self, host_id: int, num_hosts: int, in_bucket: bool) -> str:
-        """Of one host of this machine, in the output; "" is the output itself."""
-        if num_hosts > 1 or in_bucket or self.total_machines > 1:
-            return part_folder(self.machine_id, host_id, num_hosts)
-        return ""
-
     @property
     def location(self) -> str:
         """The whole output, of all machines and hosts, for --status and --verify."""
-        return self.bucket_url or self.output_url
+        return self.bucket_url or self.output_dir
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as recorded in metadata.json."""
-        return {**asdict(self), "output_dir": str(self.output_dir)}
+        return asdict(self)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
@@ -111,7 +102,6 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     _fill_from_environment(flags)
     _refuse_conflicts(flags)
     given = {field.name: getattr(flags, field.name, None) for field in fields(Config)}
-    output = os.path.expanduser(flags.output_dir)
     chosen = {
         "model_path": flags.model_path or DEFAULT_MODEL,
         "layers_to_extract": _tuple(flags.layers_to_extract),
@@ -119,9 +109,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
         "hook_names": _tuple(flags.hook_names),
         "batch_size": flags.batch_size or 8,
         "max_seq_length": flags.max_seq_length or (256 if flags.demo else 2048),
-        "mesh_type": flags.mesh_type or ("2d" if flags.mesh_shape is None else "any"),
-        "output_dir": Path(output),
-        "output_url": output,
+        "mesh_type": flags.mesh_type or ("2d" if flags.mesh_shape is None else None),
+        "output_dir": os.path.expanduser(flags.output_dir),
         "bucket_url": _bucket_url(flags),
         "verify_samples": 0 if flags.model_path is None else flags.verify_samples or 8,
     }
