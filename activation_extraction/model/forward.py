@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from activation_extraction.cli.config import DEFAULT_LAYERS
 from activation_extraction.cli.console import log
+from activation_extraction.cli.defaults import DEFAULT_LAYERS
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import jax
 
+from activation_extraction.cli.declare import MESH_AXES
 from activation_extraction.cli.errors import InputError
-from activation_extraction.cli.flags import MESH_AXES
 
 DEFAULT_3D_DEVICES = 64
 DEFAULT_3D_AXES = ("pipeline", "data", "model")

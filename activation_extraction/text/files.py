@@ -24,8 +24,8 @@ READERS = 32  # files whose sizes or footers are read at the same time
 def open_files(path: str, text_column: str) -> datasets.IterableDataset:
     """JSON Lines or Parquet: a file, a folder (searched recursively) or a glob, local or a URL.
 
-    Of Parquet only the columns that are needed are read. Raises InputError when nothing is there,
-    kinds are mixed, or a file is no Parquet.
+    Of Parquet files only the columns that are needed are read. Raises InputError when there is no
+    such file, when both kinds are there, or when a file is not what its name says.
     """
     try:
         urls = _list_files(path)
@@ -41,7 +41,7 @@ def open_files(path: str, text_column: str) -> datasets.IterableDataset:
             pairs = zip(urls, counts, strict=True)
             groups = [(url, n) for url, count in pairs for n in range(count)]
             if not groups:
-                raise InputError(f"--dataset_path {path}: is empty: no rows")
+                raise InputError(f"--dataset_path {path}: is empty: there are no rows in it")
             pieces = {
                 "urls": [url for url, _ in groups],
                 "groups": [n for _, n in groups],
@@ -68,8 +68,9 @@ def _list_files(path: str) -> list[str]:
     known = sorted(name for name in visible if name.endswith(PARQUET + JSON_LINES))
     if not known:
         exists = found or fs.isdir(root)
-        what = "has none of these files" if exists else "no such file or folder"
-        raise InputError(f"--dataset_path {path}: {what}: {', '.join(JSON_LINES + PARQUET)}")
+        kinds = ", ".join(JSON_LINES + PARQUET)
+        what = f"has no files that end in {kinds}" if exists else "no such file or folder"
+        raise InputError(f"--dataset_path {path}: {what}")
     local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
     return known if local else [fs.unstrip_protocol(name) for name in known]
 

@@ -10,9 +10,9 @@ from activation_extraction.cli.retries import hub_requests, name_unknown
 def open_hub_dataset(
     name: str, config: str | None, split: str, revision: str | None = None
 ) -> tuple[datasets.IterableDataset, str]:
-    """A streamed data set of the hub at a revision, the newest one by default, and which it is.
+    """A streamed data set of the hub and its revision, by default the newest one.
 
-    Raises InputError with the hub's reason if there is none.
+    Raises InputError with the hub's reason if it cannot be opened.
     """
     wanted = " ".join(filter(None, (name, config, split)))
     try:
