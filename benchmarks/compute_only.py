@@ -16,9 +16,11 @@ from pathlib import Path
 import jax
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.model.forward import ModelRequest, prepare_model
+from activation_extraction.model.forward import prepare_model
 from activation_extraction.model.step import Step, compile_step
-from activation_extraction.text.packing import Batch, pack, samples_of
+from activation_extraction.run.prepare import model_request
+from activation_extraction.text.batch import Batch
+from activation_extraction.text.packing import pack, samples_of
 from benchmarks.inputs import tokenise
 from qwen2_jax_with_hooks import QWEN2
 
@@ -42,7 +44,7 @@ def main() -> None:
     documents = tokenise(Path(config.model_path), Path(str(config.dataset_path)), length)
     packed = list(pack(samples_of(documents), rows, length))
     full = list(pack(samples_of([[n] * length for n in range(rows)]), rows, length))
-    forward = prepare_model(QWEN2, ModelRequest.of(config))
+    forward = prepare_model(QWEN2, model_request(config))
     began = time.perf_counter()
     step = compile_step(forward)
     found = {

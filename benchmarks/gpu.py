@@ -30,10 +30,11 @@ from jax import Array
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.errors import one_line
 from activation_extraction.model.family import HookedModel
-from activation_extraction.model.forward import ModelRequest, build_model
+from activation_extraction.model.forward import build_model
 from activation_extraction.model.kernels import triton_attention
 from activation_extraction.model.mesh import HostRows
 from activation_extraction.model.trial import ON_GPU
+from activation_extraction.run.prepare import model_request
 from benchmarks.peak import CPU_PRODUCTS, GPU_PRODUCTS, measure
 from benchmarks.processes import ROOT, machine
 from benchmarks.shapes import SHAPES, evenly_spaced
@@ -79,7 +80,7 @@ def run_attention(name: str, shape: str, given: argparse.Namespace) -> Row:
     layers = evenly_spaced(HOOKS, config.num_hidden_layers)
     flags = ["--dtype", "bfloat16", "--batch_size", str(given.rows), "--no_data_parallel"]
     flags += ["--max_seq_length", str(given.length), "--layers_to_extract", *map(str, layers)]
-    model, rows = build_model(QWEN2, ModelRequest.of(parse_args(flags)), config)
+    model, rows = build_model(QWEN2, model_request(parse_args(flags)), config)
     model = model.clone(attention=ATTENTIONS[name])
     params = random_params(model)
     ones = jnp.ones((given.rows, given.length), jnp.int32)

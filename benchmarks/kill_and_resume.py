@@ -20,11 +20,12 @@ ROOT = Path(__file__).parents[1]
 SLOWLY = """
 import sys, time
 import extract_activations as script
-add = script.ActivationStorage.add_batch
+from activation_extraction.output.storage import ActivationStorage
+add = ActivationStorage.add_batch
 def slowly(*arguments):
     time.sleep(0.15)
     return add(*arguments)
-script.ActivationStorage.add_batch = slowly
+ActivationStorage.add_batch = slowly
 status = script.main(sys.argv[1:])
 sys.stdout.flush()
 script.os._exit(status)

@@ -25,7 +25,8 @@ from jax.experimental import topologies
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model.family import HookedModel
-from activation_extraction.model.forward import ModelRequest, build_model
+from activation_extraction.model.forward import build_model
+from activation_extraction.run.prepare import model_request
 from benchmarks.shapes import SHAPES
 from qwen2_jax import QwenConfig
 from qwen2_jax_with_hooks import QWEN2
@@ -268,7 +269,7 @@ def compile_for(qwen: QwenConfig, flags: str, topology: str, **how: Any) -> Comp
     config = parse_args(["--dtype", "bfloat16", *flags.split()])
     devices = topologies.get_topology_desc(topology, platform="tpu", **how).devices
     with patch.object(jax, "devices", return_value=devices):
-        model, rows = build_model(QWEN2, ModelRequest.of(config), qwen)
+        model, rows = build_model(QWEN2, model_request(config), qwen)
     params = {}
     for path, spec in QWEN2.weight_table(model).items():
         split = model.layout.sharding(spec.axes, spec.shape)

@@ -29,7 +29,8 @@ from isal import igzip
 from activation_extraction.output.shards import COMPRESSION_LEVEL, pickle_shard, write_shard
 from activation_extraction.output.statistics import Statistics
 from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.text.packing import Batch, pack, samples_of
+from activation_extraction.text.batch import Batch
+from activation_extraction.text.packing import pack, samples_of
 from benchmarks.processes import machine
 
 HIDDEN, HOOKS, ROWS, LENGTH = 896, 14, 8, 1024

@@ -33,12 +33,11 @@ import pytest
 from cloud import Cloud
 from tokenizers import Tokenizer
 
-from activation_extraction.cli.config import parse_args
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.output.stores import Store
 from activation_extraction.reading.verify import verify
 from activation_extraction.run import demo
-from activation_extraction.text.tokens import load_tokenizer
+from activation_extraction.text.tokenizer import load_tokenizer
 from qwen2_jax import QwenConfig
 from qwen2_jax_with_hooks import HOOKS, QWEN2
 
@@ -183,14 +182,19 @@ def reference(
 def demo_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the demo's `model` and `documents.parquet`, which tests must not change."""
     folder = tmp_path_factory.mktemp("demo")
-    demo.prepare(parse_args(["--demo"]), folder, QWEN2)
+    demo.make_demo(folder, QWEN2)
     return folder / "demo_inputs"
+
+
+def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer in a model's folder."""
+    return load_tokenizer(Checkpoint(str(folder)).tokenizer_files(), str(folder), vocab_size)
 
 
 @pytest.fixture(scope="session")
 def tokenizer(demo_inputs: Path) -> Tokenizer:
     """The demo's."""
-    return load_tokenizer(Checkpoint(str(demo_inputs / "model")), vocab_size=2048)
+    return tokenizer_of(demo_inputs / "model", vocab_size=2048)
 
 
 @pytest.fixture

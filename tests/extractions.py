@@ -13,7 +13,8 @@ from activation_extraction.output.commits import seal, unseal
 from activation_extraction.output.shards import write_shard
 from activation_extraction.output.statistics import Statistics, merge_all
 from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.text.packing import Batch, Sample, pack
+from activation_extraction.text.batch import Batch, Cursor, Sample
+from activation_extraction.text.packing import pack
 from activation_extraction.text.workers import Worker
 
 HOOKS: dict[Any, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
@@ -46,7 +47,7 @@ def samples(count: int, worker: Worker) -> Iterator[Sample]:
     for number in range(count):
         index = worker.sample_idx(number)
         token_ids = np.random.default_rng(index).integers(0, VOCABULARY, TOKENS, np.int32)
-        cursor, upcoming = ({"samples": n, "skip": n} for n in (number, number + 1))
+        cursor, upcoming = (Cursor(n, skip=n) for n in (number, number + 1))
         yield Sample(index, token_ids, f"text {index} ä", f"id-{index}", cursor, upcoming)
 
 

@@ -12,9 +12,11 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.output import storage
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run import demo
-from activation_extraction.text.documents import DocumentStream, open_files
+from activation_extraction.text.documents import DocumentStream
+from activation_extraction.text.files import open_files
 from activation_extraction.text.packing import pack
-from activation_extraction.text.tokens import load_tokenizer, samples
+from activation_extraction.text.samples import samples
+from activation_extraction.text.tokenizer import load_tokenizer
 
 HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
 HIDDEN = 4
@@ -31,7 +33,8 @@ def byte_tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     demo.write_tokenizer(folder, [])
     (folder / "config.json").write_text("{}")
-    return load_tokenizer(Checkpoint(str(folder)), 2048)
+    files = Checkpoint(str(folder)).tokenizer_files()
+    return load_tokenizer(files, str(folder), 2048)
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,11 @@ from small_runs import content, set_status
 
 import extract_activations
 from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.text import documents, tokens
-from activation_extraction.text.documents import DocumentStream, check_dataset, open_files
-from activation_extraction.text.tokens import samples
+from activation_extraction.text import documents
+from activation_extraction.text import samples as text_samples
+from activation_extraction.text.documents import DocumentStream, check_dataset
+from activation_extraction.text.files import open_files
+from activation_extraction.text.samples import samples
 from activation_extraction.text.workers import Worker
 
 GOOD = '{"text": "good"}'
@@ -44,8 +46,8 @@ JSON_LINES = {
     "no object": ("[1, 2]", "expected a JSON object, found list"),
     "a number": ('{"text": 5}', "--text_column text: expected text, found int 5"),
     "a list": ('{"text": ["a"]}', "--text_column text: expected text, found list"),
-    "no column": ('{"other": "x"}', "--text_column text: no such column; there are other"),
-    "no grids": ('{"train": [{"input": [[1]]}], "test": []}', "a row in ARC-AGI form has no grids"),
+    "no column": ('{"other": "x"}', "--text_column text: no such column; the columns are other"),
+    "no grids": ('{"train": [{"input": [[1]]}], "test": []}', "has ARC-AGI columns but no grids"),
     "not UTF-8": ('{"text": "\udcff"}', "not JSON: "),
 }
 
@@ -67,7 +69,7 @@ PARQUET = {
         {"body": ["a"] * 3, "id": [1] * 3},
         0,
         0,
-        "no such column; there are body, id",
+        "no such column; the columns are body, id",
         3,
     ),
     "not UTF-8": ({"text": NOT_UTF8}, 0, 1, "not UTF-8: ", 1),
@@ -100,7 +102,7 @@ def test_a_row_of_a_hub_data_set_is_named_by_its_number_and_id(tmp_path):
     rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
     with pytest.raises(RunError, match=r"row 0 \(from 0\) of the data set, id 'a': --text"):
         list(DocumentStream(rows, "text"))
-    with pytest.raises(RunError, match=r"row 2 \(from 0\) of those that this host reads, id 'c'"):
+    with pytest.raises(RunError, match=r"row 2 \(from 0\) of the rows that this host reads"):
         for document in DocumentStream(rows, "body", Worker(machine=2, machines=3)):
             assert document
 
@@ -160,24 +162,24 @@ def test_workers_count_every_bad_row_once(tmp_path, seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_count_continues_at_every_sample(tmp_path, tokenizer, monkeypatch, seed):
     """Whatever a chunk reads again is not counted again; with a limit, nothing behind it is."""
-    monkeypatch.setattr(tokens, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(text_samples, "CHUNK_ROWS", 7)
     write_many(tmp_path / "data", random.Random(seed))
 
     def run(start=None, most=None):
         stream = stream_of(tmp_path / "data", skip=True)
-        found = list(samples(stream, tokenizer, 8, most, json.loads(json.dumps(start))))
+        found = list(samples(stream, tokenizer, 8, most, start))
         return found, stream.skipped_rows
 
     full, skipped = run()
-    assert 0 < skipped and full[-1].next_cursor["skipped_rows"] <= skipped
+    assert 0 < skipped and full[-1].next_cursor.skipped_rows <= skipped
     for n, sample in enumerate(full):
         for start, at in ((sample.cursor, n), (sample.next_cursor, n + 1)):
             again, count = run(start)
             assert count == skipped
-            assert [s.next_cursor["skipped_rows"] for s in again] == [
-                s.next_cursor["skipped_rows"] for s in full[at:]
+            assert [s.next_cursor.skipped_rows for s in again] == [
+                s.next_cursor.skipped_rows for s in full[at:]
             ]
-        assert run(most=n + 1)[1] == sample.next_cursor["skipped_rows"]
+        assert run(most=n + 1)[1] == sample.next_cursor.skipped_rows
 
 
 def test_the_first_rows_are_checked_before_anything_starts(tmp_path, monkeypatch):

@@ -237,7 +237,7 @@ BAD_REQUESTS = {
     "data in an empty folder": (
         ["--dataset_path", "{}/d"],
         {"d/x": "a"},
-        "has none of these files",
+        "has no files that end in .jsonl",
     ),
     "data of unknown kind": (["--dataset_path", "{}/x.csv"], {"x.csv": "a"}, "none of these"),
     "mixed kinds": (
@@ -288,7 +288,7 @@ BAD_REQUESTS = {
     "text column missing": (
         ["--dataset_path", "{}/e.jsonl"],
         {"e.jsonl": lines({"body": "x", "id": 1})},
-        "--text_column text: no such column; there are body, id",
+        "--text_column text: no such column; the columns are body, id",
     ),
     "text is no text": (
         ["--dataset_path", "{}/e.jsonl", "--text_column", "id"],
@@ -303,7 +303,7 @@ BAD_REQUESTS = {
     "bucket in memory": (
         ["--upload_to_gcs", "--gcs_bucket", "memory://b"],
         {},
-        "--gcs_bucket memory://b: is no place that lasts",
+        "--gcs_bucket memory://b: is gone when the process ends",
     ),
     "bucket with a path": (
         ["--upload_to_gcs", "--gcs_bucket", "b/c"],
@@ -322,7 +322,7 @@ BAD_REQUESTS = {
         "--upload_to_gcs: s3://b",
     ),
     "aggregate without status": (["--aggregate"], {}, "--aggregate: needs --status"),
-    "verify and status": (["--verify", "--status"], {}, "exclude each other"),
+    "verify and status": (["--verify", "--status"], {}, "cannot be used together"),
     "output is taken": (
         ["--output_dir", "{}/o"],
         {"o/metadata.json": "{}"},

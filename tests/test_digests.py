@@ -7,9 +7,8 @@ import pytest
 from conftest import make_reference
 
 import extract_activations
-from activation_extraction.model import digests
-from activation_extraction.model.digests import digest_files
-from activation_extraction.run import demo
+from activation_extraction.run import demo, digests
+from activation_extraction.run.digests import digest_files
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """What a run that fails says: what has to change, and the traceback of what nobody expected."""
 
 import shutil
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import jax
 import numpy as np
@@ -18,7 +20,9 @@ from activation_extraction.model.forward import Forward
 from activation_extraction.output import committer
 from activation_extraction.output.storage import StorageError
 from activation_extraction.output.stores import Store
+from activation_extraction.run import prepare
 from activation_extraction.run.hosts import Host, together
+from qwen2_jax_with_hooks import QWEN2
 
 
 @pytest.fixture
@@ -39,23 +43,22 @@ def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
 
     def agree(host, fields, problem):
         told.append((fields, problem))
-        if problem:
+        if problem is not None:
             raise problem
 
-    def vanished(job):
+    def vanished(*_):
         raise FileNotFoundError("a source file")
 
-    monkeypatch.setattr(extract_activations, "prepare_output", lambda config, host: None)
-    monkeypatch.setattr(extract_activations, "choose_commit", lambda config: None)
-    monkeypatch.setattr(extract_activations, "same_commit", lambda host, found: None)
-    monkeypatch.setattr(extract_activations, "prepare", lambda *_: "a job")
-    monkeypatch.setattr(extract_activations, "fingerprint", vanished)
-    monkeypatch.setattr(extract_activations, "agree", agree)
-    with pytest.raises(FileNotFoundError):
-        extract_activations.prepare_together(parse_args([]), Host(0, 2))
-    assert [problem for _, problem in told[:-1]] == [None]  # of the revision
-    fields, problem = told[-1]
-    assert fields == {} and isinstance(problem, FileNotFoundError)
+    monkeypatch.setattr(prepare, "agree", agree)
+    for phase, defect in enumerate(("fingerprint", "prepare_output")):
+        told.clear()
+        monkeypatch.setattr(prepare, "prepare_output", lambda *_: SimpleNamespace(commit=None))
+        monkeypatch.setattr(prepare, "same_commit", lambda *_: None)
+        monkeypatch.setattr(prepare, "prepare", MagicMock())
+        monkeypatch.setattr(prepare, defect, vanished)
+        with pytest.raises(FileNotFoundError):
+            prepare.prepare_together(parse_args([]), Host(0, 2), QWEN2)
+        assert len(told) == 2 - phase and type(told[-1][1]) is FileNotFoundError
 
 
 @pytest.mark.parametrize("defect", [(Progress, "advance"), (Forward, "flops"), (Progress, "close")])
@@ -108,7 +111,7 @@ def test_a_host_without_a_problem_points_to_the_one_that_has_it(monkeypatch):
     monkeypatch.setattr("activation_extraction.run.hosts.any_host", lambda host, flags: [True])
     with pytest.raises(RunError, match="another host failed") as raised:
         together(Host(), None)
-    assert raised.value.remedy and "the message there" in raised.value.remedy
+    assert raised.value.remedy and "its message says" in raised.value.remedy
 
 
 def test_a_damaged_shard_is_not_uploaded_and_what_to_do_is_told(tmp_path):

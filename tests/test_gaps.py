@@ -3,7 +3,6 @@
 import json
 import shutil
 from itertools import combinations
-from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -16,10 +15,11 @@ from activation_extraction.cli.errors import InputError
 from activation_extraction.output.storage import ActivationStorage, StorageError
 from activation_extraction.output.stores import Store
 from activation_extraction.reading.verify import verify
-from activation_extraction.run.hosts import Host
+from activation_extraction.run.dataset import Dataset, HostText
+from activation_extraction.run.prepare import open_text
 from activation_extraction.run.repair import Repair
-from activation_extraction.text.documents import open_files
-from activation_extraction.text.text import open_batches, open_documents, open_gaps
+from activation_extraction.text.files import open_files
+from activation_extraction.text.workers import Worker
 
 IDENTITY = {
     "model files": "tiny",
@@ -42,11 +42,16 @@ def run(byte_tokenizer, rows):
     """Runs or repairs all but the model. Shards are smaller than batches, or larger."""
 
     def run(folder, kind=ActivationStorage, *, stop_after=None, identity=None, **options):
-        config = SimpleNamespace(
-            **dict(text_column="text", machine_id=0, total_machines=1, skip_bad_rows=False),
-            **dict(batch_size=2, max_seq_length=32, max_samples=options.get("max_samples")),
+        text = HostText(
+            Dataset(open_files(str(options.pop("data", rows)), "text"), "files", ""),
+            byte_tokenizer,
+            Worker(),
+            text_column="text",
+            skip_bad_rows=False,
+            max_samples=options.get("max_samples"),
+            rows=2,
+            length=32,
         )
-        dataset = open_files(str(options.pop("data", rows)), "text")
         place = kind(
             folder,
             HOOKS,
@@ -54,11 +59,8 @@ def run(byte_tokenizer, rows):
             metadata=METADATA,
             **({"shard_size_gb": 1e-6} | options),
         )
-        documents = open_documents(config, Host(), dataset)  # type: ignore
-        opening = open_gaps if kind is Repair else open_batches
-        source = dataset if kind is Repair else documents
         try:
-            batches = opening(config, Host(), byte_tokenizer, source, place)  # type: ignore
+            batches = open_text(text, place)[1]
             place.open()
             for number, batch in enumerate(batches):
                 if stop_after == number:

@@ -220,6 +220,7 @@ INJECT = """
 import os, signal, sys, time
 import extract_activations as script
 from activation_extraction.output import committer
+from activation_extraction.output.storage import ActivationStorage
 host, fault = os.environ["FAULT"].split(":")
 if fault == "slow writer":
     original = committer.write_shard
@@ -230,13 +231,13 @@ if fault == "slow writer":
 if host == os.environ["HOST_ID"]:
     if fault in ("bug", "bug at the end", "slow writer"):
         calls, after = [], 5 if fault == "bug at the end" else 2
-        original_add = script.ActivationStorage.add_batch
+        original_add = ActivationStorage.add_batch
         def add(self, batch, activations):
             calls.append(1)
             if len(calls) >= after:
                 raise ValueError("injected")
             return original_add(self, batch, activations)
-        script.ActivationStorage.add_batch = add
+        ActivationStorage.add_batch = add
     if fault == "model axis":
         from activation_extraction.model import forward
         forward.smallest_model_axis = lambda *_, **__: 2
@@ -251,9 +252,9 @@ if host == os.environ["HOST_ID"]:
     if fault == "metrics":
         def full(*_):
             raise committer.StorageError("no room for metrics")
-        script.ActivationStorage.record = full
+        ActivationStorage.record = full
     if fault in ("metrics", "slow to leave"):  # the others have nothing more to do by then
-        for name in ("print_summary", "how_to_continue"):
+        for name in ("print_summary", "continue_with"):
             def slow(*args, original=getattr(script, name)):
                 time.sleep(1.5)
                 return original(*args)

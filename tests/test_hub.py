@@ -16,8 +16,7 @@ from conftest import make_reference
 from hub_server import serve_hub
 
 import extract_activations
-from activation_extraction.model import digests
-from activation_extraction.run import demo
+from activation_extraction.run import demo, digests
 
 pytestmark = pytest.mark.long
 

@@ -19,15 +19,14 @@ import pytest
 import small_runs
 from small_runs import Killed, content, status
 
-from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.errors import InputError
 from activation_extraction.output import committer, resume
 from activation_extraction.output.commits import AGGREGATE, unseal
-from activation_extraction.output.places import remove_others, stale_folders
+from activation_extraction.output.places import Places
 from activation_extraction.output.storage import StorageError
 from activation_extraction.output.stores import Store
 from activation_extraction.reading.status import show_status
-from activation_extraction.run.hosts import Host
+from activation_extraction.text.workers import Worker
 
 PLACES = ["local", "bucket", "bucket, local kept"]
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -187,7 +186,7 @@ def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, pl
 
 def test_other_folders_are_replaced_also_after_a_kill(run, tmp_path, monkeypatch):
     """--overwrite with another number of machines: without it refused while any is left."""
-    config = parse_args(["--output_dir", str(tmp_path / "out"), "--overwrite"])
+    places = Places(Worker(), tmp_path / "out")
     event, finished = 0, False
     while not finished:
         event += 1
@@ -195,10 +194,10 @@ def test_other_folders_are_replaced_also_after_a_kill(run, tmp_path, monkeypatch
             run(tmp_path / f"out/machine_{machine:03d}", shard_size_gb=6e-6)
         (tmp_path / "out" / AGGREGATE).write_text("{}")
         with killed_at(event, tmp_path, monkeypatch), suppress(Killed):
-            remove_others(config, Host())
+            places.remove_others()
             finished = True
         left = {path.parent for path in (tmp_path / "out").glob("*/*")}
-        assert {Path(store.url) for store in stale_folders(config, Host())} == left
-        remove_others(config, Host())
+        assert {Path(store.url) for store in places.stale_folders()} == left
+        places.remove_others()
         assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert event > 8

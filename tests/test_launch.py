@@ -105,7 +105,7 @@ def test_each_missing_variable_has_a_message(variables, missing):
         ([], {"BATCH_SIZE": "abc"}, "argument --batch_size: invalid integer value: 'abc'"),
         (["--no_such_flag"], {}, "unrecognized arguments: --no_such_flag"),
         ([], {"MACHINE_ID": "3", "TOTAL_MACHINES": "2"}, "--machine_id 3: out of range"),
-        (["--demo"], {}, "--demo and --model_path exclude each other"),
+        (["--demo"], {}, "--demo and --model_path cannot be used together"),
     ],
 )
 def test_a_dry_run_refuses_what_the_tool_would(arguments, variables, message):

@@ -108,12 +108,13 @@ def test_a_bucket_that_another_process_completes(demo_inputs, whole, steps, tmp_
 SCRIPT = """
 import os, shutil, sys
 import extract_activations as script
-original = script.ActivationStorage.open
+from activation_extraction.output.storage import ActivationStorage
+original = ActivationStorage.open
 def late(storage):
     if storage._lock is None and not storage.complete and storage.folder.name in os.environ["DONE"]:
         shutil.copytree(os.environ["WHOLE"] + "/" + storage.folder.name, storage.folder)
     original(storage)
-script.ActivationStorage.open = late
+ActivationStorage.open = late
 status = script.main(sys.argv[1:])
 sys.stdout.flush()
 os._exit(status)

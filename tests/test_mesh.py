@@ -147,9 +147,9 @@ def test_weights_are_split_and_read_only_once(small, monkeypatch):
             {"pipeline": 4, "fsdp": 8, "model": 4},
         ),
         ("auto", None, None, 8, 1, {"data": 4, "model": 2}),
-        ("any", (2, 2, 2), ("data", "model", "fsdp"), 8, 1, {"data": 2, "model": 2, "fsdp": 2}),
+        (None, (2, 2, 2), ("data", "model", "fsdp"), 8, 1, {"data": 2, "model": 2, "fsdp": 2}),
         ("3d", (2, 2, 2), None, 8, 1, {"pipeline": 2, "data": 2, "model": 2}),
-        ("any", (8,), None, 8, 1, {"model": 8}),
+        (None, (8,), None, 8, 1, {"model": 8}),
     ],
 )
 def test_shapes_that_are_chosen(kind, shape, axes, devices, hosts, expected):
@@ -165,7 +165,7 @@ def test_3d_on_few_devices_falls_back_and_says_so():
 
 def test_a_shape_that_does_not_fit_names_both_numbers_and_what_would():
     with pytest.raises(InputError) as refused:
-        choose_shape("any", (3, 4), None, 8, 1)
+        choose_shape(None, (3, 4), None, 8, 1)
     assert "is 12 devices, there are 8" in str(refused.value)
     assert "2,4; 4,2; 1,8; 8,1" in str(refused.value)
 

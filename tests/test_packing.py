@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from activation_extraction.text.packing import Sample, best_fit, longest_run, pack
+from activation_extraction.text.batch import Cursor, Sample
+from activation_extraction.text.packing import best_fit, longest_run, pack
 
 
 def make_samples(lengths):
@@ -14,8 +15,8 @@ def make_samples(lengths):
             token_ids=np.arange(n, dtype=np.int32) + 10_000 * i,
             text_preview="",
             doc_id=None,
-            cursor={"samples": i},
-            next_cursor={"samples": i + 1},
+            cursor=Cursor(i),
+            next_cursor=Cursor(i + 1),
         )
         for i, n in enumerate(lengths)
     ]
@@ -44,7 +45,7 @@ def test_batches_are_contiguous_complete_and_of_one_shape():
     assert sum(batch.num_tokens for batch in batches) == lengths.sum()
     for before, after in zip(batches, batches[1:], strict=False):
         assert before.next_cursor == after.cursor
-    assert batches[0].cursor == {"samples": 0} and batches[-1].next_cursor == {"samples": 300}
+    assert batches[0].cursor == Cursor(0) and batches[-1].next_cursor == Cursor(300)
 
 
 def test_rows_hold_each_sample_once_isolated_with_positions_from_zero():

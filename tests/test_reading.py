@@ -14,9 +14,9 @@ from extractions import HOOKS, edit, extract, open_part, replace_shard
 
 import extract_activations
 from activation_extraction.cli.errors import RunError
-from activation_extraction.cli.flags import EXAMPLES
+from activation_extraction.cli.help_text import epilog
 from activation_extraction.output.shards import UnsafeError, read_shard, write_shard
-from extract_activations import how_to_read
+from activation_extraction.run.summary import how_to_read
 
 FLIPS = 300
 LONG_ID = "urn:" + "9876543210" * 500
@@ -60,7 +60,7 @@ def readme():
 WAYS = {
     "a run": lambda path: "\n".join(how_to_read(str(path), in_bucket=False)),
     "a run with a bucket": lambda path: "\n".join(how_to_read(str(path), in_bucket=True)),
-    "--help": lambda _: shown(EXAMPLES),
+    "--help": lambda _: shown(epilog()),
     "README": lambda _: readme(),
 }
 

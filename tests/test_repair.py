@@ -129,9 +129,9 @@ def test_another_run_and_other_flags_are_refused(flags, out, capsys):
     before = shards_in(out)
     for more, told in (
         (["--max_seq_length", 32], "another max_seq_length: 64, now 32"),
-        (["--verify"], "exclude each other"),
-        (["--overwrite"], "exclude each other"),
-        (["--status"], "exclude each other"),
+        (["--verify"], "cannot be used together"),
+        (["--overwrite"], "cannot be used together"),
+        (["--status"], "cannot be used together"),
     ):
         assert main(*flags, "--output_dir", out, "--repair", *more) == 2
         (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]

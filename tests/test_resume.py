@@ -14,7 +14,8 @@ from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.output import shards, storage
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.text import documents
-from activation_extraction.text.documents import DocumentStream, open_files
+from activation_extraction.text.documents import DocumentStream
+from activation_extraction.text.files import open_files
 
 
 def test_killed_after_every_sample_and_once_more(run, whole, tmp_path):

@@ -15,7 +15,7 @@ from activation_extraction.cli.errors import InputError
 from activation_extraction.model.weights import Checkpoint
 from activation_extraction.output import stores
 from activation_extraction.output.stores import Store, StoreError
-from activation_extraction.text.documents import open_hub_dataset
+from activation_extraction.text.hub import open_hub_dataset
 
 
 @pytest.fixture

@@ -12,11 +12,13 @@ from test_model import TOLERANCE, error_of, load, run
 
 import extract_activations
 from activation_extraction.cli.config import parse_args
+from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run import demo
 from activation_extraction.run.hosts import Host
+from activation_extraction.run.prepare import prepare_together
 from activation_extraction.text.packing import pack, samples_of
-from extract_activations import compile_step, main, prepare
-from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
+from extract_activations import compile_step, main
+from qwen2_jax_with_hooks import HOOKS, QWEN2, create_model_with_hooks
 
 ROUNDING = 1e-5  # of float32 through a few layers, as the largest error over the RMS
 
@@ -68,7 +70,7 @@ def test_one_compilation_for_20_batches_of_different_lengths(demo_inputs, tmp_pa
 def test_a_batch_is_stored_while_the_next_one_computes(demo_inputs, tmp_path, monkeypatch):
     events = []
     compile_step = extract_activations.compile_step
-    add_batch = extract_activations.ActivationStorage.add_batch
+    add_batch = ActivationStorage.add_batch
 
     def compile_and_watch(forward):
         step = compile_step(forward)
@@ -79,7 +81,7 @@ def test_a_batch_is_stored_while_the_next_one_computes(demo_inputs, tmp_path, mo
         return add_batch(*arguments)
 
     monkeypatch.setattr(extract_activations, "compile_step", compile_and_watch)
-    monkeypatch.setattr(extract_activations.ActivationStorage, "add_batch", store)
+    monkeypatch.setattr(ActivationStorage, "add_batch", store)
     flags = ["--max_seq_length", 96, "--batch_size", 8, "--output_dir", tmp_path]
     assert main(arguments(demo_inputs, *flags)) == 0
     batches = len(events) // 2
@@ -91,8 +93,9 @@ def test_devices_give_the_values_of_one_device(demo_inputs, tmp_path):
     results = []
     for flags in (["--no_data_parallel"], ["--use_data_parallel"], ["--mesh_shape", "2,2,2"]):
         where = ["--max_seq_length", 96, "--output_dir", tmp_path / flags[0]]
-        job = prepare(parse_args(arguments(demo_inputs, *flags, *where)), Host())
-        batch = next(job.batches)
+        config = parse_args(arguments(demo_inputs, *flags, *where))
+        job = prepare_together(config, Host(), QWEN2)
+        batch = job.batches.peek()
         activations, votes = compile_step(job.forward)(batch, [True, False, False])
         assert votes.tolist() == [1, 0, 0]
         devices = job.forward.layout.mesh.size
@@ -138,13 +141,13 @@ def test_the_cursor_is_the_start_of_the_batch_of_the_first_sample_not_stored(
     demo_inputs, tmp_path, monkeypatch
 ):
     starts = []
-    original = extract_activations.ActivationStorage.add_batch
+    original = ActivationStorage.add_batch
 
     def spy(storage, batch, activations):
-        starts.append((batch.cursor["samples"], batch.cursor))
+        starts.append((batch.cursor.samples, batch.cursor.to_json()))
         return original(storage, batch, activations)
 
-    monkeypatch.setattr(extract_activations.ActivationStorage, "add_batch", spy)
+    monkeypatch.setattr(ActivationStorage, "add_batch", spy)
     flags = ["--max_seq_length", 96, "--shard_size_gb", 0.002, "--output_dir", tmp_path]
     assert main(arguments(demo_inputs, *flags)) == 0
     commits = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("shard_*.json"))]

@@ -14,8 +14,9 @@ from pods import Pod, flags_for, stored
 import extract_activations
 from activation_extraction.output.stores import Store
 from activation_extraction.reading.status import expected_names, parts_of, read_folders
-from activation_extraction.text.documents import DocumentStream, open_files
-from activation_extraction.text.tokens import samples
+from activation_extraction.text.documents import DocumentStream
+from activation_extraction.text.files import open_files
+from activation_extraction.text.samples import samples
 from activation_extraction.text.workers import Worker
 
 

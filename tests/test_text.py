@@ -11,18 +11,19 @@ import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
+from conftest import tokenizer_of
 
 from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.text import tokens
+from activation_extraction.text import samples as text_samples
+from activation_extraction.text.batch import Cursor
 from activation_extraction.text.documents import (
     DocumentStream,
     arc_prompt,
-    describe_files,
-    open_files,
 )
+from activation_extraction.text.files import describe_files, open_files
 from activation_extraction.text.packing import pack
-from activation_extraction.text.tokens import Prefetch, load_tokenizer, samples
+from activation_extraction.text.prefetch import Prefetch
+from activation_extraction.text.samples import samples
 from activation_extraction.text.workers import Worker
 
 
@@ -83,7 +84,7 @@ def identity(sample):
 @pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
 @pytest.mark.parametrize("world", [1, 3, 30])
 def test_continuing_at_every_sample_twice_in_a_row(tmp_path, tokenizer, kind, world, monkeypatch):
-    monkeypatch.setattr(tokens, "CHUNK_ROWS", 8)
+    monkeypatch.setattr(text_samples, "CHUNK_ROWS", 8)
     write_files(tmp_path / "data", 2, kind)
     rank = min(world - 1, 2)
 
@@ -91,7 +92,8 @@ def test_continuing_at_every_sample_twice_in_a_row(tmp_path, tokenizer, kind, wo
         stream = DocumentStream(
             open_files(str(tmp_path / "data"), "text"), "text", Worker(rank, world)
         )
-        start = json.loads(json.dumps(start))
+        if start is not None:
+            start = Cursor.from_json(json.loads(json.dumps(start.to_json())))
         return list(samples(stream, tokenizer, 64, start=start))
 
     full = part()
@@ -193,7 +195,7 @@ def test_arc_rows_become_a_prompt(texts, tmp_path):
         ('{"text": "cut', "line 3: not JSON"),
         ("[1, 2]", "line 3: expected a JSON object, found list"),
         ('{"text": 5}', "expected text, found int"),
-        ('{"other": "x"}', "no such column; there are other"),
+        ('{"other": "x"}', "no such column; the columns are other"),
         ('{"train": [{"input": [[1]]}], "test": []}', "no grids"),
     ],
 )
@@ -227,12 +229,12 @@ def test_token_ids_are_those_of_transformers(demo_inputs, tmp_path):
     }
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     reference = AutoTokenizer.from_pretrained(model)
-    one_file = load_tokenizer(Checkpoint(str(model)), 2048)
+    one_file = tokenizer_of(model, 2048)
     (model / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
     merges = [" ".join(pair) for pair in whole["model"]["merges"]]
     (model / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     (model / "tokenizer.json").unlink()
-    two_files = load_tokenizer(Checkpoint(str(model)), 2048)
+    two_files = tokenizer_of(model, 2048)
     texts = pyarrow.parquet.read_table(demo_inputs / "documents.parquet")["text"].to_pylist()
     texts += ["", " a  b\n\n c\t", "It's 2048 a\u0301 é 中文 🙂", "x<|endoftext|>y", "\x00\r\n"]
     for text in texts:
@@ -242,8 +244,8 @@ def test_token_ids_are_those_of_transformers(demo_inputs, tmp_path):
 
 
 def test_tokenizer_of_another_model_is_refused(demo_inputs):
-    with pytest.raises(InputError, match="token id 2047, config.json has vocab_size 100"):
-        load_tokenizer(Checkpoint(str(demo_inputs / "model")), vocab_size=100)
+    with pytest.raises(InputError, match="token id 2047, but vocab_size in config.json is 100"):
+        tokenizer_of(demo_inputs / "model", vocab_size=100)
 
 
 def test_prefetch_runs_ahead_and_raises_in_turn():
@@ -274,9 +276,10 @@ def test_prefetch_ends_when_stopped_while_the_source_hangs():
         yield 1
         threading.Event().wait()
 
-    items = Prefetch(hangs(), depth=2)
+    stop = threading.Event()
+    items = Prefetch(hangs(), depth=2).until(stop.is_set)
     assert next(items) == 1
-    items.stopped = lambda: True
+    stop.set()
     assert next(items, "ended") == "ended"
 
 
@@ -342,7 +345,7 @@ def test_lone_surrogates_do_not_stop_the_run(texts, tokenizer):
 def test_a_long_text_has_the_tokens_of_the_whole(tokenizer, text):
     for most in (1, 7, 64, 400):
         expected = tokenizer.encode(text, add_special_tokens=False).ids[:most]
-        assert tokens._encode(tokenizer, [text], most) == [expected]
+        assert text_samples._encode(tokenizer, [text], most) == [expected]
 
 
 def test_few_pieces_are_read_by_few_workers(tmp_path):

@@ -1,7 +1,7 @@
 """The configuration of a run: flags and environment variables, checked as far as they go alone.
 
-Everything beyond this module and flags.py receives the frozen `Config`, never argparse's result.
-`python -m activation_extraction.cli.config FLAGS` checks flags, starts nothing, imports no JAX.
+Nothing outside of this room sees argparse's result, and only the script and run/prepare.py see the
+whole `Config`. `python -m activation_extraction.cli.config FLAGS` checks flags and starts nothing.
 """
 
 import argparse
@@ -10,29 +10,20 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
+from activation_extraction.cli.defaults import (
+    DATASET,
+    DEFAULTS,
+    DEMO_MAX_SEQ_LENGTH,
+    ENVIRONMENT,
+    ONLY_MULTIHOST,
+)
 from activation_extraction.cli.engines import SLURM_COUNT, check_array, machine_variables
 from activation_extraction.cli.errors import InputError
-from activation_extraction.cli.flags import (
-    DEFAULT_DATASET,
-    DEFAULT_MODEL,
-    DEFAULT_PREFIX,
-    build_parser,
-)
-from activation_extraction.output.commits import part_folder
+from activation_extraction.cli.flags import build_parser
 
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
-DEFAULT_LAYERS = range(10, 24)
-ENVIRONMENT = {
-    "coordinator_address": ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"),
-    "host_id": ("JAX_PROCESS_INDEX", "HOST_ID"),
-    "num_hosts": ("JAX_PROCESS_COUNT", "NUM_HOSTS"),
-    "mesh_shape": ("TPU_MESH_CONFIG",),
-    "mesh_axes": ("TPU_AXIS_NAMES",),
-    "compilation_cache": ("JAX_COMPILATION_CACHE_DIR",),
-}
 
 
 @dataclass(frozen=True)
@@ -41,7 +32,8 @@ class Config:
 
     machine_from: the flag or variable that says which machine this is; None: neither does.
     bucket_url: where to upload to, the folder above those of machines and hosts; None: nowhere.
-    compilation_cache: a folder, a URL or "off"; None: the default.
+    compilation_cache: a folder, a URL or "off"; None: the default. mesh_type: None where only the
+    shape is given. verify_samples: 0 without --model_path.
     """
 
     model_path: str
@@ -63,7 +55,7 @@ class Config:
     machine_id: int
     total_machines: int
     machine_from: str | None
-    mesh_type: str
+    mesh_type: str | None
     mesh_shape: tuple[int, ...] | None
     mesh_axes: tuple[str, ...] | None
     use_data_parallel: bool
@@ -75,8 +67,7 @@ class Config:
     heartbeat_timeout: int
     stall_timeout: int
     compilation_cache: str | None
-    output_dir: Path
-    output_url: str
+    output_dir: str
     min_free_gb: float
     activation_dtype: str
     shard_size_gb: float
@@ -94,20 +85,14 @@ class Config:
     verbose: bool
     demo: bool
 
-    def folder_name(self, host_id: int, num_hosts: int, in_bucket: bool) -> str:
-        """Of one host of this machine, in the output; "" is the output itself."""
-        if num_hosts > 1 or in_bucket or self.total_machines > 1:
-            return part_folder(self.machine_id, host_id, num_hosts)
-        return ""
-
     @property
     def location(self) -> str:
         """The whole output, of all machines and hosts, for --status and --verify."""
-        return self.bucket_url or self.output_url
+        return self.bucket_url or self.output_dir
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as recorded in metadata.json."""
-        return {**asdict(self), "output_dir": str(self.output_dir)}
+        return asdict(self)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
@@ -116,34 +101,30 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     _fill_from_environment(flags)
     _fill_from_engine(flags)
     _refuse_conflicts(flags)
+    recompute = flags.verify and flags.model_path is not None
+    _fill_defaults(flags)
+    _refuse_values(flags)
     given = {field.name: getattr(flags, field.name, None) for field in fields(Config)}
-    output = os.path.expanduser(flags.output_dir)
     chosen = {
-        "model_path": flags.model_path or DEFAULT_MODEL,
         "layers_to_extract": _tuple(flags.layers_to_extract),
-        "activation_type": flags.activation_type or "residual",
         "hook_names": _tuple(flags.hook_names),
-        "batch_size": flags.batch_size or 8,
-        "max_seq_length": flags.max_seq_length or (256 if flags.demo else 2048),
-        "mesh_type": flags.mesh_type or ("2d" if flags.mesh_shape is None else "any"),
-        "output_dir": Path(output),
-        "output_url": output,
+        "output_dir": os.path.expanduser(flags.output_dir),
         "bucket_url": _bucket_url(flags),
-        "verify_samples": 0 if flags.model_path is None else flags.verify_samples or 8,
+        "verify_samples": flags.verify_samples if recompute else 0,
     }
-    return Config(**{**given, **_dataset(flags), **chosen})
+    return Config(**{**given, **chosen})
 
 
 def _fill_from_environment(flags: argparse.Namespace) -> None:
-    """Environment variables fill what flags leave out; those of hosts only with --multihost."""
+    """Environment variables fill in missing flags; those about hosts only with --multihost."""
     typed_mesh = flags.mesh_type is not None
     for flag, variables in ENVIRONMENT.items():
         # A mesh that was asked for by name, and axis names without sizes, are no use together.
         unused = typed_mesh or not flags.use_data_parallel
         if (flag == "mesh_shape" and unused) or (flag == "mesh_axes" and flags.mesh_shape is None):
             continue
-        of_hosts = flag in ("coordinator_address", "host_id", "num_hosts")
-        if getattr(flags, flag) is None and (flags.multihost or not of_hosts):
+        usable = flags.multihost or flag not in ONLY_MULTIHOST
+        if getattr(flags, flag) is None and usable:
             for name in [name for name in variables if os.environ.get(name)][:1]:
                 _fill(flags, flag, name)
 
@@ -172,8 +153,22 @@ def _fill_from_engine(flags: argparse.Namespace) -> None:
                 "how many"
             )
         _fill(flags, "machine_id", number)
-    flags.machine_id = flags.machine_id or 0
-    flags.total_machines = flags.total_machines or 1
+
+
+def _fill_defaults(flags: argparse.Namespace) -> None:
+    """Defaults for what is still missing; some depend on the flags that were given."""
+    if flags.dataset_path is None and not flags.demo:
+        own = flags.dataset_name is not None  # the default configuration is of the default data set
+        flags.dataset_name = flags.dataset_name or DATASET[0]
+        flags.dataset_config = flags.dataset_config or (None if own else DATASET[1])
+    flags.dataset_split = flags.dataset_split or DATASET[2]
+    depending = {
+        "max_seq_length": DEMO_MAX_SEQ_LENGTH if flags.demo else DEFAULTS["max_seq_length"],
+        "mesh_type": None if flags.mesh_shape is not None else DEFAULTS["mesh_type"],
+    }
+    for name, value in {**DEFAULTS, **depending}.items():
+        if getattr(flags, name) is None:
+            setattr(flags, name, value)
 
 
 def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
@@ -183,13 +178,12 @@ def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
 def _bucket_url(flags: argparse.Namespace) -> str | None:
     if not flags.upload_to_gcs:
         return None
-    bucket = flags.gcs_bucket.rstrip("/")
-    prefix = (flags.gcs_prefix or DEFAULT_PREFIX).strip("/")
+    bucket, prefix = flags.gcs_bucket.rstrip("/"), flags.gcs_prefix.strip("/")
     return f"{bucket if '://' in bucket else f'gs://{bucket}'}/{prefix}"
 
 
 def _check_places(flags: argparse.Namespace) -> None:
-    """Of the flags that say where the output goes."""
+    """Checks the flags about the bucket and about looking at an extraction."""
     bucket, prefix = flags.gcs_bucket, flags.gcs_prefix
     if flags.upload_to_gcs and bucket is None:
         raise InputError("--upload_to_gcs: needs --gcs_bucket")
@@ -199,44 +193,24 @@ def _check_places(flags: argparse.Namespace) -> None:
         if value is not None and re.search(r"[*?\[\]#\s]", value):
             raise InputError(f"--{flag} {value!r}: has a space, a wildcard or '#' in it")
     if bucket is not None and (bucket.startswith("memory:") or bucket.endswith("://")):
-        raise InputError(f"--gcs_bucket {bucket}: is no place that lasts")
+        raise InputError(f"--gcs_bucket {bucket}: is gone when the process ends; give a bucket")
     if bucket is not None and "://" not in bucket and "/" in bucket.rstrip("/"):
-        raise InputError(f"--gcs_bucket {bucket}: is a path; the bucket alone, and --gcs_prefix")
-    looking = flags.status or flags.verify
-    if "://" in flags.output_dir and not looking:
         raise InputError(
-            f"--output_dir {flags.output_dir}: is a URL; shards are written to a local folder "
-            "first: use --upload_to_gcs with --gcs_bucket and --gcs_prefix"
+            f"--gcs_bucket {bucket}: is a path; give the bucket alone, and the folder in it as "
+            "--gcs_prefix"
         )
     for flag, needed in (("aggregate", "status"), ("verify_samples", "verify")):
         if getattr(flags, flag) and not getattr(flags, needed):
             raise InputError(f"--{flag}: needs --{needed}")
     if flags.verify_samples and flags.model_path is None:
         raise InputError("--verify_samples: needs --model_path")
+    looking = flags.status or flags.verify
     if looking and flags.model_revision is not None and flags.model_path is None:
         raise InputError("--model_revision: needs --model_path here")
     if sum((flags.status, flags.verify, flags.repair, flags.overwrite)) > 1:
-        raise InputError("--status, --verify, --repair and --overwrite exclude each other")
+        raise InputError("--status, --verify, --repair and --overwrite cannot be used together")
     if (looking or flags.repair) and flags.list_hooks:
-        raise InputError("--list_hooks excludes --status, --verify and --repair")
-
-
-def _dataset(flags: argparse.Namespace) -> dict[str, str | None]:
-    """The data set fields; the defaults of config and split go with the default name only."""
-    name: str | None
-    config: str | None
-    split: str
-    name, config, split = DEFAULT_DATASET
-    if flags.dataset_path is not None or flags.demo:
-        name = config = None
-    elif flags.dataset_name:
-        name, config = flags.dataset_name, None
-    return {
-        "dataset_name": name,
-        "dataset_config": flags.dataset_config or config,
-        "dataset_split": flags.dataset_split or split,
-        "dataset_path": flags.dataset_path,
-    }
+        raise InputError("--list_hooks cannot be used with --status, --verify or --repair")
 
 
 CONFLICTS = {
@@ -250,15 +224,25 @@ CONFLICTS = {
 
 
 def _refuse_conflicts(flags: argparse.Namespace) -> None:
+    """Raises InputError for flags that were given and do not go together."""
     for flag, others in CONFLICTS.items():
         for other in others:
             given = getattr(flags, flag) not in (None, False)
             if given and getattr(flags, other) is not None:
-                raise InputError(f"--{flag} and --{other} exclude each other")
+                raise InputError(f"--{flag} and --{other} cannot be used together")
     _check_hosts(flags)
     _check_places(flags)
     if flags.mesh_shape is not None and not flags.use_data_parallel:
-        raise InputError("--mesh_shape and --no_data_parallel exclude each other")
+        raise InputError("--mesh_shape and --no_data_parallel cannot be used together")
+
+
+def _refuse_values(flags: argparse.Namespace) -> None:
+    """Raises InputError for values, typed or default, that are not possible here."""
+    if "://" in flags.output_dir and not (flags.status or flags.verify):
+        raise InputError(
+            f"--output_dir {flags.output_dir}: is a URL, but shards are written to a local folder "
+            "first; use --upload_to_gcs with --gcs_bucket and --gcs_prefix"
+        )
     if flags.machine_id >= flags.total_machines:
         raise InputError(
             f"{flags.machine_from} {flags.machine_id}: out of range for --total_machines "
@@ -267,13 +251,14 @@ def _refuse_conflicts(flags: argparse.Namespace) -> None:
 
 
 def _check_hosts(flags: argparse.Namespace) -> None:
-    given = {name: getattr(flags, name) for name in ("coordinator_address", "host_id", "num_hosts")}
+    """Checks the flags that name the hosts of a pod: all or none of them are given."""
+    given = {name: getattr(flags, name) for name in ONLY_MULTIHOST}
     present = [name for name, value in given.items() if value is not None]
     if present and not flags.multihost:
         raise InputError(f"--{present[0]}: needs --multihost")
     if present and len(present) < len(given):
         missing = next(name for name in given if name not in present)
-        raise InputError(f"--{missing}: is missing; with --{present[0]} all of it must be given")
+        raise InputError(f"--{missing}: is missing; --{present[0]} needs it")
     if present and flags.host_id >= flags.num_hosts:
         raise InputError(
             f"--host_id {flags.host_id}: out of range for --num_hosts {flags.num_hosts}; "

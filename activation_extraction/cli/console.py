@@ -62,7 +62,7 @@ class Clock:
     """Seconds spent per named activity of one thread."""
 
     def __init__(self) -> None:
-        self.began = time.perf_counter()
+        self.restart()
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -74,9 +74,14 @@ class Clock:
         finally:
             self.seconds[activity] += time.perf_counter() - began
 
+    def restart(self) -> None:
+        """Has `elapsed` count from now on."""
+        self._began = time.perf_counter()
+
     @property
     def elapsed(self) -> float:
-        return time.perf_counter() - self.began
+        """Seconds since the start."""
+        return time.perf_counter() - self._began
 
 
 class Progress:

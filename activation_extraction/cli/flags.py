@@ -1,38 +1,36 @@
-"""The flags: names, help texts, defaults, units. What they mean together is config.py's part."""
+"""The flags that say what to compute, and the parser of all flags.
+
+Flags about the output are in output_flags.py; what flags mean together is config.py's subject. A
+flag that is not given is None, so that conflicts between given ones can be found; its default is
+filled in afterwards. Booleans are the exception.
+"""
 
 import argparse
-import re
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from activation_extraction.cli.declare import (
+    MESH_AXES,
+    add,
+    add_pair,
+    add_switch,
+    axes,
+    integer,
+    sizes,
+    text,
+    variables,
+)
+from activation_extraction.cli.defaults import DATASET, DEFAULT_LAYERS, DEFAULTS
+from activation_extraction.cli.defaults import DEMO_MAX_SEQ_LENGTH as DEMO_LENGTH
 from activation_extraction.cli.errors import InputError
+from activation_extraction.cli.help_text import epilog
+from activation_extraction.cli.output_flags import (
+    add_bucket_flags,
+    add_checking_flags,
+    add_general_flags,
+    add_output_flags,
+)
 
-DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
-DEFAULT_DATASET = ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")
-DEFAULT_PREFIX = "activations"
-LARGEST = 10**9  # of any number; more is a slip of the finger
 ACTIVATION_TYPES = ("residual", "mlp", "attn")
-MESH_AXES = ("pipeline", "data", "fsdp", "model")
-
-EXAMPLES = """\
-examples:
-  extract_activations.py --demo
-      a tiny model and sample documents, made on the spot; needs no network
-  extract_activations.py --model_path Qwen/Qwen2.5-0.5B --layers_to_extract 12 --max_samples 1000
-      1000 documents of FineWeb-Edu through a model of the hub
-  extract_activations.py --model_path ./my-qwen --dataset_path texts.jsonl.gz --output_dir out
-      your own model and texts
-  extract_activations.py --model_path ./my-qwen --upload_to_gcs --gcs_bucket B --gcs_prefix run1
-      shards go to gs://B/run1/machine_000; killed? the same command continues
-  extract_activations.py --status --output_dir gs://B/run1
-      how far it is
-
-read a shard:
-  import gzip, pickle
-  records = pickle.loads(gzip.open("out/shard_0001.pkl.gz").read())  # {layer: [record, ...]}
-
-exit status: 0 done, 1 failed on the way, 2 bad input, 130 or 143 stopped by Ctrl-C or SIGTERM; what
-is complete is stored, and but for 2 the same command continues
-"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,422 +40,247 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(f"{message} (see --help)")
 
 
-def _text(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("is empty (an unset variable?)")
-    return text
-
-
-def _integer(least: int) -> Any:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        if value > LARGEST:
-            raise argparse.ArgumentTypeError(f"{value} is more than {LARGEST}")
-        return value
-
-    parse.__name__ = "integer"
-    return parse
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers such as 4,4")
-    return tuple(map(int, text.split(",")))
-
-
-def _axes(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if len(set(names)) < len(names) or not set(names) <= set(MESH_AXES):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of different names of {', '.join(MESH_AXES)}"
-        )
-    return names
-
-
-def _gigabytes(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive size in GB")
-    return value
-
-
-def _free_gigabytes(text: str) -> float:
-    return _gigabytes(text) if float(text) else 0.0
-
-
-_gigabytes.__name__ = _free_gigabytes.__name__ = "size in GB"
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Every flag with its help text."""
     parser = _Parser(
         prog="extract_activations.py",
         description="Turns a Qwen2 checkpoint and a stream of text into shards of activations.",
-        epilog=EXAMPLES,
+        epilog=epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     _add_model_flags(parser)
+    _add_hook_flags(parser)
     _add_data_flags(parser)
     _add_computing_flags(parser)
-    _add_output_flags(parser)
+    _add_host_flags(parser)
+    add_output_flags(parser)
+    add_bucket_flags(parser)
+    add_checking_flags(parser)
+    add_general_flags(parser)
     return parser
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model_path",
-        type=_text,
+    add(
+        group,
+        "model_path",
+        "a local folder (config.json, safetensors, tokenizer) or a hub name",
+        type=text,
         metavar="PATH",
-        help="a local folder (config.json, safetensors, tokenizer) or a hub name "
-        f"(default: {DEFAULT_MODEL})",
     )
-    group.add_argument(
-        "--model_revision",
-        type=_text,
+    add(
+        group,
+        "model_revision",
+        "a branch, tag or commit of a hub model (default: the commit with which the extraction "
+        "began; for a new one the newest)",
+        type=text,
         metavar="NAME",
-        help="a branch, tag or commit of a hub model (default: the commit with which the "
-        "extraction began; for a new one the newest)",
     )
-    group.add_argument(
-        "--dtype",
+    add(
+        group,
+        "dtype",
+        "the type of weights and matrix products; sums are float32 (default: "
+        f"{DEFAULTS['dtype']} = bfloat16 on TPU and GPU, float32 on CPU)",
         choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="of weights and matrix products; sums are float32 "
-        "(default: auto = bfloat16 on TPU and GPU, float32 on CPU)",
     )
+
+
+def _add_hook_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to extract")
-    group.add_argument(
-        "--layers_to_extract",
-        type=_integer(0),
+    add(
+        group,
+        "layers_to_extract",
+        f"layers, counted from 0 (default: {DEFAULT_LAYERS[0]} to {DEFAULT_LAYERS[-1]}, clipped to "
+        "the model's depth)",
+        type=integer(0),
         nargs="+",
         metavar="N",
-        help="layers, counted from 0 (default: 10 to 23, clipped to the model's depth)",
     )
-    group.add_argument(
-        "--activation_type",
+    add(
+        group,
+        "activation_type",
+        "residual: the residual stream after the block; attn, mlp: what the half of the block adds "
+        "to it",
         choices=ACTIVATION_TYPES,
-        help="residual: the stream after the block; attn, mlp: what is added to it "
-        "(default: residual)",
     )
-    group.add_argument(
-        "--hook_names",
-        nargs="+",
-        metavar="GLOB",
-        help="instead of the two above: names of TransformerLens or of inputs and outputs of "
+    add(
+        group,
+        "hook_names",
+        "instead of the two flags above: names of TransformerLens, or of the inputs and outputs of "
         "Hugging Face modules, globs allowed, such as 'blocks.*.mlp.hook_in' or "
         "'model.layers.20.mlp.output'",
+        nargs="+",
+        metavar="GLOB",
     )
-    group.add_argument(
-        "--list_hooks",
-        action="store_true",
-        help="list the model's hooks with all their names, widths and bytes per token, and end; "
-        "reads config.json only",
+    add_switch(
+        group,
+        "list_hooks",
+        "list the model's hooks with all their names, widths and bytes per token, and end; reads "
+        "config.json only",
     )
 
 
 def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("text")
-    name, config, split = DEFAULT_DATASET
-    group.add_argument(
-        "--dataset_name",
-        type=_text,
+    name, config, split = DATASET
+    add(
+        group,
+        "dataset_name",
+        f"a data set of the hub, which is streamed (default: {name})",
+        type=text,
         metavar="NAME",
-        help=f"a data set of the hub, streamed (default: {name})",
     )
-    group.add_argument(
-        "--dataset_config",
-        type=_text,
+    add(
+        group,
+        "dataset_config",
+        f"a configuration of it (default: {config} for the default data set, else its own default)",
+        type=text,
         metavar="NAME",
-        help=f"(default: {config} of the default data set)",
     )
-    group.add_argument("--dataset_split", type=_text, metavar="NAME", help=f"(default: {split})")
-    group.add_argument(
-        "--dataset_path",
-        type=_text,
+    add(group, "dataset_split", f"a split of it (default: {split})", type=text, metavar="NAME")
+    add(
+        group,
+        "dataset_path",
+        "your own files instead of a hub data set: .jsonl, .jsonl.gz or .parquet; a file, a folder "
+        "or a glob; a local path or a URL such as gs://bucket/folder",
+        type=text,
         metavar="PATH",
-        help="instead of a hub data set: .jsonl, .jsonl.gz or .parquet; a file, a folder or a "
-        "glob, local or a URL such as gs://bucket/folder",
     )
-    group.add_argument(
-        "--text_column",
-        type=_text,
-        default="text",
+    add(
+        group,
+        "text_column",
+        "the column that holds the text; without it, ARC-AGI's columns train and test become a "
+        f"prompt, see below (default: {DEFAULTS['text_column']})",
+        type=text,
         metavar="NAME",
-        help="column that holds the text (default: text); rows without it that have ARC-AGI's "
-        "train and test grids become a prompt",
     )
-    group.add_argument(
-        "--skip_bad_rows",
-        action="store_true",
-        help="skip and count rows that cannot be used: not JSON, no such column, not text in it; "
-        "may be added to continue a run (default: such a row ends the run)",
+    add_switch(
+        group,
+        "skip_bad_rows",
+        "skip and count rows that cannot be used: not JSON, no such column, no text in it; may be "
+        "added to continue a run (default: such a row ends the run)",
     )
-    group.add_argument(
-        "--max_samples",
-        type=_integer(1),
+    add(
+        group,
+        "max_samples",
+        "stop after N samples on this machine, shared equally by its hosts (default: all)",
+        type=integer(1),
         metavar="N",
-        help="stop after N samples on this machine, shared equally by its hosts (default: all)",
     )
-    group.add_argument(
-        "--machine_id",
-        type=_integer(0),
+    add(
+        group,
+        "machine_id",
+        "the number of this machine, from 0; each machine extracts its own share of the data "
+        "(default: SLURM_ARRAY_TASK_ID, SKYPILOT_JOB_RANK or, without --multihost, "
+        f"JOB_COMPLETION_INDEX; else {DEFAULTS['machine_id']})",
+        type=integer(0),
         metavar="I",
-        help="this machine, from 0; each has its own part of the data (default: "
-        "SLURM_ARRAY_TASK_ID, SKYPILOT_JOB_RANK or, without --multihost, JOB_COMPLETION_INDEX; "
-        "else 0)",
     )
-    group.add_argument(
-        "--total_machines",
-        type=_integer(1),
+    add(
+        group,
+        "total_machines",
+        "the number of independent machines that share the data; it may be much larger than the "
+        "number that runs at a time (default: SLURM_ARRAY_TASK_COUNT or SKYPILOT_NUM_JOBS, else "
+        f"{DEFAULTS['total_machines']})",
+        type=integer(1),
         metavar="N",
-        help="independent machines that share the data; may be many more than run at a time "
-        "(default: SLURM_ARRAY_TASK_COUNT or SKYPILOT_NUM_JOBS, else 1)",
     )
 
 
 def _add_computing_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("computing")
-    group.add_argument(
-        "--batch_size",
-        type=_integer(1),
+    add(
+        group,
+        "batch_size",
+        "rows per host and step; several samples share a row",
+        type=integer(1),
         metavar="ROWS",
-        help="rows per host per step; several samples share a row (default: 8)",
     )
-    group.add_argument(
-        "--max_seq_length",
-        type=_integer(1),
+    add(
+        group,
+        "max_seq_length",
+        f"tokens per row; longer documents are cut (default: {DEFAULTS['max_seq_length']} tokens; "
+        f"{DEMO_LENGTH} with --demo)",
+        type=integer(1),
         metavar="TOKENS",
-        help="tokens per row; longer documents are cut (default: 2048)",
     )
-    group.add_argument(
-        "--mesh_type",
+    add(
+        group,
+        "mesh_type",
+        "how the devices are arranged. 1d: all along the model axis; 2d: data x model, with one "
+        "host per data index; 3d: pipeline x data x model; auto: the smallest model axis with "
+        f"which everything fits in memory (default: {DEFAULTS['mesh_type']})",
         choices=("1d", "2d", "3d", "auto"),
-        help="1d: all devices on model; 2d: data x model, one host per data; 3d: pipeline x data x "
-        "model; auto: the smallest model axis that fits in memory (default: 2d)",
     )
-    group.add_argument(
-        "--mesh_shape",
-        type=_integers,
+    add(
+        group,
+        "mesh_shape",
+        f"the size of every axis (default: {variables('mesh_shape')}, else as --mesh_type says)",
+        type=sizes,
         metavar="A,B[,C]",
-        help="size of every axis (default: from TPU_MESH_CONFIG, else by --mesh_type)",
     )
-    group.add_argument(
-        "--mesh_axes",
-        type=_axes,
+    add(
+        group,
+        "mesh_axes",
+        f"the names of the axes, from {', '.join(MESH_AXES)}: pipeline splits the layers, data and "
+        f"fsdp the rows, fsdp and model the weights (default: {variables('mesh_axes')}, else "
+        "data,model or pipeline,data,model)",
+        type=axes,
         metavar="NAME,...",
-        help=f"names of the axes, of {', '.join(MESH_AXES)}: pipeline splits the layers, data and "
-        "fsdp the rows, fsdp and model the weights (default: from TPU_AXIS_NAMES, else data,model "
-        "or pipeline,data,model)",
     )
-    _add_pair(
+    add_pair(
         group,
         "use_data_parallel",
         "no_data_parallel",
-        "use all devices (default)",
+        "use all devices",
         "use one device of every host",
     )
-    group.add_argument(
-        "--compilation_cache",
-        type=_text,
-        metavar="FOLDER",
-        help="where JAX keeps compiled programs for the next start, or off; with --multihost a "
-        "folder or URL that all hosts share (default: JAX_COMPILATION_CACHE_DIR, else "
+    add(
+        group,
+        "compilation_cache",
+        "where JAX keeps compiled programs for the next start, or off; with --multihost a folder "
+        f"or URL that all hosts share (default: {variables('compilation_cache')}, else "
         "activation_extraction/jax in XDG_CACHE_HOME or ~/.cache; off with --multihost)",
+        type=text,
+        metavar="FOLDER",
     )
-    _add_host_flags(parser)
 
 
 def _add_host_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "several hosts as one", "start the same command on every host of a pod"
     )
-    group.add_argument(
-        "--multihost",
-        action="store_true",
-        help="join the other hosts; on Cloud TPU, GKE and Slurm this alone is enough",
+    add_switch(
+        group,
+        "multihost",
+        "join the other hosts; on Cloud TPU, GKE and Slurm this flag alone is enough",
     )
-    group.add_argument(
-        "--coordinator_address",
-        type=_text,
+    add(
+        group,
+        "coordinator_address",
+        f"the address of host 0 (default: {variables('coordinator_address')})",
+        type=text,
         metavar="HOST:PORT",
-        help="of host 0 (default: JAX_COORDINATOR_ADDRESS or COORDINATOR_ADDRESS)",
     )
-    group.add_argument(
-        "--host_id",
-        type=_integer(0),
+    add(
+        group,
+        "host_id",
+        f"the number of this host, from 0 (default: {variables('host_id')})",
+        type=integer(0),
         metavar="I",
-        help="this host, from 0 (default: JAX_PROCESS_INDEX or HOST_ID)",
     )
-    group.add_argument(
-        "--num_hosts",
-        type=_integer(1),
+    add(
+        group,
+        "num_hosts",
+        f"the number of hosts (default: {variables('num_hosts')})",
+        type=integer(1),
         metavar="N",
-        help="(default: JAX_PROCESS_COUNT or NUM_HOSTS)",
     )
-    for name, seconds, text in (
-        ("connect_timeout", 300, "wait this long for the other hosts at the start"),
-        ("heartbeat_timeout", 100, "take a silent host for dead after this long"),
-        ("stall_timeout", 600, "end the process when no step finishes for this long"),
+    for name, meaning in (
+        ("connect_timeout", "how long to wait for the other hosts at the start"),
+        ("heartbeat_timeout", "how long a host may be silent before it counts as dead"),
+        ("stall_timeout", "end the process when no step finishes for this long"),
     ):
-        group.add_argument(
-            f"--{name}",
-            type=_integer(1),
-            default=seconds,
-            metavar="SECONDS",
-            help=f"{text} (default: {seconds} s)",
-        )
-
-
-def _add_pair(group: Any, yes: str, no: str, yes_help: str, no_help: str) -> None:
-    """A boolean flag as a pair of names, true by default."""
-    pair = group.add_mutually_exclusive_group()
-    pair.add_argument(f"--{yes}", action="store_true", default=True, help=yes_help)
-    pair.add_argument(f"--{no}", dest=yes, action="store_false", help=no_help)
-
-
-def _add_output_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--output_dir",
-        type=_text,
-        default="activations",
-        metavar="FOLDER",
-        help="where the shards go; an interrupted run is continued there by the same command "
-        "(default: activations)",
-    )
-    group.add_argument(
-        "--min_free_gb",
-        type=_free_gigabytes,
-        default=0.0,
-        metavar="GB",
-        help="refuse to start with less free disk for --output_dir, in 10^9 bytes (default: 0 = "
-        "whatever is free)",
-    )
-    group.add_argument(
-        "--activation_dtype",
-        choices=("auto", "float32", "float16", "bfloat16"),
-        default="auto",
-        help="of the stored activations (default: auto = that of the computing)",
-    )
-    group.add_argument(
-        "--shard_size_gb",
-        type=_gigabytes,
-        default=1.0,
-        metavar="GB",
-        help="activations per shard before compression, in 10^9 bytes (default: 1)",
-    )
-    _add_pair(
-        group,
-        "compress_shards",
-        "no_compress_shards",
-        "gzip the shards (default)",
-        "write plain .pkl",
-    )
-    group.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="delete the extraction that --output_dir and the bucket already hold, every time "
-        "(default: continue it)",
-    )
-    group.add_argument(
-        "--repair",
-        action="store_true",
-        help="with the flags of a run: recompute the shards that --verify finds damaged or "
-        "missing, and no others; ends with what --verify says then, and its exit status",
-    )
-    _add_bucket_flags(parser)
-    _add_checking_flags(parser)
-    group = parser.add_argument_group("general")
-    group.add_argument(
-        "--demo",
-        action="store_true",
-        help="make a tiny model and sample documents in --output_dir/demo_inputs and extract from "
-        "them, 256 tokens per row",
-    )
-    group.add_argument(
-        "--log_every",
-        type=_integer(1),
-        default=30,
-        metavar="SECONDS",
-        help="between lines of metrics.jsonl and, where the output is no terminal, of progress "
-        "(default: 30 s)",
-    )
-    group.add_argument(
-        "--verbose",
-        action="store_true",
-        help="log every step and shard, on all hosts (default: hosts but the first log problems)",
-    )
-
-
-def _add_bucket_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "upload",
-        "credentials come from the environment: gcloud auth application-default login, "
-        "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account",
-    )
-    group.add_argument(
-        "--upload_to_gcs",
-        action="store_true",
-        help="upload every shard; it then counts as stored when the bucket has confirmed it",
-    )
-    group.add_argument(
-        "--gcs_bucket",
-        type=_text,
-        metavar="NAME",
-        help="the bucket, or a URL that fsspec knows, such as s3://bucket (with s3fs installed)",
-    )
-    group.add_argument(
-        "--gcs_prefix",
-        type=_text,
-        metavar="PATH",
-        help="folder in the bucket; in it, one folder for each machine and host "
-        f"(default: {DEFAULT_PREFIX})",
-    )
-    _add_pair(
-        group,
-        "delete_local_after_upload",
-        "keep_local",
-        "delete a shard here once the bucket has confirmed it; its JSON stays (default)",
-        "keep the shards here as well",
-    )
-    group.add_argument(
-        "--upload_timeout",
-        type=_integer(1),
-        default=300,
-        metavar="SECONDS",
-        help="keep retrying an upload that fails for this long, then stop (default: 300 s)",
-    )
-
-
-def _add_checking_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "looking at an extraction",
-        "instead of extracting; of the bucket with --upload_to_gcs, else of --output_dir, which "
-        "may be a URL here",
-    )
-    group.add_argument(
-        "--status",
-        action="store_true",
-        help="all machines and hosts: what is stored, how fast, until when; also during a run",
-    )
-    group.add_argument(
-        "--aggregate",
-        action="store_true",
-        help="with --status: also write it there as aggregated_metadata.json",
-    )
-    group.add_argument(
-        "--verify",
-        action="store_true",
-        help="check every shard against its checksum and its JSON, and that all samples are there "
-        "once; with --model_path, recompute some; exit status 1 and a list if anything is off",
-    )
-    group.add_argument(
-        "--verify_samples",
-        type=_integer(1),
-        metavar="N",
-        help="how many random samples --verify recomputes (default: 8)",
-    )
+        add(group, name, meaning, unit=" s", type=integer(1), metavar="SECONDS")

@@ -1,4 +1,4 @@
-"""What libraries log about requests that fail and are tried again: one line of ours instead."""
+"""One line of our own instead of what libraries log about requests that they retry."""
 
 import logging
 import re
@@ -13,7 +13,7 @@ RETRIES = re.compile(r"'?(.*?)'? thrown while requesting|Retrying in|Retrying \d
 
 
 class _FirstFailure(logging.Filter):
-    """Drops what the libraries say about retries, and says the first in our words."""
+    """Drops what the libraries say about retries, and logs the first one in our words."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _FirstFailure(logging.Filter):
 
 @contextmanager
 def hub_requests(what: str) -> Iterator[None]:
-    """Within it, the log has one line about requests that are tried again. what: is asked for."""
+    """Inside the block, retried requests are logged in one line. what: the thing asked for."""
     first = _FirstFailure(what)
     for name in LOGGERS:
         logging.getLogger(name).addFilter(first)
@@ -45,17 +45,17 @@ def hub_requests(what: str) -> Iterator[None]:
 
 
 def name_unknown(error: BaseException | None) -> bool:
-    """Whether it all began with a host name that does not resolve."""
+    """Whether the cause of an error is a host name that does not resolve."""
     while error is not None and not isinstance(error, socket.gaierror):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 class _GcsfsLog(logging.Handler):
-    """gcsfs tries for half a minute by itself before a request fails: hands on why.
+    """Hands on why gcsfs retries a request, which it does for half a minute before it fails.
 
-    Everything else is dropped, also its traceback for every request that it gives up: stores.py
-    tries again and says so in one line.
+    Everything else is dropped, including its traceback for every request that it gives up: our
+    caller tries again and says so in one line.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -64,7 +64,7 @@ class _GcsfsLog(logging.Handler):
             listener(" ".join(reason.split()))
 
 
-gcsfs_listeners: list[Callable[[str], None]] = []  # the latest alone is told
+gcsfs_listeners: list[Callable[[str], None]] = []  # only the latest one is called
 _gcsfs = logging.getLogger("gcsfs")
 _gcsfs.handlers, _gcsfs.propagate = [_GcsfsLog()], False
 _gcsfs.setLevel(logging.DEBUG)

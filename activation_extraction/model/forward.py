@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from activation_extraction.cli.config import DEFAULT_LAYERS, Config
 from activation_extraction.cli.console import log
+from activation_extraction.cli.defaults import DEFAULT_LAYERS
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices
@@ -51,28 +51,10 @@ class ModelRequest:
     activation_type: str
     rows: int
     length: int
-    mesh_type: str
+    mesh_type: str | None
     mesh_shape: tuple[int, ...] | None
     mesh_axes: tuple[str, ...] | None
     every_device: bool
-
-    @classmethod
-    def of(cls, config: Config) -> "ModelRequest":
-        return cls(
-            model_path=config.model_path,
-            revision=config.model_revision,
-            dtype=config.dtype,
-            activation_dtype=config.activation_dtype,
-            hook_names=config.hook_names,
-            layers=config.layers_to_extract,
-            activation_type=config.activation_type,
-            rows=config.batch_size,
-            length=config.max_seq_length,
-            mesh_type=config.mesh_type,
-            mesh_shape=config.mesh_shape,
-            mesh_axes=config.mesh_axes,
-            every_device=config.use_data_parallel,
-        )
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import jax
 
+from activation_extraction.cli.declare import MESH_AXES
 from activation_extraction.cli.errors import InputError
-from activation_extraction.cli.flags import MESH_AXES
 
 DEFAULT_3D_DEVICES = 64
 DEFAULT_3D_AXES = ("pipeline", "data", "model")
@@ -33,7 +33,7 @@ def smallest_model_axis(devices: int, rows: int, weights: int, captured: int, it
 
 
 def choose_shape(
-    kind: str,
+    kind: str | None,
     shape: Sequence[int] | None,
     axes: Sequence[str] | None,
     devices: int,
@@ -42,10 +42,10 @@ def choose_shape(
 ) -> tuple[dict[str, int], str | None]:
     """Mesh axis -> size for --mesh_type, --mesh_shape and --mesh_axes, and a remark or None.
 
-    smallest_model: what `auto` takes as the `model` axis, a divisor of `devices`. Raises InputError
-    when a given shape does not fit the axes or the devices.
+    kind: None when only a shape is given. smallest_model: what `auto` takes as the `model` axis, a
+    divisor of `devices`. Raises InputError when a given shape does not fit the axes or the devices.
     """
-    dimensions = {"1d": 1, "2d": 2, "3d": 3}.get(kind)
+    dimensions = {"1d": 1, "2d": 2, "3d": 3}.get(kind or "")
     if shape is not None:
         return _explicit(shape, axes, dimensions, devices), None
     if axes is not None and dimensions != 3:

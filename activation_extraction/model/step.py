@@ -18,7 +18,7 @@ from activation_extraction.cli.console import log, on_terminal
 from activation_extraction.model.compilation import watch_compiling
 from activation_extraction.model.forward import Forward
 from activation_extraction.model.weights import load_params
-from activation_extraction.text.packing import Batch
+from activation_extraction.text.batch import Batch
 
 # (batch or None, flags of this host) -> (activations {width: (hooks of that width, rows of all
 # hosts, T, width)}, number of hosts that set each flag); does not wait for the devices.

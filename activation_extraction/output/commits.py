@@ -16,6 +16,7 @@ from typing import Any
 
 from activation_extraction.cli.errors import RunError
 from activation_extraction.output.stores import Store
+from activation_extraction.text.batch import Cursor
 
 FORMAT_VERSION = 3
 READABLE_VERSIONS = (2, 3)  # 2: records without `hook`
@@ -101,6 +102,11 @@ class Commit:
     @property
     def number(self) -> int:
         return number_of(self.file)
+
+    @property
+    def position(self) -> Cursor | None:
+        """The cursor as an object."""
+        return None if self.cursor is None else Cursor.from_json(self.cursor)
 
     @property
     def name(self) -> str:

@@ -33,7 +33,7 @@ from activation_extraction.output.commits import (
 from activation_extraction.output.shards import Record, Shard, write_bytes, write_shard
 from activation_extraction.output.statistics import Statistics, merge_all
 from activation_extraction.output.stores import Store, reason_of
-from activation_extraction.text.packing import Cursor
+from activation_extraction.text.batch import Cursor
 
 UPLOADS = 4  # shards uploaded at the same time; up to two more wait on the disk for their turn
 METRICS_SECONDS = 300  # between uploads of metrics.jsonl
@@ -242,7 +242,7 @@ class Committer:
                 count=len(first),
                 tokens=sum(record["shape"][0] for record in first),
                 partial=partial,
-                cursor=cursor,
+                cursor=None if cursor is None else cursor.to_json(),
                 hooks=hooks,
                 run=self._run,
                 committed=round(time.time(), 3),

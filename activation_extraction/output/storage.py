@@ -35,7 +35,7 @@ from activation_extraction.output.resume import (
 )
 from activation_extraction.output.shards import Record, write_bytes
 from activation_extraction.output.stores import Store, reason_of
-from activation_extraction.text.packing import Batch, Cursor
+from activation_extraction.text.batch import Batch, Cursor
 
 GIGABYTE = 10**9
 
@@ -122,7 +122,7 @@ class ActivationStorage:
         self._committer.begin(stored)
         self.totals.count_skipped(beginning.skipped_rows)
         self._last_stored = self._last_sample = commits[-1].last if commits else -1
-        self._cursor: Cursor | None = commits[-1].cursor if commits else None
+        self._cursor: Cursor | None = commits[-1].position if commits else None
         self._shards_cut = len(commits)
 
     @property

@@ -1,11 +1,10 @@
-"""The embedded default: a small Qwen2 checkpoint and sample documents, made on the spot.
+"""The demo's inputs: a small Qwen2 checkpoint and sample documents, made on the spot.
 
-Files have the form of real ones (config.json, safetensors, tokenizer.json; Parquet in the
+The files look like real ones (config.json, safetensors, tokenizer.json; Parquet in the
 FineWeb-Edu schema) and are the same bytes every time. The weights are random: the demo shows that
 the pipeline works, not what a trained model represents.
 """
 
-import dataclasses
 import json
 import math
 import random
@@ -21,11 +20,10 @@ import pyarrow.parquet
 from safetensors.numpy import save_file
 from tokenizers import models, pre_tokenizers, trainers
 
-from activation_extraction.cli.config import Config
 from activation_extraction.model.checkpoint import SINGLE_FILE
 from activation_extraction.model.family import ModelFamily
 from activation_extraction.model.weights import WeightSpec
-from activation_extraction.text.tokens import qwen2_tokenizer
+from activation_extraction.text.tokenizer import qwen2_tokenizer
 
 VOCAB_SIZE = 2048
 DOCUMENTS = 300
@@ -51,8 +49,8 @@ MODEL_CONFIG = {
 }
 
 
-def prepare(config: Config, output: Path, family: ModelFamily) -> Config:
-    """Makes model and documents in `output`/demo_inputs; returns the config that extracts from it.
+def make_demo(output: Path, family: ModelFamily) -> tuple[Path, Path]:
+    """Makes the model's folder and the documents in `output`/demo_inputs; returns their paths.
 
     family: of a model with MODEL_CONFIG as its config.json.
     """
@@ -64,7 +62,7 @@ def prepare(config: Config, output: Path, family: ModelFamily) -> Config:
     write_tokenizer(model, paragraphs)
     (model / "config.json").write_text(json.dumps(MODEL_CONFIG, indent=2) + "\n")
     write_weights(model / SINGLE_FILE, family.weights_of(MODEL_CONFIG))
-    return dataclasses.replace(config, model_path=str(model), dataset_path=str(documents))
+    return model, documents
 
 
 def _paragraphs() -> list[str]:

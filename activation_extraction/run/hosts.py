@@ -123,8 +123,8 @@ def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
     return [bool(value) for value in np.max(np.asarray(gathered), axis=0)]
 
 
-def part(host: Host) -> None:
-    """The last that hosts do together: JAX would abort those that are behind the first to leave."""
+def leave(host: Host) -> None:
+    """Leaves the run, together with all hosts: JAX would abort those that leave later."""
     if host.several:
         jax.distributed.shutdown()
 
@@ -132,18 +132,16 @@ def part(host: Host) -> None:
 def together(host: Host, failure: Exception | None) -> None:
     """Raises `failure` where there is one, and RunError on every other host. A barrier.
 
-    Hosts part before it raises.
+    All hosts leave the run before it raises.
     """
     if any_host(host, [failure is not None])[0]:
-        part(host)
+        leave(host)
         raise failure or elsewhere()
 
 
 def elsewhere() -> RunError:
     """What to raise where nothing is wrong but on another host."""
-    return RunError(
-        "another host failed", remedy="the message there says what to do, for all hosts alike"
-    )
+    return RunError("another host failed", remedy="its message says what to do, on all hosts")
 
 
 def gather(host: Host, text: str) -> list[str]:
@@ -161,11 +159,11 @@ def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -
     All hosts must call it, with the same names; one with a problem needs none. Raises `problem`
     where it arose. Elsewhere it names the hosts that have one: InputError, or RunError when no
     input was bad. When none has, InputError with the first field that differs and on which hosts.
-    Hosts part before it raises.
+    All hosts leave the run before it raises.
     """
     found = _disagreement(fields, problem) if host.several else problem
     if found is not None:
-        part(host)
+        leave(host)
         raise found
 
 
@@ -224,15 +222,19 @@ class Watchdog:
 
 
 @contextmanager
-def last_words(message: str) -> Iterator[None]:
-    """Prints `message` to stderr if this process dies inside the block without Python noticing.
+def last_words(host: Host, message: str) -> Iterator[None]:
+    """Prints `message` to stderr if JAX ends this process inside the block.
 
-    JAX aborts a process whose peers are gone, without `finally` blocks: a helper process, waiting
-    at the other end of a pipe, outlives it for as long as it takes to say so.
+    JAX aborts a process whose peers are gone, without `finally` blocks. A helper process, which
+    waits at the other end of a pipe, outlives it for as long as it takes to say so.
     """
+    if not host.several:
+        yield
+        return
+    why = "because another host is gone (or because it crashed itself: see above)"
     script = "import sys; sys.stdin.read() == '.' or sys.stderr.write(sys.argv[1])"
     helper = subprocess.Popen(
-        [sys.executable, "-S", "-c", script, f"error: {message}\n"],
+        [sys.executable, "-S", "-c", script, f"error: host {host.id} ended {why}; {message}\n"],
         stdin=subprocess.PIPE,
         text=True,
         start_new_session=True,  # Ctrl-C in the terminal is not for it

@@ -8,12 +8,15 @@ import numpy as np
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.devices import device_errors
-from activation_extraction.model.digests import digest_files
 from activation_extraction.model.family import ModelFamily
 from activation_extraction.model.forward import ModelRequest, prepare_model
-from activation_extraction.model.revisions import recorded_commit
 from activation_extraction.model.step import compile_step
+from activation_extraction.run.agreement import Votes
+from activation_extraction.run.digests import digest_files
+from activation_extraction.run.revision import recorded_commit
 from activation_extraction.text.packing import pack, samples_of
+
+NO_VOTES = Votes(with_data=False, stopping=False, failed=False)
 
 
 def load_again(
@@ -37,14 +40,16 @@ def load_again(
     with device_errors():
         forward = prepare_model(family, request)
         if digest_files(forward.checkpoint.weight_files()) != identity["model files"]:
-            raise InputError(f"--model_path {request.model_path}: is another model than the stored")
+            raise InputError(
+                f"--model_path {request.model_path}: is not the model of the stored activations"
+            )
         step = compile_step(forward)
 
     def recompute(token_ids: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
         found = []
         for batch in pack(samples_of(token_ids), request.rows, request.length):
             with device_errors():
-                activations = forward.receive(step(batch, (False, False, False))[0])
+                activations = forward.receive(step(batch, NO_VOTES)[0])
             found += [
                 {
                     str(name): values[at.row, at.start : at.stop]

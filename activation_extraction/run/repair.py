@@ -27,7 +27,7 @@ from activation_extraction.output.resume import Beginning, check_same_run, lock_
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.output.stores import Store, reason_of
 from activation_extraction.reading.verify import check_shards
-from activation_extraction.text.packing import Batch, Cursor
+from activation_extraction.text.batch import Batch, Cursor
 
 COUNTED = ("shards", "samples", "tokens", "bytes", "hooks")  # in metadata.json
 
@@ -51,7 +51,7 @@ class Gap:
 
     @property
     def cursor(self) -> Cursor | None:
-        return None if self.before is None else self.before.cursor
+        return None if self.before is None else self.before.position
 
 
 def find_gaps(stored: Stored, good: set[int], world: int) -> tuple[Gap, ...]:

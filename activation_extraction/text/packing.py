@@ -6,69 +6,18 @@ A batch holds a contiguous run of samples, so what is stored is always a prefix 
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, takewhile
-from typing import Any, NamedTuple
 
 import numpy as np
 
-Cursor = dict[str, Any]  # JSON-compatible position in a worker's stream of samples
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One tokenised document. `cursor` continues with this sample, `next_cursor` after it."""
-
-    sample_idx: int
-    token_ids: np.ndarray  # int32, shape (tokens,)
-    text_preview: str
-    doc_id: str | int | float | None
-    cursor: Cursor
-    next_cursor: Cursor
+from activation_extraction.text.batch import Batch, Cursor, Placed, Sample
 
 
 def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Sample]:
-    """Samples of token ids alone, numbered from 0, that come from no dataset."""
+    """Samples made of token ids alone, numbered from 0; they come from no data set."""
     for number, ids in enumerate(documents):
-        yield Sample(number, np.asarray(ids, np.int32), "", None, {}, {})
-
-
-class Placed(NamedTuple):
-    """Where a sample lies in its batch."""
-
-    sample: Sample
-    row: int
-    start: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.sample.token_ids)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Arrays (B, T) int32 and the samples in them, in stream order.
-
-    segment_ids: 0 for padding, 1, 2, ... along each row; positions: from 0 within each sample.
-    """
-
-    token_ids: np.ndarray
-    segment_ids: np.ndarray
-    positions: np.ndarray
-    samples: tuple[Placed, ...]
-
-    @property
-    def cursor(self) -> Cursor:
-        return self.samples[0].sample.cursor
-
-    @property
-    def next_cursor(self) -> Cursor:
-        return self.samples[-1].sample.next_cursor
-
-    @property
-    def num_tokens(self) -> int:
-        """Real tokens, padding not counted."""
-        return sum(placed.stop - placed.start for placed in self.samples)
+        here, after = Cursor(number), Cursor(number + 1)
+        yield Sample(number, np.asarray(ids, np.int32), "", None, here, after)
 
 
 def best_fit(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[int, int]] | None:
@@ -89,7 +38,7 @@ def best_fit(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[int
 
 
 def longest_run(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[int, int]]:
-    """Places of the longest prefix of `lengths` that `best_fit` gets into one batch.
+    """(row, start) of each length in the longest prefix that `best_fit` fits into one batch.
 
     Every length must be at most `capacity`, so that at least one always fits.
     """
@@ -104,8 +53,8 @@ def longest_run(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[
 def pack(samples: Iterator[Sample], rows: int, length: int) -> Iterator[Batch]:
     """Packs samples (each at most `length` tokens) into batches of `rows` x `length` tokens.
 
-    When reading samples fails, those that do not fill a batch are left out: packed without what
-    follows them, they would not give the same bits as in a run that reads on.
+    When reading samples fails, the last ones, which do not fill a batch, are left out: packed
+    without those that follow, they would not give the same bits as in a run that reads on.
     """
     waiting: list[Sample] = []
     total = 0

@@ -1,4 +1,4 @@
-"""The rows of files, each with its place, so that one that cannot be used can be named."""
+"""The rows of JSON Lines and Parquet files, each with its position, for messages about it."""
 
 import gzip
 import json
@@ -63,6 +63,7 @@ def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
 
 
 def json_lines(urls: list[str]) -> Iterator[FileRow]:
+    """The lines of these files that are not blank."""
     for url in urls:
         with _naming(url), fsspec.open(url, "rb", compression="infer") as lines:
             for number, line in enumerate(lines, start=1):
@@ -72,7 +73,7 @@ def json_lines(urls: list[str]) -> Iterator[FileRow]:
 
 @contextmanager
 def _naming(url: str) -> Iterator[None]:
-    """Whatever fails within says with which file."""
+    """Adds the name of the file to whatever fails inside the block."""
     try:
         yield
     except Exception as error:  # whatever a file system or a file format may raise

@@ -1,7 +1,7 @@
 """The workers of a run, one for each host of each machine, and which samples are whose.
 
-The data is split between the machines first. A machine's hosts then split what the machine got, so
-each machine may have its own number of hosts.
+The data is split between the machines first. The hosts of a machine then split its share, so each
+machine may have another number of hosts.
 """
 
 from dataclasses import dataclass
@@ -22,5 +22,5 @@ class Worker:
 
     @property
     def stride(self) -> int:
-        """Between the indices of two samples in a row."""
+        """The difference between the indices of two consecutive samples of this worker."""
         return self.hosts * self.machines

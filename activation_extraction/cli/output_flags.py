@@ -1,0 +1,154 @@
+"""The flags that say where the output goes, and those that look at it afterwards."""
+
+import argparse
+
+from activation_extraction.cli.declare import (
+    add,
+    add_pair,
+    add_switch,
+    free_gigabytes,
+    gigabytes,
+    integer,
+    text,
+)
+from activation_extraction.cli.defaults import DEFAULTS
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    add(
+        group,
+        "output_dir",
+        "the folder for the shards; the same command continues an interrupted run there",
+        type=text,
+        metavar="FOLDER",
+    )
+    add(
+        group,
+        "min_free_gb",
+        "refuse to start with less free disk for --output_dir than this, in units of 10^9 bytes",
+        unit=" GB",
+        type=free_gigabytes,
+        metavar="GB",
+    )
+    add(
+        group,
+        "activation_dtype",
+        "the type of the stored activations (default: "
+        f"{DEFAULTS['activation_dtype']} = as --dtype)",
+        choices=("auto", "float32", "float16", "bfloat16"),
+    )
+    add(
+        group,
+        "shard_size_gb",
+        "activations per shard before compression, in units of 10^9 bytes",
+        unit=" GB",
+        type=gigabytes,
+        metavar="GB",
+    )
+    add_pair(group, "compress_shards", "no_compress_shards", "gzip the shards", "write plain .pkl")
+    add_switch(
+        group,
+        "overwrite",
+        "at every start, delete the extraction that --output_dir and the bucket hold (default: "
+        "continue it)",
+    )
+    add_switch(
+        group,
+        "repair",
+        "with the flags of a run: recompute the shards that --verify finds damaged or missing, and "
+        "no others; then verify, and end with the exit status of that",
+    )
+
+
+def add_bucket_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "upload",
+        "credentials come from the environment: gcloud auth application-default login, "
+        "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account",
+    )
+    add_switch(
+        group,
+        "upload_to_gcs",
+        "upload every shard; it then counts as stored once the bucket has confirmed it",
+    )
+    add(
+        group,
+        "gcs_bucket",
+        "the bucket, or a URL that fsspec knows, such as s3://bucket (with s3fs installed)",
+        type=text,
+        metavar="NAME",
+    )
+    add(
+        group,
+        "gcs_prefix",
+        "a folder in the bucket; it gets one folder for each machine and host",
+        type=text,
+        metavar="PATH",
+    )
+    add_pair(
+        group,
+        "delete_local_after_upload",
+        "keep_local",
+        "delete a local shard once the bucket has confirmed it; its JSON file stays",
+        "keep the local shards as well",
+    )
+    add(
+        group,
+        "upload_timeout",
+        "how long a failing upload is retried without progress before the run stops",
+        unit=" s",
+        type=integer(1),
+        metavar="SECONDS",
+    )
+
+
+def add_checking_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "looking at an extraction",
+        "instead of extracting; looks at the bucket with --upload_to_gcs, else at --output_dir, "
+        "which may be a URL here",
+    )
+    add_switch(
+        group,
+        "status",
+        "what all machines and hosts have stored, how fast they are and when they will be done; "
+        "also while a run goes on",
+    )
+    add_switch(group, "aggregate", "with --status: also write it there as aggregated_metadata.json")
+    add_switch(
+        group,
+        "verify",
+        "compare every shard with its checksum and its JSON file, and check that every sample is "
+        "there once; with --model_path, also recompute some samples; lists every problem and ends "
+        "with exit status 1 if there is one",
+    )
+    add(
+        group,
+        "verify_samples",
+        "how many random samples --verify recomputes",
+        type=integer(1),
+        metavar="N",
+    )
+
+
+def add_general_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("general")
+    add_switch(
+        group,
+        "demo",
+        "make a tiny model and sample documents in --output_dir/demo_inputs and extract from them",
+    )
+    add(
+        group,
+        "log_every",
+        "the time between two lines of metrics.jsonl and, without a terminal, of progress",
+        unit=" s",
+        type=integer(1),
+        metavar="SECONDS",
+    )
+    add_switch(
+        group,
+        "verbose",
+        "log every step and shard, on all hosts (default: hosts other than 0 log problems only)",
+    )

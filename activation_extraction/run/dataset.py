@@ -1,0 +1,123 @@
+"""The text of a run: the data set that was asked for, and one host's share of it as batches."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+from tokenizers import Tokenizer
+
+from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.run.repair import Repair
+from activation_extraction.text.batch import Batch, Cursor
+from activation_extraction.text.documents import DocumentStream, with_remedy
+from activation_extraction.text.files import describe_files, open_files
+from activation_extraction.text.hub import open_hub_dataset
+from activation_extraction.text.packing import pack
+from activation_extraction.text.prefetch import Prefetch
+from activation_extraction.text.samples import samples
+from activation_extraction.text.workers import Worker
+
+BATCHES_AHEAD = 4
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An open data set. name, content: what must stay the same when an extraction continues.
+
+    Of a hub data set, the content is its revision; of files, a digest of their names and sizes.
+    """
+
+    rows: datasets.IterableDataset
+    name: str
+    content: str
+
+
+def open_local(path: str, text_column: str) -> Dataset:
+    """The files at --dataset_path. Raises InputError."""
+    rows = open_files(path, text_column)
+    described = json.dumps(describe_files(path))
+    return Dataset(rows, "files", hashlib.sha256(described.encode()).hexdigest())
+
+
+def open_from_hub(
+    name: str, subset: str | None, split: str, earlier: Iterable[Mapping[str, Any]]
+) -> Dataset:
+    """A data set of the hub, at the revision with which the extraction began. Raises InputError.
+
+    earlier: the metadata that the output holds already; none if the run starts anew.
+    """
+    source = " ".join(filter(None, (name, subset, split)))
+    revision = None
+    for metadata in earlier:
+        if metadata.get("identity", {}).get("data") == source:
+            revision = metadata["identity"]["data content"]
+    rows, revision = open_hub_dataset(name, subset, split, revision)
+    return Dataset(rows, source, revision)
+
+
+def share_of(most: int | None, host: int, hosts: int) -> int | None:
+    """How many of at most `most` samples one of a machine's hosts stores; None: all of its own."""
+    return None if most is None else len(range(host, most, hosts))
+
+
+@dataclass(frozen=True)
+class HostText:
+    """How one host turns its share of a data set into batches of `rows` rows of `length` tokens.
+
+    max_samples: how many samples the host stores at most.
+    """
+
+    dataset: Dataset
+    tokenizer: Tokenizer
+    worker: Worker
+    text_column: str
+    skip_bad_rows: bool
+    max_samples: int | None
+    rows: int
+    length: int
+
+    def documents(self) -> DocumentStream:
+        """The host's share of the text, from its beginning."""
+        rows = self.dataset.rows
+        return DocumentStream(rows, self.text_column, self.worker, self.skip_bad_rows)
+
+    def batches(
+        self, documents: DocumentStream, most: int | None, start: Cursor | None
+    ) -> Iterator[Batch]:
+        """The batches from a cursor on, up to `most` samples counted from the beginning."""
+        stream = samples(documents, self.tokenizer, self.length, most, start)
+        return pack(stream, self.rows, self.length)
+
+    def not_stored(self, documents: DocumentStream, storage: ActivationStorage) -> Prefetch[Batch]:
+        """The batches whose samples are not stored yet, prepared in the background.
+
+        Raises InputError when the first of them cannot be read, or when there is no text at all.
+        """
+        if storage.complete:
+            return Prefetch(iter(()), BATCHES_AHEAD)
+        found = self.batches(documents, self.max_samples, storage.cursor)
+        batches = Prefetch(found, BATCHES_AHEAD)
+        alone = self.worker == Worker()
+        try:
+            if batches.peek() is None and alone and not storage.found_samples:
+                raise InputError("the data set is empty: no row has text")
+        except RunError as error:
+            raise with_remedy(error) from error
+        return batches
+
+    def of_gaps(self, repair: Repair) -> Prefetch[Batch]:
+        """The batches that hold the samples of damaged shards, and one batch after each gap."""
+
+        def batches() -> Iterator[Batch]:
+            for gap in repair.gaps:
+                found = self.batches(self.documents(), repair.found_max_samples, gap.cursor)
+                for batch in found:
+                    yield batch
+                    if batch.samples[-1].sample.sample_idx >= gap.until:
+                        break
+
+        return Prefetch(batches(), BATCHES_AHEAD)

@@ -1,0 +1,93 @@
+"""What makes two runs the same: the identity of an extraction, and what all hosts must agree on."""
+
+import json
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import activation_extraction
+from activation_extraction.cli.config import Config
+from activation_extraction.model.forward import Forward
+from activation_extraction.output.resume import PER_HOST
+from activation_extraction.run.dataset import Dataset
+from activation_extraction.run.digests import digest_files
+from activation_extraction.text.workers import Worker
+
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
+MODEL_FILES = ("qwen2_jax.py", "qwen2_jax_with_hooks.py")
+# Of the configuration: may differ between the hosts of a run.
+OWN_SETTINGS = {
+    "host_id",
+    "coordinator_address",
+    "output_dir",
+    "model_path",
+    "dataset_path",
+    "verbose",
+    "compilation_cache",
+}
+
+
+def package_versions() -> dict[str, str]:
+    """The versions of the packages that decide how values are computed."""
+    return {package: version(package) for package in PACKAGES}
+
+
+def identity_of(
+    config: Config, forward: Forward, dataset: Dataset, worker: Worker
+) -> dict[str, Any]:
+    """What decides the content of the shards: it may not change when a run is continued.
+
+    Batch size, mesh, devices and paths may.
+    """
+    model = forward.model
+    return {
+        "model files": digest_files(forward.checkpoint.weight_files()),
+        "tokenizer": digest_files(forward.checkpoint.tokenizer_files()),
+        "data": dataset.name,
+        "data content": dataset.content,
+        "text_column": config.text_column,
+        "skip_bad_rows": config.skip_bad_rows,
+        "max_seq_length": config.max_seq_length,
+        "hooks": [hook.name for hook in model.hooks],
+        "keyed by": keyed_by(forward),
+        "dtype": str(model.dtype),
+        "activation_dtype": str(model.activation_dtype),
+        "shard_size_gb": config.shard_size_gb,
+        "compress_shards": config.compress_shards,
+        "total_machines": worker.machines,
+        "num_hosts": worker.hosts,
+        "machine": worker.machine,
+        "host": worker.host,
+    }
+
+
+def keyed_by(forward: Forward) -> str | list[str]:
+    """What the keys in the shards are; a list of them where hooks have other names there."""
+    if all(isinstance(key, int) for key in forward.hooks):
+        return "layer"
+    keys = [str(key) for key in forward.hooks]
+    return "hook name" if keys == [hook.name for hook in forward.model.hooks] else keys
+
+
+def fingerprint(config: Config, forward: Forward, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that must be the same on every host of a run, by name."""
+    asked = {name: value for name, value in config.to_json().items() if name not in OWN_SETTINGS}
+    return {
+        "configuration": json.dumps(asked, sort_keys=True, default=str),
+        **{name: value for name, value in identity.items() if name not in PER_HOST},
+        "package versions": json.dumps(package_versions()),
+        "source": digest_files(_sources()),
+        "devices": f"{jax.default_backend()} {jax.local_device_count()}",
+        "mesh": json.dumps(forward.layout.shape),
+        "attention": forward.attention.name,
+    }
+
+
+def _sources() -> list[Path]:
+    """The files of this program."""
+    package = Path(activation_extraction.__file__).parent
+    scripts = [package.parent / name for name in ("extract_activations.py", *MODEL_FILES)]
+    return [*scripts, *package.rglob("*.py")]

@@ -1,0 +1,255 @@
+"""From a checked command line to a job: model, text and output, all that can be wrong found.
+
+What costs most comes last, and no weight is read here. Hosts of a pod compare what they have found
+before they go on.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from activation_extraction.cli.config import Config
+from activation_extraction.cli.console import log
+from activation_extraction.model.compilation import use_compilation_cache
+from activation_extraction.model.family import ModelFamily
+from activation_extraction.model.forward import (
+    Forward,
+    ModelRequest,
+    build_model,
+    log_hooks,
+    prepare_model,
+)
+from activation_extraction.output.places import Places
+from activation_extraction.output.resume import (
+    check_free_disk,
+    check_output_dir,
+    check_siblings,
+    find_metadata,
+)
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.output.stores import Store
+from activation_extraction.run.dataset import (
+    Dataset,
+    HostText,
+    open_from_hub,
+    open_local,
+    share_of,
+)
+from activation_extraction.run.demo import MODEL_CONFIG, make_demo
+from activation_extraction.run.hosts import Host, agree
+from activation_extraction.run.identity import fingerprint, identity_of, package_versions
+from activation_extraction.run.repair import Repair
+from activation_extraction.run.revision import choose_commit, same_commit
+from activation_extraction.text.batch import Batch
+from activation_extraction.text.documents import DocumentStream, check_dataset
+from activation_extraction.text.prefetch import Prefetch
+from activation_extraction.text.tokenizer import load_tokenizer
+from activation_extraction.text.workers import Worker
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that has been checked: the model, the text, and where the result goes.
+
+    batches: those that were not stored yet when the text was opened, and `documents`, which they
+    are made of. where: the URL or path of the output, for messages.
+    """
+
+    host: Host
+    forward: Forward
+    places: Places
+    storage: ActivationStorage
+    text: HostText
+    documents: DocumentStream
+    batches: Prefetch[Batch]
+    identity: dict[str, Any]
+    where: str
+
+    def with_text_reopened(self) -> "Job":
+        """The same job with the batches that are not stored by now."""
+        documents, batches = open_text(self.text, self.storage)
+        return replace(self, documents=documents, batches=batches)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where the output goes, and what is there: the bucket's folder, and metadata of earlier runs.
+
+    earlier: (where, metadata) of each root that has any; none when the run starts anew. commit: the
+    hub model's, as this host sees it (see choose_commit).
+    """
+
+    places: Places
+    remote: Store | None
+    earlier: Sequence[tuple[str, dict[str, Any]]]
+    commit: tuple[str, str] | None
+
+
+def prepare_together(config: Config, host: Host, family: ModelFamily) -> Job:
+    """Checks the request here and compares it with the other hosts'. Raises InputError."""
+    output, problem = _attempt(lambda: prepare_output(config, host))
+    agree(host, {"--model_revision": config.model_revision}, problem)
+    assert output is not None
+    commit = same_commit(host, output.commit)
+
+    def compared() -> tuple[Job, dict[str, Any]]:
+        job = prepare(config, host, family, output, commit)
+        return job, fingerprint(config, job.forward, job.identity)
+
+    prepared, problem = _attempt(compared)
+    agree(host, prepared[1] if prepared else {}, problem)
+    assert prepared is not None
+    job = prepared[0]
+    log_hooks(model_request(config), job.forward.model)
+    return job
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What `action` returns, or how it fails: the other hosts must not wait for this one."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
+
+
+def prepare_output(config: Config, host: Host) -> Output:
+    """Checks where the output goes, and which model it was made with. Raises InputError."""
+    worker = Worker(config.machine_id, config.total_machines, host.id, host.count)
+    places = Places(worker, Path(config.output_dir), config.bucket_url, config.upload_timeout)
+    check_output_dir(places.folder)
+    check_free_disk(places.folder, config.min_free_gb)
+    use_compilation_cache(config.compilation_cache, places.local, host.several)
+    remote = places.open_bucket()
+    places.check_stale_folders(config.overwrite)
+    roots = [] if config.overwrite else places.roots
+    earlier = [found for root, _ in roots if (found := find_metadata(root)) is not None]
+    commit = None
+    if not config.demo:
+        where, metadata = earlier[0] if earlier else ("", {})
+        commit = choose_commit(config.model_path, config.model_revision, where, metadata)
+    return Output(places, remote, earlier, commit)
+
+
+def prepare(
+    config: Config, host: Host, family: ModelFamily, output: Output, commit: str | None
+) -> Job:
+    """Checks the rest of the request. commit: of the hub model. Raises InputError."""
+    if config.demo:
+        config = _with_demo(config, output.places.folder, family)
+    request = model_request(config)
+    forward = prepare_model(family, replace(request, revision=commit or request.revision))
+    checkpoint = forward.checkpoint
+    tokenizer = load_tokenizer(
+        checkpoint.tokenizer_files(), checkpoint.model_path, forward.model.config.vocab_size
+    )
+    dataset = open_dataset(config, [metadata for _, metadata in output.earlier])
+    check_dataset(dataset.rows, config.text_column, config.skip_bad_rows)
+    worker = output.places.worker
+    identity = identity_of(config, forward, dataset, worker)
+    if not config.overwrite:
+        for root, _ in output.places.roots:
+            check_siblings(root, identity)
+    text = HostText(
+        dataset=dataset,
+        tokenizer=tokenizer,
+        worker=worker,
+        text_column=config.text_column,
+        skip_bad_rows=config.skip_bad_rows,
+        max_samples=share_of(config.max_samples, worker.host, worker.hosts),
+        rows=config.batch_size,
+        length=config.max_seq_length,
+    )
+    storage = open_storage(config, forward, output, identity, text.max_samples)
+    documents, batches = open_text(text, storage)
+    where = output.remote.url if output.remote else str(output.places.folder)
+    return Job(
+        host=host,
+        forward=forward,
+        places=output.places,
+        storage=storage,
+        text=text,
+        documents=documents,
+        batches=batches,
+        identity=identity,
+        where=where,
+    )
+
+
+def model_request(config: Config) -> ModelRequest:
+    """What the flags ask of the model."""
+    return ModelRequest(
+        model_path=config.model_path,
+        revision=config.model_revision,
+        dtype=config.dtype,
+        activation_dtype=config.activation_dtype,
+        hook_names=config.hook_names,
+        layers=config.layers_to_extract,
+        activation_type=config.activation_type,
+        rows=config.batch_size,
+        length=config.max_seq_length,
+        mesh_type=config.mesh_type,
+        mesh_shape=config.mesh_shape,
+        mesh_axes=config.mesh_axes,
+        every_device=config.use_data_parallel,
+    )
+
+
+def _with_demo(config: Config, folder: Path, family: ModelFamily) -> Config:
+    """The configuration with the demo's model and documents, which are made in `folder`."""
+    build_model(family, model_request(config), family.config.from_hf(MODEL_CONFIG))  # may refuse
+    log.info("demo: making a tiny Qwen2 model and sample documents")
+    model, documents = make_demo(folder, family)
+    return replace(config, model_path=str(model), dataset_path=str(documents))
+
+
+def open_dataset(config: Config, earlier: Sequence[Mapping[str, Any]]) -> Dataset:
+    """The files or the hub data set that the flags name. Raises InputError."""
+    if config.dataset_path is not None:
+        return open_local(config.dataset_path, config.text_column)
+    name, split = str(config.dataset_name), str(config.dataset_split)
+    return open_from_hub(name, config.dataset_config, split, earlier)
+
+
+def open_text(text: HostText, storage: ActivationStorage) -> tuple[DocumentStream, Prefetch[Batch]]:
+    """The documents of this host, and those of their batches that are to be computed."""
+    documents = text.documents()
+    if isinstance(storage, Repair):
+        return documents, text.of_gaps(storage)
+    return documents, text.not_stored(documents, storage)
+
+
+def open_storage(
+    config: Config,
+    forward: Forward,
+    output: Output,
+    identity: dict[str, Any],
+    max_samples: int | None,
+) -> ActivationStorage:
+    """The output, with what a reader should know about its contents. Raises InputError."""
+    sizes = forward.model.config.sizes
+    return (Repair if config.repair else ActivationStorage)(
+        output.places.folder,
+        {key: hook.name for key, hook in forward.hooks.items()},
+        shard_size_gb=config.shard_size_gb,
+        compress=config.compress_shards,
+        overwrite=config.overwrite,
+        metadata={
+            "configuration": config.to_json(),
+            "model": asdict(forward.model.config),
+            "model_commit": forward.checkpoint.commit,
+            "backend": jax.default_backend(),
+            "mesh": forward.layout.shape,
+            "attention": forward.attention.to_json(),
+            "versions": package_versions(),
+        },
+        identity=identity,
+        max_samples=max_samples,
+        remote=output.remote,
+        delete_local=config.delete_local_after_upload,
+        hook_facts={key: hook.facts(sizes) for key, hook in forward.hooks.items()},
+    )

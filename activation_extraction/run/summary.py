@@ -1,0 +1,93 @@
+"""What a run tells its user: its progress, and in the end what is stored and how to go on."""
+
+from collections.abc import Iterable
+
+from activation_extraction.cli.console import Clock, Progress
+from activation_extraction.model.devices import peak_flops
+from activation_extraction.output.committer import Totals
+from activation_extraction.run.prepare import Job
+from activation_extraction.run.repair import Repair
+
+ACTIVITIES = ("data", "compute", "copy", "store")
+
+
+def progress_of(job: Job, log_every: int) -> Progress:
+    """The bar, the lines and the metrics of this host."""
+    devices = job.forward.rows.mesh.shape["device"]
+    return Progress(
+        job.text.max_samples,
+        job.storage.found_samples,
+        log_every,
+        chips=devices,
+        peak_flops=peak_flops(devices),
+        gauges=lambda: {"batches_ready": job.batches.ready, **job.storage.gauges()},
+        record=job.storage.record,
+    )
+
+
+def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool, compressed: bool) -> None:
+    """What is stored; from the first host also where the time went, and how to read it.
+
+    verbose: whether the other hosts print that, too; compressed: whether the shards are.
+    """
+    storage, totals = job.storage, job.storage.totals
+    if isinstance(storage, Repair):
+        print(
+            *storage.differing, what_was_repaired(storage.repaired, job.where, complete), sep="\n"
+        )
+        return
+    print(what_is_stored(totals, len(job.forward.hooks), job.where, complete))
+    if job.text.skip_bad_rows:
+        print(f"skipped: {totals.skipped_rows:,} rows that cannot be used (--skip_bad_rows)")
+    if job.host.id != 0 and not verbose:
+        return
+    if new := totals.tokens - storage.found_tokens:
+        print(where_the_time_went(totals, clock, new))
+    if totals.shards:
+        shard = f"{job.where}/shard_0001.pkl" + (".gz" if compressed else "")
+        lines = how_to_read(shard, in_bucket=job.places.bucket_url is not None)
+        print("read it with:", *lines, sep="\n  ")
+
+
+def what_is_stored(totals: Totals, hooks: int, where: str, complete: bool) -> str:
+    """The line that every host prints."""
+    return (
+        f"{'done' if complete else 'interrupted'}: {totals.samples:,} samples, "
+        f"{totals.tokens:,} tokens, {hooks} hook(s), {totals.shards} shard(s), "
+        f"{totals.bytes / 1e6:,.1f} MB in {where}"
+    )
+
+
+def where_the_time_went(totals: Totals, clock: Clock, tokens: int) -> str:
+    """tokens: those of this run, without earlier ones."""
+    elapsed = clock.elapsed
+    spent = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
+    return (
+        f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} tokens/s; waiting for {spent} s; in the "
+        f"background compress {totals.compress_seconds:.1f}, write {totals.write_seconds:.1f}, "
+        f"upload {totals.upload_seconds:.1f} s"
+    )
+
+
+def what_was_repaired(repaired: Iterable[int], where: str, complete: bool) -> str:
+    """The line at the end of --repair."""
+    made = ", ".join(map(str, repaired)) or "none"
+    return f"{'repaired' if complete else 'interrupted'}: shards made again in {where}: {made}"
+
+
+def how_to_read(shard: str, in_bucket: bool) -> tuple[str, str]:
+    """Python that reads a shard to its end, where gzip has its checksum."""
+    module, opened = "", f"open({shard!r}, 'rb')"
+    if in_bucket:
+        module, opened = "fsspec, ", f"fsspec.open({shard!r}, compression='infer').open()"
+    elif shard.endswith(".gz"):
+        module, opened = "gzip, ", f"gzip.open({shard!r})"
+    return f"import {module}pickle", f"records = pickle.loads({opened}.read())"
+
+
+def continue_with(hosts: int, overwrite: bool) -> str:
+    """What to do after a failure. hosts: of the run; overwrite: whether it had --overwrite."""
+    command = "the same command" + (" without --overwrite" if overwrite else "")
+    if hosts > 1:
+        return f"start all hosts again with {command} to continue"
+    return f"{command} continues"

@@ -1,0 +1,93 @@
+"""The types that text hands on: a cursor, a sample, a batch of samples, and whose samples they are.
+
+The model's step and the output know of the text room this module and workers.py, and nothing else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A position in one worker's stream of samples, from which the stream can be continued.
+
+    samples: how many samples come before it. stream: the state of the documents (DocumentStream)
+    at the start of a chunk, and skip: how many samples of that chunk come before the position.
+    skipped_rows: rows before it that could not be used and were skipped.
+    """
+
+    samples: int
+    skip: int = 0
+    skipped_rows: int = 0
+    stream: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "samples": self.samples,
+            "skip": self.skip,
+            "skipped_rows": self.skipped_rows,
+            "stream": dict(self.stream),
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Cursor":
+        """Raises TypeError for fields that are missing or unknown."""
+        return cls(**content)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One tokenised document. `cursor` continues with this sample, `next_cursor` after it."""
+
+    sample_idx: int
+    token_ids: np.ndarray  # int32, shape (tokens,)
+    text_preview: str
+    doc_id: str | int | float | None
+    cursor: Cursor
+    next_cursor: Cursor
+
+
+class Placed(NamedTuple):
+    """A sample and where it lies in its batch."""
+
+    sample: Sample
+    row: int
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.sample.token_ids)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arrays (B, T) int32 and the samples in them, in stream order.
+
+    segment_ids: 0 for padding, 1, 2, ... along each row; positions: from 0 within each sample.
+    """
+
+    token_ids: np.ndarray
+    segment_ids: np.ndarray
+    positions: np.ndarray
+    samples: tuple[Placed, ...]
+
+    @property
+    def cursor(self) -> Cursor:
+        return self.samples[0].sample.cursor
+
+    @property
+    def next_cursor(self) -> Cursor:
+        return self.samples[-1].sample.next_cursor
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each sample."""
+        return [len(placed.sample.token_ids) for placed in self.samples]
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of real tokens; padding does not count."""
+        return sum(self.lengths)

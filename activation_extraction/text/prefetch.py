@@ -1,0 +1,61 @@
+"""Prefetch: a background thread that prepares the next items of an iterator."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+POLL = 0.2  # seconds between two looks at whether to stop
+
+
+class Prefetch(Generic[T]):
+    """The items of an iterator, of which a background thread prepares up to `depth` in advance.
+
+    An exception in the iterator is raised here when its turn comes.
+    """
+
+    def __init__(self, items: Iterator[T], depth: int) -> None:
+        self._head: T | None = None
+        self._ready: queue.Queue[tuple[T | None, Exception | None]] = queue.Queue(depth)
+        threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True).start()
+
+    def _run(self, items: Iterator[T]) -> None:
+        try:
+            for item in items:
+                self._ready.put((item, None))
+        except Exception as error:
+            self._ready.put((None, error))
+        self._ready.put((None, None))
+
+    @property
+    def ready(self) -> int:
+        """How many items are waiting."""
+        return self._ready.qsize()
+
+    def peek(self) -> T | None:
+        """The next item, without consuming it; None at the end."""
+        if self._head is None:
+            self._head = next(iter(self), None)
+        return self._head
+
+    def __iter__(self) -> Iterator[T]:
+        return self.until(lambda: False)
+
+    def until(self, stopped: Callable[[], object]) -> Iterator[T]:
+        """The items until `stopped` returns true, which is asked several times a second."""
+        while not stopped():
+            if self._head is not None:
+                item, self._head = self._head, None
+                yield item
+                continue
+            try:
+                found, error = self._ready.get(timeout=POLL)
+            except queue.Empty:
+                continue
+            if error is not None:
+                raise error
+            if found is None:
+                self._ready.put((None, None))  # the next iteration ends as well
+                return
+            yield found

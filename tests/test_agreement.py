@@ -1,0 +1,148 @@
+"""What hosts tell each other a step ahead: every host takes the same steps, whatever happens."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+import pytest
+
+from activation_extraction.cli.console import Clock
+from activation_extraction.cli.errors import RunError
+from activation_extraction.run.agreement import Agreement, one_behind
+
+
+class Exchange:
+    """Sums what several threads bring, each time when all have come."""
+
+    def __init__(self, count: int) -> None:
+        self._barrier = threading.Barrier(count, timeout=20)
+        self._brought: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, flags: Sequence[bool]) -> list[bool]:
+        with self._lock:
+            self._brought.append(np.array(flags, int))
+        self._barrier.wait()
+        total = np.sum(self._brought[-self._barrier.parties :], axis=0)
+        if self._barrier.wait() == 0:
+            self._brought.clear()
+        self._barrier.wait()
+        return [bool(votes) for votes in total]
+
+
+@dataclass
+class Play:
+    """One host: `batches` of them, then what goes wrong at which number (of batch, or of step)."""
+
+    batches: int
+    unreadable: int | None = None
+    unstorable: int | None = None
+    signal_at: int | None = None
+    fed: list[int | None] = field(default_factory=list)
+    stored: list[int] = field(default_factory=list)
+    agreement: Agreement | None = None
+
+    def source(self):
+        for number in range(self.batches):
+            if number == self.unreadable:
+                raise RunError(f"batch {number} cannot be read")
+            yield number
+
+    def run(self, exchange: Exchange) -> None:
+        steps = Agreement(
+            self.source(),  # type: ignore[arg-type]
+            lambda: self.signal_at is not None and len(self.fed) >= self.signal_at,
+            exchange,
+            Clock(),
+        )
+        self.agreement = steps
+
+        def started():
+            for batch in steps:
+                self.fed.append(batch)
+                yield batch, exchange(steps.votes)
+
+        storing = True
+        for batch, votes in one_behind(started()):
+            if batch is not None and storing:
+                if batch == self.unstorable:
+                    steps.fail(RunError(f"batch {batch} cannot be stored"))
+                    storing = False
+                else:
+                    self.stored.append(batch)
+            steps.learn(votes)
+
+
+def play(*hosts: Play) -> None:
+    """Runs the hosts, each in its thread; they would wait forever for one that stops early."""
+    exchange = Exchange(len(hosts))
+    threads = [threading.Thread(target=host.run, args=(exchange,), daemon=True) for host in hosts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("counts", list(product(range(5), repeat=2)) + [(0, 3, 7), (6,)])
+def test_all_hosts_take_as_many_steps_as_the_longest_needs(counts):
+    hosts = [Play(count) for count in counts]
+    play(*hosts)
+    for host, count in zip(hosts, counts, strict=True):
+        assert len(host.fed) == max(counts)
+        assert host.fed == [*range(count), *[None] * (max(counts) - count)]
+        assert host.stored == list(range(count))
+        assert host.agreement.complete and host.agreement.failure is None
+
+
+@pytest.mark.parametrize("at", range(8))
+@pytest.mark.parametrize("what", ["unreadable", "unstorable"])
+def test_a_failure_on_one_host_ends_all_at_the_same_step(what, at):
+    bad, good = Play(8, **{what: at}), Play(8)
+    play(bad, good)
+    assert len(bad.fed) == len(good.fed)
+    assert bad.stored == list(range(at))  # nothing after a gap, everything before it
+    assert good.stored == list(range(len(good.fed)))
+    assert "cannot be" in str(bad.agreement.failure)
+    if len(good.fed) < 8:
+        assert "another host failed" in str(good.agreement.failure)
+    else:  # the failure came too late to stop anyone
+        assert at >= 4
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_signal_on_one_host_stops_all_at_the_same_step(at):
+    asked, other = Play(20, signal_at=at), Play(20)
+    play(asked, other)
+    assert len(asked.fed) == len(other.fed) <= at + 3
+    for host in (asked, other):
+        assert not host.agreement.complete and host.agreement.failure is None
+        assert host.stored == [batch for batch in host.fed if batch is not None]
+
+
+def test_a_defect_is_reported_with_its_traceback(caplog):
+    steps = Agreement(iter([]), lambda: False, list, Clock())
+    with caplog.at_level("ERROR", "extract_activations"):
+        try:
+            int("a defect")
+        except ValueError as error:
+            steps.fail(error)
+    assert "unexpected ValueError" in str(steps.failure)
+    steps.fail(RunError("a later one"))
+    assert "ValueError" in str(steps.failure)  # the first one counts
+
+
+def test_one_item_is_always_in_flight():
+    events = []
+
+    def items():
+        for number in range(4):
+            events.append(f"start {number}")
+            yield number
+
+    for number in one_behind(items()):
+        events.append(f"end {number}")
+    assert " ".join(events) == ("start 0 start 1 end 0 start 2 end 1 start 3 end 2 end 3")
+    assert list(one_behind([])) == [] and list(one_behind([None])) == [None]
