@@ -242,7 +242,7 @@ def read_stored(store: Store) -> Stored:
 def _last_metrics(store: Store, files: Mapping[str, int]) -> dict[str, Any]:
     """The last whole line of metrics.jsonl; they inform and decide nothing."""
     size = files.get(METRICS, 0)
-    tail = store.read(METRICS, last=min(size, METRICS_TAIL)) if size else None
+    tail = store.read(METRICS, start=-min(size, METRICS_TAIL)) if size else None
     for line in reversed((tail or b"").splitlines()):
         with suppress(ValueError):
             metrics = json.loads(line)

@@ -161,12 +161,13 @@ class Store:
 
         return self._persist("listing", look)
 
-    def read(self, name: str, last: int | None = None) -> bytes | None:
-        """A whole file, or its `last` bytes; None when there is none."""
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes | None:
+        """A whole file, or its bytes from `start` to `stop`, a negative `start` counting from the
+        end; None when there is no such file."""
 
         def get() -> bytes | None:
             try:
-                return self._fs.cat_file(self._file(name), start=None if last is None else -last)
+                return self._fs.cat_file(self._file(name), start=start, end=stop)
             except FileNotFoundError:
                 self._check_bucket()
                 return None
