@@ -48,7 +48,7 @@ from activation_extraction.output.places import (
 from activation_extraction.output.resume import PER_HOST, check_output_dir, check_siblings
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.output.stores import Store, StoreError
-from activation_extraction.reading.status import show_status
+from activation_extraction.reading.status_table import show_status
 from activation_extraction.reading.verify import verify
 from activation_extraction.run import demo
 from activation_extraction.run.hosts import (

@@ -26,7 +26,7 @@ from activation_extraction.output.commits import AGGREGATE, unseal
 from activation_extraction.output.places import remove_others, stale_folders
 from activation_extraction.output.storage import StorageError
 from activation_extraction.output.stores import Store
-from activation_extraction.reading.status import show_status
+from activation_extraction.reading.status_table import show_status
 from activation_extraction.run.hosts import Host
 
 PLACES = ["local", "bucket", "bucket, local kept"]

@@ -13,7 +13,8 @@ from test_hosts import Pod, flags_for, stored
 
 import extract_activations
 from activation_extraction.output.stores import Store
-from activation_extraction.reading.status import expected_names, parts_of, read_folders
+from activation_extraction.reading.folders import expected_names, read_folders
+from activation_extraction.reading.status import host_states
 from activation_extraction.text.documents import DocumentStream, open_files
 from activation_extraction.text.tokens import samples
 from activation_extraction.text.workers import Worker
@@ -77,7 +78,7 @@ def mixture(root):
 def test_each_machine_is_read_with_its_own_number_of_hosts(tmp_path, check):
     mixture(tmp_path)
     assert check(tmp_path) == []
-    parts = parts_of(read_folders(Store(str(tmp_path))))
+    parts = host_states(read_folders(Store(str(tmp_path))))
     assert [(part.machine, part.host, part.state) for part in parts] == [
         (machine, host, "complete")
         for machine, hosts in enumerate((2, 1, 3))

@@ -28,8 +28,11 @@ from activation_extraction.output.commits import AGGREGATE, unseal
 from activation_extraction.output.statistics import Statistics, merge_all
 from activation_extraction.output.storage import StorageError
 from activation_extraction.output.stores import Store
-from activation_extraction.reading import status
-from activation_extraction.reading.status import aggregate, parts_of, read_folders, show_status
+from activation_extraction.reading import folders as folders_module
+from activation_extraction.reading import status_table
+from activation_extraction.reading.folders import read_folders
+from activation_extraction.reading.status import host_states
+from activation_extraction.reading.status_table import aggregate, show_status
 from activation_extraction.reading.verify import verify
 
 NOW = 1_800_000_000.0
@@ -40,7 +43,7 @@ def main(*arguments):
 
 
 def parts_at(root):
-    return {part.name: part for part in parts_of(read_folders(Store(str(root))))}
+    return {part.name: part for part in host_states(read_folders(Store(str(root))))}
 
 
 def kill(storage):
@@ -127,7 +130,7 @@ def test_metadata_missing_or_damaged_is_told_and_the_rest_counts(tmp_path, capsy
         assert total.split()[:5] == ["all", "incomplete", "8", "20", "200"]
         assert told.startswith("damaged: ") and "machine_000/metadata.json: is " in told
         folders = read_folders(Store(str(tmp_path)))
-        whole = aggregate(folders, parts_of(folders))
+        whole = aggregate(folders, host_states(folders))
         assert [hook["tokens"] for hook in whole["hooks"]] == [whole["tokens"]] * 2
 
 
@@ -206,7 +209,7 @@ def test_a_run_that_ends_while_it_is_looked_at_is_not_called_killed(tmp_path, mo
         storage.finalize()
         return resume.is_locked(folder)
 
-    monkeypatch.setattr(status, "is_locked", late)
+    monkeypatch.setattr(folders_module, "is_locked", late)
     assert parts_at(tmp_path)[""].state == "complete"
 
 
@@ -358,7 +361,7 @@ def test_while_a_run_writes(tmp_path):
                 folders = read_folders(Store(str(tmp_path)))
             except InputError:  # not begun
                 continue
-            parts = parts_of(folders)
+            parts = host_states(folders)
             assert [part.state for part in parts] in (
                 ["not started", "running"],
                 ["not started", "complete"],
@@ -455,4 +458,4 @@ def test_durations():
         (3660, "1 h 1 min"),
         (90000, "1 d 1 h"),
     ):
-        assert status._duration(seconds) == told
+        assert status_table._duration(seconds) == told

@@ -179,7 +179,7 @@ def test_a_duplicated_shard(tmp_path, check):
     copy_shard(tmp_path, 2, tmp_path, 4)
     edit(tmp_path / "shard_0003.json", lambda c: c.update(partial=False))
     count_again(tmp_path)
-    assert "shard_0004.json: sample 3 is there twice" in check(tmp_path)
+    assert "shard_0004.json: sample 3 is stored twice" in check(tmp_path)
 
 
 def test_a_json_under_another_name(tmp_path, check):
@@ -240,7 +240,7 @@ def test_machines_are_missing_or_swapped_or_of_other_runs(tmp_path, check):
     shutil.rmtree(tmp_path / "machine_001_host_01")
     assert check(tmp_path) == ["machine_001_host_01: is missing"]
     shutil.copytree(tmp_path / "machine_001_host_00", tmp_path / "machine_001_host_01")
-    assert check(tmp_path) == ["machine_001_host_01: holds the part of machine_001_host_00"]
+    assert check(tmp_path) == ["machine_001_host_01: holds the shards of machine_001_host_00"]
     shutil.rmtree(tmp_path / "machine_001_host_01")
     extract(tmp_path, 1, 1, 3, 2, count=7, identity={"data content": "3" * 64})
     assert check(tmp_path) == ["machine_001_host_01: is of another run: its data content differs"]
@@ -442,7 +442,7 @@ def test_ctrl_c_waits_for_the_shards_in_hand_only(tmp_path, monkeypatch, check):
         time.sleep(0.05)
         return [], []
 
-    monkeypatch.setattr(verify_module, "_check_shard", slow)
+    monkeypatch.setattr(verify_module, "check_shard", slow)
     with pytest.raises(KeyboardInterrupt):
         check(tmp_path)
     assert len(checked) <= 10
@@ -479,7 +479,7 @@ def other_model(demo_inputs, folder):
 def test_another_model_is_refused_before_the_shards_are_read(
     extracted, demo_inputs, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(verify_module, "_check_shard", None)
+    monkeypatch.setattr(verify_module, "check_shard", None)
     other_model(demo_inputs, tmp_path / "model")
     arguments = ["--verify", "--model_path", tmp_path / "model", "--output_dir", extracted]
     assert main(*arguments) == 2

@@ -1,4 +1,4 @@
-"""What reads a finished or running extraction: --status and --verify.
+"""What reads the output of a run, finished or still going on: ActivationDataset, --status, --verify.
 
 Imports no JAX. Never runs pickled code.
 """

@@ -18,8 +18,8 @@ from activation_extraction.output.resume import PER_HOST
 from activation_extraction.output.statistics import Statistics
 from activation_extraction.output.stores import Store
 from activation_extraction.reading.batches import Batches, Chunk, Plan, TokenBatch
+from activation_extraction.reading.folders import read_folders
 from activation_extraction.reading.shard_readers import ShardReader, open_shard
-from activation_extraction.reading.status import read_folders
 
 CHUNK_BYTES = 8 * 2**20  # of one read of one hook, about
 OPEN_SHARDS = 1024  # of those that are read by ranges; of pickles, which are in memory, one
