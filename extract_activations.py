@@ -38,16 +38,19 @@ from activation_extraction.model.forward import (
 )
 from activation_extraction.model.revisions import choose_commit, same_commit
 from activation_extraction.model.step import Step, compile_step
-from activation_extraction.output.places import (
+from activation_extraction.output.folder import Folder, FolderError
+from activation_extraction.output.folder_lock import check_output_dir
+from activation_extraction.output.formats import chosen_format
+from activation_extraction.output.identity import Identity
+from activation_extraction.output.run_folders import (
+    check_siblings,
     check_unused,
     open_bucket,
     output_roots,
     remove_others,
     stale_folders,
 )
-from activation_extraction.output.resume import PER_HOST, check_output_dir, check_siblings
 from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.output.stores import Store, StoreError
 from activation_extraction.reading.status_table import show_status
 from activation_extraction.reading.verify import verify
 from activation_extraction.run import demo
@@ -63,7 +66,7 @@ from activation_extraction.run.hosts import (
 )
 from activation_extraction.run.loop import extract
 from activation_extraction.run.recompute import load_again
-from activation_extraction.run.repair import Repair
+from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.text.documents import DocumentStream, check_dataset
 from activation_extraction.text.packing import Batch
 from activation_extraction.text.text import (
@@ -94,8 +97,9 @@ class Job:
     open_text: Callable[[], tuple[DocumentStream, Prefetch[Batch]]]
     documents: DocumentStream
     batches: Prefetch[Batch]
-    identity: dict[str, Any]
+    identity: Identity
     place: str
+    repair: RepairPlanner | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,15 +125,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Config) -> int:
     """One extraction from beginning to end; returns the exit status."""
     host = join_hosts(config)
+    watchdog = Watchdog(config.stall_timeout)
     with last_words_of(host, config):
         with device_errors():
-            job = prepare_together(config, host)
+            job = prepare_together(config, host, watchdog.alive)
         clock = Clock()
         try:
             if any_host(host, [not job.storage.complete])[0]:
-                complete, signaled = compute(job, clock)
+                complete, signaled = compute(job, clock, watchdog)
             else:
-                log.info("nothing to repair" if config.repair else "everything is computed already")
+                log.info(
+                    "no shard has to be made again"
+                    if config.repair
+                    else "everything is computed already"
+                )
                 finish(job, clock, complete=True)
                 complete, signaled = True, 0
         except RunError as error:
@@ -149,16 +158,15 @@ def run(config: Config) -> int:
     return 0 if complete else 128 + (signaled or signal.SIGTERM)
 
 
-def compute(job: Job, clock: Clock) -> tuple[bool, int]:
+def compute(job: Job, clock: Clock, watchdog: Watchdog) -> tuple[bool, int]:
     """Runs the model over the text; returns whether all is done, and the signal that stopped it."""
-    config, host, storage = job.config, job.host, job.storage
+    host, storage = job.host, job.storage
     with device_errors():
         step, job = start_together(job)
     clock.began = time.perf_counter()
     with storage, stop_on_signals() as stopped:
         try:
-            with device_errors(), Watchdog(config.stall_timeout) as watchdog:
-                storage.alive = watchdog.alive
+            with device_errors(), watchdog:
                 complete, failure = extract(
                     host,
                     job.batches,
@@ -207,14 +215,14 @@ def progress_of(job: Job) -> Progress:
 def look(config: Config) -> int:
     """--status and --verify: looks at what is stored; returns the exit status."""
     try:
-        root = Store(config.location, config.upload_timeout)
+        root = Folder(config.location, config.upload_timeout)
         if config.status:
             return show_status(root, config.aggregate)
         if config.verify_samples:
             use_compilation_cache(config.compilation_cache, config.output_dir, several=False)
         load = partial(load_again, QWEN2, ModelRequest.of(config))
         return verify(root, load if config.verify_samples else None, config.verify_samples)
-    except StoreError as error:
+    except FolderError as error:
         if error.final:
             raise InputError(str(error)) from error
         raise
@@ -236,12 +244,15 @@ def join_hosts(config: Config) -> Host:
     return host
 
 
-def prepare_together(config: Config, host: Host) -> Job:
-    """Checks the request here and compares it with the other hosts'. Raises InputError."""
+def prepare_together(config: Config, host: Host, beat: Callable[[], None]) -> Job:
+    """Checks the request here and compares it with the other hosts'. Raises InputError.
+
+    beat: called whenever an upload has moved.
+    """
     job, found, problem = None, None, None
     fields: dict[str, Any] = {}
     try:
-        remote = prepare_output(config, host)
+        remote = prepare_output(config, host, beat)
         found = choose_commit(config)
     except Exception as error:  # whatever it is, the other hosts must not wait for this one
         problem = error
@@ -269,7 +280,7 @@ def start_together(job: Job) -> tuple[Step, Job]:
     try:
         step = compile_step(job.forward)
         if job.config.overwrite:
-            remove_others(job.config, job.host)
+            remove_others(job.config, job.host.id, job.host.count)
         storage.open()
         if (storage.cursor, storage.complete) != found:
             log.info(
@@ -295,7 +306,7 @@ def fingerprint(job: Job) -> dict[str, Any]:
     source += (here / "activation_extraction").rglob("*.py")
     return {
         "configuration": json.dumps(asked, sort_keys=True, default=str),
-        **{name: value for name, value in job.identity.items() if name not in PER_HOST},
+        **job.identity.shared,
         "package versions": json.dumps({package: version(package) for package in PACKAGES}),
         "source": digest_files(source),
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",
@@ -309,12 +320,12 @@ def output_folder(config: Config, host: Host) -> Path:
     return config.output_dir / config.folder_name(host.id, host.count, in_bucket=False)
 
 
-def prepare_output(config: Config, host: Host) -> Store | None:
+def prepare_output(config: Config, host: Host, beat: Callable[[], None]) -> Folder | None:
     """Checks where the output goes; returns the bucket's folder. Raises InputError."""
     check_output_dir(output_folder(config, host))
     use_compilation_cache(config.compilation_cache, config.output_dir, host.several)
-    remote = open_bucket(config, host)
-    stale = stale_folders(config, host)
+    remote = open_bucket(config, host.id, host.count, beat)
+    stale = stale_folders(config, host.id, host.count)
     if stale and not config.overwrite:
         raise InputError(
             f"{stale[0].url}: holds an extraction by another number of hosts or machines; "
@@ -324,7 +335,7 @@ def prepare_output(config: Config, host: Host) -> Store | None:
     return remote
 
 
-def prepare(config: Config, host: Host, remote: Store | None, commit: str | None) -> Job:
+def prepare(config: Config, host: Host, remote: Folder | None, commit: str | None) -> Job:
     """Checks the rest of the request; what costs most, the weights, comes last.
 
     commit: of the hub model. Raises InputError.
@@ -344,44 +355,57 @@ def prepare(config: Config, host: Host, remote: Store | None, commit: str | None
     if not config.overwrite:
         for root, _ in output_roots(config):
             check_siblings(root, identity)
-    storage = open_storage(config, forward, host, folder, remote, identity)
+    described = describe_run(config, forward)
+    repair = None
+    if config.repair:
+        delete_local = config.delete_local_after_upload
+        repair = RepairPlanner(Folder(str(folder)), remote, identity, delete_local, described)
+    storage = open_storage(config, forward, host, folder, remote, identity, described, repair)
 
     def open_text() -> tuple[DocumentStream, Prefetch[Batch]]:
         documents = open_documents(config, host, dataset)
-        if isinstance(storage, Repair):
+        if repair is not None:
             return documents, open_gaps(config, host, tokenizer, dataset, storage)
         return documents, open_batches(config, host, tokenizer, documents, storage)
 
     place = remote.url if remote else str(folder)
-    return Job(config, host, forward, storage, open_text, *open_text(), identity, place)
+    return Job(config, host, forward, storage, open_text, *open_text(), identity, place, repair)
 
 
-def identity_of(
-    config: Config, forward: Forward, host: Host, data: tuple[str, str]
-) -> dict[str, Any]:
-    """What decides the content of the shards: it may not change when a run is continued.
-
-    Batch size, mesh, devices and where things lie may.
-    """
+def identity_of(config: Config, forward: Forward, host: Host, data: tuple[str, str]) -> Identity:
+    """What decides the content of the shards. data: its name and its revision."""
     model = forward.model
+    return Identity(
+        model_digest=digest_files(forward.checkpoint.weight_files()),
+        tokenizer_digest=digest_files(forward.checkpoint.tokenizer_files()),
+        data=data[0],
+        data_revision=data[1],
+        text_column=config.text_column,
+        skip_bad_rows=config.skip_bad_rows,
+        max_seq_length=config.max_seq_length,
+        hooks=tuple(hook.name for hook in model.hooks),
+        keyed_by="layer" if config.hook_names is None else "hook name",
+        dtype=str(model.dtype),
+        activation_dtype=str(model.activation_dtype),
+        shard_size_gb=config.shard_size_gb,
+        compress_shards=config.compress_shards,
+        total_machines=config.total_machines,
+        num_hosts=host.count,
+        machine=config.machine_id,
+        host=host.id,
+    )
+
+
+def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
+    """All that a reader should know about the contents, beside their identity."""
     return {
-        "model files": digest_files(forward.checkpoint.weight_files()),
-        "tokenizer": digest_files(forward.checkpoint.tokenizer_files()),
-        "data": data[0],
-        "data content": data[1],
-        "text_column": config.text_column,
-        "skip_bad_rows": config.skip_bad_rows,
-        "max_seq_length": config.max_seq_length,
-        "hooks": [hook.name for hook in model.hooks],
-        "keyed by": "layer" if config.hook_names is None else "hook name",
-        "dtype": str(model.dtype),
-        "activation_dtype": str(model.activation_dtype),
-        "shard_size_gb": config.shard_size_gb,
-        "compress_shards": config.compress_shards,
-        "total_machines": config.total_machines,
-        "num_hosts": host.count,
-        "machine": config.machine_id,
-        "host": host.id,
+        "configuration": config.to_json(),
+        "model": asdict(forward.model.config),
+        "model_commit": forward.checkpoint.commit,
+        "backend": jax.default_backend(),
+        "mesh": forward.layout.shape,
+        "attention": forward.attention.to_json(),
+        "versions": {package: version(package) for package in PACKAGES},
     }
 
 
@@ -390,31 +414,26 @@ def open_storage(
     forward: Forward,
     host: Host,
     folder: Path,
-    remote: Store | None,
-    identity: dict[str, Any],
+    remote: Folder | None,
+    identity: Identity,
+    described: dict[str, Any],
+    repair: RepairPlanner | None,
 ) -> ActivationStorage:
-    """The output, with all that a reader should know about its contents. Raises InputError."""
+    """The output. Raises InputError when nothing may be added to it."""
     sizes = forward.model.config.sizes
-    return (Repair if config.repair else ActivationStorage)(
+    return ActivationStorage(
         folder,
         {key: hook.name for key, hook in forward.hooks.items()},
         shard_size_gb=config.shard_size_gb,
         compress=config.compress_shards,
         overwrite=config.overwrite,
-        metadata={
-            "configuration": config.to_json(),
-            "model": asdict(forward.model.config),
-            "model_commit": forward.checkpoint.commit,
-            "backend": jax.default_backend(),
-            "mesh": forward.layout.shape,
-            "attention": forward.attention.to_json(),
-            "versions": {package: version(package) for package in PACKAGES},
-        },
+        metadata=described,
         identity=identity,
         max_samples=max_samples_of(config, host),
         remote=remote,
         delete_local=config.delete_local_after_upload,
         hook_facts={key: {"width": hook.kind.width(sizes)} for key, hook in forward.hooks.items()},
+        planner=repair,
     )
 
 
@@ -461,27 +480,19 @@ def print_summary(job: Job, clock: Clock, complete: bool) -> None:
             f"upload {totals.upload_seconds:.1f} s"
         )
     if totals.shards:
-        name = f"{job.place}/shard_0001.pkl" + (".gz" if job.config.compress_shards else "")
-        print("read it with:", *how_to_read(name, job.config.bucket_url is not None), sep="\n  ")
+        shards = chosen_format(job.config.compress_shards)
+        first = f"{job.place}/{shards.file_name(1)}"
+        lines = shards.how_to_read(first, job.config.bucket_url is not None)
+        print("read it with:", *lines, sep="\n  ")
 
 
 def print_repairs(job: Job, complete: bool) -> None:
     """Which shards were made again, and whether they have the bytes that they had."""
-    assert isinstance(job.storage, Repair)
-    for line in job.storage.differing:
+    assert job.repair is not None
+    for line in job.repair.differing(job.storage.made) if complete else ():
         print(line)
-    made = ", ".join(map(str, job.storage.repaired)) or "none"
+    made = ", ".join(str(commit.number) for commit in job.storage.made) or "none"
     print(f"{'repaired' if complete else 'interrupted'}: shards made again in {job.place}: {made}")
-
-
-def how_to_read(shard: str, in_bucket: bool) -> tuple[str, str]:
-    """Python that reads a shard to its end, where gzip has its checksum."""
-    module, opened = "", f"open({shard!r}, 'rb')"
-    if in_bucket:
-        module, opened = "fsspec, ", f"fsspec.open({shard!r}, compression='infer').open()"
-    elif shard.endswith(".gz"):
-        module, opened = "gzip, ", f"gzip.open({shard!r})"
-    return f"import {module}pickle", f"records = pickle.loads({opened}.read())"
 
 
 def script() -> NoReturn:

@@ -5,7 +5,7 @@ import tempfile
 
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
-    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # as stores.py; tests import gcsfs before it
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # as folder.py; tests import gcsfs before it
     "HF_HOME": tempfile.mkdtemp(prefix="hf-home-"),
     "JAX_ENABLE_COMPILATION_CACHE": "false",  # but in test_compilation.py
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
@@ -29,7 +29,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model.weights import Checkpoint
-from activation_extraction.output.stores import Store
+from activation_extraction.output.folder import Folder
 from activation_extraction.reading.verify import verify
 from activation_extraction.run import demo
 from activation_extraction.text.tokens import load_tokenizer
@@ -163,7 +163,7 @@ def check(capsys: pytest.CaptureFixture[str]) -> Callable[[Path | str], list[str
 
     def run(root: Path | str) -> list[str]:
         capsys.readouterr()
-        status = verify(Store(str(root)), None, 0)
+        status = verify(Folder(str(root)), None, 0)
         *problems, summary = capsys.readouterr().out.splitlines()
         assert summary.startswith("NOT IN ORDER" if problems else "in order"), summary
         assert status == (1 if problems else 0)

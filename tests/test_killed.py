@@ -21,13 +21,13 @@ from test_resume import Killed, content, rows, run, status, tokenizer  # noqa: F
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.errors import InputError
-from activation_extraction.output import committer, resume
-from activation_extraction.output.commits import AGGREGATE, unseal
-from activation_extraction.output.places import remove_others, stale_folders
-from activation_extraction.output.storage import StorageError
-from activation_extraction.output.stores import Store
+from activation_extraction.output import metadata, shard_writer
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.metadata import AGGREGATE
+from activation_extraction.output.run_folders import remove_others, stale_folders
+from activation_extraction.output.sealed_json import unseal
+from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.reading.status_table import show_status
-from activation_extraction.run.hosts import Host
 
 PLACES = ["local", "bucket", "bucket, local kept"]
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -69,7 +69,7 @@ def killed_at(event: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         patch.setattr(memory, name, changes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(committer, "METRICS_SECONDS", 0)  # they are uploaded after every shard
+        patch.setattr(shard_writer, "METRICS_SECONDS", 0)  # they are uploaded after every shard
         for name in ("put_file", "rm_file"):
             deadly(patch, name)
         patch.setattr(
@@ -81,7 +81,7 @@ def killed_at(event: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def options_of(place: str, url: str) -> dict:
-    return {} if place == "local" else {"remote": Store(url), "delete_local": place == "bucket"}
+    return {} if place == "local" else {"remote": Folder(url), "delete_local": place == "bucket"}
 
 
 def result(place: str, folder: Path, url: str) -> Path:
@@ -119,7 +119,7 @@ def test_killed_before_every_change(run, tmp_path, monkeypatch, capsys, place, b
         event += 1
         folder, url = tmp_path / f"{event}", f"memory://{tmp_path}/{event}"
         options = options_of(place, url)
-        root = Store(str(folder)) if place == "local" else options["remote"]
+        root = Folder(str(folder)) if place == "local" else options["remote"]
         if before != "nothing":
             run(folder, interrupt_after=20, **options)
         if "lost" in before:
@@ -146,18 +146,22 @@ class Backwards(ThreadPoolExecutor):
     """Takes what it is given from the end: a thread pool may take it in any order."""
 
     def map(self, function, items):
-        return [function(item) for item in reversed(list(items))]
+        return [function(item) for item in reversed(list(items))][::-1]
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, place):  # noqa: F811
     """With --overwrite the same command begins anew. Without it, it never continues what is half
     deleted: all is as before, or new, or refused."""
-    monkeypatch.setattr(resume, "ThreadPoolExecutor", Backwards)
+    monkeypatch.setattr(metadata, "ThreadPoolExecutor", Backwards)
     run = partial(run, shard_size_gb=6e-6)
     run(tmp_path / "new")
-    new, other = content(tmp_path / "new"), lambda batch: original(batch) + 1
+    new = content(tmp_path / "new")
     original = test_resume.activations
+
+    def other(batch):
+        return {key: values + 1 for key, values in original(batch).items()}
+
     outcomes: list[str] = []
     while outcomes[-3:] != ["new"] * 3:  # its own writing is killed in the test above
         event = 1 + len(outcomes)
@@ -192,10 +196,10 @@ def test_other_folders_are_replaced_also_after_a_kill(run, tmp_path, monkeypatch
             run(tmp_path / f"out/machine_{machine:03d}", shard_size_gb=6e-6)
         (tmp_path / "out" / AGGREGATE).write_text("{}")
         with killed_at(event, tmp_path, monkeypatch), suppress(Killed):
-            remove_others(config, Host())
+            remove_others(config, 0, 1)
             finished = True
         left = {path.parent for path in (tmp_path / "out").glob("*/*")}
-        assert {Path(store.url) for store in stale_folders(config, Host())} == left
-        remove_others(config, Host())
+        assert {Path(store.url) for store in stale_folders(config, 0, 1)} == left
+        remove_others(config, 0, 1)
         assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert event > 8

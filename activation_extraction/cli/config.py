@@ -20,7 +20,7 @@ from activation_extraction.cli.flags import (
     DEFAULT_PREFIX,
     build_parser,
 )
-from activation_extraction.output.commits import part_folder
+from activation_extraction.output.paths import HostFolder
 
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 DEFAULT_LAYERS = range(10, 24)
@@ -92,7 +92,7 @@ class Config:
     def folder_name(self, host_id: int, num_hosts: int, in_bucket: bool) -> str:
         """Of one host of this machine, in the output; "" is the output itself."""
         if num_hosts > 1 or in_bucket or self.total_machines > 1:
-            return part_folder(self.machine_id, host_id, num_hosts)
+            return HostFolder.of(self.machine_id, host_id, num_hosts).name
         return ""
 
     @property

@@ -8,8 +8,8 @@ from typing import Any
 from activation_extraction.cli.config import Config
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.output.places import output_roots
-from activation_extraction.output.resume import OPTIONS, find_metadata
+from activation_extraction.output.resume import OPTIONS
+from activation_extraction.output.run_folders import find_metadata, output_roots
 from activation_extraction.run.hosts import Host, gather
 
 RECORDED, NEW = "recorded", "new"

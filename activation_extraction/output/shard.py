@@ -16,11 +16,12 @@ class SampleRow:
     """One row of the table of samples.
 
     token_ids and positions: int32, shape (tokens,); the position of a token counts from 0 at the
-    start of its sample. doc_id: the `id` of the dataset's row.
+    start of its sample. token_ids is None where the caller gave none. doc_id: the `id` of the
+    dataset's row.
     """
 
     sample_idx: int
-    token_ids: np.ndarray
+    token_ids: np.ndarray | None
     positions: np.ndarray
     text_preview: str
     doc_id: DocId
@@ -35,10 +36,10 @@ class Shard:
 
     @property
     def tokens(self) -> int:
-        return sum(len(sample.token_ids) for sample in self.samples)
+        return sum(len(sample.positions) for sample in self.samples)
 
     @property
     def offsets(self) -> np.ndarray:
         """int64, shape (samples + 1,): sample i has the tokens offsets[i] to offsets[i + 1]."""
-        lengths = [len(sample.token_ids) for sample in self.samples]
+        lengths = [len(sample.positions) for sample in self.samples]
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)

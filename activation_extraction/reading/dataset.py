@@ -13,10 +13,10 @@ from typing import Any, overload
 import numpy as np
 
 from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.output.commits import Commit
-from activation_extraction.output.resume import PER_HOST
+from activation_extraction.output.commit import Commit
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.metadata import identity_of
 from activation_extraction.output.statistics import Statistics
-from activation_extraction.output.stores import Store
 from activation_extraction.reading.batches import Batches, Chunk, Plan, TokenBatch
 from activation_extraction.reading.folders import read_folders
 from activation_extraction.reading.shard_readers import ShardReader, open_shard
@@ -55,10 +55,10 @@ class ActivationDataset(Sequence[SampleActivations]):
     def __init__(self, url: str, hooks: Sequence[str] | None = None) -> None:
         self.url = str(url)
         try:
-            folders = read_folders(Store(self.url))
+            folders = read_folders(Folder(self.url))
         except (InputError, RunError) as error:
             raise ValueError(str(error)) from error
-        self._folders = [Store(self.url).child(name) for name in folders]
+        self._folders = [Folder(self.url).child(name) for name in folders]
         self._shards: list[tuple[int, Commit]] = []
         for number, (name, stored) in enumerate(folders.items()):
             _check(f"{self.url}/{name}".rstrip("/"), stored)
@@ -269,11 +269,8 @@ def _check(where: str, stored: Any) -> None:
 
 
 def _check_one_run(url: str, every: Sequence[Mapping[str, Any]]) -> None:
-    shared = [
-        {key: value for key, value in metadata["identity"].items() if key not in PER_HOST}
-        for metadata in every
-    ]
+    shared = [identity_of(metadata, url).shared for metadata in every]
     for other in shared[1:]:
-        for key in {*shared[0], *other}:
-            if shared[0].get(key) != other.get(key):
+        for key in shared[0]:
+            if shared[0][key] != other[key]:
                 raise ValueError(f"{url}: holds shards of different runs: their {key} differs")

@@ -3,33 +3,26 @@
 Reads their JSON files and lists their other files. What the files say is judged elsewhere.
 """
 
-import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from activation_extraction.cli.errors import InputError
-from activation_extraction.output.commits import (
-    Stored,
-    local_path,
-    own_files,
-    part_folder,
-    part_folders,
-    read_stored,
-)
-from activation_extraction.output.resume import is_locked, running_system
-from activation_extraction.output.stores import Store
+from activation_extraction.output.folder import Folder, local_path
+from activation_extraction.output.folder_lock import is_locked, running_system
+from activation_extraction.output.metadata import Stored, own_files, read_stored
+from activation_extraction.output.paths import HostFolder, host_folders, names_of_machine
 
 FOLDERS = 16  # read at the same time
 
 
-def read_folders(root: Store) -> dict[str, Stored]:
+def read_folders(root: Folder) -> dict[str, Stored]:
     """What is stored in each folder, by the folder's name ("" for the output itself).
 
     Raises InputError when there is no extraction at all.
     """
-    names = part_folders(root)
+    names = list(host_folders(root.folders()))
     if _finished_files(root.files()):
         names.insert(0, "")
     with ThreadPoolExecutor(FOLDERS) as pool:
@@ -40,16 +33,16 @@ def read_folders(root: Store) -> dict[str, Stored]:
     return found
 
 
-def _read(store: Store) -> Stored:
+def _read(folder: Folder) -> Stored:
     """What is stored in a folder, and whether a process holds it.
 
     Reads again when files are missing or the run seems dead: it may have written in between.
     """
-    stored = read_stored(store)
+    stored = read_stored(folder)
     locked = _locked(stored)
     if locked is not False and not any(stored.missing()):
         return replace(stored, locked=locked)
-    again = read_stored(store)
+    again = read_stored(folder)
     return replace(again, locked=locked if again.metadata == stored.metadata else None)
 
 
@@ -72,23 +65,21 @@ def expected_names(folders: dict[str, Stored]) -> list[str]:
 
     Each machine has its own number of hosts.
     """
-    known = {name: s.metadata["identity"] for name, s in folders.items() if s.metadata is not None}
+    known = {name: s.identity for name, s in folders.items() if s.identity is not None}
     if not known:
         return list(folders)
     if "" in known:
         return [""]
     expected = []
-    for machine in range(next(iter(known.values())).get("total_machines", 1)):
-        alone = part_folder(machine, 0, 1)
-        names = [name for name in folders if name.split("_host_")[0] == alone]
-        recorded = [known[name].get("num_hosts", 1) for name in names if name in known]
-        hosts = recorded[0] if recorded else _hosts_by_name(names)
-        expected += [part_folder(machine, host, hosts) for host in range(hosts)]
+    for machine in range(next(iter(known.values())).total_machines):
+        found = {n: at for n, at in host_folders(folders).items() if at.machine == machine}
+        recorded = [known[name].num_hosts for name in found if name in known]
+        hosts = recorded[0] if recorded else _least_hosts(found.values())
+        expected += names_of_machine(machine, hosts)
     return expected
 
 
-def _hosts_by_name(names: list[str]) -> int:
+def _least_hosts(folders: Iterable[HostFolder]) -> int:
     """The least number of hosts of a machine that left these folders; 1 when there are none."""
-    matches = map(re.compile(r".*_host_(\d+)").fullmatch, names)
-    numbers = [int(match[1]) for match in matches if match]
+    numbers = [folder.host for folder in folders if folder.host is not None]
     return max(*numbers, 1) + 1 if numbers else 1

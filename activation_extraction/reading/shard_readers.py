@@ -16,9 +16,9 @@ import numpy as np
 
 from activation_extraction.cli.errors import RunError
 from activation_extraction.output import safetensors_file
-from activation_extraction.output.commits import Commit
-from activation_extraction.output.shards import read_shard
-from activation_extraction.output.stores import Store
+from activation_extraction.output.commit import Commit
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.pickle_file import read_records
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ShardReader(Protocol):
         ...
 
 
-def open_shard(folder: Store, commit: Commit, keys: dict[str, Any]) -> ShardReader:
+def open_shard(folder: Folder, commit: Commit, keys: dict[str, Any]) -> ShardReader:
     """Opens a shard. keys: name of every hook that is wanted -> its key in the shard.
 
     Raises RunError when the file is missing, has another size than its commit, or is damaged.
@@ -60,7 +60,7 @@ def open_shard(folder: Store, commit: Commit, keys: dict[str, Any]) -> ShardRead
 class SafetensorsReader:
     """Reads rows by mapping a local file, or by ranges of bytes from a bucket."""
 
-    def __init__(self, folder: Store, commit: Commit, keys: dict[str, Any]) -> None:
+    def __init__(self, folder: Folder, commit: Commit, keys: dict[str, Any]) -> None:
         self._where = f"{folder.url}/{commit.file}"
         self._read = _ranges_of(folder, commit)
         self._header = safetensors_file.read_header(self._bytes, commit.bytes, self._where)
@@ -88,7 +88,7 @@ class SafetensorsReader:
         return self._read(first, last).view(tensor.dtype).reshape(-1, *tensor.shape[1:])
 
 
-def _ranges_of(folder: Store, commit: Commit) -> Callable[[int, int], np.ndarray]:
+def _ranges_of(folder: Folder, commit: Commit) -> Callable[[int, int], np.ndarray]:
     """Function (start, stop) -> these bytes of a shard, uint8. Raises RunError for a short file."""
     where = f"{folder.url}/{commit.file}"
     if not folder.local:
@@ -113,14 +113,14 @@ def _ranges_of(folder: Store, commit: Commit) -> Callable[[int, int], np.ndarray
 class PickleReader:
     """A pickled shard in memory, with the hooks that were asked for."""
 
-    def __init__(self, folder: Store, commit: Commit, keys: dict[str, Any]) -> None:
+    def __init__(self, folder: Folder, commit: Commit, keys: dict[str, Any]) -> None:
         self._where = f"{folder.url}/{commit.file}"
         with tempfile.TemporaryDirectory() as scratch:
             path = folder.fetch(commit.file, Path(scratch))
             if not path.exists():
                 raise RunError(f"{self._where}: is missing")
             _check_whole(path, commit, self._where)
-            shard = read_shard(path, 10**11)
+            shard = read_records(path, 10**11)
         missing = [name for name, key in keys.items() if key not in shard]
         if missing:
             raise RunError(f"{self._where}: has no hook {missing[0]}; it has {list(shard)}")

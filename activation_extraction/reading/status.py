@@ -4,7 +4,9 @@ import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from activation_extraction.output.commits import METADATA, Commit, Stored, number_of
+from activation_extraction.output.commit import Commit, number_of
+from activation_extraction.output.metadata import METADATA, Stored
+from activation_extraction.output.paths import HostFolder
 from activation_extraction.reading.folders import expected_names
 
 SILENCE = 900.0  # seconds without a commit before a run can be called silent
@@ -52,11 +54,11 @@ def _host_state(name: str, stored: Stored) -> HostState:
         pace = _pace(commits)
         sign = max([stored.metadata["written"], *(commit.committed for commit in commits)])
         state = _state(stored, stored.metadata, pace, sign)
-    machine, host = _numbers(name)
+    place = HostFolder.parse(name) or HostFolder(0)
     return HostState(
         name=name,
-        machine=machine,
-        host=host,
+        machine=place.machine,
+        host=place.host or 0,
         state=state,
         shards=len(commits),
         samples=sum(commit.count for commit in commits),
@@ -68,12 +70,6 @@ def _host_state(name: str, stored: Stored) -> HostState:
         utilisation=stored.metrics.get("model_flops_utilisation"),
         expected_end=_expected_end(stored, pace, sign) if state == "running" else None,
     )
-
-
-def _numbers(name: str) -> tuple[int, int]:
-    """Machine and host of a folder, from its name."""
-    machine, host, *_ = [int(word) for word in name.split("_") if word.isdigit()] + [0, 0]
-    return machine, host
 
 
 def _expected_end(stored: Stored, pace: "Pace | None", sign: float | None) -> float | None:

@@ -8,10 +8,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from activation_extraction.cli.errors import RunError
-from activation_extraction.output.commits import AGGREGATE, FORMAT_VERSION, Stored, seal
-from activation_extraction.output.shards import write_bytes
+from activation_extraction.output.atomic_file import write_bytes
+from activation_extraction.output.commit import FORMAT_VERSION
+from activation_extraction.output.folder import Folder, reason_of
+from activation_extraction.output.metadata import AGGREGATE, Stored
+from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.statistics import Statistics
-from activation_extraction.output.stores import Store, reason_of
 from activation_extraction.reading.folders import read_folders
 from activation_extraction.reading.status import HostState, host_states, problems_of
 
@@ -30,7 +32,7 @@ COLUMNS = (
 )
 
 
-def show_status(root: Store, write: bool) -> int:
+def show_status(root: Folder, write: bool) -> int:
     """Prints the state of every host and the totals; if asked, writes the totals to the output.
 
     Returns the exit status: 1 when anything stored is damaged or missing.
@@ -145,7 +147,7 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def _write(root: Store, content: dict[str, Any]) -> None:
+def _write(root: Folder, content: dict[str, Any]) -> None:
     """Writes the totals beside the folders of the hosts. Raises RunError."""
     if root.local:
         try:

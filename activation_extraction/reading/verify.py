@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from activation_extraction.output.commits import Commit, Stored
-from activation_extraction.output.stores import Store
+from activation_extraction.output.commit import Commit
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.metadata import METADATA, Stored, identity_of
 from activation_extraction.reading.folders import read_folders
 from activation_extraction.reading.verify_folder import check_folders
 from activation_extraction.reading.verify_shard import Chosen, check_shard
@@ -30,7 +31,7 @@ LOW_PRECISION_TOLERANCE = 5e-2  # where the model computed in low precision
 Recompute = Callable[[list[np.ndarray]], list[dict[str, np.ndarray]]]
 
 
-def verify(root: Store, load: Callable[[dict[str, Any]], Recompute] | None, count: int) -> int:
+def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, count: int) -> int:
     """Checks everything and prints what is wrong. Returns the exit status: 0 when nothing is.
 
     load: takes the metadata and returns the function that recomputes samples; that function gets
@@ -66,7 +67,7 @@ def _verdict(folders: int, commits: list[Commit], recomputed: str, problems: int
 
 
 def check_shards(
-    root: Store, folders: dict[str, Stored], count: int = 0
+    root: Folder, folders: dict[str, Stored], count: int = 0
 ) -> Iterator[tuple[Commit, list[str], list[Chosen]]]:
     """Reads every shard. Yields its commit, what is wrong with it, and the samples chosen from it.
 
@@ -107,13 +108,13 @@ def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
 
 def _compare(metadata: dict[str, Any], chosen: list[Chosen], recompute: Recompute) -> Iterator[str]:
     """Recomputes the chosen samples and reports those that differ."""
-    identity = metadata["identity"]
-    tolerance = TOLERANCE[identity["activation_dtype"]]
-    if identity["dtype"] != "float32" or metadata["backend"] != "cpu":
+    identity = identity_of(metadata, METADATA)
+    tolerance = TOLERANCE[identity.activation_dtype]
+    if identity.dtype != "float32" or metadata["backend"] != "cpu":
         tolerance = LOW_PRECISION_TOLERANCE
     again = recompute([sample.token_ids for sample in chosen])
     for sample, activations in zip(chosen, again, strict=True):
-        for name, stored in zip(identity["hooks"], sample.activations, strict=True):
+        for name, stored in zip(identity.hooks, sample.activations, strict=True):
             error = _relative_error(stored, activations[name])
             if not error <= tolerance:
                 yield (

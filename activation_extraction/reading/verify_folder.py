@@ -5,9 +5,12 @@ from collections.abc import Iterable, Iterator
 from math import isclose
 from typing import Any
 
-from activation_extraction.output.commits import METADATA, Commit, Stored, part_folder
-from activation_extraction.output.committer import Totals
-from activation_extraction.output.resume import PER_HOST
+from activation_extraction.output.commit import Commit, commit_name
+from activation_extraction.output.formats import SHARD_FILE
+from activation_extraction.output.identity import Identity
+from activation_extraction.output.metadata import METADATA, Stored
+from activation_extraction.output.paths import HostFolder
+from activation_extraction.output.shard_writer import Totals
 from activation_extraction.output.statistics import Statistics
 from activation_extraction.reading.folders import expected_names
 from activation_extraction.text.workers import Worker
@@ -52,28 +55,27 @@ def _check_one_run(folders: dict[str, Stored], names: Iterable[str]) -> Iterator
     common: dict[str, Any] = {}
     hosts: dict[int, int] = {}  # of every machine
     for name in names:
-        identity = (folders[name].metadata or {})["identity"]
-        shared = {key: value for key, value in identity.items() if key not in PER_HOST}
+        identity = folders[name].identity
+        assert identity is not None
+        shared = identity.shared
         common = common or shared
-        if hosts.setdefault(identity["machine"], identity["num_hosts"]) != identity["num_hosts"]:
+        if hosts.setdefault(identity.machine, identity.num_hosts) != identity.num_hosts:
             yield f"{name}: is of another run: its num_hosts differs"
         for key in common:
-            if shared.get(key) != common[key]:
+            if shared[key] != common[key]:
                 yield f"{name}: is of another run: its {key} differs"
 
 
 def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterator[str]:
     """Everything that is wrong in one folder. Raises KeyError where its metadata lacks a field."""
-    identity = metadata["identity"]
-    machine, host, hosts = identity["machine"], identity["host"], identity["num_hosts"]
-    expected = part_folder(machine, host, hosts)
+    assert stored.identity is not None
+    identity = stored.identity
+    expected = HostFolder.of(identity.machine, identity.host, identity.num_hosts).name
     if name not in ("", expected):
         yield f"{name}: holds the shards of {expected}"
     if metadata["status"] != "complete":
         yield f"{file_path(name, METADATA)}: the run is not complete: {metadata['status']}"
-    yield from _check_sequence(
-        name, stored, Worker(machine, identity["total_machines"], host, hosts)
-    )
+    yield from _check_sequence(name, stored, _worker_of(identity))
     for commit in stored.in_order[:-1]:
         if commit.partial:
             yield f"{file_path(name, commit.name)}: is partial, and not the last one"
@@ -82,8 +84,17 @@ def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterat
             yield f"{file_path(name, METADATA)}: {problem}"
     committed = {commit.file for commit in stored.in_order}
     for file in stored.files:
-        if ".pkl" in file and not file.startswith(".") and file not in committed:
+        if SHARD_FILE.fullmatch(file) and file not in committed:
             yield f"{file_path(name, file)}: has no JSON"
+
+
+def _worker_of(identity: Identity) -> Worker:
+    return Worker(
+        machine=identity.machine,
+        machines=identity.total_machines,
+        host=identity.host,
+        hosts=identity.num_hosts,
+    )
 
 
 def _check_sequence(name: str, stored: Stored, worker: Worker) -> Iterator[str]:
@@ -93,7 +104,7 @@ def _check_sequence(name: str, stored: Stored, worker: Worker) -> Iterator[str]:
     for number, commit in enumerate(stored.in_order, start=1):
         where = file_path(name, commit.name)
         if commit.number != number:
-            yield f"{file_path(name, f'shard_{number:04d}.json')}: is missing"
+            yield f"{file_path(name, commit_name(number))}: is missing"
             break
         if commit.run != stored.run:
             yield f"{where}: is of another run"

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.cli.errors import RunError
-from activation_extraction.output.commits import Commit, Stored
-from activation_extraction.output.shards import Record, Shard, read_shard
+from activation_extraction.output.commit import Commit
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.formats import format_of
+from activation_extraction.output.metadata import Stored
+from activation_extraction.output.pickle_file import ContentError
+from activation_extraction.output.shard import SampleRow, Shard
 from activation_extraction.output.statistics import Statistics, merge_all
-from activation_extraction.output.stores import Store
 from activation_extraction.reading.verify_folder import differing, file_path
 from activation_extraction.text.workers import Worker
 
@@ -27,7 +30,7 @@ class Chosen:
 
 
 def check_shard(
-    store: Store, folder: str, stored: Stored, commit: Commit, wanted: list[int], scratch: Path
+    store: Folder, folder: str, stored: Stored, commit: Commit, wanted: list[int], scratch: Path
 ) -> tuple[list[str], list[Chosen]]:
     """What is wrong with a shard, and those of its samples that are to be recomputed.
 
@@ -36,22 +39,26 @@ def check_shard(
     where = file_path(folder, commit.file)
     if problem := _check_size(store, stored, commit):
         return [f"{where}: {problem}"], []
-    if stored.metadata is None:
+    if stored.identity is None:
         return [], []
+    if tuple(commit.names.values()) != stored.identity.hooks:
+        return [f"{where}: has other hooks than its run"], []
     own = scratch / (folder or "all")
     own.mkdir(exist_ok=True)
     try:
         shard, intact = _read(store, commit, own)
         problems = [] if intact else [f"{where}: its sha256 is not its JSON's"]
-        problems += [f"{where}: {what}" for what in _check_records(shard, stored.metadata, commit)]
+        problems += [f"{where}: {what}" for what in _check_samples(shard, stored, commit)]
         return problems, [] if problems else _choose(shard, wanted, where)
+    except ContentError as error:
+        return [f"{where}: {problem}" for problem in error.problems], []
     except (RunError, OSError) as error:
         return [f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")], []
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        return [f"{where}: its records are not as they should be: {error!r:.200}"], []
+        return [f"{where}: its content is not as it should be: {error!r:.200}"], []
 
 
-def _check_size(store: Store, stored: Stored, commit: Commit) -> str | None:
+def _check_size(store: Folder, stored: Stored, commit: Commit) -> str | None:
     """What is wrong with the file as it is listed."""
     size = stored.files.get(commit.file)
     if size is None:
@@ -61,87 +68,86 @@ def _check_size(store: Store, stored: Stored, commit: Commit) -> str | None:
     return None if size == commit.bytes else f"has {size} bytes, its JSON says {commit.bytes}"
 
 
-def _read(store: Store, commit: Commit, scratch: Path) -> tuple[Shard, bool]:
+def _read(store: Folder, commit: Commit, scratch: Path) -> tuple[Shard, bool]:
     """A shard, and whether its file has the recorded sha256. Raises RunError or OSError."""
     path = store.fetch(commit.file, scratch)
     try:
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return read_shard(path, commit.unpacked), digest == commit.sha256
+        shard_format = format_of(commit.file)
+        if shard_format is None:
+            raise RunError(f"{commit.file}: is in no format that this program knows")
+        limit = shard_format.largest_size(commit.bytes, commit.unpacked)
+        return shard_format.read(path, commit.names, limit), digest == commit.sha256
     finally:
         if not store.local:
             path.unlink(missing_ok=True)
 
 
 def _choose(shard: Shard, wanted: list[int], where: str) -> list[Chosen]:
-    hooks = list(shard.values())
     return [
         Chosen(
-            f"{where}: sample {hooks[0][i]['sample_idx']}",
-            np.asarray(hooks[0][i]["token_ids"]),
-            [records[i]["activation"] for records in hooks],
+            f"{where}: sample {shard.samples[i].sample_idx}",
+            np.asarray(shard.samples[i].token_ids),
+            [slices[i] for slices in shard.slices.values()],
         )
         for i in wanted
     ]
 
 
-def _check_records(shard: Shard, metadata: dict[str, Any], commit: Commit) -> Iterator[str]:
-    identity = metadata["identity"]
-    if list(shard) != [hook["key"] for hook in commit.hooks]:
-        yield f"has hooks {list(shard)}, its JSON others"
-        return
-    if [hook["name"] for hook in commit.hooks] != identity["hooks"]:
-        yield "has other hooks than its run"
-        return
-    stride = Worker(machines=identity["total_machines"], hosts=identity["num_hosts"]).stride
+def _check_samples(shard: Shard, stored: Stored, commit: Commit) -> Iterator[str]:
+    """What is wrong with the samples of a shard, and with their activations."""
+    identity, metadata = stored.identity, stored.metadata or {}
+    assert identity is not None
+    stride = Worker(machines=identity.total_machines, hosts=identity.num_hosts).stride
     indices = list(range(commit.first, commit.last + 1, stride))
-    for hook in commit.hooks:
-        yield from _check_hook(shard[hook["key"]], indices, metadata, commit, hook)
+    if [row.sample_idx for row in shard.samples] != indices:
+        yield "its samples are not those of its JSON"
+        return
+    if shard.tokens != commit.tokens:
+        yield f"has {shard.tokens} tokens, its JSON says {commit.tokens}"
+    problems = [
+        f"sample {row.sample_idx}: {problem}"
+        for row in shard.samples
+        for problem in _check_row(row, identity.max_seq_length, metadata["model"]["vocab_size"])
+    ]
+    yield from problems
+    for hook in commit.hooks if not problems else ():
+        yield from _check_hook(shard, identity.activation_dtype, metadata, hook)
+
+
+def _check_row(row: SampleRow, longest: int, vocabulary: int) -> Iterator[str]:
+    """What is wrong with the token ids of a sample."""
+    ids = np.asarray(row.token_ids)
+    if ids.dtype != np.int32 or ids.ndim != 1:
+        yield f"token ids of dtype {ids.dtype}, shape {ids.shape}"
+    elif len(ids) != len(row.positions):
+        yield f"{len(ids)} token ids, {len(row.positions)} activations"
+    elif not 0 < len(ids) <= longest:
+        yield f"{len(ids)} tokens"
+    elif ids.min() < 0 or ids.max() >= vocabulary:
+        yield "token ids outside the vocabulary"
+    if not np.array_equal(row.positions, np.arange(len(row.positions))):
+        yield "its positions do not count from 0"
 
 
 def _check_hook(
-    records: list[Record],
-    indices: list[int],
-    metadata: dict[str, Any],
-    commit: Commit,
-    hook: dict[str, Any],
+    shard: Shard, dtype: str, metadata: dict[str, Any], hook: dict[str, Any]
 ) -> Iterator[str]:
-    """What is wrong with a hook's records. indices: the `sample_idx` that they should have."""
-    name = f"hook {hook['key']}"
-    if [record["sample_idx"] for record in records] != indices:
-        yield f"{name}: its samples are not those of its JSON"
-        return
-    problems = [
-        f"{name}, sample {record['sample_idx']}: {problem}"
-        for record in records
-        for problem in _check_record(record, metadata, hook)
-    ]
-    if problems:
-        yield from problems
-        return
-    found = merge_all(Statistics.of(record["activation"]) for record in records)
-    yield from (f"{name}: {problem}" for problem in differing(found, hook))
-    if found.tokens != commit.tokens:
-        yield f"{name}: has {found.tokens} tokens, its JSON says {commit.tokens}"
-
-
-def _check_record(record: Record, metadata: dict[str, Any], hook: dict[str, Any]) -> Iterator[str]:
-    identity = metadata["identity"]
-    if metadata["format_version"] > 2 and record["hook"] != hook["name"]:
-        yield f"is of hook {record['hook']!r:.80}, expected {hook['name']}"
-    activation, token_ids = record["activation"], np.asarray(record["token_ids"])
-    if str(activation.dtype) != identity["activation_dtype"]:
-        yield f"dtype {activation.dtype}, expected {identity['activation_dtype']}"
-    if token_ids.dtype != np.int32 or token_ids.ndim != 1:
-        yield f"token ids of dtype {token_ids.dtype}, shape {token_ids.shape}"
-        return
-    shape = (len(token_ids), _width(hook, metadata))
-    if activation.shape != shape or tuple(record["shape"]) != shape:
-        yield f"shape {activation.shape}, expected {shape}"
-    if not 0 < len(token_ids) <= identity["max_seq_length"]:
-        yield f"{len(token_ids)} tokens"
-    elif token_ids.min() < 0 or token_ids.max() >= metadata["model"]["vocab_size"]:
-        yield "token ids outside the vocabulary"
+    """What is wrong with the activations at one hook. hook: as the commit describes it."""
+    name, slices = f"hook {hook['key']}", shard.slices[hook["key"]]
+    width = _width(hook, metadata)
+    problems = []
+    for row, activation in zip(shard.samples, slices, strict=True):
+        shape = (len(row.positions), width)
+        if activation.shape != shape:
+            problems.append(f"sample {row.sample_idx}: shape {activation.shape}, expected {shape}")
+        if str(activation.dtype) != dtype:
+            problems.append(f"sample {row.sample_idx}: dtype {activation.dtype}, expected {dtype}")
+    if not problems:
+        problems += differing(merge_all(map(Statistics.of, slices)), hook)
+    for problem in problems:
+        yield f"{name}, {problem}" if problem.startswith("sample") else f"{name}: {problem}"
 
 
 def _width(hook: dict[str, Any], metadata: dict[str, Any]) -> int:

@@ -11,7 +11,7 @@ from jax import Array
 from activation_extraction.cli.console import Clock, Progress
 from activation_extraction.cli.errors import for_the_user
 from activation_extraction.model.step import Step
-from activation_extraction.output.committer import Key
+from activation_extraction.output.shard import Key
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run.hosts import Host, Watchdog, any_host, elsewhere
 from activation_extraction.text.packing import Batch

@@ -13,6 +13,7 @@ from activation_extraction.model.family import ModelFamily
 from activation_extraction.model.forward import ModelRequest, prepare_model
 from activation_extraction.model.revisions import recorded_commit
 from activation_extraction.model.step import compile_step
+from activation_extraction.output.metadata import METADATA, identity_of
 from activation_extraction.text.packing import pack, samples_of
 
 
@@ -24,19 +25,19 @@ def load_again(
     request: how to compute; what to compute is read from the metadata. Raises InputError when the
     model is not the one that was extracted from.
     """
-    identity = metadata["identity"]
+    identity = identity_of(metadata, METADATA)
     request = replace(
         request,
         revision=request.revision or recorded_commit(request.model_path, metadata),
         layers=None,
-        hook_names=tuple(identity["hooks"]),
-        dtype=identity["dtype"],
-        activation_dtype=identity["activation_dtype"],
-        length=identity["max_seq_length"],
+        hook_names=identity.hooks,
+        dtype=identity.dtype,
+        activation_dtype=identity.activation_dtype,
+        length=identity.max_seq_length,
     )
     with device_errors():
         forward = prepare_model(family, request)
-        if digest_files(forward.checkpoint.weight_files()) != identity["model files"]:
+        if digest_files(forward.checkpoint.weight_files()) != identity.model_digest:
             raise InputError(f"--model_path {request.model_path}: is another model than the stored")
         step = compile_step(forward)
 

@@ -9,11 +9,10 @@ from tokenizers import Tokenizer
 
 from activation_extraction.cli.config import Config
 from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.output.places import output_roots
-from activation_extraction.output.resume import find_metadata
+from activation_extraction.output.metadata import identity_of
+from activation_extraction.output.run_folders import find_metadata, output_roots
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run.hosts import Host
-from activation_extraction.run.repair import Repair
 from activation_extraction.text.documents import (
     DocumentStream,
     describe_files,
@@ -41,9 +40,11 @@ def open_dataset(config: Config) -> tuple[datasets.IterableDataset, tuple[str, s
     source = " ".join(filter(None, (name, subset, split)))
     revision = None
     for root, _ in output_roots(config):
-        _, earlier = find_metadata(root) or ("", {})
-        if not config.overwrite and earlier.get("identity", {}).get("data") == source:
-            revision = earlier["identity"]["data content"]
+        found = None if config.overwrite else find_metadata(root)
+        if found is not None:
+            where, metadata = found
+            stored = identity_of(metadata, where)
+            revision = stored.data_revision if stored.data == source else revision
     dataset, revision = open_hub_dataset(str(name), subset, str(split), revision)
     return dataset, (source, revision)
 
@@ -82,17 +83,17 @@ def open_gaps(
     host: Host,
     tokenizer: Tokenizer,
     dataset: datasets.IterableDataset,
-    repair: Repair,
+    storage: ActivationStorage,
 ) -> Prefetch[Batch]:
     """The batches in which the samples of damaged shards lie, each gap with the batch after it."""
 
     def batches() -> Iterator[Batch]:
-        for gap in repair.gaps:
+        for gap in storage.plan.ranges:
             documents = open_documents(config, host, dataset)
-            most = repair.found_max_samples
+            most = storage.max_samples
             for batch in _batches(config, tokenizer, documents, most, gap.cursor):
                 yield batch
-                if batch.samples[-1].sample.sample_idx >= gap.until:
+                if gap.until is not None and batch.samples[-1].sample.sample_idx >= gap.until:
                     break
 
     return Prefetch(batches(), BATCHES_AHEAD)
