@@ -38,17 +38,19 @@ def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
     told = []
 
     def agree(host, fields, problem):
-        told.append((fields, problem))
-        raise problem
+        if problem is not None:
+            told.append((fields, problem))
+            raise problem
 
     def vanished(job):
         raise FileNotFoundError("a source file")
 
-    monkeypatch.setattr(extract_activations, "prepare", lambda config, host: "a job")
+    for name in ("prepare_output", "choose_commit", "same_commit", "prepare"):
+        monkeypatch.setattr(extract_activations, name, lambda *_: None)
     monkeypatch.setattr(extract_activations, "fingerprint", vanished)
     monkeypatch.setattr(extract_activations, "agree", agree)
     with pytest.raises(FileNotFoundError):
-        extract_activations.prepare_together(parse_args([]), Host(0, 2))
+        extract_activations.prepare_together(parse_args([]), Host(0, 2), lambda: None)
     assert [(fields, type(problem)) for fields, problem in told] == [({}, FileNotFoundError)]
 
 
