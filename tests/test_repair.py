@@ -42,7 +42,7 @@ def described(folder):
     found = {}
     for path in sorted(folder.glob("*.json")):
         content = unseal(path.read_bytes(), path.name)
-        passing = ("committed", "written", "owner", "seconds")
+        passing = ("began", "committed", "written", "owner", "seconds")
         found[path.name] = {key: value for key, value in content.items() if key not in passing}
     return found
 
