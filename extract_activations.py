@@ -28,8 +28,8 @@ from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.forward import choose_dtypes
 from activation_extraction.model.step import Step, compile_step
-from activation_extraction.output.stores import Store, StoreError
-from activation_extraction.reading.status import show_status
+from activation_extraction.output.folder import Folder, FolderError
+from activation_extraction.reading.status_table import show_status
 from activation_extraction.reading.verify import verify
 from activation_extraction.run.agreement import Agreement, one_behind
 from activation_extraction.run.demo import MODEL_CONFIG
@@ -47,6 +47,8 @@ from activation_extraction.run.prepare import Job, model_request, prepare_togeth
 from activation_extraction.run.recompute import load_again
 from activation_extraction.run.summary import continue_with, print_summary, progress_of
 from qwen2_jax_with_hooks import QWEN2
+
+NO_REPAIR = "no shard has to be made again"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,16 +79,17 @@ def run(config: Config) -> int:
         of_how_many = config.machine_id, config.total_machines, config.machine_from
         log.info("machine %d of %d (%s)", *of_how_many)
     host = join_hosts(config)
+    watchdog = Watchdog(config.stall_timeout)
     remedy = continue_with(host.count, config.overwrite)
     with last_words(host, f"what is committed is safe; {remedy}"):
         with device_errors():
-            job = prepare_together(config, host, QWEN2)
+            job = prepare_together(config, host, QWEN2, watchdog.alive)
         clock, signaled = Clock(), 0
         try:
             if any_host(host, [not job.storage.complete])[0]:
-                complete, signaled = compute(config, job, clock)
+                complete, signaled = compute(config, job, clock, watchdog)
             else:
-                log.info("nothing to repair" if config.repair else "everything is computed already")
+                log.info(NO_REPAIR if config.repair else "everything is computed already")
                 finish(job, clock, complete=True)
                 complete = True
         except RunError as error:
@@ -103,15 +106,14 @@ def run(config: Config) -> int:
     return 0 if complete else 128 + (signaled or signal.SIGTERM)
 
 
-def compute(config: Config, job: Job, clock: Clock) -> tuple[bool, int]:
+def compute(config: Config, job: Job, clock: Clock, watchdog: Watchdog) -> tuple[bool, int]:
     """Runs the model over the text; returns whether all is done, and the signal that stopped it."""
     with device_errors():
         step, job = start_together(job, config.overwrite)
     clock.restart()
     with job.storage, stop_on_signals() as stopped:
         try:
-            with device_errors(), Watchdog(config.stall_timeout) as watchdog:
-                job.storage.alive = watchdog.alive
+            with device_errors(), watchdog:
                 progress = progress_of(job, config.log_every)
                 steps = extract(job, step, progress, clock, watchdog, stopped)
         except KeyboardInterrupt:  # the second Ctrl-C: do not wait for uploads
@@ -134,7 +136,7 @@ def start_together(job: Job, overwrite: bool) -> tuple[Step, Job]:
     try:
         step = compile_step(job.forward)
         if overwrite:
-            job.places.remove_others()
+            job.folders.remove_others()
         storage.open()
         if (storage.cursor, storage.complete) != found:
             log.info(
@@ -218,7 +220,7 @@ def show_hooks(config: Config) -> int:
 def look(config: Config) -> int:
     """--status and --verify: looks at what is stored; returns the exit status."""
     try:
-        root = Store(config.location, config.upload_timeout)
+        root = Folder(config.location, config.upload_timeout)
         if config.status:
             return show_status(root, config.aggregate)
         if not config.verify_samples:
@@ -226,7 +228,7 @@ def look(config: Config) -> int:
         use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)
         load = partial(load_again, QWEN2, model_request(config))
         return verify(root, load, config.verify_samples)
-    except StoreError as error:
+    except FolderError as error:
         if error.final:
             raise InputError(str(error)) from error
         raise

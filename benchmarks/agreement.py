@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from activation_extraction.output.shards import read_shard
+from activation_extraction.output.pickle_file import read_records
 
 SHARD_LIMIT = 4 * 10**9  # bytes that a shard may unpack to
 # Largest deviation of a value from the first contender's, relative to the layer's RMS. bfloat16
@@ -60,7 +60,7 @@ def deviation(values: np.ndarray, expected: np.ndarray) -> float:
 def stored(folder: Path) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
     """(layer, document, token ids, activation) of all that is in the shards of a folder."""
     for path in sorted(folder.glob("shard_*.pkl.gz")):
-        for layer, records in read_shard(path, SHARD_LIMIT).items():
+        for layer, records in read_records(path, SHARD_LIMIT).items():
             for record in records:
                 ids = record["token_ids"]
                 assert isinstance(layer, int) and ids is not None

@@ -26,7 +26,9 @@ import ml_dtypes
 import numpy as np
 from isal import igzip
 
-from activation_extraction.output.shards import COMPRESSION_LEVEL, pickle_shard, write_shard
+from activation_extraction.output.formats import GZIP_PICKLE, write_shard
+from activation_extraction.output.pickle_file import COMPRESSION_LEVEL, pickle_records, records_of
+from activation_extraction.output.shard import SampleRow, Shard
 from activation_extraction.output.statistics import Statistics
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.text.batch import Batch
@@ -35,7 +37,7 @@ from benchmarks.processes import machine
 
 HIDDEN, HOOKS, ROWS, LENGTH = 896, 14, 8, 1024
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-HOOK = "blocks.12.hook_resid_post"
+NAMES: dict[int | str, str] = {n: f"blocks.{n}.hook_resid_post" for n in range(HOOKS)}
 ALL_CORES = os.sched_getaffinity(0)
 
 
@@ -74,52 +76,41 @@ def on_cores(cores: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, ALL_CORES)
 
 
-def records(values: np.ndarray) -> dict[int | str, list[Any]]:
+def shard_of(values: np.ndarray) -> Shard:
     """A shard of everything, as the tool has it."""
-    ids = np.arange(LENGTH, dtype=np.int32)
-    return {
-        layer: [
-            {
-                "sample_idx": row,
-                "hook": HOOK,
-                "activation": of_row,
-                "shape": of_row.shape,
-                "text_preview": "",
-                "token_ids": ids,
-                "doc_id": None,
-            }
-            for row, of_row in enumerate(of_layer)
-        ]
-        for layer, of_layer in enumerate(values)
-    }
+    ids = np.arange(values.shape[2], dtype=np.int32)
+    rows = [SampleRow(row, ids, ids, "", None) for row in range(values.shape[1])]
+    return Shard(rows, {layer: list(of_layer) for layer, of_layer in enumerate(values)})
 
 
 def store(folder: Path, values: np.ndarray, count: int) -> float:
     """Seconds of an ActivationStorage from the first batch to the last shard."""
-    hooks: dict[int | str, str] = {
-        layer: f"blocks.{layer}.hook_resid_post" for layer in range(HOOKS)
-    }
     given = batches(count)
     began = time.perf_counter()
-    with ActivationStorage(folder, hooks, shard_size_gb=0.2, overwrite=True) as storage:
+    with ActivationStorage(folder, NAMES, shard_size_gb=0.2, overwrite=True) as storage:
         for batch in given:
             storage.add_batch(batch, dict(enumerate(values)))
     return time.perf_counter() - began
 
 
+def write(path: Path, shard: Shard) -> None:
+    """As the tool does."""
+    write_shard(path, shard, NAMES, GZIP_PICKLE)
+
+
 def against_gzip(folder: Path, values: np.ndarray, rounds: int) -> dict[str, float]:
     """MB/s and compressed size of the same shard, as others write it and as the tool does."""
-    sample = records(values[:, :1, : LENGTH // 4])  # gzip takes its time
+    sample = shard_of(values[:, :1, : LENGTH // 4])  # gzip takes its time
     size = values[:, :1, : LENGTH // 4].nbytes
 
     def others() -> None:
         with gzip.open(folder / "others.pkl.gz", "wb") as file:  # level 9
-            pickle.dump(sample, file)
+            pickle.dump(records_of(sample, NAMES), file)
 
     slow = seconds(others, 1)
-    quick = seconds(lambda: write_shard(folder / "same.pkl.gz", sample, True), rounds)
-    shard = records(values)
-    whole = seconds(lambda: write_shard(folder / "ours.pkl.gz", shard, True), rounds)
+    quick = seconds(lambda: write(folder / "same.pkl.gz", sample), rounds)
+    shard = shard_of(values)
+    whole = seconds(lambda: write(folder / "ours.pkl.gz", shard), rounds)
     ratios = {name: (folder / f"{name}.pkl.gz").stat().st_size for name in ("others", "same")}
     return {
         "gzip_mb_per_second": size / slow / 1e6,
@@ -134,11 +125,11 @@ def against_gzip(folder: Path, values: np.ndarray, rounds: int) -> dict[str, flo
 
 def parts(folder: Path, values: np.ndarray, rounds: int) -> dict[str, float]:
     """MB/s, of uncompressed values, of everything that happens to a shard, one after the other."""
-    shard = records(values)
+    records = records_of(shard_of(values), NAMES)
 
     def pickled() -> bytes:
         file = io.BytesIO()
-        pickle_shard(shard, file)
+        pickle_records(records, file)
         return file.getvalue()
 
     plain = pickled()
@@ -154,7 +145,7 @@ def parts(folder: Path, values: np.ndarray, rounds: int) -> dict[str, float]:
         with igzip.IGzipFile(
             fileobj=io.BytesIO(), mode="wb", compresslevel=COMPRESSION_LEVEL, mtime=0
         ) as file:
-            pickle_shard(shard, file)
+            pickle_records(records, file)
 
     actions: dict[str, Callable[[], object]] = {
         "statistics": lambda: [Statistics.of(row) for layer in values for row in layer],

@@ -34,7 +34,7 @@ from cloud import Cloud
 from tokenizers import Tokenizer
 
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.output.stores import Store
+from activation_extraction.output.folder import Folder
 from activation_extraction.reading.verify import verify
 from activation_extraction.run import demo
 from activation_extraction.text.tokenizer import load_tokenizer
@@ -236,7 +236,7 @@ def check(capsys: pytest.CaptureFixture[str]) -> Callable[[Path | str], list[str
 
     def run(root: Path | str) -> list[str]:
         capsys.readouterr()
-        status = verify(Store(str(root)), None, 0)
+        status = verify(Folder(str(root)), None, 0)
         *problems, summary = capsys.readouterr().out.splitlines()
         assert summary.startswith("NOT IN ORDER" if problems else "in order"), summary
         assert status == (1 if problems else 0)

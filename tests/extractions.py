@@ -4,13 +4,16 @@ import gzip
 import hashlib
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from activation_extraction.output.commits import seal, unseal
-from activation_extraction.output.shards import write_shard
+from activation_extraction.output.atomic_file import write_atomically
+from activation_extraction.output.identity import Identity
+from activation_extraction.output.pickle_file import gzip_records, pickle_records
+from activation_extraction.output.sealed_json import seal, unseal
 from activation_extraction.output.statistics import Statistics, merge_all
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample
@@ -21,20 +24,20 @@ HOOKS: dict[Any, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_
 HIDDEN, VOCABULARY, TOKENS, ROWS = 16, 50, 10, 2
 
 
-def identity_of(machine: int = 0, host: int = 0, machines: int = 1, hosts: int = 1) -> dict:
-    return {
-        "model files": "0" * 64,
-        "data": "files",
-        "data content": "1" * 64,
-        "max_seq_length": TOKENS,
-        "dtype": "float32",
-        "activation_dtype": "float32",
-        "shard_size_gb": 4e-6,
-        "total_machines": machines,
-        "num_hosts": hosts,
-        "machine": machine,
-        "host": host,
-    }
+def identity_of(machine: int = 0, host: int = 0, machines: int = 1, hosts: int = 1) -> Identity:
+    return Identity(
+        model_digest="0" * 64,
+        data="files",
+        data_revision="1" * 64,
+        max_seq_length=TOKENS,
+        dtype="float32",
+        activation_dtype="float32",
+        shard_size_gb=4e-6,
+        total_machines=machines,
+        num_hosts=hosts,
+        machine=machine,
+        host=host,
+    )
 
 
 def folder_name(machine: int, host: int, machines: int, hosts: int) -> str:
@@ -65,7 +68,7 @@ def open_part(root: Path, *part: int, identity: dict | None = None, **options: A
     return ActivationStorage(
         root / folder_name(*part),
         HOOKS,
-        identity={**identity_of(*part), **(identity or {})},
+        identity=replace(identity_of(*part), **(identity or {})),
         metadata={
             "model": {"hidden_size": HIDDEN, "vocab_size": VOCABULARY},
             "backend": "cpu",
@@ -115,12 +118,18 @@ def replace_shard(folder: Path, number: int, data: bytes, unpacked: int | None =
     edit(folder / "metadata.json", lambda content: content.update(bytes=content["bytes"] + more))
 
 
+def write_records(path: Path, records: Any, compress: bool = True) -> str:
+    """Writes a pickled shard of any records; returns its sha256."""
+    write = gzip_records if compress else pickle_records
+    return write_atomically(path, lambda file: write(records, file))["sha256"]
+
+
 def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> None:
     """Changes the records of a shard; its JSON and the metadata agree, statistics included."""
     shard = load(folder, number)
     change(shard)
     written = folder / "changed.pkl.gz"
-    write_shard(written, shard, compress=True)
+    write_records(written, shard)
     replace_shard(folder, number, written.read_bytes())
     written.unlink()
     every = [load(folder, n) for n in range(1, 1 + len(list(folder.glob("shard_*.json"))))]

@@ -9,7 +9,9 @@ import pytest
 
 from activation_extraction.cli.errors import RunError
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.output import storage
+from activation_extraction.output.identity import Identity
+from activation_extraction.output.sealed_json import seal
+from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run import demo
 from activation_extraction.text.documents import DocumentStream
@@ -56,7 +58,7 @@ def run(byte_tokenizer, rows):
         place = ActivationStorage(
             folder,
             HOOKS,
-            identity={"model": "tiny"},
+            identity=Identity(model_digest="tiny"),
             max_samples=max_samples,
             **({"shard_size_gb": 1.5e-6} | options),
         )
@@ -69,13 +71,16 @@ def run(byte_tokenizer, rows):
             place.open()
             place.record({"found": place.found_samples})
             for batch in batches:
-                left = None if kill_after is None else kill_after - place._last_sample - 1
+                left = None if kill_after is None else kill_after - place._cutter.last_sample - 1
                 if left is not None and left < len(batch.samples):
                     for sample, row, begin in batch.samples:
-                        if place._last_stored < sample.sample_idx < kill_after:
+                        if (
+                            place._cutter.wants(sample.sample_idx)
+                            and sample.sample_idx < kill_after
+                        ):
                             for key in HOOKS:
                                 end = begin + len(sample.token_ids)
-                                place._cursor = batch.cursor
+                                place._cutter.cursor = batch.cursor
                                 place.add_activation(
                                     key,
                                     activations(batch)[key][row, begin:end],
@@ -86,11 +91,11 @@ def run(byte_tokenizer, rows):
                                 )
                     raise Killed
                 place.add_batch(batch, activations(batch))
-                if interrupt_after is not None and place._last_sample >= interrupt_after:
+                if interrupt_after is not None and place._cutter.last_sample >= interrupt_after:
                     place.finalize(complete=False)
                     return place
             place.finalize()
-        except storage.StorageError:
+        except StorageError:
             raise
         except RunError:  # of the data, as in an extraction
             place.finalize(complete=False)
@@ -144,4 +149,4 @@ def set_status(folder, status):
     """As a run leaves it that was killed."""
     metadata = json.loads((folder / "metadata.json").read_bytes())
     del metadata["checksum"]
-    (folder / "metadata.json").write_bytes(storage.seal({**metadata, "status": status}))
+    (folder / "metadata.json").write_bytes(seal({**metadata, "status": status}))

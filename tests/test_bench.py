@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from extractions import write_records
 
-from activation_extraction.output.shards import write_shard
 from benchmarks import competitors, end_to_end, gpu, peak, writing
 from benchmarks.agreement import Agreement, Disagreement
 
@@ -72,7 +72,7 @@ def store(folder: Path, activations: list[np.ndarray], tokens: list[list[int]]) 
         }
         for number, (activation, ids) in enumerate(zip(activations, tokens, strict=True))
     ]
-    write_shard(folder / "shard_0001.pkl.gz", {3: records}, compress=True)  # type: ignore[dict-item]
+    write_records(folder / "shard_0001.pkl.gz", {3: records})
     return folder
 
 

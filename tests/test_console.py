@@ -10,9 +10,9 @@ import extract_activations
 from activation_extraction.cli import console
 from activation_extraction.cli.console import Progress, start_logging
 from activation_extraction.model import devices
-from activation_extraction.output.commits import read_stored
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.metadata import read_stored
 from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.output.stores import Store
 from qwen2_jax import QwenConfig
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (DEBUG|INFO|WARNING) machine 3 host (\d|\?): .+")
@@ -111,7 +111,7 @@ def test_metrics_lie_beside_the_shards_and_survive(demo_inputs, tmp_path, capsys
 
 
 def test_metrics_in_a_bucket_outlive_the_disk(tmp_path):
-    remote = Store(f"memory://{tmp_path}")
+    remote = Folder(f"memory://{tmp_path}")
     for number in range(3):
         storage = ActivationStorage(tmp_path / str(number), {0: "h"}, remote=remote)
         storage.open()
@@ -124,7 +124,7 @@ def test_metrics_in_a_bucket_outlive_the_disk(tmp_path):
 
 def test_the_last_line_may_be_cut_off(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n{"a": 2}\n{"a":')
-    assert read_stored(Store(str(tmp_path))).metrics == {"a": 2}
+    assert read_stored(Folder(str(tmp_path))).metrics == {"a": 2}
 
 
 def test_operations_are_counted_from_the_shapes():

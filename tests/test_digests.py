@@ -63,7 +63,7 @@ def test_a_bit_in_the_middle_of_the_weights_is_another_model(
     flip_middle(model / "model.safetensors")
     capsys.readouterr()
     assert extract_activations.main([*flags, "--max_samples", "5"]) == 2
-    assert "holds an extraction with another model files: digest" in capsys.readouterr().err
+    assert "holds an extraction with another model_digest: digest" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     verify = ["--verify", "--model_path", str(model), "--output_dir", str(tmp_path / "out")]
     assert extract_activations.main(verify) == 2

@@ -12,7 +12,7 @@ from test_hosts import Pod, flags_for
 import extract_activations
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.errors import InputError
-from activation_extraction.output.resume import lock_folder
+from activation_extraction.output.folder_lock import lock_folder
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -17,9 +17,9 @@ from activation_extraction.cli.console import Progress
 from activation_extraction.cli.errors import RunError
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.forward import Forward
-from activation_extraction.output import committer
-from activation_extraction.output.storage import StorageError
-from activation_extraction.output.stores import Store
+from activation_extraction.output import shard_writer
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.run import prepare
 from activation_extraction.run.hosts import Host, together
 from qwen2_jax_with_hooks import QWEN2
@@ -78,7 +78,7 @@ def test_a_defect_in_the_background_has_its_traceback(failing, monkeypatch):
     def broken(*_):
         return 1 // 0
 
-    monkeypatch.setattr(committer, "write_shard", broken)
+    monkeypatch.setattr(shard_writer, "write_shard", broken)
     printed = failing()
     assert "in broken" in printed
     assert "error: unexpected ZeroDivisionError: " in printed.splitlines()[-1]
@@ -122,7 +122,7 @@ def test_a_damaged_shard_is_not_uploaded_and_what_to_do_is_told(tmp_path):
             storage.add_activation(key, values, 0, "")
     path = tmp_path / "out/shard_0001.pkl.gz"
     path.write_bytes(bytes(path.stat().st_size))
-    remote = Store(f"file://{tmp_path}/bucket")
+    remote = Folder(f"file://{tmp_path}/bucket")
     with pytest.raises(StorageError, match="sha256") as raised:
         storage = open_part(tmp_path / "out", remote=remote, max_samples=1)
         storage.open()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from itertools import combinations
 
 import fsspec
@@ -12,24 +13,18 @@ from small_runs import HIDDEN, HOOKS, Killed, activations, content, status
 from test_killed import killed_at
 
 from activation_extraction.cli.errors import InputError
-from activation_extraction.output.storage import ActivationStorage, StorageError
-from activation_extraction.output.stores import Store
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.identity import Identity
+from activation_extraction.output.shard_writer import StorageError
+from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.reading.verify import verify
 from activation_extraction.run.dataset import Dataset, HostText
 from activation_extraction.run.prepare import open_text
-from activation_extraction.run.repair import Repair
+from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.text.files import open_files
 from activation_extraction.text.workers import Worker
 
-IDENTITY = {
-    "model files": "tiny",
-    "activation_dtype": "float32",
-    "max_seq_length": 32,
-    "total_machines": 1,
-    "num_hosts": 1,
-    "machine": 0,
-    "host": 0,
-}
+IDENTITY = Identity(model_digest="tiny", activation_dtype="float32", max_seq_length=32)
 METADATA = {
     "model": {"hidden_size": HIDDEN, "vocab_size": 2048},
     "configuration": {"batch_size": 2},
@@ -37,11 +32,20 @@ METADATA = {
 }
 
 
+class Repaired:
+    """What a repair has done."""
+
+    def __init__(self, storage, planner):
+        self.complete = storage.complete
+        self.repaired = [commit.number for commit in storage.made]
+        self.differing = planner.differing(storage.made)
+
+
 @pytest.fixture
 def run(byte_tokenizer, rows):
     """Runs or repairs all but the model. Shards are smaller than batches, or larger."""
 
-    def run(folder, kind=ActivationStorage, *, stop_after=None, identity=None, **options):
+    def run(folder, repairing=False, *, stop_after=None, identity=IDENTITY, **options):
         text = HostText(
             Dataset(open_files(str(options.pop("data", rows)), "text"), "files", ""),
             byte_tokenizer,
@@ -52,25 +56,29 @@ def run(byte_tokenizer, rows):
             rows=2,
             length=32,
         )
-        place = kind(
+        named = replace(identity, hooks=tuple(HOOKS.values()))
+        remote, delete_local = options.get("remote"), options.get("delete_local", True)
+        planner = RepairPlanner(Folder(str(folder)), remote, named, delete_local, METADATA)
+        place = ActivationStorage(
             folder,
             HOOKS,
-            identity=identity or IDENTITY,
+            identity=identity,
             metadata=METADATA,
+            planner=planner if repairing else None,
             **({"shard_size_gb": 1e-6} | options),
         )
         try:
-            batches = open_text(text, place)[1]
+            batches = open_text(text, place, repairing)[1]
             place.open()
             for number, batch in enumerate(batches):
                 if stop_after == number:
                     place.finalize(complete=False)
-                    return place
+                    break
                 place.add_batch(batch, activations(batch))
             place.finalize()
         finally:
             place.close(patient=True)
-        return place
+        return place if not repairing else Repaired(place, planner)
 
     return run
 
@@ -111,16 +119,16 @@ def test_every_shard_and_every_pair_of_shards(size, run, tmp_path):
         kinds = list(DAMAGE)[case % 3 :] + list(DAMAGE)[: case % 3]
         for number, kind in zip(each, kinds, strict=False):
             DAMAGE[kind](folder, number)
-        place = run(folder, Repair, shard_size_gb=size)
+        place = run(folder, True, shard_size_gb=size)
         assert place.repaired == list(each) and not place.differing, each
         assert content(folder) == whole and totals(folder) == counted, (each, kinds)
-        assert verify(Store(str(folder)), None, 0) == 0
+        assert verify(Folder(str(folder)), None, 0) == 0
 
 
 def test_nothing_is_written_when_all_is_in_order(run, whole, tmp_path):
     folder = tmp_path / "whole"
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
-    assert run(folder, Repair).complete
+    assert run(folder, True).complete
     assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()} == before
 
 
@@ -146,21 +154,21 @@ def test_a_repair_that_was_killed_is_repaired(run, tmp_path, monkeypatch, place)
             damaged.rename(folder)
         else:
             memory.put(f"{damaged}/", f"{url}/", recursive=True)
-            options |= {"remote": Store(url), "delete_local": place == "bucket"}
+            options |= {"remote": Folder(url), "delete_local": place == "bucket"}
         with killed_at(event, folder, monkeypatch) as events:
             try:
-                run(folder, Repair, **options)
+                run(folder, True, **options)
                 finished = True
             except (Killed, StorageError):
                 pass
-        run(folder, Repair, **options)
+        run(folder, True, **options)
         if place != "local":
             shutil.rmtree(damaged)
             memory.get(f"{url}/", str(damaged), recursive=True)
         found = folder if place == "local" else damaged
         kept = {name: data for name, data in content(found).items() if name[0] != "."}
         assert kept == whole, (event, events)
-        assert status(found) == "complete" and verify(Store(str(found)), None, 0) == 0
+        assert status(found) == "complete" and verify(Folder(str(found)), None, 0) == 0
         assert not (place == "bucket" and list(folder.glob("*.pkl.gz"))), (event, events)
         run(folder, **options)
     assert event > 10
@@ -174,7 +182,7 @@ def test_an_interrupted_run_is_repaired_and_goes_on(lost, run, whole, tmp_path):
     before = content(folder)
     for each in lost:
         DAMAGE["both"](folder, len(before) // 2 if each == "last" else each)
-    run(folder, Repair)
+    run(folder, True)
     assert content(folder) == before != whole and status(folder) == "interrupted"
     run(folder)
     assert content(folder) == whole
@@ -187,7 +195,7 @@ def test_shards_of_a_killed_run_that_end_nobody_knows_where_are_left_to_it(run, 
     edit(folder / "metadata.json", lambda told: told.update(status="running", shards=0, samples=0))
     DAMAGE["JSON"](folder, last)
     DAMAGE["both"](folder, 2)
-    assert run(folder, Repair).repaired == [2]
+    assert run(folder, True).repaired == [2]
     assert not (folder / shard(last)).exists() and not (folder / shard(last, "json")).exists()
     run(folder)
     assert content(folder) == whole
@@ -198,9 +206,9 @@ def test_wrong_sums_are_counted_again(run, whole, tmp_path):
     folder = tmp_path / "whole"
     before = totals(folder)
     edit(folder / "metadata.json", lambda told: told.update(bytes=told["bytes"] + 1))
-    assert verify(Store(str(folder)), None, 0) == 1
-    assert run(folder, Repair).repaired == []
-    assert totals(folder) == before and verify(Store(str(folder)), None, 0) == 0
+    assert verify(Folder(str(folder)), None, 0) == 1
+    assert run(folder, True).repaired == []
+    assert totals(folder) == before and verify(Folder(str(folder)), None, 0) == 0
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text("{")])
@@ -210,7 +218,7 @@ def test_metadata_is_made_anew(damage, run, whole, tmp_path):
     DAMAGE["file"](folder, 3)
     with pytest.raises(InputError, match="--repair m"):
         run(folder)
-    assert run(folder, Repair).repaired == [3]
+    assert run(folder, True).repaired == [3]
     assert status(folder) == "interrupted"
     run(folder)
     assert content(folder) == whole and status(folder) == "complete"
@@ -218,16 +226,16 @@ def test_metadata_is_made_anew(damage, run, whole, tmp_path):
 
 def test_a_fresh_disk_and_damaged_copies(run, whole, tmp_path):
     url = f"memory://{tmp_path}/bucket"
-    options = {"remote": Store(url), "delete_local": True}
+    options = {"remote": Folder(url), "delete_local": True}
     run(tmp_path / "out", **options)
     (tmp_path / "out" / shard(2, "json")).write_text("{")
-    assert run(tmp_path / "out", Repair, **options).repaired == []
+    assert run(tmp_path / "out", True, **options).repaired == []
     run(tmp_path / "out", **options)
     memory = fsspec.filesystem("memory")
     memory.rm(f"{tmp_path}/bucket/{shard(3)}")
     with pytest.raises(InputError, match="were uploaded to memory"):
-        run(tmp_path / "out", Repair)
-    assert run(tmp_path / "fresh", Repair, **options).repaired == [3]
+        run(tmp_path / "out", True)
+    assert run(tmp_path / "fresh", True, **options).repaired == [3]
     memory.get(f"{url}/", str(tmp_path / "copy"), recursive=True)
     assert content(tmp_path / "copy") == whole
 
@@ -235,30 +243,30 @@ def test_a_fresh_disk_and_damaged_copies(run, whole, tmp_path):
 def test_refusals(run, whole, tmp_path):
     folder = tmp_path / "whole"
     with pytest.raises(InputError, match="holds no extraction that --repair could mend"):
-        run(tmp_path / "nothing", Repair)
+        run(tmp_path / "nothing", True)
     assert not (tmp_path / "nothing").exists()
     DAMAGE["file"](folder, 2)
     before = content(folder)
-    with pytest.raises(InputError, match="another model files: tiny, now other"):
-        run(folder, Repair, identity={**IDENTITY, "model files": "other"})
+    with pytest.raises(InputError, match="another model_digest: tiny, now other"):
+        run(folder, True, identity=replace(IDENTITY, model_digest="other"))
     (folder / "metadata.json").unlink()
     with pytest.raises(InputError, match="belongs to another run"):
-        run(folder, Repair, identity={**IDENTITY, "model files": "other"})
+        run(folder, True, identity=replace(IDENTITY, model_digest="other"))
     assert content(folder) == before
 
 
 def test_another_process_has_written_meanwhile(run, whole, tmp_path, monkeypatch):
     folder = tmp_path / "whole"
     DAMAGE["file"](folder, 2)
-    original = Repair.open
+    original = ActivationStorage.open
 
     def late(place):
         edit(folder / "metadata.json", lambda told: told.update(written=1.0))
         original(place)
 
-    monkeypatch.setattr(Repair, "open", late)
+    monkeypatch.setattr(ActivationStorage, "open", late)
     with pytest.raises(InputError, match="another process has written there meanwhile"):
-        run(folder, Repair)
+        run(folder, True)
 
 
 def test_other_data_replaces_nothing(run, whole, rows, tmp_path):  # noqa: F811
@@ -268,7 +276,7 @@ def test_other_data_replaces_nothing(run, whole, rows, tmp_path):  # noqa: F811
     other.write_text("".join('{"text": "xy", "id": 1}\n' for _ in lines))
     before = content(folder)
     with pytest.raises(StorageError, match="shard 4 cannot be made again"):
-        run(folder, Repair, data=other)
+        run(folder, True, data=other)
     assert content(folder) == before
 
 
@@ -278,11 +286,11 @@ def test_other_rounding_is_told(run, whole, tmp_path, monkeypatch):
     DAMAGE["file"](folder, 2)
     monkeypatch.setitem(globals(), "activations", lambda batch: activations_of_another(batch))
     monkeypatch.setitem(METADATA, "configuration", {"batch_size": 4})
-    place = run(folder, Repair)
+    place = run(folder, True)
     (told,) = place.differing
     assert told.startswith(f"{shard(2)}: its bytes are not those that it had")
     assert told.endswith("batch_size is 4, was 2")
-    assert verify(Store(str(folder)), None, 0) == 0
+    assert verify(Folder(str(folder)), None, 0) == 0
 
 
 original_activations = activations

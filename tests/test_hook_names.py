@@ -10,7 +10,7 @@ from pods import flags_for
 
 import extract_activations
 from activation_extraction.cli.errors import InputError
-from activation_extraction.output.shards import pickle_shard, read_shard
+from activation_extraction.output.pickle_file import pickle_records, read_records
 from activation_extraction.run import demo
 from qwen2_jax import Qwen2, QwenConfig, weight_table
 
@@ -28,7 +28,7 @@ def make_old(folder):
 def test_records_have_the_full_name_of_their_hook(demo_inputs, tmp_path, capsys):
     flags = flags_for(demo_inputs, tmp_path, "--max_samples", 2, "--activation_type", "mlp")
     assert extract_activations.main([str(flag) for flag in flags]) == 0
-    shard = read_shard(tmp_path / "shard_0001.pkl.gz", 10**8)
+    shard = read_records(tmp_path / "shard_0001.pkl.gz", 10**8)
     for layer, records in shard.items():
         assert [record["hook"] for record in records] == [f"blocks.{layer}.hook_mlp_out"] * 2
     log = capsys.readouterr().err
@@ -60,7 +60,7 @@ def test_the_name_takes_few_bytes(tmp_path):
     def size_of(shard):
         path = tmp_path / "pickle"
         with open(path, "wb") as file:
-            pickle_shard(shard, file)
+            pickle_records(shard, file)
         return path.stat().st_size
 
     storage = extract(tmp_path / "out", count=300, shard_size_gb=1)

@@ -104,14 +104,14 @@ def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path)
     (model / "model.safetensors").write_bytes(weights)
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--model_path", model])
     assert pod.wait() == [2, 2]
-    assert "error: hosts differ in model files: digest" in pod.text(0)
+    assert "error: hosts differ in model_digest: digest" in pod.text(0)
     fewer = tmp_path / "fewer.parquet"
     pyarrow.parquet.write_table(
         pyarrow.parquet.read_table(demo_inputs / "documents.parquet").slice(0, 200), fewer
     )
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--dataset_path", fewer])
     assert pod.wait() == [2, 2]
-    assert "error: hosts differ in data content: digest" in pod.text(1)
+    assert "error: hosts differ in data_revision: digest" in pod.text(1)
     # As where devices differ in memory and --mesh_type auto is asked for.
     pod = faulty_pod(tmp_path, [*flags, "--mesh_type", "auto"], "1:model axis")
     assert pod.wait() == [2, 2], [pod.text(i) for i in range(2)]
@@ -219,15 +219,15 @@ def test_hosts_that_others_do_not_join_give_up(demo_inputs, tmp_path, present):
 INJECT = """
 import os, signal, sys, time
 import extract_activations as script
-from activation_extraction.output import committer
+from activation_extraction.output import shard_writer
 from activation_extraction.output.storage import ActivationStorage
 host, fault = os.environ["FAULT"].split(":")
 if fault == "slow writer":
-    original = committer.write_shard
+    original = shard_writer.write_shard
     def slow(*args):
         time.sleep(4)
         return original(*args)
-    committer.write_shard = slow
+    shard_writer.write_shard = slow
 if host == os.environ["HOST_ID"]:
     if fault in ("bug", "bug at the end", "slow writer"):
         calls, after = [], 5 if fault == "bug at the end" else 2
@@ -251,7 +251,7 @@ if host == os.environ["HOST_ID"]:
         script.compile_step = broken
     if fault == "metrics":
         def full(*_):
-            raise committer.StorageError("no room for metrics")
+            raise shard_writer.StorageError("no room for metrics")
         ActivationStorage.record = full
     if fault in ("metrics", "slow to leave"):  # the others have nothing more to do by then
         for name in ("print_summary", "continue_with"):

@@ -91,7 +91,7 @@ def test_the_hub_says_what_is_in_its_weights(hub, tmp_path, monkeypatch):
     """They are not read for their digest, which is that of the same files in a local folder."""
     done = run(hub, tmp_path, "--model_path", "org/tiny", *TEXTS, "--max_samples", "1")
     assert done.returncode == 0, done.stderr
-    stored = json.loads((tmp_path / "out/metadata.json").read_text())["identity"]["model files"]
+    stored = json.loads((tmp_path / "out/metadata.json").read_text())["identity"]["model_digest"]
     names = ("config.json", "model.safetensors")
     assert stored == digests.digest_files([tmp_path / "hub/models/org/tiny" / n for n in names])
     (snapshot,) = (tmp_path / "home/hub/models--org--tiny/snapshots").iterdir()

@@ -9,21 +9,23 @@ from pods import flags_for
 from small_runs import content, set_status
 
 import extract_activations
-from activation_extraction.output import committer, shards, stores
+from activation_extraction.output import shard_writer
+from activation_extraction.output.folder import reason_of
+from activation_extraction.output.pickle_file import read_records
 from activation_extraction.output.storage import ActivationStorage
 
 REFUSED = {
     "max_seq_length": ["--max_seq_length", "48"],
     "hooks": ["--layers_to_extract", "1", "2"],
     "hooks ": ["--activation_type", "mlp"],
-    "keyed by": ["--hook_names", "blocks.1.hook_resid_post", "blocks.3.hook_resid_post"],
+    "keyed_by": ["--hook_names", "blocks.1.hook_resid_post", "blocks.3.hook_resid_post"],
     "dtype": ["--dtype", "bfloat16"],
     "activation_dtype": ["--activation_dtype", "float16"],
     "shard_size_gb": ["--shard_size_gb", "0.001"],
     "compress_shards": ["--no_compress_shards"],
-    "data content": ["--dataset_path", "{other_data}"],
-    "model files": ["--model_path", "{other_model}"],
-    "tokenizer": ["--model_path", "{other_tokenizer}"],
+    "data_revision": ["--dataset_path", "{other_data}"],
+    "model_digest": ["--model_path", "{other_model}"],
+    "tokenizer_digest": ["--model_path", "{other_tokenizer}"],
     "text_column": ["--text_column", "url"],
 }
 
@@ -84,7 +86,7 @@ def test_what_does_not_change_the_contents_may_change(started, tmp_path, changes
     names = sorted(path.name for path in (folder / "out").glob("shard_*.gz"))
     assert sorted(path.name for path in (tmp_path / "out").glob("shard_*.gz")) == names
     for name in names:
-        first, second = (shards.read_shard(at / "out" / name, 10**8) for at in (folder, tmp_path))
+        first, second = (read_records(at / "out" / name, 10**8) for at in (folder, tmp_path))
         for key in first:
             for before, after in zip(first[key], second[key], strict=True):
                 assert before["sample_idx"] == after["sample_idx"]
@@ -108,7 +110,7 @@ def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeyp
     """A full disk in the middle of a run: status 1, one line; the same command then completes."""
     folder, flags = started
     flags = [*flags[:-1], str(tmp_path / "out"), "--layers_to_extract", "1", "3"]
-    original = committer.write_shard
+    original = shard_writer.write_shard
 
     def full(path, *arguments):
         if path.name.startswith("shard_0002"):
@@ -116,7 +118,7 @@ def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeyp
         return original(path, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(committer, "write_shard", full)
+        patch.setattr(shard_writer, "write_shard", full)
         for more, again in (["--overwrite"], " without --overwrite"), ([], ""):
             assert extract_activations.main([*flags, *more]) == 1
             error = capsys.readouterr().err.splitlines()[-1]
@@ -124,7 +126,7 @@ def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeyp
             assert "1 shard(s)" in error and f"the same command{again} continues" in error
     assert extract_activations.main(flags) == 0
     assert content(tmp_path / "out") == content(folder / "out")
-    assert stores.reason_of(OSError(30, ""))[0].startswith("the file system is read-only")
+    assert reason_of(OSError(30, ""))[0].startswith("the file system is read-only")
 
 
 def test_overwrite_replaces_machines_that_are_too_many(demo_inputs, tmp_path, capsys):

@@ -20,12 +20,13 @@ import small_runs
 from small_runs import Killed, content, status
 
 from activation_extraction.cli.errors import InputError
-from activation_extraction.output import committer, resume
-from activation_extraction.output.commits import AGGREGATE, unseal
-from activation_extraction.output.places import Places
-from activation_extraction.output.storage import StorageError
-from activation_extraction.output.stores import Store
-from activation_extraction.reading.status import show_status
+from activation_extraction.output import metadata, shard_writer
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.metadata import AGGREGATE
+from activation_extraction.output.run_folders import RunFolders
+from activation_extraction.output.sealed_json import unseal
+from activation_extraction.output.shard_writer import StorageError
+from activation_extraction.reading.status_table import show_status
 from activation_extraction.text.workers import Worker
 
 PLACES = ["local", "bucket", "bucket, local kept"]
@@ -68,7 +69,7 @@ def killed_at(event: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         patch.setattr(memory, name, changes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(committer, "METRICS_SECONDS", 0)  # they are uploaded after every shard
+        patch.setattr(shard_writer, "METRICS_SECONDS", 0)  # they are uploaded after every shard
         for name in ("put_file", "rm_file"):
             deadly(patch, name)
         patch.setattr(
@@ -80,7 +81,7 @@ def killed_at(event: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def options_of(place: str, url: str) -> dict:
-    return {} if place == "local" else {"remote": Store(url), "delete_local": place == "bucket"}
+    return {} if place == "local" else {"remote": Folder(url), "delete_local": place == "bucket"}
 
 
 def result(place: str, folder: Path, url: str) -> Path:
@@ -118,7 +119,7 @@ def test_killed_before_every_change(run, tmp_path, monkeypatch, capsys, place, b
         event += 1
         folder, url = tmp_path / f"{event}", f"memory://{tmp_path}/{event}"
         options = options_of(place, url)
-        root = Store(str(folder)) if place == "local" else options["remote"]
+        root = Folder(str(folder)) if place == "local" else options["remote"]
         if before != "nothing":
             run(folder, interrupt_after=20, **options)
         if "lost" in before:
@@ -145,14 +146,14 @@ class Backwards(ThreadPoolExecutor):
     """Takes what it is given from the end: a thread pool may take it in any order."""
 
     def map(self, function, items):
-        return [function(item) for item in reversed(list(items))]
+        return [function(item) for item in reversed(list(items))][::-1]
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, place):
     """With --overwrite the same command begins anew. Without it, it never continues what is half
     deleted: all is as before, or new, or refused."""
-    monkeypatch.setattr(resume, "ThreadPoolExecutor", Backwards)
+    monkeypatch.setattr(metadata, "ThreadPoolExecutor", Backwards)
     run = partial(run, shard_size_gb=6e-6)
     run(tmp_path / "new")
     new, original = content(tmp_path / "new"), small_runs.activations
@@ -186,7 +187,7 @@ def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, pl
 
 def test_other_folders_are_replaced_also_after_a_kill(run, tmp_path, monkeypatch):
     """--overwrite with another number of machines: without it refused while any is left."""
-    places = Places(Worker(), tmp_path / "out")
+    places = RunFolders(Worker(), tmp_path / "out")
     event, finished = 0, False
     while not finished:
         event += 1

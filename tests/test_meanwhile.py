@@ -8,9 +8,9 @@ from pods import Pod, flags_for
 from small_runs import content, set_status
 
 import extract_activations
-from activation_extraction.output.commits import METADATA
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.metadata import METADATA
 from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.output.stores import Store
 
 
 def main(*flags):
@@ -89,7 +89,7 @@ def test_it_goes_on_where_the_other_one_ended(
 def test_a_bucket_that_another_process_completes(demo_inputs, whole, steps, tmp_path, monkeypatch):
     url = f"file://{tmp_path}/bucket"
     upload = ("--upload_to_gcs", "--gcs_bucket", url, "--gcs_prefix", "run")
-    bucket = Store(f"{url}/run/machine_000")
+    bucket = Folder(f"{url}/run/machine_000")
     original, written = ActivationStorage.open, []
 
     def late(storage):

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from extractions import HOOKS, edit, extract, open_part, replace_shard
+from extractions import HOOKS, edit, extract, open_part, replace_shard, write_records
 
 import extract_activations
 from activation_extraction.cli.errors import RunError
 from activation_extraction.cli.help_text import epilog
-from activation_extraction.output.shards import UnsafeError, read_shard, write_shard
-from activation_extraction.run.summary import how_to_read
+from activation_extraction.output.formats import format_of
+from activation_extraction.output.pickle_file import read_records
+from activation_extraction.output.safe_unpickler import UnsafeError
 
 FLIPS = 300
 LONG_ID = "urn:" + "9876543210" * 500
@@ -57,6 +58,12 @@ def readme():
     return shown(text)
 
 
+def how_to_read(path, in_bucket):
+    found = format_of(Path(path).name)
+    assert found is not None
+    return found.how_to_read(path, in_bucket)
+
+
 WAYS = {
     "a run": lambda path: "\n".join(how_to_read(str(path), in_bucket=False)),
     "a run with a bucket": lambda path: "\n".join(how_to_read(str(path), in_bucket=True)),
@@ -65,13 +72,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("source", [*WAYS, "read_shard"])
+@pytest.mark.parametrize("source", [*WAYS, "read_records"])
 def test_a_flipped_bit_never_gives_other_activations(source, tmp_path, monkeypatch):
     """Every way of reading that we name raises, or the data is what it was."""
     path = tmp_path / "out/shard_0001.pkl.gz"
     extract(path.parent)
     monkeypatch.chdir(tmp_path)
-    read = partial(run, WAYS[source](path)) if source in WAYS else partial(read_shard, path)
+    read = partial(run, WAYS[source](path)) if source in WAYS else partial(read_records, path)
     whole = path.read_bytes()
     expected = pickle.loads(gzip.decompress(whole))
     equal(read(), expected)
@@ -94,7 +101,7 @@ def test_a_shard_that_is_not_compressed_is_read_as_a_run_says(tmp_path):
     extract(tmp_path, compress=False)
     path = tmp_path / "shard_0001.pkl"
     for in_bucket in (False, True):
-        equal(run("\n".join(how_to_read(str(path), in_bucket))), read_shard(path))
+        equal(run("\n".join(how_to_read(str(path), in_bucket))), read_records(path))
 
 
 @pytest.mark.parametrize("position", [-8, -5, -4, -1])
@@ -102,12 +109,12 @@ def test_the_checksum_at_the_end_of_a_large_shard_is_checked(position, tmp_path)
     """Of one that is not read into memory at once."""
     path = tmp_path / "shard_0001.pkl.gz"
     values = np.random.default_rng(0).standard_normal((4, 500, 512)).astype(np.float32)
-    write_shard(path, {3: [{"activation": each} for each in values]}, compress=True)  # type: ignore
+    write_records(path, {3: [{"activation": each} for each in values]})
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)
     with pytest.raises(RunError, match="^shard_0001.pkl.gz: cannot be read: "):
-        read_shard(path)
+        read_records(path)
 
 
 @pytest.mark.parametrize("compress", [True, False])
@@ -117,15 +124,15 @@ def test_what_follows_the_end_is_damage(compress, tmp_path):
     with open(path, "ab") as file:
         file.write(b"more")
     with pytest.raises(RunError, match=f"^{path.name}: "):
-        read_shard(path)
+        read_records(path)
 
 
 def test_a_path_is_text_as_well(tmp_path):
     extract(tmp_path)
     path = tmp_path / "shard_0001.pkl.gz"
-    equal(read_shard(str(path)), read_shard(path, 10**6))
+    equal(read_records(str(path)), read_records(path, 10**6))
     with pytest.raises(UnsafeError, match="unpacks to more than 1000 bytes"):
-        read_shard(str(path), 1000)
+        read_records(str(path), 1000)
 
 
 @pytest.mark.parametrize("compress", [True, False])
@@ -136,20 +143,20 @@ def test_the_json_beside_a_shard_says_how_much_it_unpacks_to(compress, tmp_path)
     size = len(gzip.decompress(path.read_bytes())) if compress else path.stat().st_size
     json_path = tmp_path / "shard_0001.json"
     assert f'"unpacked": {size},' in json_path.read_text()
-    expected = read_shard(path)
+    expected = read_records(path)
     edit(json_path, lambda content: content.update(unpacked=size - 1))
     with pytest.raises(UnsafeError, match="unpacks to more"):
-        read_shard(path)
+        read_records(path)
     for change in (lambda: json_path.write_text("{"), lambda: os.unlink(json_path)):
         change()
-        equal(read_shard(path), expected)
+        equal(read_records(path), expected)
 
 
 def test_a_bomb_without_a_json_is_refused(tmp_path):
     path = tmp_path / "shard_0001.pkl.gz"
     path.write_bytes(gzip.compress(pickle.dumps({3: [bytes(70 * 2**20)]}), 1))
     with pytest.raises(UnsafeError, match="unpacks to more"):
-        read_shard(path)
+        read_records(path)
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -7,8 +7,8 @@ from pods import Pod, flags_for
 from test_cli import main
 from test_upload import bucket, uploaded  # noqa: F401  # fixture
 
-from activation_extraction.output import shards as shards_module
-from activation_extraction.output.commits import unseal
+from activation_extraction.output import formats
+from activation_extraction.output.sealed_json import unseal
 from benchmarks.kill_and_resume import shards_in
 
 SHARDS = 10
@@ -88,13 +88,13 @@ DAMAGE = {
 def test_the_bytes_are_those_of_an_undisturbed_run(kind, flags, whole, out, monkeypatch, capsys):
     damaged = DAMAGE[kind](out)
     written = []
-    write_shard = shards_module.write_atomically
+    write_shard = formats.write_atomically
 
     def spy(path, *arguments):
         written.append(path.name)
         return write_shard(path, *arguments)
 
-    monkeypatch.setattr(shards_module, "write_atomically", spy)
+    monkeypatch.setattr(formats, "write_atomically", spy)
     assert main("--verify", "--output_dir", out) == 1
     capsys.readouterr()
     assert main(*flags, "--output_dir", out, "--repair") == 0

@@ -11,7 +11,10 @@ import pytest
 from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, content, status
 
 from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.output import shards, storage
+from activation_extraction.output import pickle_file
+from activation_extraction.output.identity import Identity
+from activation_extraction.output.sealed_json import seal
+from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.text import documents
 from activation_extraction.text.documents import DocumentStream
@@ -46,7 +49,7 @@ def test_resumed_at_every_sample_that_was_committed(run, tmp_path):
             if int(path.name[6:10]) > stored:
                 path.unlink()
         if stored < total:
-            metadata = storage.seal(
+            metadata = seal(
                 {
                     **{
                         key: value
@@ -87,7 +90,9 @@ def test_a_complete_host_stays_so_while_others_go_on(run, whole, tmp_path):
     """It takes part in their steps, so its storage is opened and finalized like theirs."""
     folder = tmp_path / "whole"
     for complete in (True, False):
-        place = ActivationStorage(folder, HOOKS, identity={"model": "tiny"}, shard_size_gb=1.5e-6)
+        place = ActivationStorage(
+            folder, HOOKS, identity=Identity(model_digest="tiny"), shard_size_gb=1.5e-6
+        )
         with place:
             with pytest.raises(ValueError, match="holds a complete extraction"):
                 place.add_activation(1, np.zeros((3, HIDDEN), np.float32), 1000, "")
@@ -151,7 +156,7 @@ def test_what_cannot_be_continued_is_refused_and_left_alone(run, whole, tmp_path
 
     def from_another_run(folder):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(storage, "run_of", lambda content: "0" * 64)
+            patch.setattr(Identity, "run", "0" * 64)
             run(tmp_path / "other")
         shutil.copy(tmp_path / "other/shard_0002.json", folder)
 
@@ -209,7 +214,7 @@ def test_a_partial_shard_stays_while_the_one_that_replaces_it_cannot_be_written(
         raise OSError(28, "")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "pickle_shard", full)
-        with pytest.raises(storage.StorageError, match=f"{last.stem}.*the disk is full"):
+        patch.setattr(pickle_file, "pickle_records", full)
+        with pytest.raises(StorageError, match=f"{last.stem}.*the disk is full"):
             run(tmp_path)
     assert content(tmp_path) == before

@@ -10,9 +10,10 @@ import pytest
 from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, content, status
 
 from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.output import storage
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.identity import Identity
+from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.output.stores import Store
 
 
 def test_two_processes_do_not_write_to_one_folder(run, tmp_path):
@@ -32,7 +33,7 @@ def test_what_another_process_stored_meanwhile_is_continued(
 ):
     """It ended after this one had looked, and before this one was ready to begin."""
     folder, url = tmp_path / "out", f"memory://{tmp_path}/bucket"
-    bucket = {"remote": Store(url)} if place == "bucket" else {}
+    bucket = {"remote": Folder(url)} if place == "bucket" else {}
     run(folder, interrupt_after=5, **bucket)
     original = ActivationStorage.open
 
@@ -64,44 +65,44 @@ def test_the_bucket_is_what_counts(run, whole, tmp_path):
 
     folder = tmp_path / "local"
     with pytest.raises(Killed):
-        run(folder, kill_after=20, remote=Store(url))
+        run(folder, kill_after=20, remote=Folder(url))
     shutil.rmtree(folder)
-    assert run(folder, remote=Store(url)).totals.shards == len(whole) // 2
+    assert run(folder, remote=Folder(url)).totals.shards == len(whole) // 2
     assert in_bucket() == whole and not list(folder.glob("*.gz"))
     shutil.rmtree(folder)
-    assert run(folder, remote=Store(url)).complete and not folder.exists()
+    assert run(folder, remote=Folder(url)).complete and not folder.exists()
     # The bucket is emptied, and the local shards are not there.
     memory.rm(url, recursive=True)
-    run(folder, remote=Store(url))
+    run(folder, remote=Folder(url))
     memory.rm(url, recursive=True)
     with pytest.raises(InputError, match="shard_0001.pkl.gz is not there, and was deleted here"):
-        run(folder, remote=Store(url))
+        run(folder, remote=Folder(url))
     with pytest.raises(InputError, match="was uploaded to memory://.*--upload_to_gcs"):
         run(folder)
     # With the local shards everything is uploaded again, or what is missing, and nothing computed.
     kept = tmp_path / "kept"
-    run(kept, remote=Store(url), delete_local=False)
+    run(kept, remote=Folder(url), delete_local=False)
     for lost in (url, f"{url}/shard_0002.pkl.gz", f"{url}/shard_0003.json"):
         memory.rm(lost, recursive=True)
-        again = run(kept, remote=Store(url), delete_local=False)
+        again = run(kept, remote=Folder(url), delete_local=False)
         assert again.complete and again.totals.shards == len(whole) // 2
         assert in_bucket() == whole == content(kept)
     # What was damaged here meanwhile is not uploaded.
     memory.rm(url, recursive=True)
     path = kept / "shard_0003.pkl.gz"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(storage.StorageError, match="shard_0003.pkl.gz: is damaged"):
-        run(kept, remote=Store(url), delete_local=False)
+    with pytest.raises(StorageError, match="shard_0003.pkl.gz: is damaged"):
+        run(kept, remote=Folder(url), delete_local=False)
     # A local run gets a bucket afterwards.
     memory.rm(url, recursive=True)
-    run(tmp_path / "whole", remote=Store(url))
+    run(tmp_path / "whole", remote=Folder(url))
     assert in_bucket() == whole
 
 
 def test_of_two_parts_of_a_shard_the_longer_one_counts(run, tmp_path):
     """Interrupted with one bucket, ended without it: the bucket has less of the last shard."""
     folder, url = tmp_path / "local", f"memory://{tmp_path}/bucket"
-    kept = {"remote": Store(url), "delete_local": False}
+    kept = {"remote": Folder(url), "delete_local": False}
     for large in (1, 1.5e-6):  # the only shard, and the last one of some
         run(folder, interrupt_after=3, shard_size_gb=large, overwrite=True, **kept)
         run(folder, shard_size_gb=large)
@@ -117,13 +118,13 @@ def test_of_two_parts_of_a_shard_the_longer_one_counts(run, tmp_path):
 def test_of_two_machines_with_one_machine_id_the_later_goes_on(run, whole, tmp_path, uploads):
     """Whether the first one still has a shard to upload, or only its last word to say."""
     url = f"memory://{tmp_path}/shared"
-    identity = {"model": "tiny"}
-    first = ActivationStorage(tmp_path / "a", HOOKS, identity=identity, remote=Store(url))
+    identity = Identity(model_digest="tiny")
+    first = ActivationStorage(tmp_path / "a", HOOKS, identity=identity, remote=Folder(url))
     first.open()
-    run(tmp_path / "b", remote=Store(url))
+    run(tmp_path / "b", remote=Folder(url))
     for key in HOOKS if uploads else ():
         first.add_activation(key, np.zeros((3, HIDDEN), np.float32), 0, "")
-    with pytest.raises(storage.StorageError, match="another process has begun to write there"):
+    with pytest.raises(StorageError, match="another process has begun to write there"):
         first.finalize()
     copy = tmp_path / "copy"
     fsspec.filesystem("memory").get(f"{url}/", str(copy), recursive=True)
@@ -136,21 +137,21 @@ def test_a_shard_that_another_machine_stored_meanwhile_is_replaced_as_a_whole(
     """This machine looked before that; it is killed while it replaces the shard."""
     url = f"memory://{tmp_path}/shared"
     late = ActivationStorage(
-        tmp_path / "late", HOOKS, identity={"model": "tiny"}, remote=Store(url)
+        tmp_path / "late", HOOKS, identity=Identity(model_digest="tiny"), remote=Folder(url)
     )
-    run(tmp_path / "early", interrupt_after=3, shard_size_gb=1, remote=Store(url))
+    run(tmp_path / "early", interrupt_after=3, shard_size_gb=1, remote=Folder(url))
     late.open()
-    original = Store.put
+    original = Folder.put
 
     def killed(store, path):
         if path.name == "shard_0001.json":
             raise Killed
         original(store, path)
 
-    monkeypatch.setattr(Store, "put", killed)
+    monkeypatch.setattr(Folder, "put", killed)
     for key in HOOKS:
         late.add_activation(key, np.zeros((3, HIDDEN), np.float32), 0, "")
     with pytest.raises(Killed):
         late.finalize()
-    assert Store(url).files()["shard_0001.pkl.gz"]
-    assert not Store(url).read("shard_0001.json")
+    assert Folder(url).files()["shard_0001.pkl.gz"]
+    assert not Folder(url).read("shard_0001.json")

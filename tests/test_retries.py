@@ -9,12 +9,12 @@ import huggingface_hub.utils._http as hub_http
 import pytest
 from cloud import free_port
 from gcs_server import gcs
-from test_stores import Flaky
+from test_folder import Flaky
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.weights import Checkpoint
-from activation_extraction.output import stores
-from activation_extraction.output.stores import Store, StoreError
+from activation_extraction.output import folder as folder_module
+from activation_extraction.output.folder import Folder, FolderError
 from activation_extraction.text.hub import open_hub_dataset
 
 
@@ -81,7 +81,7 @@ def pauses(monkeypatch):
         found.append(seconds)
 
     monkeypatch.setattr(gcsfs.retry.asyncio, "sleep", no_time)
-    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(folder_module, "FIRST_PAUSE", 0.001)
     gcsfs.GCSFileSystem.clear_instance_cache()
     return found
 
@@ -89,16 +89,16 @@ def pauses(monkeypatch):
 def test_a_bucket_that_cannot_be_reached_is_said_at_once(monkeypatch, lines, pauses):
     """Long before gcsfs, which tries by itself, gives the first request up."""
     said_after = []
-    original = Store._say
+    original = Folder._say
 
     def say(store, what, reason):
         said_after.append(len(pauses))
         original(store, what, reason)
 
-    monkeypatch.setattr(Store, "_say", say)
+    monkeypatch.setattr(Folder, "_say", say)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(StoreError, match="kept failing for"):
-        Store("gs://bucket/run", patience=0.1).try_writing()
+    with pytest.raises(FolderError, match="kept failing for"):
+        Folder("gs://bucket/run", patience=0.1).try_writing()
     assert said_after[0] == 0 and len(pauses) > 3
     ((_, line),) = lines
     assert line.startswith("gs://bucket/run: uploading .write_test fails (Cannot connect to host")
@@ -106,8 +106,8 @@ def test_a_bucket_that_cannot_be_reached_is_said_at_once(monkeypatch, lines, pau
 
 
 def test_every_streak_of_failures_is_one_line(tmp_path, monkeypatch, lines):
-    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
-    store = Store(f"memory://{tmp_path}/flaky", patience=5)
+    monkeypatch.setattr(folder_module, "FIRST_PAUSE", 0.001)
+    store = Folder(f"memory://{tmp_path}/flaky", patience=5)
     path = tmp_path / "file"
     path.write_bytes(b"content")
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_what_a_bucket_answers_is_said(monkeypatch, lines, pauses):
         bucket.faults, bucket.rate = ("503",), 1.0
         for name, value in bucket.environment.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(StoreError, match="kept failing for"):
-            Store("gs://bucket/run", patience=0.1).try_writing()
+        with pytest.raises(FolderError, match="kept failing for"):
+            Folder("gs://bucket/run", patience=0.1).try_writing()
     ((_, line),) = lines
     assert line.startswith("gs://bucket/run: uploading .write_test fails (no, 503); trying")

@@ -12,16 +12,13 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-from extractions import HOOKS, extract, load, replace_shard
+from extractions import HOOKS, extract, load, replace_shard, write_records
 
 from activation_extraction.cli.errors import RunError
-from activation_extraction.output import shards
-from activation_extraction.output.shards import (
-    UnsafeError,
-    read_shard,
-    write_atomically,
-    write_shard,
-)
+from activation_extraction.output import atomic_file, pickle_file
+from activation_extraction.output.atomic_file import write_atomically
+from activation_extraction.output.pickle_file import read_records
+from activation_extraction.output.safe_unpickler import UnsafeError
 from activation_extraction.output.storage import ActivationStorage
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
@@ -53,7 +50,7 @@ def test_writing_is_atomic(tmp_path):
 def test_the_disk_is_set_to_work_on_every_part_once(tmp_path, monkeypatch):
     """A part that is told of twice is dropped from memory, and an upload would read the disk."""
     parts = []
-    monkeypatch.setattr(shards, "WRITE_BEHIND", 1000)
+    monkeypatch.setattr(atomic_file, "WRITE_BEHIND", 1000)
     monkeypatch.setattr(os, "posix_fadvise", lambda _, start, size, __: parts.append((start, size)))
     write_atomically(tmp_path / "file", lambda file: [file.write(bytes(300)) for _ in range(10)])
     assert parts == [(0, 1200), (1200, 1200)]
@@ -72,7 +69,7 @@ def shard_of(values):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_arrays_are_pickled_as_by_numpy(dtype, tmp_path):
     shard = shard_of(np.random.default_rng(0).standard_normal((2, 100, 1024)).astype(dtype))
-    write_shard(tmp_path / "shard.pkl", shard, compress=False)
+    write_records(tmp_path / "shard.pkl", shard, False)
     written = (tmp_path / "shard.pkl").read_bytes()
     assert written[:2] == pickle.PROTO + b"\5"
     assert written[2:] == pickle.dumps(shard, protocol=4)[2:]
@@ -81,17 +78,17 @@ def test_arrays_are_pickled_as_by_numpy(dtype, tmp_path):
 @pytest.mark.parametrize("compress,limit", [(False, 1e6), (True, 16e6)])
 def test_arrays_are_not_copied(compress, limit, tmp_path, monkeypatch):
     """gzip holds a few blocks of 1 MB for each thread."""
-    monkeypatch.setattr(shards, "COMPRESSION_THREADS", 2)
+    monkeypatch.setattr(pickle_file, "COMPRESSION_THREADS", 2)
     shard = shard_of(np.ones((8, 2048, 1024), np.float32))
-    assert peak_of(lambda: write_shard(tmp_path / "shard", shard, compress)) < limit < 64e6
+    assert peak_of(lambda: write_records(tmp_path / "shard", shard, compress)) < limit < 64e6
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch):
     shard = shard_of(np.random.default_rng(0).standard_normal((3, 999, 1024)).astype(np.float16))
     found = set()
     for threads in (1, 2, 5):
-        monkeypatch.setattr(shards, "COMPRESSION_THREADS", threads)
-        found.add(write_shard(tmp_path / "shard.gz", shard, compress=True)["sha256"])
+        monkeypatch.setattr(pickle_file, "COMPRESSION_THREADS", threads)
+        found.add(write_records(tmp_path / "shard.gz", shard, compress=True))
     assert len(found) == 1
 
 
@@ -100,8 +97,8 @@ def test_arrays_of_any_layout_in_memory_are_stored(shape, tmp_path):
     values = np.arange(40.0).reshape(5, 8)[: shape[0]]
     layouts = [values, values.copy("F"), np.repeat(values, 2, axis=1)[:, ::2], values[::-1][::-1]]
     layouts.append(np.broadcast_to(values, shape))
-    write_shard(tmp_path / "shard.pkl", {3: [{"activation": each} for each in layouts]}, False)
-    for record in read_shard(tmp_path / "shard.pkl", 10**5)[3]:
+    write_records(tmp_path / "shard.pkl", {3: [{"activation": each} for each in layouts]}, False)
+    for record in read_records(tmp_path / "shard.pkl", 10**5)[3]:
         np.testing.assert_array_equal(record["activation"], values)
 
 
@@ -117,7 +114,7 @@ def test_what_we_write_is_read_back(dtype, doc_id, compress, tmp_path):
                 text = "Grüße, 世界 \u2028\n\0 𝄞" * sample.bit_length()
                 storage.add_activation(key, values[:tokens] + key, sample, text, token_ids, doc_id)
     (path,) = tmp_path.glob("shard_0001.pkl*")
-    found = read_shard(path, 10**6)
+    found = read_records(path, 10**6)
     expected = pickle.loads(gzip.decompress(path.read_bytes()) if compress else path.read_bytes())
     assert list(found) == list(expected) == list(HOOKS)
     for key in HOOKS:
@@ -174,7 +171,7 @@ def test_pickles_that_run_code_are_refused_and_do_not_run(name, protocol, tmp_pa
             data = pickle.dumps({3: [{"doc_id": gadgets(ran)[name]}]}, protocol)
         path.write_bytes(data)
         with pytest.raises(UnsafeError, match=r"^shard_0001.pkl: refused: ") as refused:
-            read_shard(path, 10**6)
+            read_records(path, 10**6)
         assert "\n" not in str(refused.value)
     assert not ran.exists()
 
@@ -231,13 +228,13 @@ def test_pickles_made_by_hand_are_refused(name, tmp_path, monkeypatch, request):
     path = tmp_path / "shard_0001.pkl"
     path.write_bytes(BY_HAND[name])
     with pytest.raises(UnsafeError, match=r"^shard_0001.pkl: refused: ") as refused:
-        read_shard(path, 10**6)
+        read_records(path, 10**6)
     message = str(refused.value)
     assert message.isprintable() and len(message) < 200
     assert not (tmp_path / "ran").exists()
     # Nothing has changed for who comes next.
-    write_shard(path, {0: [{"activation": np.ones((2, 2), ml_dtypes.bfloat16)}]}, False)  # type: ignore
-    assert read_shard(path, 10**6)[0][0]["activation"].dtype == ml_dtypes.bfloat16
+    write_records(path, {0: [{"activation": np.ones((2, 2), ml_dtypes.bfloat16)}]}, False)
+    assert read_records(path, 10**6)[0][0]["activation"].dtype == ml_dtypes.bfloat16
     assert np.frombuffer(b"\0\0\x80?", "f4") == 1
 
 
@@ -251,7 +248,7 @@ def test_references_to_outside_objects_are_refused(tmp_path):
         Outside(file, protocol).dump({3: [{"doc_id": "x"}]})
         (tmp_path / "shard_0001.pkl").write_bytes(file.getvalue())
         with pytest.raises(UnsafeError, match="refused: "):
-            read_shard(tmp_path / "shard_0001.pkl", 10**6)
+            read_records(tmp_path / "shard_0001.pkl", 10**6)
 
 
 HUGE = {
@@ -276,7 +273,7 @@ def test_huge_claims_take_little_memory(name, compress, tmp_path):
 
     def refused():
         with pytest.raises(RunError, match="^shard_0001.pkl"):
-            read_shard(path, 10**6)
+            read_records(path, 10**6)
 
     assert peak_of(refused) < 6 * 10**6
 
@@ -288,15 +285,15 @@ def test_a_decompression_bomb_takes_little_memory(tmp_path, check):
     many = b"\x80\x04](" + b"K\x00" * (size // 2) + b"e."
     for data in (bomb, many):
         replace_shard(tmp_path, 2, gzip.compress(data, 1), unpacked=9000)
-        assert peak_of(lambda: read_shard_fails(tmp_path)) < 10**7
+        assert peak_of(lambda: read_records_fails(tmp_path)) < 10**7
         assert check(tmp_path) == [
             "shard_0002.pkl.gz: unpacks to more than 9000 bytes",
         ]
 
 
-def read_shard_fails(folder):
+def read_records_fails(folder):
     with pytest.raises(UnsafeError, match="unpacks to more"):
-        read_shard(folder / "shard_0002.pkl.gz", 10**6)
+        read_records(folder / "shard_0002.pkl.gz", 10**6)
 
 
 def test_what_is_cut_short_or_no_pickle_is_told(tmp_path):
@@ -306,11 +303,11 @@ def test_what_is_cut_short_or_no_pickle_is_told(tmp_path):
     for length in (*range(0, len(whole), 97), len(whole) - 1):
         path.write_bytes(whole[:length])
         with pytest.raises(RunError, match="^shard_0001.pkl.gz: cannot be read: "):
-            read_shard(path, 10**6)
+            read_records(path, 10**6)
     for data in (b"", b"garbage", gzip.compress(b""), gzip.compress(b"."), whole[::-1]):
         path.write_bytes(data)
         with pytest.raises(RunError, match="^shard_0001.pkl.gz: "):
-            read_shard(path, 10**6)
+            read_records(path, 10**6)
 
 
 def test_random_pickles_end_in_one_way(tmp_path):
@@ -325,6 +322,6 @@ def test_random_pickles_end_in_one_way(tmp_path):
             data[position] = chance.integers(256)
         path.write_bytes(data)
         try:
-            read_shard(path, 10**6)
+            read_records(path, 10**6)
         except RunError:
             pass

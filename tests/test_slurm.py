@@ -9,7 +9,7 @@ from cloud import REPOSITORY, Cloud
 from slurm import missing, run_slurm
 from test_hosts import alone, check_union, flags_for  # noqa: F401
 
-from activation_extraction.output.stores import Store
+from activation_extraction.output.folder import Folder
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 SBATCH = REPOSITORY / "deploy/slurm.sbatch"
@@ -72,7 +72,7 @@ def cluster(tmp_path_factory, demo_inputs):
         slurm.wait((folder / "held-3").exists)
         os.kill(int((folder / "held-3").read_text()), signal.SIGKILL)
         slurm.wait((folder / "held-5").exists)
-        before = Store(str(folder / "out/machine_005")).files()
+        before = Folder(str(folder / "out/machine_005")).files()
         slurm.command("scontrol", "requeue", f"{many}_5")
         for machine in (3, 5):
             slurm.skip_delay(f"{many}_{machine}")

@@ -12,8 +12,9 @@ from extractions import extract
 from pods import Pod, flags_for, stored
 
 import extract_activations
-from activation_extraction.output.stores import Store
-from activation_extraction.reading.status import expected_names, parts_of, read_folders
+from activation_extraction.output.folder import Folder
+from activation_extraction.reading.folders import expected_names, read_folders
+from activation_extraction.reading.status import host_states
 from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.files import open_files
 from activation_extraction.text.samples import samples
@@ -78,7 +79,7 @@ def mixture(root):
 def test_each_machine_is_read_with_its_own_number_of_hosts(tmp_path, check):
     mixture(tmp_path)
     assert check(tmp_path) == []
-    parts = parts_of(read_folders(Store(str(tmp_path))))
+    parts = host_states(read_folders(Folder(str(tmp_path))))
     assert [(part.machine, part.host, part.state) for part in parts] == [
         (machine, host, "complete")
         for machine, hosts in enumerate((2, 1, 3))
@@ -113,7 +114,7 @@ def test_folders_without_metadata_tell_how_many_hosts_there_are(tmp_path):
     for path in tmp_path.glob("machine_002_*/metadata.json"):
         path.unlink()
     (tmp_path / "machine_002_host_01").rename(tmp_path / "machine_002_host_01 (copy)")
-    expected = expected_names(read_folders(Store(str(tmp_path))))
+    expected = expected_names(read_folders(Folder(str(tmp_path))))
     assert expected[3:] == [f"machine_002_host_{host:02d}" for host in range(3)]
 
 

@@ -23,13 +23,17 @@ from extractions import (
 
 import extract_activations
 from activation_extraction.cli.errors import InputError
-from activation_extraction.output import resume
-from activation_extraction.output.commits import AGGREGATE, unseal
+from activation_extraction.output import folder_lock
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.metadata import AGGREGATE
+from activation_extraction.output.sealed_json import unseal
+from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.output.statistics import Statistics, merge_all
-from activation_extraction.output.storage import StorageError
-from activation_extraction.output.stores import Store
-from activation_extraction.reading import status
-from activation_extraction.reading.status import aggregate, parts_of, read_folders, show_status
+from activation_extraction.reading import folders as folders_module
+from activation_extraction.reading import status_table
+from activation_extraction.reading.folders import read_folders
+from activation_extraction.reading.status import host_states
+from activation_extraction.reading.status_table import aggregate, show_status
 from activation_extraction.reading.verify import verify
 
 NOW = 1_800_000_000.0
@@ -40,12 +44,12 @@ def main(*arguments):
 
 
 def parts_at(root):
-    return {part.name: part for part in parts_of(read_folders(Store(str(root))))}
+    return {part.name: part for part in host_states(read_folders(Folder(str(root))))}
 
 
 def kill(storage):
     """What SIGKILL leaves: what is committed, and the status that it had."""
-    storage._committer.wait()
+    storage._writer.wait()
     storage.close()
 
 
@@ -100,7 +104,7 @@ def test_every_part_in_its_state(tmp_path):
 
 
 def test_the_table_and_its_sum(tmp_path, capsys):
-    assert show_status(Store(str(in_every_state(tmp_path))), write=False) == 1
+    assert show_status(Folder(str(in_every_state(tmp_path))), write=False) == 1
     lines = capsys.readouterr().out.splitlines()
     cells = [line.split() for line in lines]
     assert cells[0][:6] == ["machine", "host", "state", "shards", "samples", "tokens"]
@@ -122,12 +126,12 @@ def test_metadata_missing_or_damaged_is_told_and_the_rest_counts(tmp_path, capsy
         path.unlink(missing_ok=True)
         if data is not None:
             path.write_bytes(data)
-        assert show_status(Store(str(tmp_path)), write=False) == 1
+        assert show_status(Folder(str(tmp_path)), write=False) == 1
         *_, total, told = capsys.readouterr().out.splitlines()
         assert total.split()[:5] == ["all", "incomplete", "8", "20", "200"]
         assert told.startswith("damaged: ") and "machine_000/metadata.json: is " in told
-        folders = read_folders(Store(str(tmp_path)))
-        whole = aggregate(folders, parts_of(folders))
+        folders = read_folders(Folder(str(tmp_path)))
+        whole = aggregate(folders, host_states(folders))
         assert [hook["tokens"] for hook in whole["hooks"]] == [whole["tokens"]] * 2
 
 
@@ -146,7 +150,7 @@ def test_rates_and_the_expected_end(tmp_path, monkeypatch, capsys):
     running = []  # for as long as nobody closes them
     for machine in range(2):
         running.append(begin(tmp_path, machine, 0, 2, 1, count=13, max_samples=103))
-        running[-1]._committer.wait()
+        running[-1]._writer.wait()
         folder = tmp_path / folder_name(machine, 0, 2, 1)
         set_times(folder, NOW - 60, [NOW - 50, NOW - 40, NOW - 30, NOW - 20])
     parts = parts_at(tmp_path)
@@ -154,7 +158,7 @@ def test_rates_and_the_expected_end(tmp_path, monkeypatch, capsys):
         assert part.state == "running" and part.samples == 12
         assert part.tokens_per_second == pytest.approx(3)
         assert part.expected_end == pytest.approx(NOW - 20 + (103 - 12) / 0.3)
-    show_status(Store(str(tmp_path)), write=False)
+    show_status(Folder(str(tmp_path)), write=False)
     last = capsys.readouterr().out.splitlines()[-1]
     assert [cell.strip() for cell in last.split("  ") if cell][-3:] == [
         *("0 min 20 s ago", "6", "in 4 min 43 s"),
@@ -168,7 +172,7 @@ def test_rates_and_the_expected_end(tmp_path, monkeypatch, capsys):
 def test_a_run_that_has_gone_silent_is_not_called_running(tmp_path, monkeypatch, capsys, place):
     """Where its lock cannot be seen."""
     folder = tmp_path / "bucket" / "machine_000"
-    remote = Store(f"file://{folder}") if place == "bucket" else None
+    remote = Folder(f"file://{folder}") if place == "bucket" else None
     kill(begin(tmp_path, count=13, max_samples=103, remote=remote))
     if place != "bucket":
         folder = tmp_path
@@ -183,7 +187,7 @@ def test_a_run_that_has_gone_silent_is_not_called_running(tmp_path, monkeypatch,
                 assert part.state == state
                 assert (part.expected_end is None) == (state == "silent")
     capsys.readouterr()
-    assert show_status(Store(str(folder)), write=False) == 0
+    assert show_status(Folder(str(folder)), write=False) == 0
     assert "silent for 1 h 23 min" in capsys.readouterr().out
 
 
@@ -192,7 +196,7 @@ def test_a_run_is_running_for_as_long_as_it_has_its_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: NOW)
     for _ in range(2):
         storage = begin(tmp_path, max_samples=100)
-        storage._committer.wait()
+        storage._writer.wait()
         monkeypatch.setattr(time, "time", lambda: NOW + 10**6)
         assert parts_at(tmp_path)[""].state == "running"
         storage.close()
@@ -204,17 +208,17 @@ def test_a_run_that_ends_while_it_is_looked_at_is_not_called_killed(tmp_path, mo
 
     def late(folder):
         storage.finalize()
-        return resume.is_locked(folder)
+        return folder_lock.is_locked(folder)
 
-    monkeypatch.setattr(status, "is_locked", late)
+    monkeypatch.setattr(folders_module, "is_locked", late)
     assert parts_at(tmp_path)[""].state == "complete"
 
 
 def test_looking_does_not_keep_a_run_from_starting(tmp_path, monkeypatch):
-    lock = resume.lock_folder(tmp_path, fcntl.LOCK_SH)
-    monkeypatch.setattr(resume.time, "sleep", lambda _: os.close(lock))
+    lock = folder_lock.lock_folder(tmp_path, fcntl.LOCK_SH)
+    monkeypatch.setattr(folder_lock.time, "sleep", lambda _: os.close(lock))
     open_part(tmp_path).open()
-    assert resume.is_locked(tmp_path)
+    assert folder_lock.is_locked(tmp_path)
 
 
 def test_a_rate_is_of_the_last_shards_and_not_of_the_time_between_two_runs(tmp_path):
@@ -252,7 +256,7 @@ def test_a_rate_is_of_the_last_shards_and_not_of_the_time_between_two_runs(tmp_p
 )
 def test_missing_shards_are_named(tmp_path, capsys, place, lost, told):
     folder = tmp_path / "bucket" / "machine_000"
-    extract(tmp_path, remote=Store(f"file://{folder}") if place == "bucket" else None)
+    extract(tmp_path, remote=Folder(f"file://{folder}") if place == "bucket" else None)
     folder = folder if place == "bucket" else tmp_path
     for name in lost:
         (folder / name).unlink()
@@ -263,7 +267,7 @@ def test_missing_shards_are_named(tmp_path, capsys, place, lost, told):
 
 
 def test_a_folder_that_uploads_keeps_no_shards(tmp_path, capsys):
-    extract(tmp_path, remote=Store(f"file://{tmp_path}/bucket/machine_000"))
+    extract(tmp_path, remote=Folder(f"file://{tmp_path}/bucket/machine_000"))
     assert not list(tmp_path.glob("*.pkl.gz"))
     assert main("--status", "--output_dir", tmp_path) == 0
 
@@ -275,14 +279,14 @@ def test_a_run_that_has_stored_nothing_yet(tmp_path, capsys):
     (part,) = parts_at(tmp_path).values()
     assert (part.state, part.shards, part.last_commit) == ("killed", 0, None)
     assert part.tokens_per_second is part.expected_end is None
-    assert show_status(Store(str(tmp_path)), write=True) == 0
+    assert show_status(Folder(str(tmp_path)), write=True) == 0
 
 
 def test_the_aggregate_adds_up_and_is_left_alone(tmp_path, capsys):
     for machine in range(3):
         for host in range(2):
             extract(tmp_path, machine, host, 3, 2, count=7)
-    root = Store(str(tmp_path))
+    root = Folder(str(tmp_path))
     assert main("--status", "--aggregate", "--output_dir", tmp_path) == 0
     assert capsys.readouterr().out.endswith(f"written: {tmp_path}/{AGGREGATE}\n")
     content = unseal((tmp_path / AGGREGATE).read_bytes(), AGGREGATE)
@@ -311,7 +315,7 @@ def test_the_aggregate_of_one_machine_lies_beside_its_metadata(tmp_path):
     extract(tmp_path)
     assert main("--status", "--aggregate", "--output_dir", f"file://{tmp_path}") == 0
     assert unseal((tmp_path / AGGREGATE).read_bytes(), "")["samples"] == 10
-    assert verify(Store(str(tmp_path)), None, 0) == 0
+    assert verify(Folder(str(tmp_path)), None, 0) == 0
     assert open_part(tmp_path).complete
     extract(tmp_path, count=3, overwrite=True)
     assert parts_at(tmp_path)[""].samples == 3
@@ -329,7 +333,7 @@ def test_a_bucket(tmp_path, capsys):
     """fsspec's file system in memory stands for it."""
     url = f"memory:/{tmp_path}"
     for machine in range(2):
-        extract(tmp_path, machine, 0, 2, 1, remote=Store(f"{url}/machine_{machine:03d}"))
+        extract(tmp_path, machine, 0, 2, 1, remote=Folder(f"{url}/machine_{machine:03d}"))
     assert main("--status", "--aggregate", "--output_dir", url) == 0
     out = capsys.readouterr().out
     assert "all" in out and f"written: {url}/{AGGREGATE}" in out
@@ -337,7 +341,7 @@ def test_a_bucket(tmp_path, capsys):
     content = unseal(memory.cat_file(f"{tmp_path}/{AGGREGATE}"), "")
     assert (content["status"], content["samples"]) == ("complete", 20)
     assert [part["state"] for part in content["parts"]] == ["complete"] * 2
-    assert verify(Store(url), None, 0) == 0
+    assert verify(Folder(url), None, 0) == 0
     memory.rm(str(tmp_path), recursive=True)
 
 
@@ -355,10 +359,10 @@ def test_while_a_run_writes(tmp_path):
     try:
         while not done.is_set():
             try:
-                folders = read_folders(Store(str(tmp_path)))
+                folders = read_folders(Folder(str(tmp_path)))
             except InputError:  # not begun
                 continue
-            parts = parts_of(folders)
+            parts = host_states(folders)
             assert [part.state for part in parts] in (
                 ["not started", "running"],
                 ["not started", "complete"],
@@ -379,14 +383,14 @@ def test_while_a_file_goes_away(tmp_path, monkeypatch):
     storage.finalize(complete=False)
     storage = open_part(tmp_path)  # will replace the third shard, which is partial
     storage.open()
-    original = Store.read
+    original = Folder.read
 
     def read(store, name):
         if name == "shard_0003.json":
             (tmp_path / name).unlink(missing_ok=True)
         return original(store, name)
 
-    monkeypatch.setattr(Store, "read", read)
+    monkeypatch.setattr(Folder, "read", read)
     (part,) = parts_at(tmp_path).values()
     assert (part.state, part.samples) == ("running", 6)
     storage.close()
@@ -437,13 +441,13 @@ def test_many_folders_and_files_are_few_reads_each(tmp_path, monkeypatch):
         shutil.copytree(first, first.with_name(f"machine_{machine:03d}"))
     calls: list[str] = []
     for name in ("read", "_entries"):
-        original = getattr(Store, name)
+        original = getattr(Folder, name)
 
         def count(store, *arguments, name=name, original=original):
             calls.append(name)
             return original(store, *arguments)
 
-        monkeypatch.setattr(Store, name, count)
+        monkeypatch.setattr(Folder, name, count)
     assert len(parts_at(tmp_path / "out")) == 40
     assert calls.count("read") == 80 and calls.count("_entries") == 42
 
@@ -455,4 +459,4 @@ def test_durations():
         (3660, "1 h 1 min"),
         (90000, "1 d 1 h"),
     ):
-        assert status._duration(seconds) == told
+        assert status_table._duration(seconds) == told

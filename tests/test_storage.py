@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from activation_extraction.cli.errors import InputError
+from activation_extraction.output.identity import Identity
+from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.output.statistics import Statistics, merge_all
-from activation_extraction.output.storage import ActivationStorage, StorageError
+from activation_extraction.output.storage import ActivationStorage
 
 HOOKS = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN = 16
@@ -136,7 +138,7 @@ def test_a_shard_is_read_without_jax(tmp_path, dtype):
 
 def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
     """The JSON is the commit: when it cannot be written, the run fails and totals do not count."""
-    import activation_extraction.output.committer as module
+    import activation_extraction.output.shard_writer as module
 
     order = []
     for name in ("write_shard", "write_bytes"):
@@ -167,7 +169,9 @@ def test_a_full_disk_stops_the_run_and_keeps_what_is_committed(tmp_path):
     script = f"""
 import resource, signal, sys
 import numpy as np
-from activation_extraction.output.storage import ActivationStorage, StorageError
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.output.identity import Identity
+from activation_extraction.output.shard_writer import StorageError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 storage = ActivationStorage({str(tmp_path)!r}, {{0: "h"}}, shard_size_gb=1e-5, compress=False)
 try:
@@ -192,7 +196,7 @@ except StorageError as error:
 
 def test_nothing_is_committed_after_a_failed_shard(tmp_path, monkeypatch):
     """Also when the caller goes on: what is stored stays a prefix."""
-    import activation_extraction.output.committer as module
+    import activation_extraction.output.shard_writer as module
 
     original = module.write_shard
 
@@ -238,7 +242,7 @@ def test_ctrl_c_while_waiting_for_the_writer_loses_nothing(tmp_path, monkeypatch
         for sample in range(3):
             add(storage, sample)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(storage._committer, "wait", interrupted)
+            patch.setattr(storage._writer, "wait", interrupted)
             add(storage, 3)
         add(storage, 3)
     assert [part["samples"]["first"] for part in commits(tmp_path)] == [0, 3]
@@ -286,8 +290,8 @@ def test_nan_and_infinity_stop_the_run_and_are_not_stored(tmp_path, value, dtype
 def test_an_existing_extraction_is_kept_unless_overwritten(tmp_path):
     fill(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(InputError, match="already holds an extraction with another model"):
-        ActivationStorage(tmp_path, HOOKS, identity={"model": "other"})
+    with pytest.raises(InputError, match="already holds an extraction with another model_digest"):
+        ActivationStorage(tmp_path, HOOKS, identity=Identity(model_digest="other"))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     for name in ("notes.txt", "shard_notes.json", "shard_0001.pkl.bak"):
         (tmp_path / name).write_text("mine")

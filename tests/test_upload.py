@@ -20,9 +20,11 @@ from pods import Pod
 from small_runs import HIDDEN, HOOKS
 
 import extract_activations
-from activation_extraction.output import committer, stores
-from activation_extraction.output.storage import ActivationStorage, StorageError
-from activation_extraction.output.stores import Store
+from activation_extraction.output import folder as folder_module
+from activation_extraction.output import shard_writer
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.shard_writer import StorageError
+from activation_extraction.output.storage import ActivationStorage
 from benchmarks.kill_and_resume import kill_and_resume, shards_in
 
 
@@ -260,7 +262,7 @@ def fill(storage, count, tokens=1000, pause=0.0):
         time.sleep(pause)
 
 
-class SlowStore(Store):
+class SlowStore(Folder):
     """Notes what is on its way; waits until it is let go."""
 
     def __init__(self, url):
@@ -305,7 +307,7 @@ def test_computing_writing_and_uploading_go_on_at_the_same_time_within_bounds(tm
     written = len(list((tmp_path / "out").glob("*.pkl")))
     assert store.most == 4 and not done.is_set()
     assert 5 <= written <= 7  # four on their way, one waiting, one or two behind them
-    assert storage._last_sample < 10 and storage.totals.shards == 0
+    assert storage._cutter.last_sample < 10 and storage.totals.shards == 0
     store.go.set()
     assert done.wait(300) and storage.totals.shards == 30
     commits = [name for name in store.order if name.endswith("json") and name[0] == "s"]
@@ -313,7 +315,7 @@ def test_computing_writing_and_uploading_go_on_at_the_same_time_within_bounds(tm
 
 
 def test_an_upload_error_ends_the_run_at_the_next_batch(tmp_path, monkeypatch):
-    store = Store(f"memory://{tmp_path}/broken", patience=0.1)
+    store = Folder(f"memory://{tmp_path}/broken", patience=0.1)
     storage = ActivationStorage(tmp_path / "out", HOOKS, shard_size_gb=1e-5, remote=store)
     storage.open()
 
@@ -323,7 +325,7 @@ def test_an_upload_error_ends_the_run_at_the_next_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(store._fs, "put_file", refuse)
     fill(storage, 2)
     deadline = time.monotonic() + 20
-    while storage._committer.failure is None and time.monotonic() < deadline:
+    while storage._writer.failure is None and time.monotonic() < deadline:
         time.sleep(0.01)
     with pytest.raises(StorageError, match="uploading shard_0001.pkl.gz: permission denied"):
         storage.add_batch(None, None)  # type: ignore[arg-type]
@@ -337,11 +339,11 @@ MEMORY = """
 import os, sys, threading, time
 import numpy as np
 from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.output.stores import Store
+from activation_extraction.output.folder import Folder
 from benchmarks.processes import resident
 shard = 128 * 2**20
 storage = ActivationStorage(
-    sys.argv[1], {0: "h"}, shard_size_gb=shard / 1e9, compress=False, remote=Store(sys.argv[2])
+    sys.argv[1], {0: "h"}, shard_size_gb=shard / 1e9, compress=False, remote=Folder(sys.argv[2])
 )
 storage.open()
 offered = 0
@@ -381,4 +383,6 @@ def test_memory_has_a_ceiling_of_two_shards_with_a_slow_bucket(bucket, tmp_path)
 
 def test_a_slow_bucket_gets_its_chunks_before_the_requests_time_out():
     """1 MB/s, as above, shared by all uploads."""
-    assert committer.UPLOADS * stores.CHUNK_BYTES / 1e6 < stores.REQUEST_SECONDS / 2
+    assert (
+        shard_writer.UPLOADS * folder_module.CHUNK_BYTES / 1e6 < folder_module.REQUEST_SECONDS / 2
+    )

@@ -21,8 +21,8 @@ from safetensors.numpy import load_file, save_file
 
 import extract_activations
 from activation_extraction.cli.errors import InputError
-from activation_extraction.output.commits import DamagedError, seal, unseal
-from activation_extraction.output.stores import Store
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.sealed_json import DamagedError, seal, unseal
 from activation_extraction.reading import verify as verify_module
 
 
@@ -58,7 +58,7 @@ def test_an_output_in_a_bucket(tmp_path, check):
     """fsspec's file system in memory stands for it; shard files are deleted here."""
     url = f"memory:/{tmp_path}"
     for machine in range(2):
-        extract(tmp_path, machine, 0, 2, 1, remote=Store(f"{url}/machine_{machine:03d}"))
+        extract(tmp_path, machine, 0, 2, 1, remote=Folder(f"{url}/machine_{machine:03d}"))
     assert not list(tmp_path.glob("machine_*/*.gz"))
     assert check(url) == []
     shard = f"{tmp_path}/machine_001/shard_0002.pkl.gz"
@@ -175,7 +175,7 @@ def test_a_duplicated_shard(tmp_path, check):
     copy_shard(tmp_path, 2, tmp_path, 4)
     edit(tmp_path / "shard_0003.json", lambda c: c.update(partial=False))
     count_again(tmp_path)
-    assert "shard_0004.json: sample 3 is there twice" in check(tmp_path)
+    assert "shard_0004.json: sample 3 is stored twice" in check(tmp_path)
 
 
 def test_a_json_under_another_name(tmp_path, check):
@@ -204,7 +204,7 @@ def test_a_machine_too_many(tmp_path, check):
 
 def test_a_shard_of_another_run(tmp_path, check):
     extract(tmp_path / "a")
-    extract(tmp_path / "b", identity={"model files": "2" * 64})
+    extract(tmp_path / "b", identity={"model_digest": "2" * 64})
     copy_shard(tmp_path / "b", 2, tmp_path / "a", 2)
     assert "shard_0002.json: is of another run" in check(tmp_path / "a")
 
@@ -223,10 +223,10 @@ def test_machines_are_missing_or_swapped_or_of_other_runs(tmp_path, check):
     shutil.rmtree(tmp_path / "machine_001_host_01")
     assert check(tmp_path) == ["machine_001_host_01: is missing"]
     shutil.copytree(tmp_path / "machine_001_host_00", tmp_path / "machine_001_host_01")
-    assert check(tmp_path) == ["machine_001_host_01: holds the part of machine_001_host_00"]
+    assert check(tmp_path) == ["machine_001_host_01: holds the shards of machine_001_host_00"]
     shutil.rmtree(tmp_path / "machine_001_host_01")
-    extract(tmp_path, 1, 1, 3, 2, count=7, identity={"data content": "3" * 64})
-    assert check(tmp_path) == ["machine_001_host_01: is of another run: its data content differs"]
+    extract(tmp_path, 1, 1, 3, 2, count=7, identity={"data_revision": "3" * 64})
+    assert check(tmp_path) == ["machine_001_host_01: is of another run: its data_revision differs"]
 
 
 def test_an_unfinished_run(tmp_path, check):
@@ -269,7 +269,7 @@ def test_ctrl_c_waits_for_the_shards_in_hand_only(tmp_path, monkeypatch, check):
         time.sleep(0.05)
         return [], []
 
-    monkeypatch.setattr(verify_module, "_check_shard", slow)
+    monkeypatch.setattr(verify_module, "check_shard", slow)
     with pytest.raises(KeyboardInterrupt):
         check(tmp_path)
     assert len(checked) <= 10
@@ -306,7 +306,7 @@ def other_model(demo_inputs, folder):
 def test_another_model_is_refused_before_the_shards_are_read(
     extracted, demo_inputs, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(verify_module, "_check_shard", None)
+    monkeypatch.setattr(verify_module, "check_shard", None)
     other_model(demo_inputs, tmp_path / "model")
     arguments = ["--verify", "--model_path", tmp_path / "model", "--output_dir", extracted]
     assert main(*arguments) == 2

@@ -1,14 +1,14 @@
-"""ActivationStorage: collects activations, cuts them into shards and has these committed.
+"""ActivationStorage: takes activations, sample by sample or batch by batch, and has them stored.
 
-What is stored already is continued; the background work on a shard is committer.py's part, and
-what counts as the same run is resume.py's.
+It holds the folder. What is stored already is found out by a planner (resume.py); shards are cut by
+shard_cutter.py, written and uploaded by shard_writer.py, and described by run_record.py.
 """
 
-import json
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
+from enum import Enum, auto
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,28 +16,31 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.cli.errors import RunError
-from activation_extraction.output.commits import (
-    FORMAT_VERSION,
-    METADATA,
-    METRICS,
-    read_stored,
-    run_of,
-    seal,
-)
-from activation_extraction.output.committer import Committer, Key, StorageError, Totals
-from activation_extraction.output.resume import (
-    Beginning,
-    check_output_dir,
-    lock_folder,
-    remove_extraction,
-    running_system,
-    take_up,
-)
-from activation_extraction.output.shards import Record, write_bytes
-from activation_extraction.output.stores import Store, reason_of
+from activation_extraction.output.commit import Commit
+from activation_extraction.output.folder import Folder, reason_of
+from activation_extraction.output.folder_lock import check_output_dir, lock_folder
+from activation_extraction.output.formats import chosen_format
+from activation_extraction.output.identity import Identity
+from activation_extraction.output.incomplete import IncompleteSamples
+from activation_extraction.output.metadata import remove_extraction
+from activation_extraction.output.plan import Planner, StoragePlan
+from activation_extraction.output.resume import ResumePlanner
+from activation_extraction.output.run_record import RunRecord
+from activation_extraction.output.shard import DocId, Key, SampleRow
+from activation_extraction.output.shard_cutter import ShardCutter
+from activation_extraction.output.shard_writer import ShardWriter, StorageError, Totals
 from activation_extraction.text.batch import Batch, Cursor
 
 GIGABYTE = 10**9
+
+
+class State(Enum):
+    """found: what is stored is known, nothing is written. open: the folder is this process's.
+    closed: it is given up, for good."""
+
+    FOUND = auto()
+    OPEN = auto()
+    CLOSED = auto()
 
 
 class ActivationStorage:
@@ -51,12 +54,12 @@ class ActivationStorage:
 
     An extraction that the folder or the bucket already holds is continued when its `identity` is
     the same: `cursor` says where, and samples that are stored already are passed over. With
-    `overwrite` it is deleted instead. Constructing only reads; `open`, which entering the context
-    or the first sample calls, is the first to write.
+    `overwrite` it is deleted instead. A `planner` may ask for something else, such as a repair.
+    Constructing only reads; `open`, which entering the context or the first sample calls, is the
+    first to write.
 
     remote: the same host's folder in a bucket; a shard then counts as stored when it is there.
-    delete_local: delete shard files after their upload; their JSON files stay. `alive`, an
-    attribute to be set, is called whenever an upload has moved.
+    delete_local: delete shard files after their upload; their JSON files stay.
 
     Leaving the context commits what is complete, also after an exception or Ctrl-C; metadata.json
     then says "interrupted", or "failed" when a shard could not be committed. Raises InputError when
@@ -72,119 +75,138 @@ class ActivationStorage:
         compress: bool = True,
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
-        identity: Mapping[str, Any] | None = None,
+        identity: Identity | None = None,
         max_samples: int | None = None,
-        remote: Store | None = None,
+        remote: Folder | None = None,
         delete_local: bool = True,
         hook_facts: Mapping[Key, Mapping[str, Any]] | None = None,
+        planner: Planner | None = None,
     ) -> None:
         self.folder = Path(output_dir)
-        self.alive: Callable[[], None] = lambda: None
         self._remote = remote
-        if remote is not None:
-            remote.beat = lambda: self.alive()
-        self._hooks = dict(hooks)
-        self._hook_facts = dict(hook_facts or {})
+        self._names = dict(hooks)
         self._limit = shard_size_gb * GIGABYTE
         self._overwrite = overwrite
-        self._delete_local = delete_local
-        self._identity = {**(identity or {}), "hooks": list(hooks.values())}
+        self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
         self._max_samples = max_samples
-        self._metadata = dict(metadata or {})
         check_output_dir(self.folder)
-        self._committer = Committer(
+        self._writer = ShardWriter(
             self.folder,
             remote,
-            self._hooks,
-            compress,
+            self._names,
+            chosen_format(compress),
             delete_local,
-            run_of(self._identity),
+            self._identity.run,
         )
-        self._begin(Beginning() if overwrite else self._look())
-        self._incomplete: dict[int, dict[Key, Record]] = {}
-        self._pending: list[dict[Key, Record]] = []  # complete samples of the next shard
-        self._pending_bytes = 0
+        facts = hook_facts or {}
+        self._record = RunRecord(
+            self.folder,
+            remote,
+            {key: {"key": key, "name": hooks[key], **facts.get(key, {})} for key in hooks},
+            self._identity,
+            max_samples,
+            self._writer.owner,
+            metadata or {},
+        )
+        self._planner = planner or ResumePlanner(
+            self._local, remote, self._identity, max_samples, delete_local
+        )
+        self._follow(StoragePlan() if overwrite else self._planner.look())
+        self._incomplete = IncompleteSamples(self._names)
+        self._state = State.FOUND
         self._lock: int | None = None
-        self._finalized = False
-        self._began = time.perf_counter()
 
-    def _look(self) -> Beginning:
-        local = read_stored(Store(str(self.folder)))
-        remote = None if self._remote is None else read_stored(self._remote)
-        places = f"--output_dir {self.folder}", self._remote.url if self._remote else ""
-        return take_up(local, remote, places, self._identity, self._max_samples)
-
-    def _begin(self, beginning: Beginning) -> None:
-        """Continues after what is stored."""
-        commits = beginning.commits
-        stored = [commit for commit in commits if commit.number not in beginning.waiting]
-        self._beginning = beginning
-        self._committer.begin(stored)
-        self.totals.count_skipped(beginning.skipped_rows)
-        self._last_stored = self._last_sample = commits[-1].last if commits else -1
-        self._cursor: Cursor | None = commits[-1].position if commits else None
-        self._shards_cut = len(commits)
+    def _follow(self, plan: StoragePlan) -> None:
+        self.plan = plan
+        self._record.recorded = plan.recorded
+        uploaded = [commit for commit in plan.commits if commit.number not in plan.waiting]
+        self._writer.begin(uploaded, plan.expected)
+        self.totals.count_skipped(plan.skipped_rows)
+        stride = self._identity.total_machines * self._identity.num_hosts
+        self._cutter = ShardCutter(
+            self._writer, list(self._names), self._limit, plan, stride, self.place.url
+        )
 
     @property
-    def place(self) -> Store:
-        """Where what is stored counts: the folder in the bucket, if there is one."""
-        return self._remote or Store(str(self.folder))
+    def _local(self) -> Folder:
+        return Folder(str(self.folder))
+
+    @property
+    def place(self) -> Folder:
+        """The folder that counts: the one in the bucket, if there is one."""
+        return self._remote or self._local
 
     @property
     def totals(self) -> Totals:
         """What is stored, that of earlier runs included."""
-        return self._committer.totals
+        return self._writer.totals
+
+    @property
+    def made(self) -> list[Commit]:
+        """The shards that this process has stored."""
+        return self._writer.made
 
     @property
     def cursor(self) -> Cursor | None:
         """Where the stream of samples has to continue; None at its beginning."""
-        return self._cursor
+        return self._cutter.cursor
 
     @property
     def complete(self) -> bool:
         """Whether an earlier run has computed everything; some of it may wait for its upload."""
-        return self._beginning.complete
+        return self.plan.complete
 
     @property
     def found_samples(self) -> int:
         """Samples of an earlier run, those that wait for their upload included."""
-        return sum(commit.count for commit in self._beginning.commits)
+        return sum(commit.count for commit in self.plan.commits)
 
     @property
     def found_tokens(self) -> int:
-        """As `found_samples`."""
-        return sum(commit.tokens for commit in self._beginning.commits)
+        """Tokens of an earlier run, as `found_samples`."""
+        return sum(commit.tokens for commit in self.plan.commits)
+
+    @property
+    def max_samples(self) -> int | None:
+        """The samples to store at most; in a repair, those of the run itself."""
+        recorded = self.plan.recorded or {}
+        return recorded.get("max_samples", self._max_samples)
 
     def open(self) -> None:
         """Takes the folder: deletes what `overwrite` says, starts the uploads that are missing.
 
-        Does nothing when it is open, or when another run has done all. `cursor` and `complete` may
-        change: another process may have written until now. Raises StorageError; InputError when
-        another process writes to the folder.
+        Does nothing when it is open, or when nothing is left to do. The plan may change, and with
+        it `cursor` and `complete`: another process may have written until now. Raises StorageError;
+        InputError when another process writes to the folder.
         """
-        if self._lock is not None or self._finalized or self._beginning.settled:
+        if self._state is not State.FOUND or self.plan.settled:
             return
-        self._began = time.perf_counter()
+        self._record.begin()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.folder)
             if self._overwrite:
-                remove_extraction(Store(str(self.folder)))
+                remove_extraction(self._local)
                 if self._remote is not None:
                     remove_extraction(self._remote)
-            else:  # once more: another process may have gone on until now
-                self._begin(self._look())
-                if self._beginning.settled:
+            else:
+                self._follow(self._planner.look_again(self.plan))
+                if self.plan.settled:
                     return self._unlock()
-            self._write_metadata("running")  # before all else: without it a folder is refused
-            self._keep_metrics()
-            for commit in self._beginning.commits:
-                if commit.number in self._beginning.waiting:
-                    self._committer.upload(commit)
-                elif self._remote is not None and self._delete_local:
-                    (self.folder / commit.file).unlink(missing_ok=True)  # killed before it did
+            self._state = State.OPEN
+            self._begin_writing()
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
+
+    def _begin_writing(self) -> None:
+        self._write_metadata("running")  # before all else: a folder without it is refused
+        if not self._overwrite:
+            self._record.fetch_metrics()
+        for folder, name in self.plan.obsolete:
+            folder.remove(name)
+        for commit in self.plan.commits:
+            if commit.number in self.plan.waiting:
+                self._writer.upload(commit)
 
     def __enter__(self) -> "ActivationStorage":
         self.open()
@@ -208,23 +230,28 @@ class ActivationStorage:
         activations: key of every hook -> (B, T, width); kept by reference until their shard is
         written. Raises StorageError as soon as anything in the background has failed.
         """
-        self._committer.check()
-        self._cursor = batch.cursor
-        # An earlier run's last shard ends in the first batch.
-        new = [placed for placed in batch.samples if placed.sample.sample_idx > self._last_stored]
-        for sample, row, start in new:
-            stop = start + len(sample.token_ids)
-            for key in self._hooks:
-                self.add_activation(
-                    key,
-                    activations[key][row, start:stop],
+        self._writer.check()
+        self.open()
+        self._cutter.cursor = batch.cursor
+        added = 0
+        for placed in batch.samples:
+            sample, where = placed.sample, (placed.row, slice(placed.start, placed.stop))
+            if self._cutter.is_beyond(sample.sample_idx):
+                self._cutter.end_range()
+                return added
+            if self._cutter.wants(sample.sample_idx):
+                row = SampleRow(
                     sample.sample_idx,
+                    sample.token_ids,
+                    _positions(len(sample.token_ids)),
                     sample.text_preview,
-                    token_ids=sample.token_ids,
-                    doc_id=sample.doc_id,
+                    sample.doc_id,
                 )
-        self._cursor = batch.next_cursor
-        return len(new)
+                self._check_next(sample.sample_idx)
+                self._cutter.add(row, {key: activations[key][where] for key in self._names})
+                added += 1
+        self._cutter.cursor = batch.next_cursor
+        return added
 
     def add_activation(
         self,
@@ -233,74 +260,49 @@ class ActivationStorage:
         sample_idx: int,
         text_preview: str,
         token_ids: np.ndarray | None = None,
-        doc_id: str | int | float | None = None,
+        doc_id: DocId = None,
     ) -> None:
         """Adds one sample's activation (tokens, width) at one hook.
 
-        The array is kept by reference until its shard is written. Raises KeyError for an unknown
+        The array is kept by reference until its shard is written. The text, the token ids and the
+        id are those that are given with the sample's first hook. Raises KeyError for an unknown
         hook, ValueError for a sample that is out of order, given twice, not two-dimensional, or
         that comes after the end of a complete extraction.
         """
         self.open()
-        if layer_idx not in self._hooks:
-            raise KeyError(f"hook {layer_idx!r} is not one of {list(self._hooks)}")
+        if layer_idx not in self._names:
+            raise KeyError(f"hook {layer_idx!r} is not one of {list(self._names)}")
         activation = np.asarray(activation)
         if activation.ndim != 2 or (token_ids is not None and len(token_ids) != len(activation)):
             raise ValueError(
                 f"sample {sample_idx}: activation of shape {activation.shape} does not fit "
                 "(tokens, width) and the token ids"
             )
-        if sample_idx <= self._last_sample or layer_idx in self._incomplete.get(sample_idx, {}):
-            raise ValueError(
-                f"sample {sample_idx}, hook {layer_idx!r}: given twice or out of order"
-            )
-        if self._beginning.complete:
-            raise ValueError(f"sample {sample_idx}: {self.folder} holds a complete extraction")
-        records = self._incomplete.setdefault(sample_idx, {})
-        records[layer_idx] = {
-            "sample_idx": int(sample_idx),
-            "hook": self._hooks[layer_idx],
-            "activation": activation,
-            "shape": activation.shape,
-            "text_preview": text_preview,
-            "token_ids": token_ids,
-            "doc_id": doc_id,
-        }
-        if len(records) == len(self._hooks):
-            self._complete(sample_idx, self._incomplete.pop(sample_idx))
+        self._check_next(sample_idx)
+        ids = None if token_ids is None else np.asarray(token_ids, np.int32)
+        row = SampleRow(int(sample_idx), ids, _positions(len(activation)), text_preview, doc_id)
+        row, slices = self._incomplete.add(layer_idx, activation, row)
+        if len(slices) == len(self._names):
+            self._cutter.add(row, slices)
 
-    def _complete(self, sample_idx: int, records: dict[Key, Record]) -> None:
-        size = sum(record["activation"].nbytes for record in records.values())
-        if self._pending and self._pending_bytes + size > self._limit:
-            self._cut_shard(partial=False)
-        self._pending.append(records)
-        self._pending_bytes += size
-        self._last_sample = sample_idx
+    def _check_next(self, sample_idx: int) -> None:
+        """Raises ValueError for a sample that cannot come after those that are stored."""
+        if sample_idx <= self._cutter.last_sample:
+            raise ValueError(f"sample {sample_idx}: given twice or out of order")
+        if self._cutter.done:
+            raise ValueError(f"sample {sample_idx}: {self.folder} holds a complete extraction")
 
     def gauges(self) -> dict[str, Any]:
         """What is stored and what is on its way, for metrics."""
-        return self._committer.gauges()
-
-    def _keep_metrics(self) -> None:
-        """Those of earlier runs, when this disk does not have them."""
-        path = self.folder / METRICS
-        if self._remote is not None and not self._overwrite and not path.exists():
-            data = self._remote.read(METRICS)
-            if data is not None:
-                write_bytes(path, data)
+        return self._writer.gauges()
 
     def record(self, metrics: dict[str, Any]) -> None:
-        """Appends a line to metrics.jsonl, which lies beside the shards. Raises StorageError."""
-        try:
-            with open(self.folder / METRICS, "a") as file:
-                file.write(json.dumps(metrics) + "\n")
-        except OSError as error:
-            raise StorageError(f"{self.folder / METRICS}: {reason_of(error)[0]}") from error
+        """Appends a line to metrics.jsonl, which lies beside the shards. Raises StorageError.
 
-    def _cut_shard(self, partial: bool) -> None:
-        self._committer.commit(self._pending, self._cursor, self._shards_cut + 1, partial)
-        self._pending, self._pending_bytes = [], 0  # not before: Ctrl-C may come while it waits
-        self._shards_cut += 1
+        In a repair it does nothing: the file describes the run itself.
+        """
+        if self.plan.recorded is None:
+            self._record.add_metrics(metrics)
 
     def finalize(self, complete: bool = True, skipped_rows: int = 0) -> None:
         """Commits every complete sample and metadata.json, and waits until all is stored.
@@ -309,19 +311,21 @@ class ActivationStorage:
         were skipped than the cursors count. Calling it again does nothing. Raises ValueError, after
         committing, when a complete run leaves a sample incomplete.
         """
-        if self._finalized or (self._beginning.settled and self._lock is None):
+        if self._state is State.FOUND:
+            self.open()
+        if self._state is not State.OPEN:
             return self.close()
-        complete = complete or self._beginning.complete
-        self.open()
+        complete = complete or self.plan.complete
         self.totals.count_skipped(skipped_rows)
-        self._finalized = True
+        self._state = State.CLOSED
         done = False
         try:
-            if self._pending:
-                self._cut_shard(partial=True)
-            self._committer.wait()
-            self._committer.check_owner()
-            self._write_metadata("complete" if complete else "interrupted")
+            self._cutter.finish(complete)
+            self._writer.wait()
+            self._writer.check_owner()
+            if complete and self.plan.recorded is not None:
+                self._recount()
+            self._write_metadata("complete" if complete else "interrupted", ending=complete)
             done = True
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
@@ -331,15 +335,13 @@ class ActivationStorage:
             raise
         finally:  # neither a second Ctrl-C nor a failure waits for uploads
             self.close(patient=done)
-        if complete and self._incomplete:
-            sample, records = next(iter(self._incomplete.items()))
-            missing = [key for key in self._hooks if key not in records]
-            raise ValueError(f"sample {sample} has no activation for {missing}; it is not stored")
+        if complete:
+            self._incomplete.check_none()
 
     def close(self, patient: bool = False) -> None:
         """Gives up the folder and the threads; what is not committed is lost."""
-        self._finalized = True
-        self._committer.close(patient)
+        self._state = State.CLOSED
+        self._writer.close(patient)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -347,38 +349,16 @@ class ActivationStorage:
             os.close(self._lock)
             self._lock = None
 
-    def _write_metadata(self, status: str, upload: bool = True) -> None:
-        write_bytes(self.folder / METADATA, seal(self._content(status)))
-        if self._remote is not None and upload:
-            self._remote.put(self.folder / METADATA)
-            self._committer.upload_metrics()
+    def _recount(self) -> None:
+        """After a repair: the sums of all shards in their order, as the run itself made them."""
+        every = [*self.plan.commits, *self.made]
+        self._writer.count(sorted(every, key=lambda commit: commit.number))
 
-    def _content(self, status: str) -> dict[str, Any]:
-        """What metadata.json says."""
-        totals = self.totals
-        return {
-            "format_version": FORMAT_VERSION,
-            "status": status,
-            "shards": totals.shards,
-            "samples": totals.samples,
-            "tokens": totals.tokens,
-            "bytes": totals.bytes,
-            "skipped_rows": totals.skipped_rows,
-            "max_samples": self._max_samples,
-            "seconds": round(time.perf_counter() - self._began, 3),
-            "written": round(time.time(), 3),
-            "owner": self._committer.owner,
-            "system": running_system(),
-            "remote": None if self._remote is None else self._remote.url,
-            "hooks": [
-                {
-                    "key": key,
-                    "name": self._hooks[key],
-                    **self._hook_facts.get(key, {}),
-                    **part.to_json(),
-                }
-                for key, part in totals.statistics.items()
-            ],
-            "identity": self._identity,
-            **self._metadata,
-        }
+    def _write_metadata(self, status: str, ending: bool = False, upload: bool = True) -> None:
+        self._record.write(status, self.totals, counted=ending, upload=upload)
+        if upload:
+            self._writer.upload_metrics()
+
+
+def _positions(tokens: int) -> np.ndarray:
+    return np.arange(tokens, dtype=np.int32)

@@ -1,4 +1,5 @@
-"""What reads a finished or running extraction: --status and --verify.
+"""What reads the output of a run: ActivationDataset, --status and --verify.
 
-Imports no JAX. Never runs pickled code.
+It reads runs that are finished and runs that are still going on. It imports no JAX and never runs
+pickled code.
 """

@@ -10,8 +10,8 @@ import datasets
 from tokenizers import Tokenizer
 
 from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.output.metadata import METADATA, identity_of
 from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.run.repair import Repair
 from activation_extraction.text.batch import Batch, Cursor
 from activation_extraction.text.documents import DocumentStream, with_remedy
 from activation_extraction.text.files import describe_files, open_files
@@ -53,8 +53,8 @@ def open_from_hub(
     source = " ".join(filter(None, (name, subset, split)))
     revision = None
     for metadata in earlier:
-        if metadata.get("identity", {}).get("data") == source:
-            revision = metadata["identity"]["data content"]
+        stored = identity_of(metadata, METADATA)
+        revision = stored.data_revision if stored.data == source else revision
     rows, revision = open_hub_dataset(name, subset, split, revision)
     return Dataset(rows, source, revision)
 
@@ -109,15 +109,15 @@ class HostText:
             raise with_remedy(error) from error
         return batches
 
-    def of_gaps(self, repair: Repair) -> Prefetch[Batch]:
+    def of_gaps(self, storage: ActivationStorage) -> Prefetch[Batch]:
         """The batches that hold the samples of damaged shards, and one batch after each gap."""
 
         def batches() -> Iterator[Batch]:
-            for gap in repair.gaps:
-                found = self.batches(self.documents(), repair.found_max_samples, gap.cursor)
+            for gap in storage.plan.ranges:
+                found = self.batches(self.documents(), storage.max_samples, gap.cursor)
                 for batch in found:
                     yield batch
-                    if batch.samples[-1].sample.sample_idx >= gap.until:
+                    if gap.until is not None and batch.samples[-1].sample.sample_idx >= gap.until:
                         break
 
         return Prefetch(batches(), BATCHES_AHEAD)

@@ -1,7 +1,6 @@
 """What makes two runs the same: the identity of an extraction, and what all hosts must agree on."""
 
 import json
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import activation_extraction
 from activation_extraction.cli.config import Config
 from activation_extraction.model.forward import Forward
-from activation_extraction.output.resume import PER_HOST
+from activation_extraction.output.identity import Identity
 from activation_extraction.run.dataset import Dataset
 from activation_extraction.run.digests import digest_files
 from activation_extraction.text.workers import Worker
@@ -35,33 +34,28 @@ def package_versions() -> dict[str, str]:
     return {package: version(package) for package in PACKAGES}
 
 
-def identity_of(
-    config: Config, forward: Forward, dataset: Dataset, worker: Worker
-) -> dict[str, Any]:
-    """What decides the content of the shards: it may not change when a run is continued.
-
-    Batch size, mesh, devices and paths may.
-    """
+def identity_of(config: Config, forward: Forward, dataset: Dataset, worker: Worker) -> Identity:
+    """What decides the content of the shards: it may not change when a run is continued."""
     model = forward.model
-    return {
-        "model files": digest_files(forward.checkpoint.weight_files()),
-        "tokenizer": digest_files(forward.checkpoint.tokenizer_files()),
-        "data": dataset.name,
-        "data content": dataset.content,
-        "text_column": config.text_column,
-        "skip_bad_rows": config.skip_bad_rows,
-        "max_seq_length": config.max_seq_length,
-        "hooks": [hook.name for hook in model.hooks],
-        "keyed by": keyed_by(forward),
-        "dtype": str(model.dtype),
-        "activation_dtype": str(model.activation_dtype),
-        "shard_size_gb": config.shard_size_gb,
-        "compress_shards": config.compress_shards,
-        "total_machines": worker.machines,
-        "num_hosts": worker.hosts,
-        "machine": worker.machine,
-        "host": worker.host,
-    }
+    return Identity(
+        model_digest=digest_files(forward.checkpoint.weight_files()),
+        tokenizer_digest=digest_files(forward.checkpoint.tokenizer_files()),
+        data=dataset.name,
+        data_revision=dataset.content,
+        text_column=config.text_column,
+        skip_bad_rows=config.skip_bad_rows,
+        max_seq_length=config.max_seq_length,
+        hooks=tuple(hook.name for hook in model.hooks),
+        keyed_by=keyed_by(forward),
+        dtype=str(model.dtype),
+        activation_dtype=str(model.activation_dtype),
+        shard_size_gb=config.shard_size_gb,
+        compress_shards=config.compress_shards,
+        total_machines=worker.machines,
+        num_hosts=worker.hosts,
+        machine=worker.machine,
+        host=worker.host,
+    )
 
 
 def keyed_by(forward: Forward) -> str | list[str]:
@@ -72,12 +66,12 @@ def keyed_by(forward: Forward) -> str | list[str]:
     return "hook name" if keys == [hook.name for hook in forward.model.hooks] else keys
 
 
-def fingerprint(config: Config, forward: Forward, identity: Mapping[str, Any]) -> dict[str, Any]:
+def fingerprint(config: Config, forward: Forward, identity: Identity) -> dict[str, Any]:
     """Everything that must be the same on every host of a run, by name."""
     asked = {name: value for name, value in config.to_json().items() if name not in OWN_SETTINGS}
     return {
         "configuration": json.dumps(asked, sort_keys=True, default=str),
-        **{name: value for name, value in identity.items() if name not in PER_HOST},
+        **identity.shared,
         "package versions": json.dumps(package_versions()),
         "source": digest_files(_sources()),
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",

@@ -22,15 +22,11 @@ from activation_extraction.model.forward import (
     log_hooks,
     prepare_model,
 )
-from activation_extraction.output.places import Places
-from activation_extraction.output.resume import (
-    check_free_disk,
-    check_output_dir,
-    check_siblings,
-    find_metadata,
-)
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.folder_lock import check_free_disk, check_output_dir
+from activation_extraction.output.identity import Identity
+from activation_extraction.output.run_folders import RunFolders, check_siblings, find_metadata
 from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.output.stores import Store
 from activation_extraction.run.dataset import (
     Dataset,
     HostText,
@@ -41,7 +37,7 @@ from activation_extraction.run.dataset import (
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
 from activation_extraction.run.hosts import Host, agree
 from activation_extraction.run.identity import fingerprint, identity_of, package_versions
-from activation_extraction.run.repair import Repair
+from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.revision import choose_commit, same_commit
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.documents import DocumentStream, check_dataset
@@ -62,17 +58,18 @@ class Job:
 
     host: Host
     forward: Forward
-    places: Places
+    folders: RunFolders
     storage: ActivationStorage
     text: HostText
     documents: DocumentStream
     batches: Prefetch[Batch]
-    identity: dict[str, Any]
+    identity: Identity
     where: str
+    repair: RepairPlanner | None
 
     def with_text_reopened(self) -> "Job":
         """The same job with the batches that are not stored by now."""
-        documents, batches = open_text(self.text, self.storage)
+        documents, batches = open_text(self.text, self.storage, self.repair is not None)
         return replace(self, documents=documents, batches=batches)
 
 
@@ -84,15 +81,20 @@ class Output:
     hub model's, as this host sees it (see choose_commit).
     """
 
-    places: Places
-    remote: Store | None
+    folders: RunFolders
+    remote: Folder | None
     earlier: Sequence[tuple[str, dict[str, Any]]]
     commit: tuple[str, str] | None
 
 
-def prepare_together(config: Config, host: Host, family: ModelFamily) -> Job:
-    """Checks the request here and compares it with the other hosts'. Raises InputError."""
-    output, problem = _attempt(lambda: prepare_output(config, host))
+def prepare_together(
+    config: Config, host: Host, family: ModelFamily, beat: Callable[[], None]
+) -> Job:
+    """Checks the request here and compares it with the other hosts'. Raises InputError.
+
+    beat: called whenever an upload has moved.
+    """
+    output, problem = _attempt(lambda: prepare_output(config, host, beat))
     agree(host, {"--model_revision": config.model_revision}, problem)
     assert output is not None
     commit = same_commit(host, output.commit)
@@ -117,22 +119,22 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def prepare_output(config: Config, host: Host) -> Output:
+def prepare_output(config: Config, host: Host, beat: Callable[[], None]) -> Output:
     """Checks where the output goes, and which model it was made with. Raises InputError."""
     worker = Worker(config.machine_id, config.total_machines, host.id, host.count)
-    places = Places(worker, Path(config.output_dir), config.bucket_url, config.upload_timeout)
-    check_output_dir(places.folder)
-    check_free_disk(places.folder, config.min_free_gb)
-    use_compilation_cache(config.compilation_cache, places.local, host.several)
-    remote = places.open_bucket()
-    places.check_stale_folders(config.overwrite)
-    roots = [] if config.overwrite else places.roots
+    folders = RunFolders(worker, Path(config.output_dir), config.bucket_url, config.upload_timeout)
+    check_output_dir(folders.folder)
+    check_free_disk(folders.folder, config.min_free_gb)
+    use_compilation_cache(config.compilation_cache, folders.local, host.several)
+    remote = folders.open_bucket(beat)
+    folders.check_stale_folders(config.overwrite)
+    roots = [] if config.overwrite else folders.roots
     earlier = [found for root, _ in roots if (found := find_metadata(root)) is not None]
     commit = None
     if not config.demo:
         where, metadata = earlier[0] if earlier else ("", {})
         commit = choose_commit(config.model_path, config.model_revision, where, metadata)
-    return Output(places, remote, earlier, commit)
+    return Output(folders, remote, earlier, commit)
 
 
 def prepare(
@@ -140,7 +142,7 @@ def prepare(
 ) -> Job:
     """Checks the rest of the request. commit: of the hub model. Raises InputError."""
     if config.demo:
-        config = _with_demo(config, output.places.folder, family)
+        config = _with_demo(config, output.folders.folder, family)
     request = model_request(config)
     forward = prepare_model(family, replace(request, revision=commit or request.revision))
     checkpoint = forward.checkpoint
@@ -149,10 +151,10 @@ def prepare(
     )
     dataset = open_dataset(config, [metadata for _, metadata in output.earlier])
     check_dataset(dataset.rows, config.text_column, config.skip_bad_rows)
-    worker = output.places.worker
+    worker = output.folders.worker
     identity = identity_of(config, forward, dataset, worker)
     if not config.overwrite:
-        for root, _ in output.places.roots:
+        for root, _ in output.folders.roots:
             check_siblings(root, identity)
     text = HostText(
         dataset=dataset,
@@ -164,19 +166,22 @@ def prepare(
         rows=config.batch_size,
         length=config.max_seq_length,
     )
-    storage = open_storage(config, forward, output, identity, text.max_samples)
-    documents, batches = open_text(text, storage)
-    where = output.remote.url if output.remote else str(output.places.folder)
+    described = describe_run(config, forward)
+    repair = plan_repair(config, output, identity, described) if config.repair else None
+    storage = open_storage(config, forward, output, identity, described, text.max_samples, repair)
+    documents, batches = open_text(text, storage, repair is not None)
+    where = output.remote.url if output.remote else str(output.folders.folder)
     return Job(
         host=host,
         forward=forward,
-        places=output.places,
+        folders=output.folders,
         storage=storage,
         text=text,
         documents=documents,
         batches=batches,
         identity=identity,
         where=where,
+        repair=repair,
     )
 
 
@@ -215,41 +220,64 @@ def open_dataset(config: Config, earlier: Sequence[Mapping[str, Any]]) -> Datase
     return open_from_hub(name, config.dataset_config, split, earlier)
 
 
-def open_text(text: HostText, storage: ActivationStorage) -> tuple[DocumentStream, Prefetch[Batch]]:
+def open_text(
+    text: HostText, storage: ActivationStorage, repairing: bool
+) -> tuple[DocumentStream, Prefetch[Batch]]:
     """The documents of this host, and those of their batches that are to be computed."""
     documents = text.documents()
-    if isinstance(storage, Repair):
+    if repairing:
         return documents, text.of_gaps(storage)
     return documents, text.not_stored(documents, storage)
+
+
+def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
+    """What a reader should know about the contents of the output, beside their identity."""
+    return {
+        "configuration": config.to_json(),
+        "model": asdict(forward.model.config),
+        "model_commit": forward.checkpoint.commit,
+        "backend": jax.default_backend(),
+        "mesh": forward.layout.shape,
+        "attention": forward.attention.to_json(),
+        "versions": package_versions(),
+    }
+
+
+def plan_repair(
+    config: Config, output: Output, identity: Identity, described: dict[str, Any]
+) -> RepairPlanner:
+    """--repair: who finds the shards that are to be made again."""
+    return RepairPlanner(
+        Folder(str(output.folders.folder)),
+        output.remote,
+        identity,
+        config.delete_local_after_upload,
+        described,
+    )
 
 
 def open_storage(
     config: Config,
     forward: Forward,
     output: Output,
-    identity: dict[str, Any],
+    identity: Identity,
+    described: dict[str, Any],
     max_samples: int | None,
+    repair: RepairPlanner | None,
 ) -> ActivationStorage:
-    """The output, with what a reader should know about its contents. Raises InputError."""
+    """The output. Raises InputError when nothing may be added to it."""
     sizes = forward.model.config.sizes
-    return (Repair if config.repair else ActivationStorage)(
-        output.places.folder,
+    return ActivationStorage(
+        output.folders.folder,
         {key: hook.name for key, hook in forward.hooks.items()},
         shard_size_gb=config.shard_size_gb,
         compress=config.compress_shards,
         overwrite=config.overwrite,
-        metadata={
-            "configuration": config.to_json(),
-            "model": asdict(forward.model.config),
-            "model_commit": forward.checkpoint.commit,
-            "backend": jax.default_backend(),
-            "mesh": forward.layout.shape,
-            "attention": forward.attention.to_json(),
-            "versions": package_versions(),
-        },
+        metadata=described,
         identity=identity,
         max_samples=max_samples,
         remote=output.remote,
         delete_local=config.delete_local_after_upload,
         hook_facts={key: hook.facts(sizes) for key, hook in forward.hooks.items()},
+        planner=repair,
     )

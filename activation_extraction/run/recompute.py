@@ -11,6 +11,7 @@ from activation_extraction.model.devices import device_errors
 from activation_extraction.model.family import ModelFamily
 from activation_extraction.model.forward import ModelRequest, prepare_model
 from activation_extraction.model.step import compile_step
+from activation_extraction.output.metadata import METADATA, identity_of
 from activation_extraction.run.agreement import Votes
 from activation_extraction.run.digests import digest_files
 from activation_extraction.run.revision import recorded_commit
@@ -27,19 +28,19 @@ def load_again(
     request: how to compute; what to compute is read from the metadata. Raises InputError when the
     model is not the one that was extracted from.
     """
-    identity = metadata["identity"]
+    identity = identity_of(metadata, METADATA)
     request = replace(
         request,
         revision=request.revision or recorded_commit(request.model_path, metadata),
         layers=None,
-        hook_names=tuple(identity["hooks"]),
-        dtype=identity["dtype"],
-        activation_dtype=identity["activation_dtype"],
-        length=identity["max_seq_length"],
+        hook_names=identity.hooks,
+        dtype=identity.dtype,
+        activation_dtype=identity.activation_dtype,
+        length=identity.max_seq_length,
     )
     with device_errors():
         forward = prepare_model(family, request)
-        if digest_files(forward.checkpoint.weight_files()) != identity["model files"]:
+        if digest_files(forward.checkpoint.weight_files()) != identity.model_digest:
             raise InputError(
                 f"--model_path {request.model_path}: is not the model of the stored activations"
             )

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from activation_extraction.cli.console import Clock, Progress
 from activation_extraction.model.devices import peak_flops
-from activation_extraction.output.committer import Totals
+from activation_extraction.output.formats import chosen_format
+from activation_extraction.output.shard_writer import Totals
 from activation_extraction.run.prepare import Job
-from activation_extraction.run.repair import Repair
 
 ACTIVITIES = ("data", "compute", "copy", "store")
 
@@ -31,10 +31,10 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool, compres
     verbose: whether the other hosts print that, too; compressed: whether the shards are.
     """
     storage, totals = job.storage, job.storage.totals
-    if isinstance(storage, Repair):
-        print(
-            *storage.differing, what_was_repaired(storage.repaired, job.where, complete), sep="\n"
-        )
+    if job.repair is not None:
+        differing = job.repair.differing(storage.made) if complete else ()
+        made = [commit.number for commit in storage.made]
+        print(*differing, what_was_repaired(made, job.where, complete), sep="\n")
         return
     print(what_is_stored(totals, len(job.forward.hooks), job.where, complete))
     if job.text.skip_bad_rows:
@@ -44,8 +44,9 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool, compres
     if new := totals.tokens - storage.found_tokens:
         print(where_the_time_went(totals, clock, new))
     if totals.shards:
-        shard = f"{job.where}/shard_0001.pkl" + (".gz" if compressed else "")
-        lines = how_to_read(shard, in_bucket=job.places.bucket_url is not None)
+        shards = chosen_format(compressed)
+        first = f"{job.where}/{shards.file_name(1)}"
+        lines = shards.how_to_read(first, job.folders.bucket_url is not None)
         print("read it with:", *lines, sep="\n  ")
 
 
@@ -73,16 +74,6 @@ def what_was_repaired(repaired: Iterable[int], where: str, complete: bool) -> st
     """The line at the end of --repair."""
     made = ", ".join(map(str, repaired)) or "none"
     return f"{'repaired' if complete else 'interrupted'}: shards made again in {where}: {made}"
-
-
-def how_to_read(shard: str, in_bucket: bool) -> tuple[str, str]:
-    """Python that reads a shard to its end, where gzip has its checksum."""
-    module, opened = "", f"open({shard!r}, 'rb')"
-    if in_bucket:
-        module, opened = "fsspec, ", f"fsspec.open({shard!r}, compression='infer').open()"
-    elif shard.endswith(".gz"):
-        module, opened = "gzip, ", f"gzip.open({shard!r})"
-    return f"import {module}pickle", f"records = pickle.loads({opened}.read())"
 
 
 def continue_with(hosts: int, overwrite: bool) -> str:

@@ -1,4 +1,4 @@
-"""Store: what passes is tried again, what does not is not, and what has arrived is compared."""
+"""Folder: what passes is tried again, what does not is not, and what has arrived is compared."""
 
 import errno
 import time
@@ -7,8 +7,8 @@ import gcsfs
 import google.auth.exceptions
 import pytest
 
-from activation_extraction.output import stores
-from activation_extraction.output.stores import Store, StoreError
+from activation_extraction.output import folder as folder_module
+from activation_extraction.output.folder import Folder, FolderError
 
 
 class Flaky:
@@ -27,10 +27,10 @@ class Flaky:
 
 
 def test_what_passes_is_retried_and_what_does_not_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(folder_module, "FIRST_PAUSE", 0.001)
     path = tmp_path / "file"
     path.write_bytes(b"content")
-    store = Store(f"memory://{tmp_path}/flaky", patience=5)
+    store = Folder(f"memory://{tmp_path}/flaky", patience=5)
     passing = [TimeoutError(), ConnectionResetError(), gcsfs.retry.HttpError({"code": 503})]
     Flaky(monkeypatch, store._fs, "put_file", passing)
     store.put(path)
@@ -45,15 +45,15 @@ def test_what_passes_is_retried_and_what_does_not_is_not(tmp_path, monkeypatch):
     }
     for message, error in lasting.items():
         Flaky(monkeypatch, store._fs, "put_file", [error])
-        with pytest.raises(StoreError, match=message) as raised:
+        with pytest.raises(FolderError, match=message) as raised:
             store.put(path)
         assert raised.value.final and store.retries == 3
 
 
 def test_deleting_what_is_not_there_asks_nothing_else(tmp_path, monkeypatch):
     """Every upload begins so: listing a large bucket for it would take long."""
-    monkeypatch.setattr(stores, "OBJECT_STORES", {"memory"})
-    store = Store(f"memory://{tmp_path}/large")
+    monkeypatch.setattr(folder_module, "OBJECT_STORES", {"memory"})
+    store = Folder(f"memory://{tmp_path}/large")
     Flaky(monkeypatch, store._fs, "ls", [AssertionError("listed")])
     store.remove("shard_0001.json")
     assert store.retries == 0
@@ -61,10 +61,10 @@ def test_deleting_what_is_not_there_asks_nothing_else(tmp_path, monkeypatch):
 
 def test_patience_counts_the_time_without_progress_only(tmp_path, monkeypatch):
     """An upload that takes longer than that is sent again as well, when it fails at its end."""
-    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(folder_module, "FIRST_PAUSE", 0.001)
     path = tmp_path / "file"
     path.write_bytes(b"content")
-    store = Store(f"memory://{tmp_path}/long", patience=0.3)
+    store = Folder(f"memory://{tmp_path}/long", patience=0.3)
     original, failures = store._fs.put_file, [TimeoutError()] * 3
 
     def put(*arguments, callback, **options):
@@ -79,22 +79,22 @@ def test_patience_counts_the_time_without_progress_only(tmp_path, monkeypatch):
     store.put(path)
     assert store.read("file") == b"content" and store.retries == 3
     monkeypatch.setattr(store._fs, "put_file", lambda *_, **__: time.sleep(0.2) or 1 / 0)
-    with pytest.raises(StoreError, match="kept failing for .*--upload_timeout"):
+    with pytest.raises(FolderError, match="kept failing for .*--upload_timeout"):
         store.put(path, "another")
 
 
 def test_a_metadata_server_out_of_reach_is_asked_again():
     unreachable = google.auth.exceptions.RefreshError("503")
     unreachable.__cause__ = google.auth.exceptions.TransportError("503")
-    assert not stores.reason_of(unreachable)[1]
-    assert stores.reason_of(google.auth.exceptions.RefreshError("invalid_grant"))[1]
+    assert not folder_module.reason_of(unreachable)[1]
+    assert folder_module.reason_of(google.auth.exceptions.RefreshError("invalid_grant"))[1]
 
 
 def test_an_upload_whose_answer_was_lost_is_recognised(tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(folder_module, "FIRST_PAUSE", 0.001)
     path = tmp_path / "file"
     path.write_bytes(b"content")
-    store = Store(f"memory://{tmp_path}/lost")
+    store = Folder(f"memory://{tmp_path}/lost")
     original, calls = store._fs.put_file, []
 
     def put(*arguments, **options):
@@ -107,10 +107,10 @@ def test_an_upload_whose_answer_was_lost_is_recognised(tmp_path, monkeypatch):
 
 
 def test_what_arrives_damaged_is_sent_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(folder_module, "FIRST_PAUSE", 0.001)
     path = tmp_path / "file"
     path.write_bytes(b"content")
-    store = Store(f"memory://{tmp_path}/damaged")
+    store = Folder(f"memory://{tmp_path}/damaged")
     original, damaged = store._fs.put_file, [b"", b"cont", b"CONTENT"]
 
     def put(source, target, **options):

@@ -1,8 +1,8 @@
 """A folder of files, local or in a bucket: any URL that fsspec knows.
 
-Knows how to list, read, delete, and above all how to upload: a finished local file, again and again
-until the store confirms its size and checksum, or says that it never will. What files mean is
-commits.py's part.
+It lists, reads and deletes files, and above all uploads them: a finished local file is sent again
+and again until the other side confirms its size and checksum, or refuses it for good. What the
+files mean is the business of other modules.
 """
 
 import base64
@@ -51,8 +51,8 @@ log = logging.getLogger("extract_activations")
 T = TypeVar("T")
 
 
-class StoreError(RunError):
-    """A store refused (`final`), or kept failing for as long as was asked to try."""
+class FolderError(RunError):
+    """A folder refused a request (`final`), or kept failing for as long as it was tried again."""
 
     def __init__(self, message: str, final: bool, *, remedy: str | None = None) -> None:
         super().__init__(message, remedy=remedy)
@@ -100,11 +100,11 @@ class _Heartbeat(Callback):
         self._beat()
 
 
-class Store:
+class Folder:
     """One folder. `patience`: seconds without progress in which what fails is tried again.
 
     `beat` is called whenever something has moved. `retries` counts the attempts that failed.
-    Methods raise StoreError; safe to use from several threads.
+    Methods raise FolderError; safe to use from several threads.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Store:
             else:  # url_to_fs finds a meaning in some characters of file names
                 self._fs, path = LocalFileSystem(), os.path.abspath(self.url or "/")
         except (ValueError, ImportError) as error:
-            raise StoreError(f"{url}: {one_line(error)}", final=True) from error
+            raise FolderError(f"{url}: {one_line(error)}", final=True) from error
         self._path = path.rstrip("/")
 
     @property
@@ -134,11 +134,11 @@ class Store:
         protocol = self._fs.protocol
         return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
-    def child(self, name: str) -> "Store":
+    def child(self, name: str) -> "Folder":
         """The folder `name` in this one; "" is this one."""
         if not name:
             return self
-        return Store(f"{self.url}/{name}", self._patience, self.beat)
+        return Folder(f"{self.url}/{name}", self._patience, self.beat)
 
     def files(self) -> dict[str, int]:
         """Name -> size in bytes of the files here; none when the folder does not exist."""
@@ -161,12 +161,13 @@ class Store:
 
         return self._persist("listing", look)
 
-    def read(self, name: str, last: int | None = None) -> bytes | None:
-        """A whole file, or its `last` bytes; None when there is none."""
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes | None:
+        """A whole file, or its bytes from `start` to `stop`, a negative `start` counting from the
+        end; None when there is no such file."""
 
         def get() -> bytes | None:
             try:
-                return self._fs.cat_file(self._file(name), start=None if last is None else -last)
+                return self._fs.cat_file(self._file(name), start=start, end=stop)
             except FileNotFoundError:
                 self._check_bucket()
                 return None
@@ -249,14 +250,14 @@ class Store:
             return hashlib.file_digest(file, "md5").digest() == digest.digest()
 
     def _check_bucket(self) -> None:
-        """Raises StoreError when not just the file but the whole bucket is missing."""
+        """Raises FolderError when not just the file but the whole bucket is missing."""
         if OBJECT_STORES.isdisjoint(self._protocols):
             return
         bucket = self._path.split("/")[0]
         try:
             self._fs.ls(bucket, detail=False)
         except FileNotFoundError as error:
-            raise StoreError(f"{self.url}: no such bucket: {bucket}", final=True) from error
+            raise FolderError(f"{self.url}: no such bucket: {bucket}", final=True) from error
 
     def _file(self, name: str) -> str:
         return f"{self._path}/{name}"
@@ -293,15 +294,15 @@ class Store:
             began = time.monotonic()
             try:
                 return action()
-            except StoreError:
+            except FolderError:
                 raise
             except Exception as error:  # whatever a file system or the network may raise
                 reason, final = reason_of(error)
                 spent += time.monotonic() - max(began, heartbeat.last if heartbeat else began)
                 if final or self.local:
-                    raise StoreError(f"{self.url}: {what}: {reason}", final=True) from error
+                    raise FolderError(f"{self.url}: {what}: {reason}", final=True) from error
                 if spent + pause > self._patience:
-                    raise StoreError(
+                    raise FolderError(
                         f"{self.url}: {what} kept failing for {spent:.0f} s "
                         f"(--upload_timeout): {reason}",
                         final=False,
@@ -314,6 +315,11 @@ class Store:
             time.sleep(slept)
             spent += slept
             pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def local_path(url: str) -> str:
+    """The path of a folder of this machine, which is given as a URL or as a path."""
+    return url.removeprefix("file://")
 
 
 def _options(url: str) -> dict[str, Any]:

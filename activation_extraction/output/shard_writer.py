@@ -1,4 +1,4 @@
-"""Committer: what happens to a shard after it is cut, in the background and in order.
+"""ShardWriter: what happens to a shard after it is cut, in the background and in order.
 
 One thread compresses and writes a shard into the local folder while the caller fills the next one;
 others upload what is written. A shard file is complete under its final name before its JSON
@@ -22,17 +22,14 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.cli.errors import RunError, for_the_user, one_line
-from activation_extraction.output.commits import (
-    METADATA,
-    METRICS,
-    Commit,
-    commit_name,
-    seal,
-    unseal,
-)
-from activation_extraction.output.shards import Record, Shard, write_bytes, write_shard
+from activation_extraction.output.atomic_file import write_bytes
+from activation_extraction.output.commit import Commit, commit_name
+from activation_extraction.output.folder import Folder, reason_of
+from activation_extraction.output.formats import ShardFormat, write_shard
+from activation_extraction.output.metadata import METADATA, METRICS
+from activation_extraction.output.sealed_json import seal, unseal
+from activation_extraction.output.shard import Key, Shard
 from activation_extraction.output.statistics import Statistics, merge_all
-from activation_extraction.output.stores import Store, reason_of
 from activation_extraction.text.batch import Cursor
 
 UPLOADS = 4  # shards uploaded at the same time; up to two more wait on the disk for their turn
@@ -47,8 +44,6 @@ NOT_FINITE = (
 )
 
 log = logging.getLogger("extract_activations")
-
-Key = int | str  # of a hook in the shard: the layer, or the hook's name
 
 
 class StorageError(RunError):
@@ -85,55 +80,61 @@ class Totals:
         self.skipped_rows = max(self.skipped_rows, rows)
 
 
-class Committer:
-    """Writes shards to `folder` and uploads them to `remote` (None: the folder is the place).
+class ShardWriter:
+    """Writes shards to `folder` and uploads them to `remote` (None: they stay in the folder).
 
-    hooks: key in the shards -> the hook's full name. run: digest of the run's identity.
+    names: key of each hook in the shards -> its full name. run: digest of the run's identity.
+    `made` has the shards that this process has stored. `owner` names this process in metadata.json.
     """
 
     def __init__(
         self,
         folder: Path,
-        remote: Store | None,
-        hooks: Mapping[Key, str],
-        compress: bool,
+        remote: Folder | None,
+        names: Mapping[Key, str],
+        shard_format: ShardFormat,
         delete_local: bool,
         run: str,
     ) -> None:
+        self.owner = uuid.uuid4().hex
+        self.made: list[Commit] = []
         self.failure: StorageError | None = None
-        # What is known of shards that are made again: it is true again when the bytes are the same.
-        self.known: Mapping[int, Commit] = {}
-        self.owner = uuid.uuid4().hex  # of this process, as metadata.json in the bucket has it
         self._folder = folder
         self._remote = remote
-        self._hooks = hooks
-        self.begin([])
-        self._compress = compress
+        self._names = names
+        self._format = shard_format
         self._delete_local = delete_local
         self._run = run
+        self.begin([], {})
         self._metrics_uploaded = time.monotonic()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
         self._uploader = ThreadPoolExecutor(UPLOADS, thread_name_prefix="uploader")
         self._writing: Future[None] | None = None
         self._uploading: deque[Future[None]] = deque()
 
-    def begin(self, commits: Iterable[Commit]) -> None:
-        """Counts what earlier runs have stored, and that alone. This one begins now."""
+    def begin(self, commits: Iterable[Commit], expected: Mapping[int, Commit]) -> None:
+        """Counts what earlier runs have stored, and that alone. This one begins now.
+
+        expected: shards that are made again, by number; with the same bytes they keep their JSON.
+        """
         self._began = round(time.time(), 3)
-        self.totals = Totals(statistics={key: Statistics() for key in self._hooks})
+        self._expected = expected
+        self.count(commits)
+
+    def count(self, commits: Iterable[Commit]) -> None:
+        """Makes `totals` those of these shards."""
+        self.totals = Totals(statistics={key: Statistics() for key in self._names})
         for commit in commits:
             self.totals.add(commit)
 
-    def commit(
-        self, samples: list[dict[Key, Record]], cursor: Cursor | None, number: int, partial: bool
-    ) -> None:
-        """Hands over the samples of shard `number`, after the one before is written.
+    def commit(self, shard: Shard, cursor: Cursor | None, number: int, partial: bool) -> None:
+        """Hands over shard `number`, after the one before is written.
 
         Raises StorageError when any shard so far could not be committed.
         """
         self.wait(uploads=False)
         self._writing = self._writer.submit(
-            self._guard, self._write, samples, cursor, number, partial
+            self._guard, self._write, shard, cursor, number, partial
         )
 
     def upload(self, commit: Commit) -> None:
@@ -212,35 +213,23 @@ class Committer:
         known = for_the_user(error)
         return StorageError(one_line(known), remedy=getattr(known, "remedy", None))
 
-    def _write(
-        self, samples: list[dict[Key, Record]], cursor: Cursor | None, number: int, partial: bool
-    ) -> None:
-        path = self._folder / f"shard_{number:04d}{'.pkl.gz' if self._compress else '.pkl'}"
-        shard: Shard = {key: [records[key] for records in samples] for key in self._hooks}
-        hooks = [
-            {
-                "key": key,
-                "name": self._hooks[key],
-                "width": records[0]["shape"][1],
-                **_statistics(key, records).to_json(),
-            }
-            for key, records in shard.items()
-        ]
-        first = next(iter(shard.values()))
+    def _write(self, shard: Shard, cursor: Cursor | None, number: int, partial: bool) -> None:
+        path = self._folder / self._format.file_name(number)
+        hooks = self._describe_hooks(shard)
         began = time.perf_counter()
         announcement = self._folder / commit_name(number)
         try:
             # The JSON of a shard that this one replaces stays until this one is on the disk.
-            written = write_shard(path, shard, self._compress, announcement)
+            written = write_shard(path, shard, self._names, self._format, announcement)
             commit = Commit(
                 file=path.name,
                 sha256=written["sha256"],
                 bytes=written["bytes"],
                 unpacked=written["unpacked"],
-                first=first[0]["sample_idx"],
-                last=first[-1]["sample_idx"],
-                count=len(first),
-                tokens=sum(record["shape"][0] for record in first),
+                first=shard.samples[0].sample_idx,
+                last=shard.samples[-1].sample_idx,
+                count=len(shard.samples),
+                tokens=shard.tokens,
                 partial=partial,
                 cursor=None if cursor is None else cursor.to_json(),
                 hooks=hooks,
@@ -248,9 +237,9 @@ class Committer:
                 committed=round(time.time(), 3),
                 began=self._began,
             )
-            known = self.known.get(number)
-            if known is not None and known.sha256 == commit.sha256:
-                commit = known
+            expected = self._expected.get(number)
+            if expected is not None and expected.sha256 == commit.sha256:
+                commit = expected
             write_bytes(announcement, seal(commit.to_json()))
         except OSError as error:
             raise StorageError(f"{path}: {reason_of(error)[0]}") from error
@@ -258,9 +247,25 @@ class Committer:
         self.totals.compress_seconds += time.perf_counter() - began - written["write_seconds"]
         log.debug("%s: %d samples, %d bytes", path.name, commit.count, commit.bytes)
         if self._remote is None:
-            self.totals.add(commit)
+            self._count_made(commit)
         else:
             self._submit_upload(commit)
+
+    def _describe_hooks(self, shard: Shard) -> list[dict[str, Any]]:
+        """Key, name, width and statistics of each hook, as a commit has them."""
+        return [
+            {
+                "key": key,
+                "name": self._names[key],
+                "width": slices[0].shape[1],
+                **_statistics(key, shard).to_json(),
+            }
+            for key, slices in shard.slices.items()
+        ]
+
+    def _count_made(self, commit: Commit) -> None:
+        self.totals.add(commit)
+        self.made.append(commit)
 
     def _submit_upload(self, commit: Commit) -> None:
         """Waits while too many are on their way."""
@@ -281,7 +286,7 @@ class Committer:
         self.check_owner()
         self._remote.put(self._folder / commit.name)
         self.totals.upload_seconds += time.perf_counter() - began
-        self.totals.add(commit)
+        self._count_made(commit)
         if self._delete_local:
             (self._folder / commit.file).unlink(missing_ok=True)
         log.debug("%s: uploaded", commit.file)
@@ -297,16 +302,16 @@ class Committer:
                 self._remote.put(Path(shutil.copyfile(path, f"{folder}/{METRICS}")))
 
 
-def _statistics(key: Key, records: list[Record]) -> Statistics:
+def _statistics(key: Key, shard: Shard) -> Statistics:
     """Of one hook in one shard. Raises StorageError, naming the sample, for NaN or infinity."""
-    parts = []
-    for record in records:
-        part = Statistics.of(record["activation"])
-        if not part.finite:
-            dtype = record["activation"].dtype
+    found = []
+    for row, activation in zip(shard.samples, shard.slices[key], strict=True):
+        of_sample = Statistics.of(activation)
+        if not of_sample.finite:
+            dtype = activation.dtype
             raise StorageError(
-                f"sample {record['sample_idx']}, hook {key}: NaN or infinite {dtype} values",
+                f"sample {row.sample_idx}, hook {key}: NaN or infinite {dtype} values",
                 remedy=OVERFLOW if dtype == np.float16 else NOT_FINITE,
             )
-        parts.append(part)
-    return merge_all(parts)
+        found.append(of_sample)
+    return merge_all(found)

@@ -1,0 +1,87 @@
+"""Commit: one shard as the JSON beside it describes it. A shard exists when its JSON does."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from activation_extraction.output.sealed_json import DamagedError
+from activation_extraction.text.batch import Cursor
+
+FORMAT_VERSION = 3
+READABLE_VERSIONS = (2, 3)  # in version 2 the records of a pickle do not name their hook
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One shard, as its JSON describes it.
+
+    first, last, count: its samples. tokens: the tokens of these samples. hooks: for each hook its
+    key, name, width and statistics. cursor: where a run continues after this shard. partial: the
+    shard was cut before it had its size, because the data ended or the run was interrupted; a run
+    that continues makes it again. run: digest of the run's identity. committed: Unix time in
+    seconds. began: when the process that wrote it began to store. unpacked: bytes before
+    compression; None in a JSON that does not record it.
+    """
+
+    file: str
+    sha256: str
+    bytes: int
+    first: int
+    last: int
+    count: int
+    tokens: int
+    partial: bool
+    cursor: dict[str, Any] | None
+    hooks: list[dict[str, Any]]
+    run: str
+    committed: float
+    began: float | None = None
+    unpacked: int | None = None
+
+    @property
+    def number(self) -> int:
+        """The shards of a folder are numbered from 1."""
+        return number_of(self.file)
+
+    @property
+    def position(self) -> Cursor | None:
+        """The cursor as an object."""
+        return None if self.cursor is None else Cursor.from_json(self.cursor)
+
+    @property
+    def name(self) -> str:
+        """Name of the JSON file."""
+        return commit_name(self.number)
+
+    @property
+    def names(self) -> dict[int | str, str]:
+        """Key of each hook in the shard -> the hook's full name."""
+        return {hook["key"]: hook["name"] for hook in self.hooks}
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of the JSON file."""
+        content = asdict(self)
+        samples = {key: content.pop(key) for key in ("first", "last", "count")}
+        head = {key: content.pop(key) for key in ("file", "sha256", "bytes", "unpacked")}
+        return {"format_version": FORMAT_VERSION, **head, "samples": samples, **content}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], where: str) -> "Commit":
+        """The inverse of `to_json`. Raises DamagedError when fields are missing or unknown."""
+        content = dict(content)
+        try:
+            if content.pop("format_version") not in READABLE_VERSIONS:
+                raise DamagedError(f"{where}: was written by another version of this program")
+            return cls(**content.pop("samples"), **content)
+        except (KeyError, TypeError) as error:
+            raise DamagedError(f"{where}: fields are missing or unknown: {error}") from error
+
+
+def commit_name(number: int) -> str:
+    """Name of the JSON of shard `number`."""
+    return f"shard_{number:04d}.json"
+
+
+def number_of(name: str) -> int:
+    """Number of the shard that a file belongs to."""
+    return int(name.removeprefix("shard_").split(".")[0])

@@ -1,0 +1,91 @@
+"""The lock on a local folder: only one process at a time writes to it."""
+
+import fcntl
+import os
+import platform
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from activation_extraction.cli.errors import InputError, RunError, one_line
+
+LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def check_output_dir(folder: Path) -> None:
+    """Raises InputError unless files can be written to `folder`, which need not exist, and RunError
+    when another process does so."""
+    name = f"--output_dir {folder}"
+    try:
+        str(folder).encode()
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"{name}: is a file, expected a folder")
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+        if folder.exists():
+            os.close(lock_folder(folder, fcntl.LOCK_SH))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise InputError(f"{name}: cannot be written to: {reason or one_line(error)}") from error
+
+
+def check_free_disk(folder: Path, gigabytes: float) -> None:
+    """Raises InputError when less than this is free where `folder` is, or will be."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free / 1e9
+    if free < gigabytes:
+        raise InputError(
+            f"--output_dir {folder}: {free:.1f} GB are free there, --min_free_gb is {gigabytes:g}"
+        )
+
+
+def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int:
+    """A lock on the folder that ends with this process, however it ends, or with its descriptor.
+
+    Raises RunError when another process keeps one (`is_locked` takes it for a moment): it may be an
+    earlier start of this run that is just ending, so it is right to try again later.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    for attempt in range(LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if attempt == LOCK_ATTEMPTS - 1:
+                os.close(descriptor)
+                message = f"--output_dir {folder}: another process is writing to it"
+                raise RunError(message) from error
+            time.sleep(LOCK_PAUSE)
+        except OSError:  # a file system without locks
+            break
+    return descriptor
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process of this system has a lock on the folder; None where nobody can tell."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):  # the first does not disturb others who look
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return kind == fcntl.LOCK_SH
+        return False
+    except OSError:  # as in lock_folder
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def running_system() -> str:
+    """Differs between machines, and after a restart: locks are seen within one system."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return platform.node()

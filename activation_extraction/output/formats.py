@@ -1,0 +1,92 @@
+"""The formats of shard files: how a shard is written and read, and what its file is called."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from activation_extraction.output.atomic_file import Written, write_atomically
+from activation_extraction.output.pickle_file import (
+    largest_size,
+    read_pickle,
+    write_gzip_pickle,
+    write_pickle,
+)
+from activation_extraction.output.shard import Key, Shard
+
+
+class WrittenShard(Written):
+    """unpacked: bytes before compression."""
+
+    unpacked: int
+
+
+@dataclass(frozen=True)
+class ShardFormat:
+    """One form of a shard file.
+
+    write: shard, names of its hooks, file -> bytes before compression. read: path, names of its
+    hooks, the most bytes that it may unpack to -> shard. largest_size: size of the file, unpacked
+    size in the shard's JSON -> the most bytes that it may unpack to. how_to_read: path or URL of a
+    file, whether it is in a bucket -> lines of Python that read it.
+    """
+
+    suffix: str
+    write: Callable[[Shard, Mapping[Key, str], Any], int]
+    read: Callable[[Path, Mapping[Key, str], int], Shard]
+    largest_size: Callable[[int, int | None], int]
+    how_to_read: Callable[[str, bool], tuple[str, ...]]
+
+    def file_name(self, number: int) -> str:
+        """Name of the file of shard `number`."""
+        return f"shard_{number:04d}{self.suffix}"
+
+
+def _pickle_lines(shard: str, in_bucket: bool) -> tuple[str, ...]:
+    """They read to the end, where gzip has its checksum."""
+    module, opened = "", f"open({shard!r}, 'rb')"
+    if in_bucket:
+        module, opened = "fsspec, ", f"fsspec.open({shard!r}, compression='infer').open()"
+    elif shard.endswith(".gz"):
+        module, opened = "gzip, ", f"gzip.open({shard!r})"
+    return f"import {module}pickle", f"records = pickle.loads({opened}.read())"
+
+
+PICKLE = ShardFormat(".pkl", write_pickle, read_pickle, largest_size, _pickle_lines)
+GZIP_PICKLE = ShardFormat(".pkl.gz", write_gzip_pickle, read_pickle, largest_size, _pickle_lines)
+FORMATS = (PICKLE, GZIP_PICKLE)
+SUFFIXES = "|".join(re.escape(each.suffix) for each in FORMATS)
+SHARD_FILE = re.compile(rf"shard_\d{{4,}}({SUFFIXES})")
+
+
+def chosen_format(compress: bool) -> ShardFormat:
+    """The format that the flags ask for."""
+    return GZIP_PICKLE if compress else PICKLE
+
+
+def format_of(file: str) -> ShardFormat | None:
+    """The format of a shard file, by its name; None for any other file."""
+    found = SHARD_FILE.fullmatch(file)
+    return next((each for each in FORMATS if found and each.suffix == found[1]), None)
+
+
+def write_shard(
+    path: Path,
+    shard: Shard,
+    names: Mapping[Key, str],
+    shard_format: ShardFormat,
+    outdated: Path | None = None,
+) -> WrittenShard:
+    """Writes a shard atomically; its bytes depend on the shard alone.
+
+    names: key of each hook -> its full name. outdated: see `write_atomically`. Raises OSError.
+    """
+    unpacked = 0
+
+    def write(file: Any) -> None:
+        nonlocal unpacked
+        unpacked = shard_format.write(shard, names, file)
+
+    written = write_atomically(path, write, outdated)
+    return {**written, "unpacked": unpacked}

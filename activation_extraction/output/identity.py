@@ -1,0 +1,116 @@
+"""Identity: what decides the content of a run's shards, and so may not change when it continues.
+
+Batch size, mesh, devices and the folders may change. A field is marked when it differs between the
+hosts of one run (`per_host`), or when a run that continues may turn it on (`may_turn_on`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import Field, asdict, dataclass, field, fields, replace
+from typing import Any
+
+from activation_extraction.output.sealed_json import DamagedError, digest_of
+
+PER_HOST, MAY_TURN_ON = "per_host", "may_turn_on"
+# Names of fields in format version 2.
+OLD_NAMES = {
+    "model files": "model_digest",
+    "tokenizer": "tokenizer_digest",
+    "data content": "data_revision",
+    "keyed by": "keyed_by",
+}
+
+
+def _marked(mark: str, default: Any) -> Any:
+    return field(default=default, metadata={mark: True})
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first field in which two identities differ: its value before, and now."""
+
+    name: str
+    before: Any
+    now: Any
+
+
+@dataclass(frozen=True)
+class Identity:
+    """model_digest, tokenizer_digest: SHA-256 of the files. data: the data set, or "files".
+    data_revision: its commit on the hub, or a digest of the list of files. hooks: full names.
+    keyed_by: what the shards call a hook: "layer", "hook name", or a list of the names that were
+    asked for. num_hosts: of this machine.
+    """
+
+    model_digest: str = ""
+    tokenizer_digest: str = ""
+    data: str = ""
+    data_revision: str = ""
+    text_column: str = "text"
+    skip_bad_rows: bool = _marked(MAY_TURN_ON, False)  # changes nothing that is stored already
+    max_seq_length: int = 0  # 0: not recorded
+    hooks: tuple[str, ...] = ()
+    keyed_by: str | list[str] = "layer"
+    dtype: str = ""
+    activation_dtype: str = ""
+    shard_size_gb: float = 1.0
+    compress_shards: bool = True
+    total_machines: int = 1
+    num_hosts: int = _marked(PER_HOST, 1)
+    machine: int = _marked(PER_HOST, 0)
+    host: int = _marked(PER_HOST, 0)
+
+    @property
+    def run(self) -> str:
+        """Digest of what never changes."""
+        return run_of(self.to_json())
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The fields that are the same on all hosts of a run, as JSON."""
+        content = self.to_json()
+        return {name: content[name] for name in content if name not in _marked_fields(*MARKS)}
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as metadata.json records them."""
+        return {**asdict(self), "hooks": list(self.hooks)}
+
+    @classmethod
+    def from_json(cls, content: Any, where: str) -> "Identity":
+        """The inverse of `to_json`; a field that is not recorded has its default.
+
+        Raises DamagedError for fields that this version does not know; `where` names the file.
+        """
+        try:
+            known = {OLD_NAMES.get(name, name): value for name, value in content.items()}
+            return cls(**{**known, "hooks": tuple(known.get("hooks", ()))})
+        except (TypeError, AttributeError) as error:
+            raise DamagedError(f"{where}: its identity cannot be read: {error}") from error
+
+    def compare(self, stored: "Identity") -> Difference | None:
+        """The first field in which what is stored differs; None when this run may continue it."""
+        for each in fields(self):
+            now, before = getattr(self, each.name), getattr(stored, each.name)
+            if now != before and not (each.name in _marked_fields(MAY_TURN_ON) and now):
+                return Difference(each.name, before, now)
+        return None
+
+    def compare_shared(self, stored: "Identity") -> Difference | None:
+        """As `compare`, with what another host or machine of the same run has stored."""
+        own = {name: getattr(stored, name) for name in _marked_fields(*MARKS)}
+        return replace(self, **own).compare(stored)
+
+
+MARKS = (PER_HOST, MAY_TURN_ON)
+
+
+def _marked_fields(*marks: str) -> set[str]:
+    def has_mark(each: Field[Any]) -> bool:
+        return any(mark in each.metadata for mark in marks)
+
+    return {each.name for each in fields(Identity) if has_mark(each)}
+
+
+def run_of(recorded: Mapping[str, Any]) -> str:
+    """Digest of what never changes in a recorded identity, under the names that it was given."""
+    never = {name: recorded[name] for name in recorded if name not in _marked_fields(MAY_TURN_ON)}
+    return digest_of(never)

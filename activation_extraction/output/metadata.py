@@ -1,0 +1,167 @@
+"""What one host's folder holds: the names of its files, and what its JSON files add up to.
+
+metadata.json describes the run; its `identity` is what must stay the same for a run to continue.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from activation_extraction.output.commit import READABLE_VERSIONS, Commit
+from activation_extraction.output.folder import Folder, local_path
+from activation_extraction.output.formats import SUFFIXES
+from activation_extraction.output.identity import Identity, run_of
+from activation_extraction.output.sealed_json import DamagedError, unseal
+
+METADATA = "metadata.json"
+METRICS = "metrics.jsonl"
+AGGREGATE = "aggregated_metadata.json"
+OWN_FILES = re.compile(
+    rf"\.?(metadata\.json|metrics\.jsonl|shard_\d{{4,}}(\.json|{SUFFIXES}))(\.tmp)?"
+)
+NEEDED = ("identity", "status", "max_samples", "written")  # of the metadata
+METRICS_TAIL = 4096  # bytes that hold the last line
+READERS = 32  # files read at the same time; they are small
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One host's folder: metadata (None when there is none), commits by number, file sizes.
+
+    damaged: name of each JSON file that could not be read -> why. metrics: the last ones of the
+    run. url: of the folder. local: whether it is a folder of this machine. locked: whether a
+    process holds it; None where that cannot be known.
+    """
+
+    metadata: dict[str, Any] | None = None
+    commits: dict[int, Commit] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    url: str = ""
+    local: bool = True
+    locked: bool | None = None
+
+    @cached_property
+    def identity(self) -> Identity | None:
+        """The identity of the run; None without metadata."""
+        return None if self.metadata is None else identity_of(self.metadata, self.url)
+
+    @property
+    def run(self) -> str | None:
+        """Digest of the run's identity, as the commits have it."""
+        return None if self.metadata is None else run_of(self.metadata["identity"])
+
+    @property
+    def in_order(self) -> list[Commit]:
+        """The commits by their numbers."""
+        return [self.commits[number] for number in sorted(self.commits)]
+
+    def has(self, commit: Commit) -> bool:
+        """Whether the shard of this commit is here, in its full size."""
+        return self.files.get(commit.file) == commit.bytes
+
+    @property
+    def in_bucket(self) -> bool:
+        """Whether runs upload to this folder: nobody locks it, and all shards are here."""
+        remote = (self.metadata or {}).get("remote") or ""
+        return not self.local or local_path(remote) == local_path(self.url)
+
+    def missing(self) -> tuple[list[int], list[int]]:
+        """Numbers of the shards that must be here and have no JSON, or no file of the right size.
+
+        None where the shards go to a bucket: they are deleted after their upload.
+        """
+        told = self.metadata or {}
+        if told.get("remote") is not None and not self.in_bucket:
+            return [], []
+        last = max([told.get("shards", 0), *self.commits])
+        without_json = [number for number in range(1, last + 1) if number not in self.commits]
+        return without_json, [c.number for c in self.in_order if not self.has(c)]
+
+
+def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
+    """The identity that metadata.json records. Raises DamagedError when it cannot be read."""
+    return Identity.from_json(metadata["identity"], where)
+
+
+def own_files(names: Iterable[str]) -> list[str]:
+    """The names that are those of an extraction's files, the JSON files first.
+
+    Deleted in this order, what is left never looks like a whole extraction.
+    """
+    own = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
+    return sorted(own, key=lambda name: not name.endswith(".json"))
+
+
+def read_stored(folder: Folder) -> Stored:
+    """Reads all JSON files of a folder, many at a time; `Stored.damaged` names what is damaged."""
+    files = folder.files()
+    names = [name for name in own_files(files) if name.endswith(".json") and name[0] != "."]
+    damaged: dict[str, str] = {}
+    metadata = None
+    commits = {}
+    with ThreadPoolExecutor(READERS) as pool:
+        for name, data in zip(names, pool.map(folder.read, names), strict=True):
+            if data is None:  # replaced by a run that is going on
+                continue
+            try:
+                if name == METADATA:
+                    metadata = _read_metadata(data, f"{folder.url}/{name}")
+                else:
+                    commit = _read_commit(data, name, f"{folder.url}/{name}")
+                    commits[commit.number] = commit
+            except DamagedError as error:
+                damaged[name] = str(error)
+    metrics = _last_metrics(folder, files)
+    return Stored(metadata, commits, files, damaged, metrics, folder.url, folder.local)
+
+
+def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
+    content = unseal(data, where)
+    if content.get("format_version") not in READABLE_VERSIONS:
+        raise DamagedError(f"{where}: was written by another version")
+    if missing := [key for key in NEEDED if key not in content]:
+        raise DamagedError(f"{where}: lacks {', '.join(missing)}")
+    identity_of(content, where)
+    return content
+
+
+def _read_commit(data: bytes, name: str, where: str) -> Commit:
+    commit = Commit.from_json(unseal(data, where), where)
+    if str(commit.file).split(".")[0] != name.removesuffix(".json"):
+        raise DamagedError(f"{where}: is the JSON of {commit.file}")
+    return commit
+
+
+def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
+    """The last whole line of metrics.jsonl; they inform and decide nothing."""
+    size = files.get(METRICS, 0)
+    tail = folder.read(METRICS, start=-min(size, METRICS_TAIL)) if size else None
+    for line in reversed((tail or b"").splitlines()):
+        with suppress(ValueError):
+            metrics = json.loads(line)
+            if isinstance(metrics, dict):
+                return metrics
+    return {}
+
+
+def remove_extraction(folder: Folder) -> None:
+    """Deletes the metadata, metrics, commits and shards in a folder, in this order, no other file.
+
+    What is left when it is killed cannot be continued: shards without metadata are refused.
+    """
+    names = own_files(folder.files())
+    groups = (
+        [name for name in names if "shard_" not in name],
+        [name for name in names if "shard_" in name and ".json" in name],
+        [name for name in names if "shard_" in name and ".json" not in name],
+    )
+    with ThreadPoolExecutor(READERS) as pool:
+        for group in groups:
+            list(pool.map(folder.remove, group))

@@ -1,0 +1,221 @@
+"""The pickle form of a shard: a dict from key (layer, or hook name) to a list of records.
+
+`pickle.loads(gzip.open(path).read())` reads it. There is one record per sample, in order; a record
+is a dict of plain values and NumPy arrays, see `Record`. The bytes depend on the content alone.
+Read a compressed file to its end: its checksum comes last, and `pickle.load` stops before it.
+"""
+
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from pickle import PickleBuffer
+from typing import Any, TypedDict
+
+import numpy as np
+from isal import igzip, igzip_threaded
+
+from activation_extraction.cli.errors import RunError, one_line
+from activation_extraction.output.safe_unpickler import unpickle
+from activation_extraction.output.sealed_json import DamagedError, unseal
+from activation_extraction.output.shard import DocId, Key, SampleRow, Shard
+
+COMPRESSION_LEVEL = 1
+# One more than cores, as one of them waits at times. 8 is an estimate: more outrun the sha256.
+COMPRESSION_THREADS = min((os.cpu_count() or 1) + 1, 8)
+# What a shard may unpack to when no JSON records it: activations hardly compress.
+GENEROUS_BYTES, GENEROUS_RATIO = 64 * 2**20, 16
+
+
+class Record(TypedDict):
+    """One sample at one hook."""
+
+    sample_idx: int
+    hook: str  # its full name, such as blocks.12.hook_mlp_out
+    activation: np.ndarray  # (tokens, width)
+    shape: tuple[int, ...]
+    text_preview: str
+    token_ids: np.ndarray | None  # int32 (tokens,)
+    doc_id: DocId
+
+
+Records = dict[Key, list[Record]]
+
+
+class ContentError(RunError):
+    """The records of a shard contradict each other, or the names of its hooks."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+class _Pickler(pickle.Pickler):
+    """Writes arrays straight from their memory (those in C order); `pickle.dump` copies all of them
+    and keeps the copies until its end.
+
+    Protocol 5 allows that. NumPy's own form for it names internals that NumPy 1.26 does not have,
+    so arrays keep the form of protocol 4, and but for its number so does the whole pickle.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return NotImplemented
+        reduced: Any = np.empty(0, value.dtype).__reduce__()
+        rebuild, arguments, (version, _shape, dtype, fortran, _data) = reduced
+        content = np.asarray(value, order="C").reshape(-1).view(np.uint8).data
+        data = PickleBuffer(content.toreadonly())  # a writable buffer would become a bytearray
+        return rebuild, arguments, (version, value.shape, dtype, fortran, data)
+
+
+class _Counter:
+    """Passes on what is written, and counts the bytes."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.bytes = 0
+
+    def write(self, data: bytes | PickleBuffer) -> int:
+        self.bytes += memoryview(data).nbytes
+        return self._file.write(data)
+
+
+def pickle_records(records: Records, file: Any) -> int:
+    """Writes records to a file without compression; returns the number of bytes."""
+    counter = _Counter(file)
+    _Pickler(counter, protocol=5).dump(records)
+    return counter.bytes
+
+
+def gzip_records(records: Records, file: Any) -> int:
+    """As `pickle_records`, as gzip; returns the number of bytes before compression."""
+    # Neither the number of threads nor the time shows in the bytes.
+    with igzip_threaded.open(
+        file, "wb", compresslevel=COMPRESSION_LEVEL, threads=COMPRESSION_THREADS
+    ) as stream:
+        return pickle_records(records, stream)
+
+
+def write_pickle(shard: Shard, names: Mapping[Key, str], file: Any) -> int:
+    """Writes a shard to a file; returns the number of bytes."""
+    return pickle_records(records_of(shard, names), file)
+
+
+def write_gzip_pickle(shard: Shard, names: Mapping[Key, str], file: Any) -> int:
+    """Writes a shard to a file as gzip; returns the number of bytes before compression."""
+    return gzip_records(records_of(shard, names), file)
+
+
+def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
+    """The records of a shard. names: key of each hook -> its full name."""
+    return {
+        key: [
+            {
+                "sample_idx": row.sample_idx,
+                "hook": names[key],
+                "activation": activation,
+                "shape": activation.shape,
+                "text_preview": row.text_preview,
+                "token_ids": row.token_ids,
+                "doc_id": row.doc_id,
+            }
+            for row, activation in zip(shard.samples, slices, strict=True)
+        ]
+        for key, slices in shard.slices.items()
+    }
+
+
+def read_records(path: str | Path, limit: int | None = None) -> Records:
+    """Reads a pickled shard, compressed when its name ends in .gz, without running pickled code.
+
+    limit: the most bytes that it may unpack to. By default it is what the JSON beside the shard
+    records; without that, 64 MiB and 16 times the size of the file. Raises UnsafeError for anything
+    but plain containers and NumPy arrays of numbers, and for more than `limit` bytes; RunError for
+    a damaged file.
+    """
+    path = Path(path)
+    limit = _recorded_limit(path) if limit is None else limit
+    with open(path, "rb") as file:
+        stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if path.suffix == ".gz" else file
+        try:
+            records = unpickle(stream, limit)
+            if stream.read(1):  # nothing follows; reading on also makes gzip check its checksum
+                raise RunError("is damaged: it goes on after its end")
+        except RunError as error:
+            raise type(error)(f"{path.name}: {error}") from error
+        except Exception as error:  # whatever broken bytes may raise in gzip, pickle or NumPy
+            raise RunError(f"{path.name}: cannot be read: {one_line(error):.200}") from error
+    if not isinstance(records, dict) or not all(isinstance(r, list) for r in records.values()):
+        raise RunError(f"{path.name}: is not a shard: expected a dict of lists of records")
+    return records
+
+
+def largest_size(file_size: int, unpacked: int | None) -> int:
+    """The bytes that a shard may unpack to; `unpacked`: what its JSON records."""
+    if isinstance(unpacked, int):
+        return unpacked
+    return GENEROUS_BYTES + GENEROUS_RATIO * file_size
+
+
+def _recorded_limit(path: Path) -> int:
+    where = path.with_name(path.name.split(".")[0] + ".json")
+    try:
+        unpacked = unseal(where.read_bytes(), str(where)).get("unpacked")
+    except (OSError, DamagedError):
+        unpacked = None
+    return largest_size(path.stat().st_size, unpacked)
+
+
+def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
+    """Reads a pickled shard. names: key of each hook that it should have -> the hook's full name.
+
+    Raises as `read_records` does, and ContentError when a record does not fit with the others.
+    """
+    records = read_records(path, limit)
+    if list(records) != list(names):
+        raise ContentError([f"has hooks {list(records)}, its JSON others"])
+    try:
+        shard = _shard_of(records)
+        problems = [*_problems(records, shard.samples, names)]
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        raise ContentError([f"its records are not as they should be: {error!r:.200}"]) from error
+    if problems:
+        raise ContentError(problems)
+    return shard
+
+
+def _shard_of(records: Records) -> Shard:
+    """The samples are those of the first hook."""
+    samples = [
+        SampleRow(
+            sample_idx=record["sample_idx"],
+            token_ids=record["token_ids"],
+            positions=np.arange(len(record["activation"]), dtype=np.int32),
+            text_preview=record["text_preview"],
+            doc_id=record["doc_id"],
+        )
+        for record in next(iter(records.values()), [])
+    ]
+    return Shard(samples, {key: [r["activation"] for r in each] for key, each in records.items()})
+
+
+def _problems(
+    records: Records, samples: list[SampleRow], names: Mapping[Key, str]
+) -> Iterator[str]:
+    """What a record repeats has to agree with the table of samples and the hook's name."""
+    indices = [row.sample_idx for row in samples]
+    for key, each in records.items():
+        if [record["sample_idx"] for record in each] != indices:
+            yield f"hook {key}: its samples are not those of the first hook"
+            continue
+        for record, row in zip(each, samples, strict=True):
+            where = f"hook {key}, sample {row.sample_idx}"
+            if record.get("hook", names[key]) != names[key]:
+                yield f"{where}: is of hook {record['hook']!r:.80}, expected {names[key]}"
+            if tuple(record["shape"]) != record["activation"].shape:
+                shape, recorded = record["activation"].shape, tuple(record["shape"])
+                yield f"{where}: shape {shape}, its record says {recorded}"
+            if record["token_ids"] is not row.token_ids and not np.array_equal(
+                np.asarray(record["token_ids"]), np.asarray(row.token_ids)
+            ):
+                yield f"{where}: its token ids are not those of the first hook"

@@ -1,0 +1,90 @@
+"""StoragePlan: what an ActivationStorage finds stored, and which shards it is to store.
+
+A run that begins or continues has one range of shards, up to the end of the data; a repair has one
+for each gap. Whoever plans only reads.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from activation_extraction.output.commit import Commit
+from activation_extraction.output.folder import Folder
+from activation_extraction.text.batch import Cursor
+
+
+@dataclass(frozen=True)
+class ShardRange:
+    """Shards `first` to `last`, which are to be stored; None: as many as the data has.
+
+    before: the shard in front of them; None at the beginning of the data. until: above the
+    `sample_idx` of their samples, and of no sample after them. partial: whether the last of them is
+    cut before it has its size.
+    """
+
+    first: int = 1
+    before: Commit | None = None
+    last: int | None = None
+    until: int | None = None
+    partial: bool = True
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """Where in the data they begin; None at its beginning."""
+        return None if self.before is None else self.before.position
+
+    @property
+    def sample_before(self) -> int:
+        """The `sample_idx` in front of theirs; -1 at the beginning of the data."""
+        return -1 if self.before is None else self.before.last
+
+
+@dataclass(frozen=True)
+class StoragePlan:
+    """commits: shards that are stored and stay; `waiting`: numbers of those that the bucket lacks.
+
+    ranges: what is to be stored, in the order of the data. obsolete: files to delete, (folder,
+    name). settled: there is nothing to do, not even to upload or to write down. skipped_rows: those
+    of a complete extraction, after its last sample too. For a repair: recorded is the metadata,
+    which stays but for its sums; expected has the shards as they were, by number.
+    """
+
+    commits: list[Commit] = field(default_factory=list)
+    ranges: tuple[ShardRange, ...] = (ShardRange(),)
+    waiting: frozenset[int] = frozenset()
+    obsolete: tuple[tuple[Folder, str], ...] = ()
+    settled: bool = False
+    skipped_rows: int = 0
+    recorded: Mapping[str, Any] | None = None
+    expected: Mapping[int, Commit] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to compute; some of it may wait for its upload."""
+        return not self.ranges
+
+    @property
+    def last_sample(self) -> int:
+        """The `sample_idx` after which the first sample to be stored comes."""
+        if self.ranges:
+            return self.ranges[0].sample_before
+        return self.commits[-1].last if self.commits else -1
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """Where in the data the first sample to be stored is; None at its beginning."""
+        if self.ranges:
+            return self.ranges[0].cursor
+        return self.commits[-1].position if self.commits else None
+
+
+class Planner(Protocol):
+    """Finds out what is to be stored. Raises InputError when nothing may be added."""
+
+    def look(self) -> StoragePlan:
+        """Before anything is written."""
+        ...
+
+    def look_again(self, plan: StoragePlan) -> StoragePlan:
+        """When this process holds the folder: another one may have written to it until now."""
+        ...

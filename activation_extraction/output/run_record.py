@@ -1,0 +1,100 @@
+"""RunRecord: what a run says about itself, in metadata.json and in metrics.jsonl."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from activation_extraction.output.atomic_file import write_bytes
+from activation_extraction.output.commit import FORMAT_VERSION
+from activation_extraction.output.folder import Folder, reason_of
+from activation_extraction.output.folder_lock import running_system
+from activation_extraction.output.identity import Identity
+from activation_extraction.output.metadata import METADATA, METRICS
+from activation_extraction.output.sealed_json import seal
+from activation_extraction.output.shard import Key
+from activation_extraction.output.shard_writer import StorageError, Totals
+
+SUMS = ("shards", "samples", "tokens", "bytes", "hooks")  # in metadata.json
+
+
+class RunRecord:
+    """Writes both files to `folder`, and metadata.json to `remote` as well.
+
+    hooks: key, name and whatever else is known of each hook. owner: names this process. more: what
+    the caller wants to be recorded. A repair keeps what is `recorded` already, all but the sums.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        remote: Folder | None,
+        hooks: Mapping[Key, Mapping[str, Any]],
+        identity: Identity,
+        max_samples: int | None,
+        owner: str,
+        more: Mapping[str, Any],
+    ) -> None:
+        self.recorded: Mapping[str, Any] | None = None
+        self._folder = folder
+        self._remote = remote
+        self._hooks = hooks
+        self._identity = identity
+        self._max_samples = max_samples
+        self._owner = owner
+        self._more = more
+        self.begin()
+
+    def begin(self) -> None:
+        """The seconds of the run count from now."""
+        self._began = time.perf_counter()
+
+    def write(self, status: str, totals: Totals, counted: bool = True, upload: bool = True) -> None:
+        """Writes metadata.json. counted: whether `totals` are those of all that is stored."""
+        content = self._content(status, totals)
+        if self.recorded is not None:
+            own = ("owner", "written", *(SUMS if counted else ()))
+            content |= {**self.recorded, **{name: content[name] for name in own}}
+        write_bytes(self._folder / METADATA, seal(content))
+        if self._remote is not None and upload:
+            self._remote.put(self._folder / METADATA)
+
+    def _content(self, status: str, totals: Totals) -> dict[str, Any]:
+        return {
+            "format_version": FORMAT_VERSION,
+            "status": status,
+            "shards": totals.shards,
+            "samples": totals.samples,
+            "tokens": totals.tokens,
+            "bytes": totals.bytes,
+            "skipped_rows": totals.skipped_rows,
+            "max_samples": self._max_samples,
+            "seconds": round(time.perf_counter() - self._began, 3),
+            "written": round(time.time(), 3),
+            "owner": self._owner,
+            "system": running_system(),
+            "remote": None if self._remote is None else self._remote.url,
+            "hooks": [
+                {**self._hooks[key], **statistics.to_json()}
+                for key, statistics in totals.statistics.items()
+            ],
+            "identity": self._identity.to_json(),
+            **self._more,
+        }
+
+    def fetch_metrics(self) -> None:
+        """Gets the metrics of earlier runs from the bucket, when this disk does not have them."""
+        path = self._folder / METRICS
+        if self._remote is not None and not path.exists():
+            data = self._remote.read(METRICS)
+            if data is not None:
+                write_bytes(path, data)
+
+    def add_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Appends a line to metrics.jsonl. Raises StorageError."""
+        try:
+            with open(self._folder / METRICS, "a") as file:
+                file.write(json.dumps(metrics) + "\n")
+        except OSError as error:
+            raise StorageError(f"{self._folder / METRICS}: {reason_of(error)[0]}") from error

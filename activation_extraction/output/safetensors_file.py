@@ -1,0 +1,153 @@
+"""The safetensors form of a shard: one contiguous tensor per hook.
+
+So one hook is read by mapping a part of a local file, or by one range of bytes from a bucket. The
+file holds, in this order, `sample_idx` and `sample_offsets` (int64), `token_ids` and `position`
+(int32), and a tensor (tokens, width) per hook under the name that was asked for. The header's
+metadata has the text previews and document ids as JSON lists. The layout is that of
+https://huggingface.co/docs/safetensors; the bytes depend on the content alone.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from activation_extraction.cli.errors import RunError
+from activation_extraction.output.shard import Key, Shard
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
+TABLE = ("sample_idx", "sample_offsets", "token_ids", "position")  # every other tensor is a hook
+FORMAT = "1"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a file keeps a tensor: its dtype, its shape, and its first byte in the file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file holds: its tensors by name, and its metadata, strings by name."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+    @property
+    def hooks(self) -> list[str]:
+        return [name for name in self.tensors if name not in TABLE]
+
+
+def write_shard(shard: Shard, names: Mapping[Key, str], write: Callable[[Any], Any]) -> None:
+    """Hands the file to `write`, piece by piece, without copying the activations.
+
+    names: key of each hook in the shard -> its name in the file.
+    """
+    table = {
+        "sample_idx": [np.array([sample.sample_idx for sample in shard.samples], np.int64)],
+        "sample_offsets": [shard.offsets],
+        "token_ids": [np.asarray(sample.token_ids, np.int32) for sample in shard.samples],
+        "position": [np.asarray(sample.positions, np.int32) for sample in shard.samples],
+    }
+    tensors = table | {names[key]: slices for key, slices in shard.slices.items()}
+    metadata = {
+        "format": FORMAT,
+        "text_previews": _json([sample.text_preview for sample in shard.samples]),
+        "doc_ids": _json([sample.doc_id for sample in shard.samples]),
+    }
+    write(_header(tensors, metadata))
+    for parts in tensors.values():
+        for part in parts:
+            write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+
+
+def _header(tensors: Mapping[str, list[np.ndarray]], metadata: dict[str, str]) -> bytes:
+    """The length of the header in 8 bytes, and the header, padded to a multiple of 8 bytes."""
+    content: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, parts in tensors.items():
+        begin, end = end, end + sum(part.nbytes for part in parts)
+        content[name] = {
+            "dtype": NAMES[parts[0].dtype],
+            "shape": [sum(len(part) for part in parts), *parts[0].shape[1:]],
+            "data_offsets": [begin, end],
+        }
+    text = _json(content).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def read_header(read: Callable[[int, int], bytes], size: int, where: str) -> Header:
+    """Reads the header by `read(start, stop)` from a file of `size` bytes.
+
+    Raises RunError when the file is not a shard of ours, or when the tensors and the file differ in
+    size.
+    """
+    try:
+        (length,) = struct.unpack("<Q", read(0, 8))
+        if length > min(LARGEST_HEADER, size - 8):
+            raise ValueError(f"the header claims {length} bytes")
+        content = json.loads(read(8, 8 + length))
+        metadata = content.pop("__metadata__")
+        if metadata["format"] != FORMAT:
+            raise ValueError(f"format {metadata['format']!r}, expected {FORMAT!r}")
+        tensors = {name: _tensor(entry, 8 + length) for name, entry in content.items()}
+        _check_layout(tensors, size)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise RunError(f"{where}: is not a shard that can be read: {error}") from error
+    return Header(tensors, metadata)
+
+
+def _tensor(entry: Mapping[str, Any], start: int) -> Tensor:
+    begin, end = entry["data_offsets"]
+    tensor = Tensor(DTYPES[entry["dtype"]], tuple(entry["shape"]), start + begin)
+    if any(type(size) is not int or size < 0 for size in tensor.shape):
+        raise ValueError(f"shape {tensor.shape}")
+    if end - begin != tensor.dtype.itemsize * math.prod(tensor.shape):
+        raise ValueError("a tensor's size does not follow from its shape")
+    return tensor
+
+
+def _check_layout(tensors: Mapping[str, Tensor], size: int) -> None:
+    """Raises ValueError unless the tensors fill the file and agree about samples and tokens."""
+    ends = [t.offset + t.dtype.itemsize * math.prod(t.shape) for t in tensors.values()]
+    if max(ends) != size:
+        raise ValueError(f"{size} bytes, its tensors end at {max(ends)}")
+    samples, tokens = tensors["sample_idx"].shape, tensors["token_ids"].shape
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if shapes["sample_offsets"] != (samples[0] + 1,) or shapes["position"] != tokens:
+        raise ValueError("its tables differ in length")
+    if wrong := [
+        n for n, s in shapes.items() if n not in TABLE and (len(s), *s[:1]) != (2, *tokens)
+    ]:
+        raise ValueError(f"hook {wrong[0]} has shape {shapes[wrong[0]]}")
+
+
+def texts_of(header: Header) -> tuple[list[str], list[Any]]:
+    """Text previews and document ids, one per sample."""
+    return json.loads(header.metadata["text_previews"]), json.loads(header.metadata["doc_ids"])

@@ -1,0 +1,50 @@
+"""Sealed JSON: a JSON file that carries a checksum of its own content.
+
+A damaged file is recognised by its checksum and is never believed.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from activation_extraction.cli.errors import RunError
+
+ANEW = "--repair mends it, --overwrite starts anew"
+
+
+class DamagedError(RunError):
+    """A JSON file does not hold what was written to it."""
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    """SHA-256 of JSON content; the order of its keys does not matter."""
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """Returns the bytes of the JSON file, checksum included. Raises ValueError for NaN."""
+    sealed = {**content, "checksum": digest_of(content)}
+    return (json.dumps(sealed, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def unseal(data: bytes, where: str) -> dict[str, Any]:
+    """Returns the content of a sealed JSON file; `where` names it in messages.
+
+    Raises DamagedError when even one byte differs from what was written.
+    """
+    try:
+        content = json.loads(data)
+        checksum = content.pop("checksum")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"{where}: is damaged, or was not written by this program"
+        raise DamagedError(what, remedy=ANEW) from error
+    try:
+        intact = checksum == digest_of(content) and data == seal(content)
+    except ValueError:  # NaN
+        intact = False
+    if not intact:
+        what = f"{where}: is damaged: its checksum does not match its content"
+        raise DamagedError(what, remedy=ANEW)
+    return content

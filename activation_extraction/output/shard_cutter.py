@@ -1,0 +1,124 @@
+"""ShardCutter: gathers complete samples into a shard, and cuts it where it has its size.
+
+It follows the ranges of a plan, and refuses samples that do not belong there.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from activation_extraction.output.commit import Commit
+from activation_extraction.output.plan import StoragePlan
+from activation_extraction.output.shard import Key, SampleRow, Shard
+from activation_extraction.output.shard_writer import ShardWriter, StorageError
+from activation_extraction.text.batch import Cursor
+
+
+class ShardCutter:
+    """Hands over shards of at most `limit` bytes of activations, and at least one sample each.
+
+    stride: between the indices of two samples in a row. where: names the output in messages.
+    `cursor` is where the data continues after what was handed over; whoever adds samples moves it
+    along. Methods raise StorageError as soon as a shard could not be committed.
+    """
+
+    def __init__(
+        self,
+        writer: ShardWriter,
+        keys: Sequence[Key],
+        limit: float,
+        plan: StoragePlan,
+        stride: int,
+        where: str,
+    ) -> None:
+        self.cursor: Cursor | None = plan.cursor
+        self._writer = writer
+        self._keys = keys
+        self._limit = limit
+        self._stride = stride
+        self._where = where
+        self._ranges = list(plan.ranges)
+        self._expected = plan.expected
+        self._cut_so_far = len(plan.commits)
+        self._start_at(plan.last_sample)
+
+    def _start_at(self, sample_before: int) -> None:
+        self._stored = self.last_sample = sample_before
+        if self._ranges:
+            self._cut_so_far = self._ranges[0].first - 1
+        self._empty()
+
+    def _empty(self) -> None:
+        self._pending = Shard([], {key: [] for key in self._keys})
+        self._bytes = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every range has been stored."""
+        return not self._ranges
+
+    def wants(self, sample_idx: int) -> bool:
+        """Whether a sample is not stored yet; an earlier run's last shard may end in a batch."""
+        return sample_idx > self._stored
+
+    def is_beyond(self, sample_idx: int) -> bool:
+        """Whether a sample comes after the samples of the current range."""
+        until = self._ranges[0].until if self._ranges else None
+        return until is not None and sample_idx >= until
+
+    def add(self, row: SampleRow, slices: Mapping[Key, np.ndarray]) -> None:
+        """Adds a sample, the next one. slices: key of every hook -> (tokens, width)."""
+        size = sum(activation.nbytes for activation in slices.values())
+        if self._pending.samples and self._bytes + size > self._limit:
+            self._cut(partial=False)
+        self._pending.samples.append(row)
+        for key in self._keys:
+            self._pending.slices[key].append(slices[key])
+        self._bytes += size
+        self.last_sample = row.sample_idx
+
+    def end_range(self) -> None:
+        """Cuts the last shard of the current range, and goes on to the next one."""
+        current = self._ranges[0]
+        if current.last is None:
+            if self._pending.samples:
+                self._cut(partial=True)
+        else:
+            assert current.until is not None
+            if not current.until - self._stride <= self.last_sample < current.until:
+                raise self._other_data(current.last)
+            self._cut(current.partial)
+            if self._cut_so_far != current.last:
+                raise self._other_data(current.last)
+        self._ranges.pop(0)
+        if self._ranges:
+            self._start_at(self._ranges[0].sample_before)
+
+    def finish(self, complete: bool) -> None:
+        """Ends every range that can be ended: all of them when the data is `complete`.
+
+        A range with a last shard is not ended before its end.
+        """
+        while self._ranges and (complete or self._ranges[0].last is None):
+            self.end_range()
+
+    def _cut(self, partial: bool) -> None:
+        number = self._cut_so_far + 1
+        expected = self._expected.get(number)
+        if expected is not None and not _same_samples(self._pending, expected):
+            raise self._other_data(number)
+        self._writer.commit(self._pending, self.cursor, number, partial)
+        self._empty()  # not before: Ctrl-C may come while it waits
+        self._cut_so_far = number
+
+    def _other_data(self, number: int) -> StorageError:
+        return StorageError(
+            f"{self._where}: shard {number} cannot be made again: the data gives other samples "
+            "than those that it had; have the files of the data set changed?"
+        )
+
+
+def _same_samples(shard: Shard, commit: Commit) -> bool:
+    rows = shard.samples
+    found = (rows[0].sample_idx, rows[-1].sample_idx, len(rows), shard.tokens)
+    return found == (commit.first, commit.last, commit.count, commit.tokens)

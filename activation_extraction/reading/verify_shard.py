@@ -1,0 +1,155 @@
+"""What a shard holds: its bytes, records and statistics, compared with its JSON file."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from activation_extraction.cli.errors import RunError
+from activation_extraction.output.commit import Commit
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.formats import format_of
+from activation_extraction.output.metadata import Stored
+from activation_extraction.output.pickle_file import ContentError
+from activation_extraction.output.shard import SampleRow, Shard
+from activation_extraction.output.statistics import Statistics, merge_all
+from activation_extraction.reading.verify_folder import differing, file_path
+from activation_extraction.text.workers import Worker
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A stored sample that is to be recomputed."""
+
+    where: str
+    token_ids: np.ndarray
+    activations: list[np.ndarray]  # in the order of the hooks
+
+
+def check_shard(
+    store: Folder, folder: str, stored: Stored, commit: Commit, wanted: list[int], scratch: Path
+) -> tuple[list[str], list[Chosen]]:
+    """What is wrong with a shard, and those of its samples that are to be recomputed.
+
+    wanted: the positions of those samples. scratch: a folder for downloads.
+    """
+    where = file_path(folder, commit.file)
+    if problem := _check_size(store, stored, commit):
+        return [f"{where}: {problem}"], []
+    if stored.identity is None:
+        return [], []
+    if tuple(commit.names.values()) != stored.identity.hooks:
+        return [f"{where}: has other hooks than its run"], []
+    own = scratch / (folder or "all")
+    own.mkdir(exist_ok=True)
+    try:
+        shard, intact = _read(store, commit, own)
+        problems = [] if intact else [f"{where}: its sha256 is not its JSON's"]
+        problems += [f"{where}: {what}" for what in _check_samples(shard, stored, commit)]
+        return problems, [] if problems else _choose(shard, wanted, where)
+    except ContentError as error:
+        return [f"{where}: {problem}" for problem in error.problems], []
+    except (RunError, OSError) as error:
+        return [f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")], []
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        return [f"{where}: its content is not as it should be: {error!r:.200}"], []
+
+
+def _check_size(store: Folder, stored: Stored, commit: Commit) -> str | None:
+    """What is wrong with the file as it is listed."""
+    size = stored.files.get(commit.file)
+    if size is None:
+        moved = (stored.metadata or {}).get("remote")
+        hint = f" here, it was uploaded to {moved}" if moved and store.local else ""
+        return f"is missing{hint}"
+    return None if size == commit.bytes else f"has {size} bytes, its JSON says {commit.bytes}"
+
+
+def _read(store: Folder, commit: Commit, scratch: Path) -> tuple[Shard, bool]:
+    """A shard, and whether its file has the recorded sha256. Raises RunError or OSError."""
+    path = store.fetch(commit.file, scratch)
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        shard_format = format_of(commit.file)
+        if shard_format is None:
+            raise RunError(f"{commit.file}: is in no format that this program knows")
+        limit = shard_format.largest_size(commit.bytes, commit.unpacked)
+        return shard_format.read(path, commit.names, limit), digest == commit.sha256
+    finally:
+        if not store.local:
+            path.unlink(missing_ok=True)
+
+
+def _choose(shard: Shard, wanted: list[int], where: str) -> list[Chosen]:
+    return [
+        Chosen(
+            f"{where}: sample {shard.samples[i].sample_idx}",
+            np.asarray(shard.samples[i].token_ids),
+            [slices[i] for slices in shard.slices.values()],
+        )
+        for i in wanted
+    ]
+
+
+def _check_samples(shard: Shard, stored: Stored, commit: Commit) -> Iterator[str]:
+    """What is wrong with the samples of a shard, and with their activations."""
+    identity, metadata = stored.identity, stored.metadata or {}
+    assert identity is not None
+    stride = Worker(machines=identity.total_machines, hosts=identity.num_hosts).stride
+    indices = list(range(commit.first, commit.last + 1, stride))
+    if [row.sample_idx for row in shard.samples] != indices:
+        yield "its samples are not those of its JSON"
+        return
+    if shard.tokens != commit.tokens:
+        yield f"has {shard.tokens} tokens, its JSON says {commit.tokens}"
+    problems = [
+        f"sample {row.sample_idx}: {problem}"
+        for row in shard.samples
+        for problem in _check_row(row, identity.max_seq_length, metadata["model"]["vocab_size"])
+    ]
+    yield from problems
+    for hook in commit.hooks if not problems else ():
+        yield from _check_hook(shard, identity.activation_dtype, metadata, hook)
+
+
+def _check_row(row: SampleRow, longest: int, vocabulary: int) -> Iterator[str]:
+    """What is wrong with the token ids of a sample."""
+    ids = np.asarray(row.token_ids)
+    if ids.dtype != np.int32 or ids.ndim != 1:
+        yield f"token ids of dtype {ids.dtype}, shape {ids.shape}"
+    elif len(ids) != len(row.positions):
+        yield f"{len(ids)} token ids, {len(row.positions)} activations"
+    elif not 0 < len(ids) <= longest:
+        yield f"{len(ids)} tokens"
+    elif ids.min() < 0 or ids.max() >= vocabulary:
+        yield "token ids outside the vocabulary"
+    if not np.array_equal(row.positions, np.arange(len(row.positions))):
+        yield "its positions do not count from 0"
+
+
+def _check_hook(
+    shard: Shard, dtype: str, metadata: dict[str, Any], hook: dict[str, Any]
+) -> Iterator[str]:
+    """What is wrong with the activations at one hook. hook: as the commit describes it."""
+    name, slices = f"hook {hook['key']}", shard.slices[hook["key"]]
+    width = _width(hook, metadata)
+    problems = []
+    for row, activation in zip(shard.samples, slices, strict=True):
+        shape = (len(row.positions), width)
+        if activation.shape != shape:
+            problems.append(f"sample {row.sample_idx}: shape {activation.shape}, expected {shape}")
+        if str(activation.dtype) != dtype:
+            problems.append(f"sample {row.sample_idx}: dtype {activation.dtype}, expected {dtype}")
+    if not problems:
+        problems += differing(merge_all(map(Statistics.of, slices)), hook)
+    for problem in problems:
+        yield f"{name}, {problem}" if problem.startswith("sample") else f"{name}: {problem}"
+
+
+def _width(hook: dict[str, Any], metadata: dict[str, Any]) -> int:
+    """The width of a hook. JSON files from before hooks had widths have the model's hidden size."""
+    return hook.get("width", metadata["model"]["hidden_size"])

@@ -1,0 +1,33 @@
+"""Names of the folders of machines and hosts: made and read back by one module."""
+
+import pytest
+
+from activation_extraction.output.paths import HostFolder, host_folders, names_of_machine
+
+
+@pytest.mark.parametrize(
+    "machine,host,hosts,name",
+    [
+        (0, 0, 1, "machine_000"),
+        (3, 1, 2, "machine_003_host_01"),
+        (1234, 100, 128, "machine_1234_host_100"),
+    ],
+)
+def test_names_are_read_back(machine, host, hosts, name):
+    folder = HostFolder.of(machine, host, hosts)
+    assert folder.name == name
+    assert HostFolder.parse(name) == folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "machine", "machine_", "machine_x", "machine_000_host", "machine_000 ", "xmachine_000"],
+)
+def test_other_names_are_no_host_folders(name):
+    assert HostFolder.parse(name) is None
+    assert host_folders([name, "machine_001"]) == {"machine_001": HostFolder(1)}
+
+
+def test_the_folders_of_a_machine():
+    assert names_of_machine(2, 1) == ["machine_002"]
+    assert names_of_machine(2, 2) == ["machine_002_host_00", "machine_002_host_01"]
