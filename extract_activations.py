@@ -325,7 +325,7 @@ def identity_of(
         "text_column": config.text_column,
         "max_seq_length": config.max_seq_length,
         "hooks": [hook.name for hook in model.hooks],
-        "keyed by": keyed_by(forward),
+        "keyed by": forward.keyed_by,
         "dtype": str(model.dtype),
         "activation_dtype": str(model.activation_dtype),
         "shard_size_gb": config.shard_size_gb,
@@ -335,14 +335,6 @@ def identity_of(
         "machine": config.machine_id,
         "host": host.id,
     }
-
-
-def keyed_by(forward: Forward) -> str | list[str]:
-    """What the keys in the shards are; a list of them where hooks have other names there."""
-    if all(isinstance(key, int) for key in forward.hooks):
-        return "layer"
-    keys = [str(key) for key in forward.hooks]
-    return "hook name" if keys == [hook.name for hook in forward.model.hooks] else keys
 
 
 def open_storage(

@@ -1,4 +1,7 @@
-"""--list_hooks: the hooks of a model under all their names, and how much each one stores."""
+"""--list_hooks: the hooks of a model under all their names, and how much each one stores.
+
+The names are the hook table's; this module only lays them out.
+"""
 
 from typing import Any
 
@@ -9,7 +12,7 @@ COLUMNS = "hook", "Hugging Face module", "width", "bytes/token", "other names"
 
 def list_hooks(table: HookTable, config: Any, dtype: Any) -> list[str]:
     """Lines of text. config: of the model; dtype: in which activations are stored."""
-    rows = [COLUMNS]
+    rows: list[tuple[str, ...]] = [COLUMNS]
     for kind in table.kinds:
         width = kind.width(config.sizes)
         module, *others = kind.modules or ("",)
