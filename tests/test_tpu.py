@@ -197,14 +197,15 @@ def test_7b_with_a_hook_of_each_kind_keeps_apart_what_hosts_compute():
 def test_memory_of_hooks_of_any_width_grows_with_them_and_not_with_the_depth():
     def beyond_arguments(*layers: int) -> int:
         names = [f"blocks.{layer}.{kind}" for layer in layers for kind in PAIR]
-        flags = f"--max_seq_length 2048 --hook_names {' '.join(names)}"
-        memory = compile_for(QWEN_7B, flags, "v5e:2x4", **CHIPS_8).memory
+        flags = f"--batch_size 4 --max_seq_length 2048 --hook_names {' '.join(names)}"
+        memory = compile_for(QWEN_7B, flags, "v5e:2x4", chips_per_host_bounds=(2, 2, 1)).memory
         return memory.output_size_in_bytes + memory.temp_size_in_bytes
 
     deep, sizes = beyond_arguments(5, 23), QWEN_7B.sizes
     a_pair = 8 * 2048 * (sizes["F"] + sizes["D"]) * 2 / 8  # rows, tokens, widths, bytes each; chips
     assert abs(deep - beyond_arguments(5, 11)) < 0.1 * a_pair
-    assert beyond_arguments(5, 11, 17, 23) - deep == pytest.approx(2 * a_pair, 0.1)
+    more = beyond_arguments(5, 11, 17, 23) - deep
+    assert 2 * a_pair <= more < 2.5 * 2 * a_pair  # the loop's buffers, and the result
 
 
 def test_memory_grows_with_the_hooks_and_not_with_the_depth():
