@@ -90,15 +90,19 @@ HOOKS = HookTable(
 )
 ATTENDED = [kind.value for kind in HOOKS.kinds].index("attn.z")  # from here on, attention has run
 
+# In the loop a kind costs every layer a write, and an exchange of what is split over devices; a
+# layer after the loop costs time to compile.
+MOST_KINDS_OF_ONE_LAYER = 2
+
 
 class HookedQwen2(nn.Module):
     """Qwen2 as far as the hooks need it, returning what they saw.
 
-    Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. Where the hooks need only a
-    part of the last layer, or the final norm, that layer comes after the loop over the others, with
-    the parameters that it needs as "last_layer". With `stages` > 1 all layers are whole, and split
-    into that many pipeline stages of equal length, the last ones perhaps with layers of zeros,
-    which change nothing.
+    Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. Layers run in a loop, but for
+    the last one where the hooks need only a part of it, or the final norm, or many kinds that no
+    other layer is asked for: it follows the loop, with the parameters that it needs as
+    "last_layer". With `stages` > 1 all layers are whole, and split into that many pipeline stages
+    of equal length, the last ones perhaps with layers of zeros, which change nothing.
     """
 
     config: QwenConfig
@@ -122,8 +126,12 @@ class HookedQwen2(nn.Module):
     @property
     def last_layer(self) -> "LastLayer | None":
         """What is needed of a layer after the loop; None when there is none."""
-        ends = [hook.kind.value for hook in self.hooks if hook.layer == self.num_layers - 1]
-        return None if self.stages > 1 else _last_layer(self.config, tuple(ends))
+        if self.stages > 1:
+            return None
+        last = {hook.kind for hook in self.hooks if hook.layer == self.num_layers - 1}
+        others = {hook.kind for hook in self.hooks if hook.layer < self.num_layers - 1}
+        apart = len(last - others) > MOST_KINDS_OF_ONE_LAYER
+        return _last_layer(self.config, frozenset(kind.value for kind in last), apart)
 
     @property
     def layers_per_stage(self) -> int:
@@ -273,12 +281,15 @@ class LastLayer(NamedTuple):
 
 
 @functools.cache
-def _last_layer(config: QwenConfig, values: tuple[str, ...]) -> LastLayer | None:
-    """For hooks with these values at the last layer; None when it runs like all others."""
+def _last_layer(config: QwenConfig, values: frozenset[str], apart: bool) -> LastLayer | None:
+    """For hooks with these values at the last layer; None when it runs in the loop.
+
+    apart: not in the loop in any case.
+    """
     layers = decoder(config, jnp.float32, blocked_attention, Layout())
     final = any(value.startswith("final.") for value in values)
-    paths = layers.paths_for({"resid_post"} if final else set(values))
-    if not final and paths == layers.paths_for({"resid_post"}):
+    paths = layers.paths_for({"resid_post"} if final else values)
+    if not (apart or final) and paths == layers.paths_for({"resid_post"}):
         return None
     return LastLayer(paths, sum(layers.matrix_sizes()[path] for path in paths))
 

@@ -208,7 +208,11 @@ BAD_REQUESTS = {
     "unknown type": (["--activation_type", "q"], {}, "argument --activation_type"),
     "layer beyond depth": (["--layers_to_extract", 12], {}, "--layers_to_extract 12: the model"),
     "negative layer": (["--layers_to_extract", -1], {}, "argument --layers_to_extract"),
-    "hook that is not there": (["--hook_names", "blocks.*.hook_q"], {}, "--hook_names blocks.*"),
+    "hook that is not there": (
+        ["--hook_names", "blocks.*.hook_mlp_in"],
+        {},
+        "--hook_names blocks.*",
+    ),
     "machine out of range": (
         ["--machine_id", 2, "--total_machines", 2],
         {},

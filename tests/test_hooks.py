@@ -17,6 +17,7 @@ from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
 
 DEPTH = 4
+HALF = {"input_layernorm", "q_proj", "k_proj", "v_proj", "o_proj"}  # a layer without its MLP
 
 
 def named(*names, depth=DEPTH):
@@ -85,11 +86,9 @@ def test_a_name_that_no_hook_has_is_refused(name):
         (["blocks.2.attn.hook_q"], 2, {"input_layernorm", "q_proj"}),
         (["blocks.0.attn.hook_rot_k"], 0, {"input_layernorm", "k_proj"}),
         (["blocks.2.attn.hook_z"], 2, {"input_layernorm", "q_proj", "k_proj", "v_proj"}),
-        (
-            ["blocks.2.hook_resid_mid", "blocks.0.mlp.hook_post"],
-            *(2, {"input_layernorm", "q_proj", "k_proj", "v_proj", "o_proj"}),
-        ),
+        (["blocks.2.hook_resid_mid", "blocks.0.mlp.hook_post"], 2, HALF),
         (["blocks.2.hook_mlp_out"], 3, None),
+        (["blocks.2.hook_mlp_out", "blocks.2.ln2.hook_out", "blocks.1.attn.hook_z"], 3, None),
         (["blocks.2.hook_resid_post"], 3, None),
     ],
 )
@@ -108,6 +107,13 @@ def test_only_what_a_hook_needs_is_loaded(names, layers, last, tiny):
     assert all(name.startswith(f"model.layers.{layers}.") for name in names_there)
 
 
+def test_many_kinds_of_the_last_layer_alone_are_not_captured_in_the_loop(tiny):
+    model = create_model_with_hooks(tiny.config, named("blocks.2.*"))
+    assert model.whole_layers == 2 and len(model.last_layer.paths) == 12
+    assert create_model_with_hooks(tiny.config, named("*")).whole_layers == 3
+    assert create_model_with_hooks(tiny.config, named("blocks.*")).whole_layers == 4
+
+
 def test_any_set_of_hooks_gives_the_values_of_all_hooks(tiny):
     """Of all kinds and widths; with work left to do after a hook, and with kinds that are in use
     but not asked for at other layers."""
@@ -120,6 +126,7 @@ def test_any_set_of_hooks_gives_the_values_of_all_hooks(tiny):
         ["hook_embed", "blocks.1.attn.hook_k", "blocks.2.mlp.hook_pre", "blocks.2.hook_resid_mid"],
         ["blocks.1.attn.hook_z", "blocks.1.mlp.hook_post", "blocks.3.attn.hook_q"],
         ["blocks.0.attn.hook_rot_q", "ln_final.hook_out", "blocks.3.hook_resid_post"],
+        ["blocks.2.*", "blocks.0.mlp.hook_pre"],
         ["blocks.3.ln2.hook_normalized", "blocks.3.ln2.hook_out", "blocks.1.hook_resid_pre"],
         ["blocks.*.ln2.hook_out", "blocks.*.hook_mlp_out"],
     ):

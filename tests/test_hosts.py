@@ -20,9 +20,12 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="session")
 def alone(demo_inputs, tmp_path_factory):
-    """What one process with one device stores: (layer, doc_id) -> activation."""
-    out = tmp_path_factory.mktemp("alone")
-    flags = flags_for(demo_inputs, out, "--overwrite", "--no_data_parallel")
+    return stored_alone(demo_inputs, tmp_path_factory.mktemp("alone"), LAYERS)
+
+
+def stored_alone(demo_inputs, out, hooks):
+    """What one process with one device stores: (key, doc_id) -> activation."""
+    flags = flags_for(demo_inputs, out, "--overwrite", "--no_data_parallel", hooks=hooks)
     assert extract_activations.main([str(flag) for flag in flags]) == 0
     shard = pickle.load(gzip.open(out / "shard_0001.pkl.gz"))
     return {
@@ -34,7 +37,7 @@ def check_union(output, alone, folders):
     """Every document once, with the values that one device gives."""
     found = stored(output)
     assert {folder for folder, _ in found} == folders
-    for layer in (1, 3):
+    for layer in {key for key, _ in alone}:
         records = [r for (_, at), part in found.items() if at == layer for r in part]
         assert len({r["sample_idx"] for r in records}) == len(records)
         assert sorted(r["doc_id"] for r in records) == sorted(d for at, d in alone if at == layer)
@@ -65,11 +68,13 @@ def test_four_hosts_of_16_devices(demo_inputs, alone, tmp_path, mesh):
     assert metadata["mesh"] == sizes.get(mesh[1], {"data": 2, "fsdp": 8, "model": 4})
 
 
-def test_two_machines_of_two_hosts(demo_inputs, alone, tmp_path):
+def test_two_machines_of_two_hosts(demo_inputs, tmp_path):
+    """With hooks of three widths."""
+    alone = stored_alone(demo_inputs, tmp_path / "alone", WIDTHS)
     for machine in range(2):
         (tmp_path / str(machine)).mkdir()
         where = ["--machine_id", machine, "--total_machines", 2]
-        flags = flags_for(demo_inputs, tmp_path / "out", *where)
+        flags = flags_for(demo_inputs, tmp_path / "out", *where, hooks=WIDTHS)
         pod = Pod(tmp_path / str(machine), 2, 4, *flags, through_environment=True)
         assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
     names = {f"machine_{m:03d}_host_{h:02d}" for m in range(2) for h in range(2)}

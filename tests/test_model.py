@@ -40,7 +40,11 @@ def every_hook(config):
 
 def run(model, params, *batch):
     """Hook -> its value, NumPy."""
-    found = jax.jit(model.apply)({"params": params}, *batch)
+    return by_hook(model, jax.jit(model.apply)({"params": params}, *batch))
+
+
+def by_hook(model, found):
+    """What a model returned, as hook -> value."""
     arrays = {width: iter(np.asarray(of_width)) for width, of_width in found.items()}
     values = {h: next(arrays[h.kind.width(model.config.sizes)]) for h in model.hooks}
     assert not [left for of_width in arrays.values() for left in of_width]

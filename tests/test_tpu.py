@@ -36,6 +36,7 @@ FLAGS_72B = (
     "--mesh_shape {} --mesh_axes {} --batch_size 4 --layers_to_extract 9 19 29 39 49 59 69 79"
 )
 FSDP_72B = FLAGS_72B.format("16,4,4", "data,fsdp,model")
+PAIR = "mlp.hook_post", "hook_mlp_out"  # of the widest kind and the narrowest
 PIPELINE_72B = FLAGS_72B.format("4,16,4", "pipeline,data,model")
 
 
@@ -173,6 +174,40 @@ def test_the_kernel_takes_narrow_heads_and_rows_of_any_length(dtype):
     compiled = compile_for(QWEN_HALF_B, flags, "v5e:2x4", **CHIPS_8)
     assert compiled.model.layout.size("query") == 2
     assert any("splash" in instruction.name for instruction in compiled.plan.layer_loop())
+
+
+@pytest.mark.slow
+def test_7b_with_a_hook_of_each_kind_keeps_apart_what_hosts_compute():
+    """Fits, and what devices exchange they exchange within their host, after the loop too."""
+    compiled = compile_for(QWEN_7B, "--hook_names hook_embed blocks.20.* ln_final.*", "v5e:8x8")
+    memory, mesh = compiled.memory, compiled.model.layout.mesh
+    assert len(compiled.model.hooks) == 21 and mesh is not None
+    found = [line for line in compiled.plan.text.splitlines() if COLLECTIVE.search(line)]
+    assert len(found) >= 10
+    for line in found:
+        data = np.unravel_index(groups(line), mesh.devices.shape)[mesh.axis_names.index("data")]
+        assert (data == data[:, :1]).all(), line
+    sizes = QWEN_7B.sizes
+    widths = sum(hook.kind.width(sizes) for hook in compiled.model.hooks)
+    captured = 2 * compiled.rows * compiled.length * widths / mesh.size
+    assert memory.output_size_in_bytes == pytest.approx(captured, rel=0.01)
+    assert memory.argument_size_in_bytes == pytest.approx(weights_per_chip(compiled.model), rel=0.1)
+    assert memory.peak_memory_in_bytes < 16e9
+
+
+@pytest.mark.slow
+def test_memory_of_hooks_of_any_width_grows_with_them_and_not_with_the_depth():
+    def beyond_arguments(*layers: int) -> int:
+        names = [f"blocks.{layer}.{kind}" for layer in layers for kind in PAIR]
+        flags = f"--batch_size 4 --max_seq_length 2048 --hook_names {' '.join(names)}"
+        memory = compile_for(QWEN_7B, flags, "v5e:2x4", chips_per_host_bounds=(2, 2, 1)).memory
+        return memory.output_size_in_bytes + memory.temp_size_in_bytes
+
+    deep, sizes = beyond_arguments(5, 23), QWEN_7B.sizes
+    a_pair = 8 * 2048 * (sizes["F"] + sizes["D"]) * 2 / 8  # rows, tokens, widths, bytes each; chips
+    assert abs(deep - beyond_arguments(5, 11)) < 0.1 * a_pair
+    more = beyond_arguments(5, 11, 17, 23) - deep
+    assert 2 * a_pair <= more < 2.5 * 2 * a_pair  # the loop's buffers, and the result
 
 
 def test_memory_grows_with_the_hooks_and_not_with_the_depth():

@@ -1,4 +1,6 @@
-"""What runs on the devices: attention, the mesh, the checkpoint and its weights, the compiled step.
+"""What runs on the devices, from a checkpoint to the compiled step.
 
-Knows nothing of text, files of activations or other hosts.
+A model family (its configuration, modules, weight table and hooks) is handed in. This room puts its
+weights and arrays on a mesh, captures what hooks ask for, and compiles. It knows nothing of files
+of activations, of other hosts, or of the loop over batches.
 """

@@ -1,4 +1,7 @@
-"""The devices: which ones a run uses, what they can do, and how their failures are reported."""
+"""The devices: which ones a run uses, what they can do, and how their failures are reported.
+
+Their arrangement as a mesh is the part of mesh_shape.py and mesh.py.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -77,6 +77,14 @@ class Forward:
     def layout(self) -> Layout:
         return self.model.layout
 
+    @property
+    def keyed_by(self) -> str | list[str]:
+        """What the keys in the shards are: all of them, where hooks have other names there."""
+        if all(isinstance(key, int) for key in self.hooks):
+            return "layer"
+        keys = [str(key) for key in self.hooks]
+        return "hook name" if keys == [hook.name for hook in self.hooks.values()] else keys
+
     def receive(self, activations: Mapping[int, Array]) -> dict[Key, np.ndarray]:
         """What the model returned for this host's rows: key in the shards -> (B, T, width)."""
         found = self.rows.receive(activations)

@@ -1,4 +1,8 @@
-"""A layer, a few rows at a time: one CPU is fastest with as many tokens as its caches can hold."""
+"""A layer, a few rows at a time.
+
+One CPU is fastest with as many tokens as its caches can hold; accelerators take all rows at once.
+What a layer computes is no concern of this module.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""QwenConfig: a Hugging Face config.json, checked for everything that would be computed wrongly."""
+"""QwenConfig: a Hugging Face config.json, checked for everything that would be computed wrongly.
+
+Sizes of axes and counts of operations follow from it.
+"""
 
 import dataclasses
 import json

@@ -46,7 +46,7 @@ def identity_of(config: Config, forward: Forward, dataset: Dataset, worker: Work
         skip_bad_rows=config.skip_bad_rows,
         max_seq_length=config.max_seq_length,
         hooks=tuple(hook.name for hook in model.hooks),
-        keyed_by=keyed_by(forward),
+        keyed_by=forward.keyed_by,
         dtype=str(model.dtype),
         activation_dtype=str(model.activation_dtype),
         shard_size_gb=config.shard_size_gb,
@@ -56,14 +56,6 @@ def identity_of(config: Config, forward: Forward, dataset: Dataset, worker: Work
         machine=worker.machine,
         host=worker.host,
     )
-
-
-def keyed_by(forward: Forward) -> str | list[str]:
-    """What the keys in the shards are; a list of them where hooks have other names there."""
-    if all(isinstance(key, int) for key in forward.hooks):
-        return "layer"
-    keys = [str(key) for key in forward.hooks]
-    return "hook name" if keys == [hook.name for hook in forward.model.hooks] else keys
 
 
 def fingerprint(config: Config, forward: Forward, identity: Identity) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""--list_hooks: the hooks of a model under all their names, and how much each one stores."""
+"""--list_hooks: the hooks of a model under all their names, and how much each one stores.
+
+The names are the hook table's; this module only lays them out.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""The model of a stored extraction, loaded again: how --verify gets the activations of samples."""
+"""The model of a stored extraction, loaded again: how --verify gets the activations of samples.
+
+Comparing them with what is stored is the part of reading/verify.py.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
