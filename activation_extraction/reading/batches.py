@@ -1,22 +1,23 @@
 """Shuffled batches of tokens out of many shards, in bounded memory, with an exact state.
 
-The tokens that are wanted are cut into chunks, each a run of samples in one shard. The order of
-chunks is shuffled once. Then windows of tokens are filled from consecutive chunks, and the tokens
-of a window are shuffled before they are handed out. One window is in use while a thread fills the
-next, so both together are the buffer. Where a window begins, together with the number of tokens
-taken from it, says exactly where an iteration stands: no token has to be stored to restore it.
+The tokens are cut into chunks, each a range of tokens in one shard. The order of the chunks is
+shuffled once. Then windows of tokens are filled from consecutive chunks, and the tokens of a window
+are shuffled before they are handed out. One window is in use while a thread fills the next; both
+together are the buffer. Where a window begins and how many tokens were taken from it says exactly
+where an iteration stands, so nothing has to be stored to restore it.
 """
 
-import queue
+import json
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+
+ALIGNMENT = 64  # bytes: JAX on CPUs shares an array's memory when it begins at a multiple of these
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,19 @@ class TokenBatch:
 
     def torch(self) -> "TokenBatch":
         """The same as PyTorch tensors, in the same memory."""
-        return self._as(_to_torch)
+        return self.map(_to_torch)
 
     def jax(self) -> "TokenBatch":
-        """The same as JAX arrays, on JAX's default device."""
+        """The same as JAX arrays on JAX's default device; a CPU shares the memory.
+
+        `sample_idx` stays a NumPy array: JAX would cut it to 32 bits.
+        """
         import jax.numpy as jnp
 
-        return self._as(jnp.asarray)
+        return replace(self.map(jnp.asarray), sample_idx=self.sample_idx)
 
-    def _as(self, convert: Callable[[np.ndarray], Any]) -> "TokenBatch":
+    def map(self, convert: Callable[[np.ndarray], Any]) -> "TokenBatch":
+        """`convert` applied to every array."""
         return TokenBatch(
             {hook: convert(values) for hook, values in self.activations.items()},
             convert(self.token_ids),
@@ -60,9 +65,27 @@ class TokenBatch:
 def _to_torch(values: np.ndarray) -> Any:
     import torch
 
-    if values.dtype.name == "bfloat16":
+    if values.dtype.name == "bfloat16":  # NumPy and PyTorch do not know each other's
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """The arguments of `ActivationDataset.batches`, checked and complete."""
+
+    size: int
+    hooks: tuple[str, ...]
+    shuffle: int | None
+    buffer: int
+    skip_first: int
+    max_norm: Mapping[str, float]
+    dtype: str | None
+    worker: int
+    workers: int
+
+    def to_json(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True)
@@ -72,6 +95,26 @@ class Chunk:
     shard: int
     start: int
     stop: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one worker reads. requests: how many chunks are read at the same time."""
+
+    chunks: Sequence[Chunk]
+    read: Callable[[Chunk], TokenBatch]
+    requests: int
+
+
+class Source(Protocol):
+    """What batches are made of."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The same only for the same data."""
+        ...
+
+    def plan(self, options: BatchOptions, worker: int, workers: int) -> Plan: ...
 
 
 @dataclass(frozen=True)
@@ -88,99 +131,141 @@ class Position:
     taken: int = 0
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What an iteration does. window: its most tokens, a multiple of `size`; requests: how many
-    chunks are read at the same time."""
-
-    chunks: Sequence[Chunk]
-    read: Callable[[Chunk], TokenBatch]
-    requests: int
-    size: int
-    window: int
-    shuffle: int | None
-    dtype: Any
-
-
 class Batches(Iterator[TokenBatch]):
-    """Batches of `size` tokens; the last one may be shorter. `state` and `restore` are exact."""
+    """Batches of tokens; the last one may be shorter. `state` and `restore` are exact.
 
-    def __init__(self, plan_for: Callable[[int, int], Plan], arguments: dict[str, Any]) -> None:
-        """plan_for(worker, workers): the plan of one PyTorch DataLoader worker; (0, 1) without."""
-        self._plan_for = plan_for
-        self._arguments = arguments
+    It goes over the data once. A copy in another process starts where this one stands.
+    """
+
+    def __init__(self, source: Source, options: BatchOptions) -> None:
+        self._source = source
+        self._options = options
         self._position = Position()
+        self._forget()
+
+    def _forget(self) -> None:
         self._windows: Iterator[tuple[Position, TokenBatch]] | None = None
-        self._plan: Plan | None = None
         self._current: TokenBatch | None = None
         self._order = np.empty(0, np.int64)
 
+    def __getstate__(self) -> tuple[Source, BatchOptions, Position]:
+        return self._source, self._options, self._position
+
+    def __setstate__(self, state: tuple[Source, BatchOptions, Position]) -> None:
+        self._source, self._options, self._position = state
+        self._forget()
+
     def state(self) -> dict[str, Any]:
         """Where the iteration stands, as plain JSON values."""
-        return {"arguments": self._arguments, "worker": list(_worker()), **asdict(self._position)}
+        return {**self._setting(), **asdict(self._position)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken. Raises ValueError when the arguments of the two
-        iterations differ, or the dataset does."""
+        """Continues where `state` was taken.
+
+        Raises ValueError when the state is of other data, or of batches with other arguments.
+        """
         content = dict(state)
-        for name, here in (("arguments", self._arguments), ("worker", list(_worker()))):
-            if (found := content.pop(name)) != here:
-                raise ValueError(f"the state is of an iteration with {name} {found}, not {here}")
+        for name, expected in self._setting().items():
+            if (found := content.pop(name, None)) != expected:
+                raise ValueError(
+                    f"the state is of other batches: its {name} is {found!r}, not {expected!r}"
+                )
         self.close()
         self._position = Position(**content)
 
+    def _setting(self) -> dict[str, Any]:
+        """Everything on which the order of the tokens depends."""
+        part, parts = _loader_worker()
+        options = self._options.to_json()
+        return {"data": self._source.fingerprint, **options, "part": part, "parts": parts}
+
+    def again(self) -> "Batches":
+        """The same batches from the start."""
+        return Batches(self._source, self._options)
+
     def close(self) -> None:
-        """Ends the thread that reads ahead."""
+        """Ends the reading ahead and frees the buffer."""
         if self._windows is not None:
             self._windows.close()  # type: ignore[attr-defined]
-        self._windows = self._current = None
+        self._forget()
+
+    def torch(self) -> Any:
+        """A PyTorch IterableDataset of the same batches as tensors, for a DataLoader or a loop.
+
+        Give a DataLoader `batch_size=None`. Each of its workers reads its own share of the data.
+        """
+        from activation_extraction.reading.torch_batches import TorchBatches
+
+        return TorchBatches(self)
+
+    def jax(self) -> Iterator[TokenBatch]:
+        """The same batches as JAX arrays."""
+        return (batch.jax() for batch in self)
 
     def __next__(self) -> TokenBatch:
-        if self._plan is None:
-            self._plan = self._plan_for(*_worker())
         if self._windows is None:
-            self._windows = _ahead(_windows(self._plan, self._position))
+            plan = self._source.plan(self._options, *_loader_worker())
+            window = self._options.buffer // 2 // self._options.size * self._options.size
+            self._windows = _ahead(_windows(plan, window, self._position))
         while self._current is None or self._position.taken >= len(self._current):
             self._next_window()
         assert self._current is not None
         start = self._position.taken
-        stop = min(start + self._plan.size, len(self._current))
+        stop = min(start + self._options.size, len(self._current))
         self._position = replace(self._position, taken=stop)
-        return _take(self._current, self._order[start:stop], self._plan.dtype)
+        return _take(self._current, self._order[start:stop], self._options.dtype)
 
     def _next_window(self) -> None:
-        """Raises StopIteration when the last window is used up."""
-        assert self._plan is not None and self._windows is not None
+        """Raises StopIteration after the last window."""
+        assert self._windows is not None
         restored = self._position.taken if self._current is None else 0
         begin, self._current = next(self._windows)
         self._position = replace(begin, taken=restored)
         self._order = np.arange(len(self._current))
-        if self._plan.shuffle is not None:
-            chance = np.random.default_rng([self._plan.shuffle, begin.window])
+        if self._options.shuffle is not None:
+            chance = np.random.default_rng([self._options.shuffle, begin.window])
             self._order = chance.permutation(len(self._current))
 
 
-def _worker() -> tuple[int, int]:
-    """Number and count of PyTorch's DataLoader workers, if this process is one."""
+def _loader_worker() -> tuple[int, int]:
+    """Number and count of PyTorch's DataLoader workers; (0, 1) outside of them."""
     data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
-def _take(window: TokenBatch, rows: np.ndarray, dtype: Any) -> TokenBatch:
-    def pick(values: np.ndarray) -> np.ndarray:
-        return _bits(values).take(rows, axis=0).view(values.dtype)
+def _take(window: TokenBatch, rows: np.ndarray, dtype: str | None) -> TokenBatch:
+    """Copies of some rows of a window, the activations in the dtype that is wanted."""
 
-    activations = {hook: pick(values) for hook, values in window.activations.items()}
-    if dtype is not None:
-        activations = {hook: values.astype(dtype) for hook, values in activations.items()}
+    def pick(values: np.ndarray) -> np.ndarray:
+        picked = _aligned((len(rows), *values.shape[1:]), values.dtype)
+        # "clip" keeps NumPy from making another copy; the rows are all there.
+        _bits(values).take(rows, axis=0, out=_bits(picked), mode="clip")
+        return picked
+
+    def converted(values: np.ndarray) -> np.ndarray:
+        if dtype is None or values.dtype == dtype:
+            return pick(values)
+        result = _aligned((len(rows), *values.shape[1:]), np.dtype(dtype))
+        np.copyto(result, pick(values), casting="unsafe")
+        return result
+
+    activations = {hook: converted(values) for hook, values in window.activations.items()}
     return TokenBatch(
         activations, pick(window.token_ids), pick(window.sample_idx), pick(window.position)
     )
 
 
-def _windows(plan: Plan, begin: Position) -> Iterator[tuple[Position, TokenBatch]]:
-    """Every window from `begin` on, with the position at which it begins.
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An empty array whose memory begins at a multiple of ALIGNMENT."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _windows(plan: Plan, size: int, begin: Position) -> Iterator[tuple[Position, TokenBatch]]:
+    """Every window of `size` tokens from `begin` on, with the position at which it begins.
 
     Two windows take turns: one is filled while the other is in use.
     """
@@ -190,13 +275,14 @@ def _windows(plan: Plan, begin: Position) -> Iterator[tuple[Position, TokenBatch
     block = next(blocks, None)
     while block is not None:
         start, filled = Position(number, at, row), 0
-        space = spaces[number % 2] = spaces[number % 2] or _empty_like(block, plan.window)
-        while block is not None and filled < plan.window:
-            part = _slice(block, row, row + plan.window - filled)
+        space = spaces[number % 2] = spaces[number % 2] or _empty_like(block, size)
+        while block is not None and filled < size:
+            part = _slice(block, row, row + size - filled)
             _copy(part, _slice(space, filled, filled + len(part)))
             filled, row = filled + len(part), row + len(part)
             if row >= len(block):
                 at, row = at + 1, 0
+                block = None  # a pickle's memory is free before the next one comes
                 block = next(blocks, None)
         if filled:
             yield start, _slice(space, 0, filled)
@@ -205,7 +291,8 @@ def _windows(plan: Plan, begin: Position) -> Iterator[tuple[Position, TokenBatch
 
 def _blocks(plan: Plan, first: int) -> Iterator[TokenBatch]:
     """The chunks from `first` on, read a few at a time."""
-    with ThreadPoolExecutor(plan.requests, "reader") as pool:
+    pool = ThreadPoolExecutor(plan.requests, "reader")
+    try:
         reading: deque[Future[TokenBatch]] = deque()
         for chunk in plan.chunks[first:]:
             reading.append(pool.submit(plan.read, chunk))
@@ -213,14 +300,16 @@ def _blocks(plan: Plan, first: int) -> Iterator[TokenBatch]:
                 yield reading.popleft().result()
         while reading:
             yield reading.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _slice(batch: TokenBatch, start: int, stop: int) -> TokenBatch:
-    return batch._as(lambda values: values[start:stop])
+    return batch.map(lambda values: values[start:stop])
 
 
 def _empty_like(batch: TokenBatch, size: int) -> TokenBatch:
-    return batch._as(lambda values: np.empty((size, *values.shape[1:]), values.dtype))
+    return batch.map(lambda values: np.empty((size, *values.shape[1:]), values.dtype))
 
 
 def _copy(source: TokenBatch, target: TokenBatch) -> None:
@@ -230,34 +319,23 @@ def _copy(source: TokenBatch, target: TokenBatch) -> None:
         getattr(target, name)[...] = getattr(source, name)
 
 
+def select(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """A copy of some rows, given by their numbers or by a mask."""
+    return _bits(values)[rows].view(values.dtype)
+
+
 def _bits(values: np.ndarray) -> np.ndarray:
     """Two-byte numbers as integers: NumPy is slow with those that it does not know itself."""
     return values.view(np.uint16) if values.dtype.itemsize == 2 else values
 
 
 def _ahead(items: Iterator[Any]) -> Iterator[Any]:
-    """The items, of which a thread keeps one ready. Closing the iterator ends the thread."""
-    ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(1)
-    wanted = threading.Semaphore(1)  # how many items may be made
-    closed = threading.Event()
-
-    def run() -> None:
-        try:
-            while wanted.acquire() and not closed.is_set():
-                ready.put((next(items), None))
-        except BaseException as error:  # raised where the item is asked for, StopIteration too
-            ready.put((None, error))
-
-    threading.Thread(target=run, name="read-ahead", daemon=True).start()
+    """The items, of which a thread makes the next one while the last one is in use."""
+    pool = ThreadPoolExecutor(1, "read-ahead")
     try:
-        while True:
-            item, error = ready.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            wanted.release()
+        upcoming = pool.submit(next, items, None)
+        while (item := upcoming.result()) is not None:
+            upcoming = pool.submit(next, items, None)
             yield item
     finally:
-        closed.set()
-        wanted.release()
+        pool.shutdown(wait=False, cancel_futures=True)
