@@ -48,9 +48,9 @@ class TokenBatch:
 
         `sample_idx` stays a NumPy array: JAX would cut it to 32 bits.
         """
-        import jax.numpy as jnp
+        import jax
 
-        return replace(self.map(jnp.asarray), sample_idx=self.sample_idx)
+        return replace(self.map(jax.device_put), sample_idx=self.sample_idx)
 
     def map(self, convert: Callable[[np.ndarray], Any]) -> "TokenBatch":
         """`convert` applied to every array."""
@@ -114,7 +114,7 @@ class Source(Protocol):
         """The same only for the same data."""
         ...
 
-    def plan(self, options: BatchOptions, worker: int, workers: int) -> Plan: ...
+    def plan(self, options: BatchOptions, part: int, parts: int) -> Plan: ...
 
 
 @dataclass(frozen=True)

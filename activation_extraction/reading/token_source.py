@@ -34,32 +34,26 @@ class TokenSource:
     def _commits(self) -> list[Commit]:
         return [commit for _, commit in self.shards.shards]
 
-    def plan(self, options: BatchOptions, worker: int, workers: int) -> Plan:
+    def plan(self, options: BatchOptions, part: int, parts: int) -> Plan:
         """What one of a DataLoader's workers reads; (0, 1) stands for a process without them."""
-        part = options.worker * workers + worker
-        chunks = self._chunks(options, part, options.workers * workers)
+        chunks = _share(self._chunks(options), options.worker, options.workers)
         requests = 1 if self.local else REQUESTS
         if not all(map(read_by_ranges, self._commits)):
             requests = 2  # a pickle is unpacked while the one before it is in use
-        return Plan(chunks, partial(self._read, options), requests)
+        return Plan(_share(chunks, part, parts), partial(self._read, options), requests)
 
-    def _chunks(self, options: BatchOptions, part: int, parts: int) -> list[Chunk]:
-        """The chunks of one of `parts` shares, in the order in which they are read.
-
-        A pickle is one chunk, unless there are fewer shards than shares.
-        """
+    def _chunks(self, options: BatchOptions) -> list[Chunk]:
+        """All chunks, in the order in which they are read. A pickle is one chunk."""
         fitting = CHUNK_BYTES // self.shards.row_bytes(options.hooks)
         fitting = max(min(fitting, options.buffer // CHUNKS_IN_BUFFER), 1)
-        pieces = 1 if len(self._commits) >= parts else parts  # of a pickle
         chunks: list[Chunk] = []
         for number, commit in enumerate(self._commits):
-            tokens = fitting if read_by_ranges(commit) else -(-commit.tokens // pieces)
-            starts = range(0, commit.tokens, tokens)
-            chunks += [Chunk(number, at, min(at + tokens, commit.tokens)) for at in starts]
+            size = fitting if read_by_ranges(commit) else commit.tokens
+            chunks += _cut(Chunk(number, 0, commit.tokens), size)
         if options.shuffle is not None:
             order = np.random.default_rng(options.shuffle).permutation(len(chunks))
             chunks = [chunks[i] for i in order]
-        return chunks[part::parts]
+        return chunks
 
     def _read(self, options: BatchOptions, chunk: Chunk) -> TokenBatch:
         """The tokens of a chunk that pass the filters.
@@ -75,6 +69,22 @@ class TokenSource:
         chance = np.random.default_rng([options.shuffle, chunk.shard, chunk.start])
         order = chance.permutation(len(block))
         return block.map(lambda values: select(values, order))
+
+
+def _share(chunks: list[Chunk], worker: int, workers: int) -> list[Chunk]:
+    """Every n-th chunk; where there are too few chunks, they are cut."""
+    if len(chunks) < workers:
+        sizes = [-(-(chunk.stop - chunk.start) // workers) for chunk in chunks]
+        chunks = [
+            piece for chunk, size in zip(chunks, sizes, strict=True) for piece in _cut(chunk, size)
+        ]
+    return chunks[worker::workers]
+
+
+def _cut(chunk: Chunk, size: int) -> list[Chunk]:
+    """A chunk in pieces of `size` tokens; the last one may be shorter."""
+    starts = range(chunk.start, chunk.stop, size)
+    return [Chunk(chunk.shard, at, min(at + size, chunk.stop)) for at in starts]
 
 
 def _block(reader: ShardReader, chunk: Chunk, hooks: Sequence[str]) -> TokenBatch:
