@@ -115,7 +115,7 @@ def test_from_a_bucket(shard_format, tmp_path, bucket):
     upload(run, "gs://bucket/some/run")
     dataset = ActivationDataset("gs://bucket/some/run")
     check_samples(dataset, run)
-    found = joined(dataset.batches(64, shuffle=0, buffer=200))
+    found = joined(dataset.batches(64, shuffle=0))
     assert_same(in_order(found), in_order(stored_tokens(run)))
 
 
