@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import ml_dtypes
@@ -41,7 +42,7 @@ from activation_extraction.reading import shard_readers
 from benchmarks.processes import machine
 
 HOOKS, WIDTH, LENGTH, BATCH = 14, 896, 512, 4096
-NAMES = {layer: f"blocks.{layer}.hook_resid_post" for layer in range(HOOKS)}
+NAMES: dict[int | str, str] = {layer: f"blocks.{layer}.hook_resid_post" for layer in range(HOOKS)}
 ONE = NAMES[HOOKS // 2]
 SIZES = np.random.default_rng(0).lognormal(0.0, 0.5, WIDTH).astype(np.float32)
 
@@ -55,15 +56,15 @@ def values_of(sample: int) -> np.ndarray:
 
 def store_pickles(folder: Path, samples: int) -> None:
     identity = {"activation_dtype": "bfloat16", "max_seq_length": LENGTH}
-    facts = {key: {"width": WIDTH} for key in NAMES}
+    facts: dict[int | str, dict[str, Any]] = {key: {"width": WIDTH} for key in NAMES}
     token_ids = np.arange(LENGTH, dtype=np.int32)
     with ActivationStorage(
         folder, NAMES, shard_size_gb=0.1, identity=identity, hook_facts=facts
     ) as storage:
         for sample in range(samples):
             values = values_of(sample)
-            for key in NAMES:
-                rolled = np.roll(values.view(np.uint16), key, axis=1).view(values.dtype)
+            for number, key in enumerate(NAMES):
+                rolled = np.roll(values.view(np.uint16), number, axis=1).view(values.dtype)
                 storage.add_activation(key, rolled, sample, "", token_ids)
 
 
@@ -154,12 +155,9 @@ def touched_share(folder: Path) -> float:
 
         return count
 
-    shard_readers._ranges_of = counting
-    try:
+    with mock.patch.object(shard_readers, "_ranges_of", counting):
         dataset = ActivationDataset(folder, [ONE])
         read_batches(dataset)
-    finally:
-        shard_readers._ranges_of = original
     return touched / (dataset.tokens * WIDTH * 2)
 
 
