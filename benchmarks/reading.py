@@ -41,7 +41,7 @@ from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.reading import shard_readers
 from benchmarks.processes import machine
 
-HOOKS, WIDTH, LENGTH, BATCH = 14, 896, 512, 4096
+HOOKS, WIDTH, LENGTH, BATCH = 14, 896, 512, 1024
 NAMES: dict[int | str, str] = {layer: f"blocks.{layer}.hook_resid_post" for layer in range(HOOKS)}
 ONE = NAMES[HOOKS // 2]
 SIZES = np.random.default_rng(0).lognormal(0.0, 0.5, WIDTH).astype(np.float32)

@@ -219,6 +219,22 @@ def test_a_batch_is_the_callers(run):
     assert_same(joined(dataset.batches(16, buffer=32)), expected)
 
 
+@pytest.mark.parametrize("kept_as", ["numpy", "torch", "jax", "view"])
+def test_memory_is_used_again_but_never_while_somebody_holds_it(run, kept_as):
+    keep = {
+        "numpy": lambda batch: batch,
+        "torch": TokenBatch.torch,
+        "jax": TokenBatch.jax,
+        "view": lambda batch: batch.map(lambda values: values[:]),
+    }[kept_as]
+    dataset = ActivationDataset(run.root)
+    kept = [keep(batch) for batch in dataset.batches(16, shuffle=0)]
+    kept = [b.map(to_numpy if kept_as == "torch" else np.asarray) for b in kept]
+    assert_same(in_order(joined(kept)), in_order(stored_tokens(run)))
+    places = {batch[FIRST].ctypes.data for batch in dataset.batches(16, shuffle=0)}
+    assert len(kept) > 20 and len(places) < 10
+
+
 @pytest.mark.parametrize("place", ["local", "another file system"])
 def test_memory_stays_within_the_buffer(place, tmp_path):
     """Arrays are counted: at most a fifth more than the buffer, and the batch in hand.

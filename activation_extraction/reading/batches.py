@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-ALIGNMENT = 64  # bytes: JAX on CPUs shares an array's memory when it begins at a multiple of these
+from activation_extraction.reading.reused_memory import ReusedMemory
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,7 @@ class Batches(Iterator[TokenBatch]):
         self._windows: Iterator[tuple[Position, TokenBatch]] | None = None
         self._current: TokenBatch | None = None
         self._order = np.empty(0, np.int64)
+        self._memory = ReusedMemory(2 * (len(self._options.hooks) + 3))
 
     def __getstate__(self) -> tuple[Source, BatchOptions, Position]:
         return self._source, self._options, self._position
@@ -213,7 +214,7 @@ class Batches(Iterator[TokenBatch]):
         start = self._position.taken
         stop = min(start + self._options.size, len(self._current))
         self._position = replace(self._position, taken=stop)
-        return _take(self._current, self._order[start:stop], self._options.dtype)
+        return _take(self._current, self._order[start:stop], self._options.dtype, self._memory)
 
     def _next_window(self) -> None:
         """Raises StopIteration after the last window."""
@@ -234,11 +235,13 @@ def _loader_worker() -> tuple[int, int]:
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
-def _take(window: TokenBatch, rows: np.ndarray, dtype: str | None) -> TokenBatch:
+def _take(
+    window: TokenBatch, rows: np.ndarray, dtype: str | None, memory: ReusedMemory
+) -> TokenBatch:
     """Copies of some rows of a window, the activations in the dtype that is wanted."""
 
     def pick(values: np.ndarray) -> np.ndarray:
-        picked = _aligned((len(rows), *values.shape[1:]), values.dtype)
+        picked = memory.empty((len(rows), *values.shape[1:]), values.dtype)
         # "clip" keeps NumPy from making another copy; the rows are all there.
         _bits(values).take(rows, axis=0, out=_bits(picked), mode="clip")
         return picked
@@ -246,7 +249,7 @@ def _take(window: TokenBatch, rows: np.ndarray, dtype: str | None) -> TokenBatch
     def converted(values: np.ndarray) -> np.ndarray:
         if dtype is None or values.dtype == dtype:
             return pick(values)
-        result = _aligned((len(rows), *values.shape[1:]), np.dtype(dtype))
+        result = memory.empty((len(rows), *values.shape[1:]), np.dtype(dtype))
         np.copyto(result, pick(values), casting="unsafe")
         return result
 
@@ -254,14 +257,6 @@ def _take(window: TokenBatch, rows: np.ndarray, dtype: str | None) -> TokenBatch
     return TokenBatch(
         activations, pick(window.token_ids), pick(window.sample_idx), pick(window.position)
     )
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An empty array whose memory begins at a multiple of ALIGNMENT."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _windows(plan: Plan, size: int, begin: Position) -> Iterator[tuple[Position, TokenBatch]]:
