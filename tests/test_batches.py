@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from activation_extraction import ActivationDataset
 from activation_extraction.reading import token_source
-from activation_extraction.reading.batches import TokenBatch
+from activation_extraction.reading.token_batch import TokenBatch
 
 FIRST, SECOND, THIRD = WIDTHS
 
@@ -271,6 +271,8 @@ def test_chunks_and_the_default_buffer_follow_from_bytes(run, monkeypatch):
     source = dataset.batches(8, buffer=640)._source
     options = dataset.batches(8, buffer=640)._options
     if run.format == "safetensors":
+        assert max(c.stop - c.start for c in source._chunks(options)) == 40
+        monkeypatch.setattr(token_source, "LEAST_CHUNK_BYTES", 0)
         assert max(c.stop - c.start for c in source._chunks(options)) == 10
         monkeypatch.setattr(token_source, "CHUNK_BYTES", 3 * sum(WIDTHS.values()) * 2)
         assert max(c.stop - c.start for c in source._chunks(options)) == 3

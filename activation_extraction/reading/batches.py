@@ -1,73 +1,16 @@
-"""Shuffled batches of tokens out of many shards, in bounded memory, with an exact state.
-
-The tokens are cut into chunks, each a range of tokens in one shard. The order of the chunks is
-shuffled once. Then windows of tokens are filled from consecutive chunks, and the tokens of a window
-are shuffled before they are handed out. One window is in use while a thread fills the next; both
-together are the buffer. Where a window begins and how many tokens were taken from it says exactly
-where an iteration stands, so nothing has to be stored to restore it.
-"""
+"""Batches of tokens: an iterator with an exact state, which can be copied to other processes."""
 
 import json
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from activation_extraction.reading.reused_memory import ReusedMemory
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """Some tokens; row t of every array belongs to the same token.
-
-    activations: hook -> (size, width). token_ids, position: int32 (size,); the position counts
-    from 0 within the sample. sample_idx: int64 (size,).
-    """
-
-    activations: Mapping[str, Any]
-    token_ids: Any
-    sample_idx: Any
-    position: Any
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def __getitem__(self, hook: str) -> Any:
-        return self.activations[hook]
-
-    def torch(self) -> "TokenBatch":
-        """The same as PyTorch tensors, in the same memory."""
-        return self.map(_to_torch)
-
-    def jax(self) -> "TokenBatch":
-        """The same as JAX arrays on JAX's default device; a CPU shares the memory.
-
-        `sample_idx` stays a NumPy array: JAX would cut it to 32 bits.
-        """
-        import jax
-
-        return replace(self.map(jax.device_put), sample_idx=self.sample_idx)
-
-    def map(self, convert: Callable[[np.ndarray], Any]) -> "TokenBatch":
-        """`convert` applied to every array."""
-        return TokenBatch(
-            {hook: convert(values) for hook, values in self.activations.items()},
-            convert(self.token_ids),
-            convert(self.sample_idx),
-            convert(self.position),
-        )
-
-
-def _to_torch(values: np.ndarray) -> Any:
-    import torch
-
-    if values.dtype.name == "bfloat16":  # NumPy and PyTorch do not know each other's
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)
+from activation_extraction.reading.token_batch import TokenBatch, bits_of
+from activation_extraction.reading.windows import Plan, Position, read_ahead, windows_of
 
 
 @dataclass(frozen=True)
@@ -88,24 +31,6 @@ class BatchOptions:
         return json.loads(json.dumps(asdict(self)))
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens `start` to `stop` of shard number `shard`."""
-
-    shard: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one worker reads. requests: how many chunks are read at the same time."""
-
-    chunks: Sequence[Chunk]
-    read: Callable[[Chunk], TokenBatch]
-    requests: int
-
-
 class Source(Protocol):
     """What batches are made of."""
 
@@ -115,20 +40,6 @@ class Source(Protocol):
         ...
 
     def plan(self, options: BatchOptions, part: int, parts: int) -> Plan: ...
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where an iteration stands.
-
-    window: number of the window in use; chunk and row: where it begins; taken: tokens handed out of
-    it. `row` counts the tokens of the chunk that are left after filtering.
-    """
-
-    window: int = 0
-    chunk: int = 0
-    row: int = 0
-    taken: int = 0
 
 
 class Batches(Iterator[TokenBatch]):
@@ -207,7 +118,7 @@ class Batches(Iterator[TokenBatch]):
         if self._windows is None:
             plan = self._source.plan(self._options, *_loader_worker())
             window = self._options.buffer // 2 // self._options.size * self._options.size
-            self._windows = _ahead(_windows(plan, window, self._position))
+            self._windows = read_ahead(windows_of(plan, window, self._position))
         while self._current is None or self._position.taken >= len(self._current):
             self._next_window()
         assert self._current is not None
@@ -243,7 +154,7 @@ def _take(
     def pick(values: np.ndarray) -> np.ndarray:
         picked = memory.empty((len(rows), *values.shape[1:]), values.dtype)
         # "clip" keeps NumPy from making another copy; the rows are all there.
-        _bits(values).take(rows, axis=0, out=_bits(picked), mode="clip")
+        bits_of(values).take(rows, axis=0, out=bits_of(picked), mode="clip")
         return picked
 
     def converted(values: np.ndarray) -> np.ndarray:
@@ -257,80 +168,3 @@ def _take(
     return TokenBatch(
         activations, pick(window.token_ids), pick(window.sample_idx), pick(window.position)
     )
-
-
-def _windows(plan: Plan, size: int, begin: Position) -> Iterator[tuple[Position, TokenBatch]]:
-    """Every window of `size` tokens from `begin` on, with the position at which it begins.
-
-    Two windows take turns: one is filled while the other is in use.
-    """
-    spaces: list[TokenBatch | None] = [None, None]
-    number, at, row = begin.window, begin.chunk, begin.row
-    blocks = _blocks(plan, at)
-    block = next(blocks, None)
-    while block is not None:
-        start, filled = Position(number, at, row), 0
-        space = spaces[number % 2] = spaces[number % 2] or _empty_like(block, size)
-        while block is not None and filled < size:
-            part = _slice(block, row, row + size - filled)
-            _copy(part, _slice(space, filled, filled + len(part)))
-            filled, row = filled + len(part), row + len(part)
-            if row >= len(block):
-                at, row = at + 1, 0
-                block = None  # a pickle's memory is free before the next one comes
-                block = next(blocks, None)
-        if filled:
-            yield start, _slice(space, 0, filled)
-        number += 1
-
-
-def _blocks(plan: Plan, first: int) -> Iterator[TokenBatch]:
-    """The chunks from `first` on, read a few at a time."""
-    pool = ThreadPoolExecutor(plan.requests, "reader")
-    try:
-        reading: deque[Future[TokenBatch]] = deque()
-        for chunk in plan.chunks[first:]:
-            reading.append(pool.submit(plan.read, chunk))
-            if len(reading) >= plan.requests:
-                yield reading.popleft().result()
-        while reading:
-            yield reading.popleft().result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _slice(batch: TokenBatch, start: int, stop: int) -> TokenBatch:
-    return batch.map(lambda values: values[start:stop])
-
-
-def _empty_like(batch: TokenBatch, size: int) -> TokenBatch:
-    return batch.map(lambda values: np.empty((size, *values.shape[1:]), values.dtype))
-
-
-def _copy(source: TokenBatch, target: TokenBatch) -> None:
-    for hook, values in source.activations.items():
-        _bits(target[hook])[...] = _bits(values)
-    for name in ("token_ids", "sample_idx", "position"):
-        getattr(target, name)[...] = getattr(source, name)
-
-
-def select(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """A copy of some rows, given by their numbers or by a mask."""
-    return _bits(values)[rows].view(values.dtype)
-
-
-def _bits(values: np.ndarray) -> np.ndarray:
-    """Two-byte numbers as integers: NumPy is slow with those that it does not know itself."""
-    return values.view(np.uint16) if values.dtype.itemsize == 2 else values
-
-
-def _ahead(items: Iterator[Any]) -> Iterator[Any]:
-    """The items, of which a thread makes the next one while the last one is in use."""
-    pool = ThreadPoolExecutor(1, "read-ahead")
-    try:
-        upcoming = pool.submit(next, items, None)
-        while (item := upcoming.result()) is not None:
-            upcoming = pool.submit(next, items, None)
-            yield item
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)

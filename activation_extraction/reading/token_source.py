@@ -9,11 +9,14 @@ import numpy as np
 
 from activation_extraction.cli.errors import RunError
 from activation_extraction.output.commits import Commit
-from activation_extraction.reading.batches import BatchOptions, Chunk, Plan, TokenBatch, select
+from activation_extraction.reading.batches import BatchOptions
 from activation_extraction.reading.shard_readers import OpenShards, ShardReader, read_by_ranges
+from activation_extraction.reading.token_batch import TokenBatch, select
+from activation_extraction.reading.windows import Chunk, Plan
 
 CHUNK_BYTES = 8 * 2**20  # the most that is read at once
 CHUNKS_IN_BUFFER = 64  # at least, so that the chunks on their way add little to the buffer
+LEAST_CHUNK_BYTES, LEAST_CHUNKS = 2**18, 16  # but no smaller chunks, and yet so many in the buffer
 REQUESTS = 4  # to a bucket at the same time
 
 
@@ -44,8 +47,10 @@ class TokenSource:
 
     def _chunks(self, options: BatchOptions) -> list[Chunk]:
         """All chunks, in the order in which they are read. A pickle is one chunk."""
-        fitting = CHUNK_BYTES // self.shards.row_bytes(options.hooks)
-        fitting = max(min(fitting, options.buffer // CHUNKS_IN_BUFFER), 1)
+        row = self.shards.row_bytes(options.hooks)
+        least = min(LEAST_CHUNK_BYTES // row, options.buffer // LEAST_CHUNKS)
+        fitting = min(CHUNK_BYTES // row, max(options.buffer // CHUNKS_IN_BUFFER, least))
+        fitting = max(fitting, 1)
         chunks: list[Chunk] = []
         for number, commit in enumerate(self._commits):
             size = fitting if read_by_ranges(commit) else commit.tokens
@@ -55,20 +60,27 @@ class TokenSource:
             chunks = [chunks[i] for i in order]
         return chunks
 
-    def _read(self, options: BatchOptions, chunk: Chunk) -> TokenBatch:
+    def _read(self, options: BatchOptions, chunk: Chunk) -> list[TokenBatch]:
         """The tokens of a chunk that pass the filters.
 
-        Those of a pickle are shuffled here, where all of them are in memory.
+        Those of a pickle come by sample, in a random order if they are to be shuffled: they are all
+        in memory, and are copied no more often than necessary.
         """
         if read_by_ranges(self._commits[chunk.shard]):
-            return _filtered(_block(self.shards.get(chunk.shard), chunk, options.hooks), options)
+            return [_filtered(_block(self.shards.get(chunk.shard), chunk, options.hooks), options)]
         reader = self.shards.open(chunk.shard, options.hooks)
-        block = _filtered(_block(reader, chunk, options.hooks), options)
-        if options.shuffle is None:
-            return block
-        chance = np.random.default_rng([options.shuffle, chunk.shard, chunk.start])
-        order = chance.permutation(len(block))
-        return block.map(lambda values: select(values, order))
+        pieces = _by_sample(chunk, reader.samples.offsets)
+        if options.shuffle is not None:
+            chance = np.random.default_rng([options.shuffle, chunk.shard, chunk.start])
+            pieces = [pieces[i] for i in chance.permutation(len(pieces))]
+        return [_filtered(_block(reader, piece, options.hooks), options) for piece in pieces]
+
+
+def _by_sample(chunk: Chunk, offsets: np.ndarray) -> list[Chunk]:
+    """A chunk cut where its samples begin."""
+    inside = offsets[(offsets > chunk.start) & (offsets < chunk.stop)].tolist()
+    ends = [*inside, chunk.stop]
+    return [Chunk(chunk.shard, *span) for span in zip([chunk.start, *inside], ends, strict=True)]
 
 
 def _share(chunks: list[Chunk], worker: int, workers: int) -> list[Chunk]:

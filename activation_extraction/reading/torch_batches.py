@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from activation_extraction.reading.batches import Batches, TokenBatch
+from activation_extraction.reading.batches import Batches
+from activation_extraction.reading.token_batch import TokenBatch
 
 
 class TorchBatches(IterableDataset):
