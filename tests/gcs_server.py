@@ -27,7 +27,8 @@ CHUNK = 65536
 
 class Bucket:
     """The bucket `name`. Set `rate` to have that share of the requests fail in one of `faults`;
-    `bytes_per_second` slows uploads down, all together. `failed` counts what was done."""
+    `bytes_per_second` slows uploads down, all together. `failed` counts what was done, `served` the
+    bytes of objects in answers."""
 
     name = "bucket"
 
@@ -37,6 +38,7 @@ class Bucket:
         self.bytes_per_second: float | None = None
         self.failed: Counter[str] = Counter()
         self.requests = 0
+        self.served = 0
         self.chance = random.Random(0)
         self.emulator_port = emulator_port
         self.lock = threading.Lock()
@@ -134,6 +136,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         skipped = {"content-length", "transfer-encoding", "connection", "date", "server"}
         kept = [(k, v) for k, v in response.getheaders() if k.lower() not in skipped]
+        if "alt=media" in self.path:
+            with bucket.lock:
+                bucket.served += len(content)
         self._answer(response.status, kept, content, cut=fault == "truncated")
 
     do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = _serve

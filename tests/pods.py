@@ -76,11 +76,14 @@ class Pod:
             time.sleep(0.02)
 
 
-def flags_for(demo_inputs, output, *more):
+LAYERS = "--layers_to_extract", 1, 3
+
+
+def flags_for(demo_inputs, output, *more, hooks=LAYERS):
     return [
         *("--model_path", demo_inputs / "model"),
         *("--dataset_path", demo_inputs / "documents.parquet"),
-        *("--max_seq_length", 64, "--layers_to_extract", 1, 3, "--output_dir", output),
+        *("--max_seq_length", 64, *hooks, "--output_dir", output),
         *more,
     ]
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-from pods import Pod, flags_for, stored
+from pods import LAYERS, Pod, flags_for, stored
 
 import extract_activations
 
 pytestmark = pytest.mark.long
+WIDTHS = "--hook_names", "blocks.1.attn.hook_k", "blocks.3.hook_resid_post", "blocks.3.mlp.hook_pre"
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,16 @@
-"""One stored shard, opened for reading: its table of samples, and the rows of its hooks.
+"""Shards that are open for reading: their samples, their tokens, and rows of their hooks.
 
-A safetensors shard is read by ranges: of a hook only the rows that are asked for. A pickle has to
-be read whole, once; only the hooks that are asked for stay in memory. Neither runs pickled code.
+A safetensors shard is read by ranges: nothing is touched but the rows of the hooks that are asked
+for. A pickle has to be read whole. Reading never runs pickled code.
 """
 
 import hashlib
+import os
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,129 +22,165 @@ from activation_extraction.cli.errors import RunError
 from activation_extraction.output import safetensors_file
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder
-from activation_extraction.output.pickle_file import read_records
+from activation_extraction.output.pickle_file import Record
+from activation_extraction.output.shards import read_shard
+
+OPEN_SHARDS = 128  # that stay open, where a shard is read by ranges; one pickle stays in memory
 
 
 @dataclass(frozen=True)
-class SampleTable:
+class StoredHook:
+    """What the run records of a hook. key: what the pickles call it."""
+
+    key: Any
+    width: int
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class Samples:
     """The samples of a shard.
 
-    sample_idx: int64 (samples,); offsets: int64 (samples + 1,), sample i has the tokens offsets[i]
-    to offsets[i + 1]; token_ids and position: int32 (tokens,).
+    sample_idx: int64 (samples,). offsets: int64 (samples + 1,); sample i has the tokens offsets[i]
+    to offsets[i + 1].
     """
 
     sample_idx: np.ndarray
     offsets: np.ndarray
-    token_ids: np.ndarray
-    position: np.ndarray
-    text_previews: list[str]
-    doc_ids: list[Any]
 
 
 class ShardReader(Protocol):
-    """A shard that is open for reading."""
+    """A shard that is open for reading. All methods raise RunError."""
 
     @property
-    def table(self) -> SampleTable: ...
+    def samples(self) -> Samples: ...
+
+    @property
+    def texts(self) -> tuple[list[str], list[Any]]:
+        """Text previews and document ids, one per sample."""
+        ...
+
+    def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and positions of tokens `start` to `stop`, int32."""
+        ...
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop` of the shard at this hook: (stop - start, width)."""
         ...
 
 
-def open_shard(folder: Folder, commit: Commit, keys: dict[str, Any]) -> ShardReader:
-    """Opens a shard. keys: name of every hook that is wanted -> its key in the shard.
+def read_by_ranges(commit: Commit) -> bool:
+    """Whether rows of a shard can be read without the rest of it."""
+    return commit.file.endswith(".safetensors")
 
-    Raises RunError when the file is missing, has another size than its commit, or is damaged.
+
+def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> ShardReader:
+    """Opens a shard. hooks: those that will be read, by name.
+
+    Raises RunError when the file is missing or damaged, or is not what its JSON file describes.
     """
-    kind = SafetensorsReader if commit.file.endswith(".safetensors") else PickleReader
-    return kind(folder, commit, keys)
+    kind = SafetensorsReader if read_by_ranges(commit) else PickleReader
+    return kind(folder, commit, hooks)
 
 
 class SafetensorsReader:
-    """Reads rows by mapping a local file, or by ranges of bytes from a bucket."""
+    """Reads rows from a mapped local file, or ranges of bytes from a bucket."""
 
-    def __init__(self, folder: Folder, commit: Commit, keys: dict[str, Any]) -> None:
+    def __init__(self, folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> None:
         self._where = f"{folder.url}/{commit.file}"
+        self._size = commit.bytes
         self._read = _ranges_of(folder, commit)
-        self._header = safetensors_file.read_header(self._bytes, commit.bytes, self._where)
-
-    def _bytes(self, start: int, stop: int) -> bytes:
-        return self._read(start, stop).tobytes()
+        self._tensors = self._header().tensors
+        for name, hook in hooks.items():
+            tensor = self._tensors.get(name)
+            found = None if tensor is None else (tensor.dtype, tensor.shape)
+            _expect(self._where, name, found, (hook.dtype, (commit.tokens, hook.width)))
+        count, tokens = ("sample_offsets", commit.count + 1), ("position", commit.tokens)
+        for name, length in (count, tokens):
+            _expect(self._where, name, self._tensors[name].shape, (length,))
+        self.samples = Samples(self._whole("sample_idx"), self._whole("sample_offsets"))
+        _check_samples(self._where, self.samples, commit)
 
     @cached_property
-    def table(self) -> SampleTable:
-        previews, doc_ids = safetensors_file.texts_of(self._header)
-        sample_idx, offsets, token_ids, position = (
-            self._rows(name, 0, self._header.tensors[name].shape[0])
-            for name in safetensors_file.TABLE
-        )
-        return SampleTable(sample_idx, offsets, token_ids, position, previews, doc_ids)
+    def texts(self) -> tuple[list[str], list[Any]]:
+        return safetensors_file.texts_of(self._header())
+
+    def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.rows("token_ids", start, stop), self.rows("position", start, stop)
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
-        return self._rows(hook, start, stop)
-
-    def _rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        tensor = self._header.tensors.get(name)
-        if tensor is None:
-            raise RunError(f"{self._where}: has no hook {name}; it has {self._header.hooks}")
+        tensor = self._tensors[hook]
         first, last = (tensor.offset + row * tensor.row_bytes for row in (start, stop))
         return self._read(first, last).view(tensor.dtype).reshape(-1, *tensor.shape[1:])
 
+    def _whole(self, name: str) -> np.ndarray:
+        return np.array(self.rows(name, 0, self._tensors[name].shape[0]))
+
+    def _header(self) -> safetensors_file.Header:
+        """Read again for the texts: they are longer than all the rest that is kept of a shard."""
+        return safetensors_file.read_header(
+            lambda start, stop: self._read(start, stop).tobytes(), self._size, self._where
+        )
+
 
 def _ranges_of(folder: Folder, commit: Commit) -> Callable[[int, int], np.ndarray]:
-    """Function (start, stop) -> these bytes of a shard, uint8. Raises RunError for a short file."""
+    """A function that reads the bytes from `start` to `stop` of a shard, as uint8."""
     where = f"{folder.url}/{commit.file}"
     if not folder.local:
 
         def download(start: int, stop: int) -> np.ndarray:
-            data = folder.read(commit.file, start, stop)
+            data = folder.read(commit.file, start, stop) if stop > start else b""
             if data is None or len(data) != stop - start:
-                raise RunError(f"{where}: is missing or shorter than its JSON says")
+                raise RunError(f"{where}: is missing, or shorter than its JSON says")
             return np.frombuffer(data, np.uint8)
 
         return download
     path = folder.fetch(commit.file, Path())
+    _check_size(path, commit, where)
     try:
-        mapped = np.memmap(path, np.uint8, mode="r")
+        mapped = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
     except (OSError, ValueError) as error:  # ValueError: an empty file
         raise RunError(f"{where}: cannot be read: {error}") from error
-    if len(mapped) != commit.bytes:
-        raise RunError(f"{where}: has {len(mapped)} bytes, its JSON says {commit.bytes}")
     return lambda start, stop: mapped[start:stop]
 
 
 class PickleReader:
     """A pickled shard in memory, with the hooks that were asked for."""
 
-    def __init__(self, folder: Folder, commit: Commit, keys: dict[str, Any]) -> None:
-        self._where = f"{folder.url}/{commit.file}"
-        with tempfile.TemporaryDirectory() as scratch:
-            path = folder.fetch(commit.file, Path(scratch))
-            if not path.exists():
-                raise RunError(f"{self._where}: is missing")
-            _check_whole(path, commit, self._where)
-            shard = read_records(path, 10**11)
-        missing = [name for name, key in keys.items() if key not in shard]
-        if missing:
-            raise RunError(f"{self._where}: has no hook {missing[0]}; it has {list(shard)}")
+    def __init__(self, folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> None:
+        where = f"{folder.url}/{commit.file}"
+        shard = _unpickle(folder, commit, where)
+        for name, hook in hooks.items():
+            if hook.key not in shard:
+                raise RunError(f"{where}: has no hook {name}; it has {list(shard)}")
         records = next(iter(shard.values()))
-        self._slices = {
-            name: [record["activation"] for record in shard[key]] for name, key in keys.items()
-        }
-        token_ids = [np.asarray(record["token_ids"]) for record in records]
-        lengths = [len(ids) for ids in token_ids]
-        self.table = SampleTable(
-            sample_idx=np.array([record["sample_idx"] for record in records], np.int64),
-            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            token_ids=_joined(token_ids),
-            position=_joined([np.arange(length, dtype=np.int32) for length in lengths]),
-            text_previews=[record["text_preview"] for record in records],
-            doc_ids=[record["doc_id"] for record in records],
+        try:
+            self._slices = {name: _slices(shard[hook.key]) for name, hook in hooks.items()}
+            token_ids = [np.asarray(record["token_ids"], np.int32) for record in records]
+            self.texts = (
+                [record["text_preview"] for record in records],
+                [record["doc_id"] for record in records],
+            )
+            indices = [record["sample_idx"] for record in records]
+            lengths = [len(ids) for ids in token_ids]
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(f"{where}: its records cannot be read: {error!r:.200}") from error
+        self.samples = Samples(
+            np.array(indices, np.int64), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         )
+        _check_samples(where, self.samples, commit)
+        for name, hook in hooks.items():
+            for length, part in zip(lengths, self._slices[name], strict=True):
+                found = part.dtype, part.shape
+                _expect(where, name, found, (hook.dtype, (length, hook.width)))
+        self._token_ids = _joined(token_ids)
+        self._position = _joined([np.arange(length, dtype=np.int32) for length in lengths])
+
+    def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._token_ids[start:stop], self._position[start:stop]
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
-        offsets = self.table.offsets
+        offsets = self.samples.offsets
         first = int(np.searchsorted(offsets, start, "right")) - 1
         last = int(np.searchsorted(offsets, stop, "left"))
         parts = [
@@ -150,16 +190,112 @@ class PickleReader:
         return _joined(parts)
 
 
+def _unpickle(folder: Folder, commit: Commit, where: str) -> dict[Any, list[Record]]:
+    """Reads a pickle. Its sha256 is compared meanwhile. Raises RunError."""
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(1) as pool:
+        path = folder.fetch(commit.file, Path(scratch))
+        _check_size(path, commit, where)
+        digest = pool.submit(_sha256, path)
+        shard = read_shard(path, commit.unpacked)
+        if digest.result() != commit.sha256:
+            raise RunError(f"{where}: is damaged: its sha256 is not the one in its JSON")
+    return shard
+
+
+def _slices(records: Sequence[Record]) -> list[np.ndarray]:
+    return [record["activation"] for record in records]
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _check_whole(path: Path, commit: Commit, where: str) -> None:
-    """Raises RunError for a file of another size; and, without gzip's own checksum, of another
-    content than the commit says."""
-    if path.stat().st_size != commit.bytes:
-        raise RunError(f"{where}: has {path.stat().st_size} bytes, its JSON says {commit.bytes}")
-    if path.suffix != ".gz":
-        with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != commit.sha256:
-                raise RunError(f"{where}: is damaged: its sha256 is not the one in its JSON")
+def _check_size(path: Path, commit: Commit, where: str) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise RunError(f"{where}: cannot be read: {error.strerror}") from error
+    if size != commit.bytes:
+        raise RunError(f"{where}: has {size} bytes, its JSON says {commit.bytes}")
+
+
+def _check_samples(where: str, samples: Samples, commit: Commit) -> None:
+    """Raises RunError unless the table of samples is the one that the JSON file describes."""
+    _expect(where, "number of samples", len(samples.sample_idx), commit.count)
+    ends = [int(i) for i in samples.sample_idx[[0, -1]]]
+    _expect(where, "first and last sample", ends, [commit.first, commit.last])
+    bounds = [int(samples.offsets[0]), int(samples.offsets[-1])]
+    _expect(where, "range of tokens", bounds, [0, commit.tokens])
+    if (np.diff(samples.offsets) < 0).any() or (np.diff(samples.sample_idx) <= 0).any():
+        raise RunError(f"{where}: is damaged: its samples are not in ascending order")
+
+
+def _expect(where: str, what: str, found: Any, expected: Any) -> None:
+    if found != expected:
+        raise RunError(f"{where}: {what}: found {found}, expected {expected}")
+
+
+@dataclass
+class OpenShards:
+    """The shards of a run; the last few that were read stay open.
+
+    url: of the run. shards: the name of the folder and the commit of each. A copy of this in
+    another process opens its own files and connections, also after a fork.
+    """
+
+    url: str
+    shards: list[tuple[str, Commit]]
+    hooks: dict[str, StoredHook]
+
+    def __post_init__(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._folders: dict[str, Folder] = {}
+        self._readers: OrderedDict[int, ShardReader] = OrderedDict()
+
+    def __getstate__(self) -> tuple[str, list[tuple[str, Commit]], dict[str, StoredHook]]:
+        return self.url, self.shards, self.hooks
+
+    def __setstate__(
+        self, state: tuple[str, list[tuple[str, Commit]], dict[str, StoredHook]]
+    ) -> None:
+        self.url, self.shards, self.hooks = state
+        self.__post_init__()
+
+    def row_bytes(self, hooks: Sequence[str]) -> int:
+        """The bytes of one token at these hooks."""
+        return sum(self.hooks[name].width * self.hooks[name].dtype.itemsize for name in hooks)
+
+    def get(self, number: int) -> ShardReader:
+        """The reader of a shard, which stays open for the next call. Raises OSError."""
+        if self._process != os.getpid():
+            self.__post_init__()
+        with self._lock:
+            if number in self._readers:
+                self._readers.move_to_end(number)
+                return self._readers[number]
+        reader = self.open(number)
+        most = OPEN_SHARDS if read_by_ranges(self.shards[number][1]) else 1
+        with self._lock:
+            self._readers[number] = reader
+            while len(self._readers) > most:
+                self._readers.popitem(last=False)
+        return reader
+
+    def open(self, number: int, hooks: Sequence[str] | None = None) -> ShardReader:
+        """A new reader of a shard, for some of the hooks. Raises OSError."""
+        if self._process != os.getpid():
+            self.__post_init__()
+        folder, commit = self.shards[number]
+        wanted = self.hooks if hooks is None else {name: self.hooks[name] for name in hooks}
+        try:
+            if folder not in self._folders:
+                self._folders[folder] = Folder(self.url).child(folder)
+            return open_shard(self._folders[folder], commit, wanted)
+        except RunError as error:
+            raise OSError(str(error)) from error

@@ -1,0 +1,82 @@
+"""Tokens with their activations at several hooks: NumPy arrays, PyTorch tensors or JAX arrays."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Some tokens; row t of every array belongs to the same token.
+
+    activations: hook -> (size, width). token_ids, position: int32 (size,); the position counts
+    from 0 within the sample. sample_idx: int64 (size,).
+    """
+
+    activations: Mapping[str, Any]
+    token_ids: Any
+    sample_idx: Any
+    position: Any
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, hook: str) -> Any:
+        return self.activations[hook]
+
+    def torch(self) -> "TokenBatch":
+        """The same as PyTorch tensors, in the same memory."""
+        return self.map(_to_torch)
+
+    def jax(self) -> "TokenBatch":
+        """The same as JAX arrays on JAX's default device; a CPU shares the memory.
+
+        `sample_idx` stays a NumPy array: JAX would cut it to 32 bits.
+        """
+        import jax
+
+        return replace(self.map(jax.device_put), sample_idx=self.sample_idx)
+
+    def map(self, convert: Callable[[np.ndarray], Any]) -> "TokenBatch":
+        """`convert` applied to every array."""
+        return TokenBatch(
+            {hook: convert(values) for hook, values in self.activations.items()},
+            convert(self.token_ids),
+            convert(self.sample_idx),
+            convert(self.position),
+        )
+
+
+def _to_torch(values: np.ndarray) -> Any:
+    import torch
+
+    if values.dtype.name == "bfloat16":  # NumPy and PyTorch do not know each other's
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
+
+
+def slice_of(batch: TokenBatch, start: int, stop: int) -> TokenBatch:
+    return batch.map(lambda values: values[start:stop])
+
+
+def empty_like(batch: TokenBatch, size: int) -> TokenBatch:
+    return batch.map(lambda values: np.empty((size, *values.shape[1:]), values.dtype))
+
+
+def copy_into(source: TokenBatch, target: TokenBatch) -> None:
+    for hook, values in source.activations.items():
+        bits_of(target[hook])[...] = bits_of(values)
+    for name in ("token_ids", "sample_idx", "position"):
+        getattr(target, name)[...] = getattr(source, name)
+
+
+def select(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """A copy of some rows, given by their numbers or by a mask."""
+    return bits_of(values)[rows].view(values.dtype)
+
+
+def bits_of(values: np.ndarray) -> np.ndarray:
+    """Two-byte numbers as integers: NumPy is slow with those that it does not know itself."""
+    return values.view(np.uint16) if values.dtype.itemsize == 2 else values

@@ -1,0 +1,260 @@
+"""Reading alone: `python -m benchmarks.reading`. Needs PyTorch, as the tests do.
+
+It stores a run of 14 hooks in both formats and reads it back while the page cache is warm. It
+prints MB/s of activations, by the clock and per second of a core:
+
+- shuffled batches of all hooks from safetensors, beside a copy of the same bytes in memory;
+- shuffled batches of all hooks from gzip pickles, beside isal's decompression alone, and beside
+  `pickle.load(gzip.open(...))`;
+- one hook of the 14: from safetensors, from one torch.save file per sample, and from a `datasets`
+  folder read as SAELens reads it. For safetensors the bytes that are touched are counted.
+
+The last line printed is one JSON object.
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import pickle
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import datasets
+import ml_dtypes
+import numpy as np
+import torch
+from isal import igzip
+
+from activation_extraction import ActivationDataset
+from activation_extraction.output.identity import Identity
+from activation_extraction.output.pickle_file import read_records
+from activation_extraction.output.safetensors_file import write_shard
+from activation_extraction.output.sealed_json import seal, unseal
+from activation_extraction.output.shard import SampleRow, Shard
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.reading import shard_readers
+from benchmarks.processes import machine
+
+HOOKS, WIDTH, LENGTH, BATCH = 14, 896, 512, 512
+BUFFER = 4 * BATCH
+NAMES: dict[int | str, str] = {layer: f"blocks.{layer}.hook_resid_post" for layer in range(HOOKS)}
+ONE = NAMES[HOOKS // 2]
+SIZES = np.random.default_rng(0).lognormal(0.0, 0.5, WIDTH).astype(np.float32)
+
+
+def values_of(sample: int) -> np.ndarray:
+    """(LENGTH, WIDTH) bfloat16: normal, with another size in every dimension."""
+    chance = np.random.default_rng(sample)
+    values = chance.standard_normal((LENGTH, WIDTH), np.float32) * SIZES
+    return values.astype(ml_dtypes.bfloat16)
+
+
+def store_pickles(folder: Path, samples: int) -> None:
+    identity = Identity(activation_dtype="bfloat16", max_seq_length=LENGTH)
+    facts: dict[int | str, dict[str, Any]] = {key: {"width": WIDTH} for key in NAMES}
+    token_ids = np.arange(LENGTH, dtype=np.int32)
+    with ActivationStorage(
+        folder, NAMES, shard_size_gb=0.1, identity=identity, hook_facts=facts
+    ) as storage:
+        for sample in range(samples):
+            values = values_of(sample)
+            for number, key in enumerate(NAMES):
+                rolled = np.roll(values.view(np.uint16), number, axis=1).view(values.dtype)
+                storage.add_activation(key, rolled, sample, "", token_ids)
+
+
+def store_safetensors(source: Path, folder: Path) -> None:
+    """The same run in the other format."""
+    folder.mkdir()
+    (folder / "metadata.json").write_bytes((source / "metadata.json").read_bytes())
+    for path in sorted(source.glob("*.pkl.gz")):
+        records = read_records(path)
+        positions = np.arange(LENGTH, dtype=np.int32)
+        rows = [
+            SampleRow(record["sample_idx"], positions, positions, "", None) for record in records[0]
+        ]
+        slices = {key: [record["activation"] for record in each] for key, each in records.items()}
+        target = folder / path.name.replace("pkl.gz", "safetensors")
+        with open(target, "wb") as file:
+            write_shard(Shard(rows, slices), NAMES, file.write)
+        data = target.read_bytes()
+        name = path.name.replace("pkl.gz", "json")
+        content = unseal((source / name).read_bytes(), name)
+        content |= {"file": target.name, "bytes": len(data)}
+        content["sha256"] = hashlib.sha256(data).hexdigest()
+        (folder / name).write_bytes(seal(content))
+
+
+def store_for_others(folder: Path, samples: int) -> None:
+    """One hook as files of torch.save, and as a folder of `datasets` in float16."""
+    (folder / "torch").mkdir(parents=True)
+    for sample in range(samples):
+        values = torch.from_numpy(values_of(sample).view(np.int16)).view(torch.bfloat16)
+        torch.save(values, folder / "torch" / f"{sample}.pt")
+    features = datasets.Features({ONE: datasets.Array2D((LENGTH, WIDTH), "float16")})
+
+    def rows() -> Iterator[dict[str, np.ndarray]]:
+        for sample in range(samples):
+            yield {ONE: values_of(sample).astype(np.float16)}
+
+    cache = str(folder / "cache")
+    table = datasets.Dataset.from_generator(rows, features=features, cache_dir=cache)
+    table.save_to_disk(folder / "datasets")
+
+
+def read_batches(dataset: ActivationDataset, shuffle: int | None = 0) -> None:
+    for _ in dataset.batches(BATCH, shuffle=shuffle, buffer=BUFFER):
+        pass
+
+
+def read_on(dataset: ActivationDataset, shuffle: int | None = 0) -> Iterator[int]:
+    """Yields once the buffer has been used, as in a long pass: memory that is used for the first
+    time is slow. Then reads the rest, and yields its bytes."""
+    batches = dataset.batches(BATCH, shuffle=shuffle, buffer=BUFFER)
+    for _ in range(BUFFER // BATCH):
+        next(batches)
+    yield 0
+    row = sum(dataset.hooks.values()) * dataset.dtype.itemsize
+    yield sum(len(batch) for batch in batches) * row
+
+
+def read_torch_files(folder: Path) -> None:
+    paths = sorted((folder / "torch").iterdir())
+    for number in np.random.default_rng(0).permutation(len(paths)):
+        torch.load(paths[number])
+
+
+def read_datasets(folder: Path) -> None:
+    """In blocks of samples that are flattened to tokens, as SAELens' activation store does it."""
+    table = datasets.load_from_disk(str(folder / "datasets"))
+    table.set_format(type="torch", columns=[ONE], dtype=torch.float16)
+    for start in range(0, len(table), BATCH // LENGTH):
+        table[start : start + BATCH // LENGTH][ONE].reshape(-1, WIDTH)
+
+
+def decompress(folder: Path) -> None:
+    space = bytearray(2**20)
+    for path in sorted(folder.glob("*.pkl.gz")):
+        with igzip.open(path) as file:
+            while file.readinto(space):
+                pass
+
+
+def unpickle(folder: Path) -> None:
+    for path in sorted(folder.glob("*.pkl.gz")):
+        with gzip.open(path) as file:
+            pickle.load(file)
+
+
+def touched_share(folder: Path) -> float:
+    """The bytes that reading one hook touches, as a share of the hook's own."""
+    touched = 0
+    original = shard_readers._ranges_of
+
+    def counting(*arguments: Any) -> Callable[[int, int], np.ndarray]:
+        read = original(*arguments)
+
+        def count(start: int, stop: int) -> np.ndarray:
+            nonlocal touched
+            touched += stop - start
+            return read(start, stop)
+
+        return count
+
+    with mock.patch.object(shard_readers, "_ranges_of", counting):
+        dataset = ActivationDataset(folder, [ONE])
+        read_batches(dataset)
+    return touched / (dataset.tokens * WIDTH * 2)
+
+
+def measure(root: Path, samples: int, rounds: int) -> dict[str, dict[str, int]]:
+    """MB/s, by the clock and per second of a core, by what is read.
+
+    Each round does everything once, so that all meet the same load.
+    """
+    pickles, tensors = root / "pickles", root / "safetensors"
+    one = samples * LENGTH * WIDTH * 2
+    source = np.random.default_rng(0).integers(0, 2**16, one * HOOKS // 2, np.uint16)
+    target = np.empty_like(source)
+    every, single = ActivationDataset(tensors), ActivationDataset(tensors, [ONE])
+    pickled = ActivationDataset(pickles)
+
+    def whole(size: int, action: Callable[..., object], *arguments: Any) -> Iterator[int]:
+        yield 0
+        action(*arguments)
+        yield size
+
+    actions: dict[str, Callable[[], Iterator[int]]] = {
+        "memory copy": lambda: whole(HOOKS * one, np.copyto, target, source),
+        "safetensors, shuffled": lambda: read_on(every),
+        "safetensors, in order": lambda: read_on(every, None),
+        "isal alone": lambda: whole(HOOKS * one, decompress, pickles),
+        "gzip pickles, shuffled": lambda: whole(HOOKS * one, read_batches, pickled),
+        "gzip pickles, in order": lambda: whole(HOOKS * one, read_batches, pickled, None),
+        "pickle.load(gzip.open)": lambda: whole(HOOKS * one, unpickle, pickles),
+        "one hook, safetensors, shuffled": lambda: read_on(single),
+        "one hook, torch.load per sample": lambda: whole(one, read_torch_files, root / "others"),
+        "one hook, datasets": lambda: whole(one, read_datasets, root / "others"),
+    }
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
+    for _ in range(rounds):
+        for name, action in actions.items():
+            rates[name].append(timed(action()))
+    return {
+        name: {
+            "clock": round(statistics.median(clock for clock, _ in each)),
+            "core": round(statistics.median(core for _, core in each)),
+        }
+        for name, each in rates.items()
+    }
+
+
+def timed(steps: Iterator[int]) -> tuple[float, float]:
+    """MB per second, and per second of a core, of what follows the first step."""
+    next(steps)
+    clock, core = time.perf_counter(), time.process_time()
+    size = next(steps)
+    seconds = time.perf_counter() - clock, time.process_time() - core
+    return size / seconds[0] / 1e6, size / seconds[1] / 1e6
+
+
+def share(rates: dict[str, dict[str, int]], what: str, whole: str) -> float:
+    return round(rates[what]["clock"] / rates[whole]["clock"], 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=48, help="of 512 tokens (default: 48)")
+    parser.add_argument("--rounds", type=int, default=3, help="medians of so many (default: 3)")
+    arguments = parser.parse_args()
+    datasets.disable_progress_bars()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        store_pickles(root / "pickles", arguments.samples)
+        store_safetensors(root / "pickles", root / "safetensors")
+        store_for_others(root / "others", arguments.samples)
+        rates = measure(root, arguments.samples, arguments.rounds)
+        touched = touched_share(root / "safetensors")
+    print("  MB/s  MB/s of a core")
+    for name, rate in rates.items():
+        print(f"{rate['clock']:>6,} {rate['core']:>6,}  {name}")
+    result = {
+        "mb_per_second": rates,
+        "shuffled_of_memory_copy": share(rates, "safetensors, shuffled", "memory copy"),
+        "gzip_pickles_of_isal": share(rates, "gzip pickles, shuffled", "isal alone"),
+        "one_hook_touched": touched,
+        "load": os.getloadavg()[0],
+        "machine": machine(),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""Batches of tokens: shuffled, filtered, restored, divided between workers, in bounded memory."""
+
+import json
+import pickle
+import tracemalloc
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import torch
+from runs_to_read import (
+    DTYPES,
+    FORMATS,
+    WIDTHS,
+    assert_same,
+    in_order,
+    joined,
+    make_run,
+    stored_tokens,
+)
+from torch.utils.data import DataLoader
+
+from activation_extraction import ActivationDataset
+from activation_extraction.reading import token_source
+from activation_extraction.reading.token_batch import TokenBatch
+
+FIRST, SECOND, THIRD = WIDTHS
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def run(request, tmp_path_factory):
+    """Two machines with different numbers of hosts."""
+    root = tmp_path_factory.mktemp("run")
+    return make_run(root, request.param, "bfloat16", count=12, machines=(2, 1))
+
+
+def batch_arrays(batch):
+    names = ("token_ids", "sample_idx", "position")
+    return {name: getattr(batch, name) for name in names} | dict(batch.activations)
+
+
+def assert_equal_batches(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_same(batch_arrays(ours), batch_arrays(theirs))
+
+
+def test_sizes(run):
+    dataset = ActivationDataset(run.root)
+    for size, buffer in ((1, 2), (7, 14), (7, 100), (100, None), (10**4, 10**5)):
+        sizes = [len(batch) for batch in dataset.batches(size, shuffle=0, buffer=buffer)]
+        assert sum(sizes) == dataset.tokens
+        assert set(sizes[:-1]) <= {size} and 0 < sizes[-1] <= size
+
+
+def test_a_seed_is_an_order(run):
+    dataset = ActivationDataset(run.root)
+    orders = [joined(dataset.batches(50, shuffle=seed))["sample_idx"] for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(orders[0], orders[1])
+    assert not np.array_equal(orders[0], orders[2])
+
+
+@pytest.mark.parametrize("shard_format", FORMATS)
+def test_tokens_are_mixed_over_shards_and_within_the_buffer(shard_format, tmp_path):
+    """A batch of 64 has tokens of many samples, and no neighbours are left together."""
+    make_run(tmp_path, shard_format, count=200, shard_size_gb=4e-5)
+    dataset = ActivationDataset(tmp_path)
+    assert len(list(tmp_path.glob("shard_*.json"))) > 10
+    for batch in [*dataset.batches(64, shuffle=0, buffer=1000)][:-1]:
+        assert len(set(batch.sample_idx)) > 10
+        together = (np.diff(batch.sample_idx) == 0) & (np.diff(batch.position) == 1)
+        assert together.mean() < 0.2
+
+
+def test_filters(run):
+    dataset = ActivationDataset(run.root)
+    tokens = stored_tokens(run, skip_first=2)
+    norms = {hook: np.linalg.norm(tokens[hook].astype(np.float32), axis=1) for hook in WIDTHS}
+    small = {hook: norms[hook] <= 40 for hook in WIDTHS}
+    every = np.logical_and.reduce(list(small.values()))
+    for limit, keep in ((40, every), ({SECOND: 40.0}, small[SECOND]), (None, every | True)):
+        assert keep.any() and (limit is None or not keep.all())
+        options = dict(skip_first=2, max_norm=limit)
+        expected = {name: values[keep] for name, values in tokens.items()}
+        assert_same(joined(dataset.batches(16, **options)), expected)
+        found = joined(dataset.batches(16, shuffle=3, buffer=64, **options))
+        assert_same(in_order(found), in_order(expected))
+    assert list(dataset.batches(16, skip_first=99)) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", np.float16, "bfloat16"])
+def test_another_dtype(run, dtype):
+    batch = next(ActivationDataset(run.root).batches(50, hooks=FIRST, dtype=dtype))
+    expected = stored_tokens(run)[FIRST][:50].astype(dtype)
+    assert_same({"": batch[FIRST]}, {"": expected})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(shuffle=0, buffer=60, hooks=[SECOND]),
+        dict(shuffle=5, buffer=90, skip_first=1, max_norm=60.0, hooks=[FIRST, THIRD]),
+        dict(hooks=[FIRST]),
+        dict(shuffle=1, buffer=61, worker=1, workers=3),
+    ],
+)
+def test_restored_at_every_step_and_all_that_follows(run, options):
+    """The state goes through JSON, and into a dataset that was opened anew."""
+    batches = ActivationDataset(run.root).batches(20, **options)
+    states, expected = [batches.state()], []
+    for batch in batches:
+        expected.append(batch)
+        states.append(batches.state())
+    assert len(expected) > 5
+    continued = ActivationDataset(run.root).batches(20, **options)
+    for number, state in enumerate(states):
+        continued.restore(json.loads(json.dumps(state)))
+        assert continued.state() == state
+        assert_equal_batches(list(continued), expected[number:])
+    next(again := ActivationDataset(run.root).batches(20, **options))
+    copy = pickle.loads(pickle.dumps(again))
+    assert_equal_batches(list(copy), expected[1:])
+    again.restore(states[3])  # back and forth, while a thread reads ahead
+    assert_equal_batches([next(again)], expected[3:4])
+    again.restore(states[0])
+    assert_equal_batches(list(again), expected)
+
+
+def test_a_state_of_other_batches_is_refused(run, tmp_path):
+    dataset = ActivationDataset(run.root)
+    state = dataset.batches(20, shuffle=0).state()
+    for options, named in (
+        (dict(size=21, shuffle=0), "its size is 20, not 21"),
+        (dict(size=20, shuffle=1), "its shuffle is 0, not 1"),
+        (dict(size=20, shuffle=0, hooks=[FIRST]), "its hooks is "),
+        (dict(size=20, shuffle=0, max_norm=3), "its max_norm is "),
+    ):
+        with pytest.raises(ValueError, match=f"of other batches: {named}"):
+            dataset.batches(**options).restore(state)
+    make_run(tmp_path, run.format, "bfloat16", count=13, machines=(2, 1))
+    with pytest.raises(ValueError, match="its data is "):
+        ActivationDataset(tmp_path).batches(20, shuffle=0).restore(state)
+
+
+@pytest.mark.parametrize("workers", [2, 5, 40])
+def test_workers_share_all_tokens_without_overlap(run, workers):
+    dataset = ActivationDataset(run.root)
+    batches = [
+        batch
+        for worker in range(workers)
+        for batch in dataset.batches(16, shuffle=0, worker=worker, workers=workers)
+    ]
+    assert_same(in_order(joined(batches)), in_order(stored_tokens(run)))
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX has threads in this process
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_workers_of_a_data_loader_divide_a_share(run):
+    """Two processes read the first of two shares; this process reads the other one."""
+    dataset = ActivationDataset(run.root)
+    found = list(dataset.batches(16, shuffle=0, worker=1, workers=2))
+    batches = dataset.batches(16, shuffle=0, worker=0, workers=2).torch()
+    loader = DataLoader(batches, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    for _ in range(2):  # another epoch begins anew
+        read = [batch.map(to_numpy) for batch in loader]
+        assert_same(in_order(joined(found + read)), in_order(stored_tokens(run)))
+    copy = pickle.loads(pickle.dumps(batches))  # where processes are spawned
+    assert_equal_batches([b.map(to_numpy) for b in copy], [b.map(to_numpy) for b in batches])
+
+
+def to_numpy(values):
+    if values.dtype == torch.bfloat16:
+        return values.view(torch.int16).numpy().view("bfloat16")
+    return values.numpy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_and_jax_share_the_memory(dtype, tmp_path):
+    run = make_run(tmp_path, "safetensors", dtype, count=6)
+    dataset = ActivationDataset(run.root)
+    expected = stored_tokens(run)
+    for batch in dataset.batches(16):
+        tensors, arrays = batch.torch(), batch.jax()
+        assert_same(batch_arrays(tensors.map(to_numpy)), batch_arrays(batch))
+        assert_same(batch_arrays(arrays.map(np.asarray)), batch_arrays(batch))
+        assert str(tensors[FIRST].dtype) == f"torch.{dtype}" and arrays[FIRST].dtype == dtype
+        for name, values in batch_arrays(batch).items():
+            assert batch_arrays(tensors)[name].data_ptr() == values.ctypes.data
+            if name != "sample_idx":
+                shared = batch_arrays(arrays)[name].unsafe_buffer_pointer()
+                assert shared == values.ctypes.data
+    for batches in (dataset.batches(16).torch(), dataset.batches(16).jax()):
+        assert sum(len(batch) for batch in batches) == dataset.tokens
+    assert isinstance(next(dataset.batches(16).jax())[FIRST], jax.Array)
+    assert_same(joined(dataset.batches(16)), expected)
+
+
+def test_a_loop_over_tensors_can_be_continued(run):
+    batches = ActivationDataset(run.root).batches(20, shuffle=0)
+    for _ in zip(range(3), batches.torch(), strict=False):
+        pass
+    state = batches.state()
+    rest = list(batches)
+    batches.restore(state)
+    assert_equal_batches(list(batches), rest)
+    assert len(rest) > 3
+
+
+def test_a_batch_is_the_callers(run):
+    """It may be changed, and does not change while the reading goes on."""
+    dataset = ActivationDataset(run.root)
+    expected = stored_tokens(run)
+    kept = []
+    for batch in dataset.batches(16, buffer=32):
+        kept.append(batch.map(np.copy))
+        for values in batch_arrays(batch).values():
+            values[...] = 0
+    assert_same(joined(kept), expected)
+    assert_same(joined(dataset.batches(16, buffer=32)), expected)
+
+
+@pytest.mark.parametrize("kept_as", ["numpy", "torch", "jax", "view"])
+def test_memory_is_used_again_but_never_while_somebody_holds_it(run, kept_as):
+    keep = {
+        "numpy": lambda batch: batch,
+        "torch": TokenBatch.torch,
+        "jax": TokenBatch.jax,
+        "view": lambda batch: batch.map(lambda values: values[:]),
+    }[kept_as]
+    dataset = ActivationDataset(run.root)
+    kept = [keep(batch) for batch in dataset.batches(16, shuffle=0)]
+    kept = [b.map(to_numpy if kept_as == "torch" else np.asarray) for b in kept]
+    assert_same(in_order(joined(kept)), in_order(stored_tokens(run)))
+    places = {batch[FIRST].ctypes.data for batch in dataset.batches(16, shuffle=0)}
+    assert len(kept) > 20 and len(places) < 10
+
+
+@pytest.mark.parametrize("place", ["local", "another file system"])
+def test_memory_stays_within_the_buffer(place, tmp_path):
+    """Arrays are counted: at most a fifth more than the buffer, and the batch in hand.
+
+    Files on the local disk are mapped, and their pages are not counted: they are the page cache's.
+    """
+    hooks = {layer: f"blocks.{layer}.hook_mlp_out" for layer in range(2)}
+    options = dict(count=1500, hooks=hooks, shard_size_gb=2e-3)
+    run = make_run(tmp_path, "safetensors", "float32", **options)
+    dataset = ActivationDataset(run.root)
+    if place != "local":
+        dataset._local = False
+    buffer, size = 6000, 128
+    row = 2 * 256 * 4 + 16
+    assert dataset.tokens > 2.5 * buffer
+    batches = dataset.batches(size, shuffle=0, buffer=buffer)
+    tracemalloc.start()
+    try:
+        for batch in batches:
+            assert batch[hooks[0]].shape[1] == 256
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.9 * buffer * row < peak < 1.2 * buffer * row + 3 * size * row
+
+
+def test_chunks_and_the_default_buffer_follow_from_bytes(run, monkeypatch):
+    """However wide the hooks are; a buffer that was asked for decides the size of chunks."""
+    dataset = ActivationDataset(run.root)
+    assert dataset.batches(100)._options.buffer == 6400
+    monkeypatch.setattr("activation_extraction.reading.dataset.BUFFER_BYTES", 32 * 500)
+    assert dataset.batches(100, hooks=FIRST)._options.buffer == 500
+    assert dataset.batches(400, hooks=FIRST)._options.buffer == 800
+    source = dataset.batches(8, buffer=640)._source
+    options = dataset.batches(8, buffer=640)._options
+    if run.format == "safetensors":
+        assert max(c.stop - c.start for c in source._chunks(options)) == 40
+        monkeypatch.setattr(token_source, "LEAST_CHUNK_BYTES", 0)
+        assert max(c.stop - c.start for c in source._chunks(options)) == 10
+        monkeypatch.setattr(token_source, "CHUNK_BYTES", 3 * sum(WIDTHS.values()) * 2)
+        assert max(c.stop - c.start for c in source._chunks(options)) == 3
+
+
+@pytest.mark.parametrize(
+    "options,named",
+    [
+        (dict(size=0), "buffer 0: it must hold two batches of 0 tokens"),
+        (dict(size=8, buffer=15), "buffer 15: it must hold two batches of 8 tokens"),
+        (dict(size=8, worker=2, workers=2), "worker 2: expected 0 to 1, of 2 workers"),
+        (dict(size=8, shuffle=True), "shuffle True: expected a seed"),
+        (dict(size=8, shuffle=-1), "shuffle -1: expected a seed"),
+        (dict(size=8, dtype="float17"), "dtype 'float17': "),
+        (dict(size=8, hooks=[FIRST], max_norm={SECOND: 1}), f"max_norm: hook '{SECOND}' is not"),
+    ],
+)
+def test_arguments_that_make_no_sense(run, options, named):
+    with pytest.raises(ValueError, match=named):
+        ActivationDataset(run.root).batches(**options)
+
+
+def test_an_error_in_the_background_reaches_the_loop(run, monkeypatch):
+    """At the batch that could not be read, and every time one is asked for."""
+    original = token_source._block
+
+    def fail(reader, chunk, hooks):
+        if chunk.shard == 3:
+            raise OSError("the network is gone")
+        return original(reader, chunk, hooks)
+
+    monkeypatch.setattr(token_source, "_block", fail)
+    batches = ActivationDataset(run.root).batches(8, buffer=16)
+    with pytest.raises(OSError, match="the network is gone"):
+        list(batches)
+
+
+def test_closing_ends_the_reading_ahead(run):
+    batches = ActivationDataset(run.root).batches(8, shuffle=0)
+    first = next(batches)
+    batches.close()
+    rest = list(batches)  # goes on where it stood
+    batches.restore(ActivationDataset(run.root).batches(8, shuffle=0).state())
+    assert_equal_batches(list(batches), [first, *rest])
+
+
+def test_map_reaches_every_array():
+    values = partial(np.arange, 3)
+    batch = TokenBatch({"a": values(), "b": values()}, values(), values(), values())
+    doubled = batch.map(lambda each: 2 * each)
+    for each in batch_arrays(doubled).values():
+        np.testing.assert_array_equal(each, [0, 2, 4])
