@@ -22,8 +22,7 @@ from activation_extraction.cli.errors import RunError
 from activation_extraction.output import safetensors_file
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder
-from activation_extraction.output.pickle_file import Record
-from activation_extraction.output.shards import read_shard
+from activation_extraction.output.pickle_file import Record, read_records
 
 OPEN_SHARDS = 128  # that stay open, where a shard is read by ranges; one pickle stays in memory
 
@@ -196,7 +195,7 @@ def _unpickle(folder: Folder, commit: Commit, where: str) -> dict[Any, list[Reco
         path = folder.fetch(commit.file, Path(scratch))
         _check_size(path, commit, where)
         digest = pool.submit(_sha256, path)
-        shard = read_shard(path, commit.unpacked)
+        shard = read_records(path, commit.unpacked)
         if digest.result() != commit.sha256:
             raise RunError(f"{where}: is damaged: its sha256 is not the one in its JSON")
     return shard
