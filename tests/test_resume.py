@@ -16,7 +16,8 @@ from activation_extraction.output.identity import Identity
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.text import documents
+from activation_extraction.text import files
+from activation_extraction.text import rows as rows_module
 from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.files import open_files
 
@@ -118,9 +119,9 @@ def test_only_the_current_piece_of_the_data_is_read_again(run, tmp_path, monkeyp
     for n in range(4):
         (pieces / f"{n}.jsonl").write_text("".join(lines[10 * n : 10 * n + 10]))
     opened = []
-    original = documents.fsspec.open
+    original = rows_module.fsspec.open
     monkeypatch.setattr(
-        documents.fsspec,
+        rows_module.fsspec,
         "open",
         lambda url, *a, **k: opened.append(Path(url).name) or original(url, *a, **k),
     )
@@ -183,7 +184,7 @@ def test_what_cannot_be_continued_is_refused_and_left_alone(run, whole, tmp_path
 
 def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
     """The batch in which it failed is not packed differently for that."""
-    original = documents.json_lines
+    original = files.json_lines
     for bad in range(1, DOCUMENTS):
         folder = tmp_path / f"bad_{bad}"
 
@@ -194,7 +195,7 @@ def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
                 yield row
 
         with monkeypatch.context() as patch:
-            patch.setattr(documents, "json_lines", fails)
+            patch.setattr(files, "json_lines", fails)
             with pytest.raises(RunError, match="gone"):
                 run(folder)
         assert status(folder) == "interrupted"
