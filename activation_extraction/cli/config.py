@@ -39,6 +39,7 @@ class Config:
     """One run, as asked for. Field names are the flags'.
 
     bucket_url: where to upload to, the folder above those of machines and hosts; None: nowhere.
+    report: the file to write it to, "" for the default one; None: no report.
     compilation_cache: a folder, a URL or "off"; None: the default.
     """
 
@@ -85,6 +86,7 @@ class Config:
     aggregate: bool
     verify: bool
     verify_samples: int
+    report: str | None
     log_every: int
     verbose: bool
     demo: bool
@@ -97,7 +99,7 @@ class Config:
 
     @property
     def location(self) -> str:
-        """The whole output, of all machines and hosts, for --status and --verify."""
+        """The whole output, of all machines and hosts, for --status, --verify and --report."""
         return self.bucket_url or self.output_url
 
     def to_json(self) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def _check_places(flags: argparse.Namespace) -> None:
         raise InputError(f"--gcs_bucket {bucket}: is no place that lasts")
     if bucket is not None and "://" not in bucket and "/" in bucket.rstrip("/"):
         raise InputError(f"--gcs_bucket {bucket}: is a path; the bucket alone, and --gcs_prefix")
-    looking = flags.status or flags.verify
+    looking = flags.status or flags.verify or flags.report is not None
     if "://" in flags.output_dir and not looking:
         raise InputError(
             f"--output_dir {flags.output_dir}: is a URL; shards are written to a local folder "
@@ -185,8 +187,11 @@ def _check_places(flags: argparse.Namespace) -> None:
         raise InputError("--verify_samples: needs --model_path")
     if looking and flags.model_revision is not None and flags.model_path is None:
         raise InputError("--model_revision: needs --model_path here")
-    if sum((flags.status, flags.verify, flags.repair, flags.overwrite)) > 1:
-        raise InputError("--status, --verify, --repair and --overwrite exclude each other")
+    modes = (flags.status, flags.verify, flags.report is not None, flags.repair, flags.overwrite)
+    if sum(modes) > 1:
+        raise InputError(
+            "--status, --verify, --report, --repair and --overwrite exclude each other"
+        )
 
 
 def _dataset(flags: argparse.Namespace) -> dict[str, str | None]:

@@ -440,3 +440,12 @@ def _add_checking_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many random samples --verify recomputes (default: 8)",
     )
+    group.add_argument(
+        "--report",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="write an HTML page about the activations: norms, leading directions, the largest "
+        "tokens, throughput; also during a run (default: report.html in --output_dir, for a bucket "
+        "in the working directory)",
+    )
