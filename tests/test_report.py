@@ -1,5 +1,6 @@
 """--report: its numbers against NumPy, what the page holds, and how Chromium shows it."""
 
+import json
 import re
 import subprocess
 import sys
@@ -38,6 +39,8 @@ LINES = [
 def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     extract(root, hook_facts=WIDTHS)
+    lines = [*map(json.dumps, LINES), '{"time": 10']  # the last one is being written
+    (root / "metrics.jsonl").write_text("\n".join(lines))
     return root
 
 
@@ -125,7 +128,7 @@ def test_the_page_is_one_file_with_every_section(run, capsys):
     assert not re.search(r"<(script|link|img|iframe)|@import|url\((?!#)|src=", html)
     assert all(link.startswith("#") for link in re.findall(r'href="([^"]*)', html))
     ids = re.findall(r'\bid="([^"]+)"', html)
-    assert len(ids) == len(set(ids)) and html.count("<svg") == 6
+    assert len(ids) == len(set(ids)) and html.count("<svg") == 7
     assert "100 tokens of 10 documents in 4 of 4 shards" in html
     assert main(["--verify", "--output_dir", str(run)]) == 0  # the report is in nobody's way
 

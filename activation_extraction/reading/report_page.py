@@ -21,7 +21,7 @@ from activation_extraction.reading.report_text import Decode, passage
 
 LARGEST_SHOWN = 9  # tokens of each hook
 MOST_HOSTS = 64  # in the table
-HOOK_COLUMNS = ("hook", "width", "mean norm", "largest norm", "standard deviation")
+HOOK_COLUMNS: tuple[str, ...] = ("hook", "width", "mean norm", "largest norm", "standard deviation")
 HOOK_COLUMNS += ("median norm", "1 % – 99 %", f"over {OUTLIER:g}× median", "first direction")
 HOOK_COLUMNS += ("directions for 90 %", "effective directions", "variance of outliers")
 

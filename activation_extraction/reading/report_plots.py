@@ -26,7 +26,7 @@ INK, MUTED, GRID, ACCENT, WARM = "#010101", "#010102", "#010103", "#010104", "#0
 RAMP = tuple(f"#0101{number:02x}" for number in range(0x20, 0x28))
 VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", ACCENT: "accent", WARM: "warm"}
 VARIABLES |= {color: f"ramp-{number}" for number, color in enumerate(RAMP)}
-STYLE = {
+STYLE: dict[Any, Any] = {
     **{"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 11, "axes.linewidth": 0.8},
     **{"text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": MUTED},
     **{"xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelcolor": INK},
@@ -82,8 +82,8 @@ def spread_by_position(report: HookReport, buckets: Sequence[Bucket]) -> str:
     with _figure("position in the document", "norm") as (axes, svg):
         at = np.arange(len(buckets))
         for low, high, alpha in ((0.05, 0.95, 0.22), (0.25, 0.75, 0.4)):
-            ends = ([q.at(level) for q in report.positions] for level in (low, high))
-            axes.fill_between(at, *ends, color=ACCENT, alpha=alpha, linewidth=0)
+            below, above = ([q.at(level) for q in report.positions] for level in (low, high))
+            axes.fill_between(at, below, above, color=ACCENT, alpha=alpha, linewidth=0)
         medians = [q.median for q in report.positions]
         axes.plot(at, medians, color=ACCENT, linewidth=1.6, marker="o", markersize=3.5)
         axes.plot(at, [q.largest for q in report.positions], "x", color=WARM, markersize=4.5)
@@ -131,7 +131,8 @@ def document_lengths(lengths: Lengths) -> str:
     """A histogram, with the mean of the whole run."""
     with _figure("tokens per document", "documents") as (axes, svg):
         bins = min(max(len(lengths.sampled) // 5, 8), 40)
-        axes.hist(lengths.sampled, bins, (0, lengths.longest_row), color=ACCENT, alpha=0.75)
+        row = (0, lengths.longest_row)
+        axes.hist(lengths.sampled, bins, range=row, color=ACCENT, alpha=0.75)
         axes.axvline(lengths.mean, color=WARM, linewidth=1.4)
         axes.set_xlim(0, lengths.longest_row)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
