@@ -64,7 +64,8 @@ def test_the_wheel_holds_the_sources_and_nothing_else(installed):
     package = REPOSITORY / "activation_extraction"
     expected = {str(path.relative_to(REPOSITORY)) for path in package.rglob("*.py")}
     expected |= {"extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py"}
-    assert names == expected | {"activation_extraction/run/demo_texts.txt"}
+    data = ("reading/report.css", "run/demo_texts.txt")
+    assert names == expected | {f"{package.name}/{name}" for name in data}
 
 
 @pytest.mark.slow

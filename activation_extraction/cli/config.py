@@ -33,7 +33,8 @@ class Config:
     machine_from: the flag or variable that says which machine this is; None: neither does.
     bucket_url: where to upload to, the folder above those of machines and hosts; None: nowhere.
     compilation_cache: a folder, a URL or "off"; None: the default. mesh_type: None where only the
-    shape is given. verify_samples: 0 without --model_path.
+    shape is given. verify_samples: 0 without --model_path. report: the file to write it to, "" for
+    the default one; None: no report.
     """
 
     model_path: str
@@ -81,13 +82,14 @@ class Config:
     aggregate: bool
     verify: bool
     verify_samples: int
+    report: str | None
     log_every: int
     verbose: bool
     demo: bool
 
     @property
     def location(self) -> str:
-        """The whole output, of all machines and hosts, for --status and --verify."""
+        """The whole output, of all machines and hosts, for --status, --verify and --report."""
         return self.bucket_url or self.output_dir
 
     def to_json(self) -> dict[str, Any]:
@@ -139,7 +141,7 @@ def _fill(flags: argparse.Namespace, flag: str, variable: str) -> None:
 
 def _fill_from_engine(flags: argparse.Namespace) -> None:
     """--machine_id and --total_machines, where they are left out; notes where the first is from."""
-    looking = flags.status or flags.verify
+    looking = flags.status or flags.verify or flags.report is not None
     number, count = (None, None) if looking else machine_variables(os.environ, flags.multihost)
     flags.machine_from = "--machine_id" if flags.machine_id is not None else number
     if count is not None and flags.total_machines is None:
@@ -204,13 +206,18 @@ def _check_places(flags: argparse.Namespace) -> None:
             raise InputError(f"--{flag}: needs --{needed}")
     if flags.verify_samples and flags.model_path is None:
         raise InputError("--verify_samples: needs --model_path")
-    looking = flags.status or flags.verify
+    looking = flags.status or flags.verify or flags.report is not None
     if looking and flags.model_revision is not None and flags.model_path is None:
         raise InputError("--model_revision: needs --model_path here")
-    if sum((flags.status, flags.verify, flags.repair, flags.overwrite)) > 1:
-        raise InputError("--status, --verify, --repair and --overwrite cannot be used together")
+    modes = (flags.status, flags.verify, flags.report is not None, flags.repair, flags.overwrite)
+    if sum(modes) > 1:
+        raise InputError(
+            "--status, --verify, --report, --repair and --overwrite cannot be used together"
+        )
     if (looking or flags.repair) and flags.list_hooks:
-        raise InputError("--list_hooks cannot be used with --status, --verify or --repair")
+        raise InputError(
+            "--list_hooks cannot be used with --status, --verify, --report or --repair"
+        )
 
 
 CONFLICTS = {
@@ -238,7 +245,7 @@ def _refuse_conflicts(flags: argparse.Namespace) -> None:
 
 def _refuse_values(flags: argparse.Namespace) -> None:
     """Raises InputError for values, typed or default, that are not possible here."""
-    if "://" in flags.output_dir and not (flags.status or flags.verify):
+    if "://" in flags.output_dir and not (flags.status or flags.verify or flags.report is not None):
         raise InputError(
             f"--output_dir {flags.output_dir}: is a URL, but shards are written to a local folder "
             "first; use --upload_to_gcs with --gcs_bucket and --gcs_prefix"

@@ -130,6 +130,15 @@ def add_checking_flags(parser: argparse.ArgumentParser) -> None:
         type=integer(1),
         metavar="N",
     )
+    group.add_argument(
+        "--report",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="write an HTML page about the activations: norms, leading directions, the largest "
+        "tokens, throughput; also during a run (default: report.html in --output_dir, or for a "
+        "bucket in the working directory)",
+    )
 
 
 def add_general_flags(parser: argparse.ArgumentParser) -> None:
