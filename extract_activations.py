@@ -48,6 +48,7 @@ from activation_extraction.output.places import (
 from activation_extraction.output.resume import PER_HOST, check_output_dir, check_siblings
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.output.stores import Store, StoreError
+from activation_extraction.reading.export import export
 from activation_extraction.reading.status_table import show_status
 from activation_extraction.reading.verify import verify
 from activation_extraction.run import demo
@@ -103,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         start_logging(config.verbose, config.machine_id, config.host_id if config.multihost else 0)
-        return look(config) if config.status or config.verify else run(config)
+        looking = config.status or config.verify or config.export
+        return look(config) if looking else run(config)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -205,11 +207,14 @@ def progress_of(job: Job) -> Progress:
 
 
 def look(config: Config) -> int:
-    """--status and --verify: looks at what is stored; returns the exit status."""
+    """--status, --verify and --export: reads what is stored; returns the exit status."""
     try:
         root = Store(config.location, config.upload_timeout)
         if config.status:
             return show_status(root, config.aggregate)
+        if config.export is not None and config.export_dir is not None:
+            export(root, config.export, config.export_dir, config.hook_names)
+            return 0
         if config.verify_samples:
             use_compilation_cache(config.compilation_cache, config.output_dir, several=False)
         load = partial(load_again, QWEN2, ModelRequest.of(config))

@@ -85,6 +85,8 @@ class Config:
     aggregate: bool
     verify: bool
     verify_samples: int
+    export: str | None
+    export_dir: str | None
     log_every: int
     verbose: bool
     demo: bool
@@ -97,7 +99,7 @@ class Config:
 
     @property
     def location(self) -> str:
-        """The whole output, of all machines and hosts, for --status and --verify."""
+        """The whole output, of all machines and hosts, for --status, --verify and --export."""
         return self.bucket_url or self.output_url
 
     def to_json(self) -> dict[str, Any]:
@@ -172,21 +174,26 @@ def _check_places(flags: argparse.Namespace) -> None:
         raise InputError(f"--gcs_bucket {bucket}: is no place that lasts")
     if bucket is not None and "://" not in bucket and "/" in bucket.rstrip("/"):
         raise InputError(f"--gcs_bucket {bucket}: is a path; the bucket alone, and --gcs_prefix")
-    looking = flags.status or flags.verify
+    looking = flags.status or flags.verify or flags.export is not None
     if "://" in flags.output_dir and not looking:
         raise InputError(
             f"--output_dir {flags.output_dir}: is a URL; shards are written to a local folder "
             "first: use --upload_to_gcs with --gcs_bucket and --gcs_prefix"
         )
-    for flag, needed in (("aggregate", "status"), ("verify_samples", "verify")):
+    needs = {"aggregate": "status", "verify_samples": "verify"}
+    needs |= {"export": "export_dir", "export_dir": "export"}
+    for flag, needed in needs.items():
         if getattr(flags, flag) and not getattr(flags, needed):
             raise InputError(f"--{flag}: needs --{needed}")
     if flags.verify_samples and flags.model_path is None:
         raise InputError("--verify_samples: needs --model_path")
     if looking and flags.model_revision is not None and flags.model_path is None:
         raise InputError("--model_revision: needs --model_path here")
-    if sum((flags.status, flags.verify, flags.repair, flags.overwrite)) > 1:
-        raise InputError("--status, --verify, --repair and --overwrite exclude each other")
+    exporting = flags.export is not None
+    if sum((flags.status, flags.verify, exporting, flags.repair, flags.overwrite)) > 1:
+        raise InputError(
+            "--status, --verify, --export, --repair and --overwrite exclude each other"
+        )
 
 
 def _dataset(flags: argparse.Namespace) -> dict[str, str | None]:

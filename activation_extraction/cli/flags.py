@@ -11,6 +11,7 @@ DEFAULT_DATASET = ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")
 DEFAULT_PREFIX = "activations"
 LARGEST = 10**9  # of any number; more is a slip of the finger
 ACTIVATION_TYPES = ("residual", "mlp", "attn")
+EXPORT_FORMATS = ("memmap", "llamascopium")
 MESH_AXES = ("pipeline", "data", "fsdp", "model")
 
 EXAMPLES = """\
@@ -439,4 +440,17 @@ def _add_checking_flags(parser: argparse.ArgumentParser) -> None:
         type=_integer(1),
         metavar="N",
         help="how many random samples --verify recomputes (default: 8)",
+    )
+    group.add_argument(
+        "--export",
+        choices=EXPORT_FORMATS,
+        help="copy a finished run into the files of a trainer in --export_dir: memmap for "
+        "jkminder's dictionary_learning (crosscoders), llamascopium for Llamascopium; an export "
+        "that was stopped continues; --hook_names chooses hooks (default: all)",
+    )
+    group.add_argument(
+        "--export_dir",
+        type=_text,
+        metavar="FOLDER",
+        help="where --export writes",
     )
