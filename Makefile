@@ -5,13 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activation_extraction tests benchmarks
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test trainers lint bench clean
 
 demo: $(VENV)/.runtime
 	JAX_PLATFORMS=cpu $(BIN)/python extract_activations.py --demo --output_dir demo_activations --overwrite
 
 test: $(VENV)/.dev $(VENV)/.libtpu
 	JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest
+
+# The real trainers of autoencoders on what we read and export; `make test` then runs them too.
+trainers: $(VENV)/.dev $(VENV)/trainers/.done
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_trainers.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(SOURCES)
@@ -42,6 +46,12 @@ $(VENV)/.libtpu: tests/requirements-libtpu.txt | $(VENV)/bin/python
 $(VENV)/competitors/.done: benchmarks/requirements.txt | $(VENV)/bin/python
 	$(PYTHON) -m venv $(VENV)/competitors
 	$(VENV)/competitors/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt
+	touch $@
+
+$(VENV)/trainers/.done: tests/requirements-trainers.txt tests/requirements-trainers-alone.txt | $(VENV)/bin/python
+	$(PYTHON) -m venv $(VENV)/trainers
+	$(VENV)/trainers/bin/python -m pip install --quiet --requirement tests/requirements-trainers.txt
+	$(VENV)/trainers/bin/python -m pip install --quiet --no-deps --requirement tests/requirements-trainers-alone.txt
 	touch $@
 
 $(VENV)/.dev: tests/requirements.txt $(VENV)/.runtime
