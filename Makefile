@@ -8,7 +8,7 @@ SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activatio
 # Two processes share the tests; the one that is done first takes over some of the other's.
 PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-quick lint bench clean
+.PHONY: demo test test-quick trainers lint bench clean
 
 demo: $(VENV)/.runtime
 	JAX_PLATFORMS=cpu $(BIN)/python extract_activations.py --demo --output_dir demo_activations --overwrite
@@ -19,6 +19,10 @@ test: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done
 # For the loop of daily work: one tiny model, packing, storage, resuming, bad input.
 test-quick: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not long"
+
+# The real trainers of autoencoders on what we read and export; `make test` then runs them too.
+trainers: $(VENV)/.dev $(VENV)/trainers/.done
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_trainers.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(SOURCES)
@@ -63,6 +67,12 @@ $(VENV)/skypilot/.done: tests/requirements-skypilot.txt | $(VENV)/bin/python
 $(VENV)/competitors/.done: benchmarks/requirements.txt | $(VENV)/bin/python
 	$(PYTHON) -m venv $(VENV)/competitors
 	$(VENV)/competitors/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt
+	touch $@
+
+$(VENV)/trainers/.done: tests/requirements-trainers.txt tests/requirements-trainers-alone.txt | $(VENV)/bin/python
+	$(PYTHON) -m venv $(VENV)/trainers
+	$(VENV)/trainers/bin/python -m pip install --quiet --requirement tests/requirements-trainers.txt
+	$(VENV)/trainers/bin/python -m pip install --quiet --no-deps --requirement tests/requirements-trainers-alone.txt
 	touch $@
 
 $(VENV)/.dev: tests/requirements.txt $(VENV)/.runtime

@@ -29,6 +29,7 @@ from activation_extraction.model.devices import device_errors
 from activation_extraction.model.forward import choose_dtypes
 from activation_extraction.model.step import Step, compile_step
 from activation_extraction.output.folder import Folder, FolderError
+from activation_extraction.reading.export import export
 from activation_extraction.reading.report import show_report
 from activation_extraction.reading.status_table import show_status
 from activation_extraction.reading.verify import verify
@@ -59,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_logging(config.verbose, config.machine_id, config.host_id if config.multihost else 0)
         if config.list_hooks:
             return show_hooks(config)
-        looking = config.status or config.verify or config.report is not None
-        return look(config) if looking else run(config)
+        return look(config) if config.looking else run(config)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -220,13 +220,16 @@ def show_hooks(config: Config) -> int:
 
 
 def look(config: Config) -> int:
-    """--status, --verify and --report: looks at what is stored; returns the exit status."""
+    """--status, --verify, --report and --export: look at what is stored; the exit status."""
     try:
         root = Folder(config.location, config.upload_timeout)
         if config.status:
             return show_status(root, config.aggregate)
         if config.report is not None:
             return show_report(root, config.report)
+        if config.export is not None and config.export_dir is not None:
+            export(root, config.export, config.export_dir, config.hook_names)
+            return 0
         if not config.verify_samples:
             return verify(root, None, 0)
         use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)

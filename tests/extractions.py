@@ -22,6 +22,10 @@ from activation_extraction.text.workers import Worker
 
 HOOKS: dict[Any, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN, VOCABULARY, TOKENS, ROWS = 16, 50, 10, 2
+DEFAULTS: dict[str, Any] = {
+    "shard_size_gb": 4e-6,
+    "hook_facts": {key: {"width": HIDDEN} for key in HOOKS},
+}
 
 
 def identity_of(machine: int = 0, host: int = 0, machines: int = 1, hosts: int = 1) -> Identity:
@@ -73,7 +77,7 @@ def open_part(root: Path, *part: int, identity: dict | None = None, **options: A
             "model": {"hidden_size": HIDDEN, "vocab_size": VOCABULARY},
             "backend": "cpu",
         },
-        **({"shard_size_gb": 4e-6} | options),
+        **(DEFAULTS | options),
     )
 
 

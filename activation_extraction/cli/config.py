@@ -83,13 +83,20 @@ class Config:
     verify: bool
     verify_samples: int
     report: str | None
+    export: str | None
+    export_dir: str | None
     log_every: int
     verbose: bool
     demo: bool
 
     @property
+    def looking(self) -> bool:
+        """Whether to look at what is stored instead of extracting."""
+        return self.status or self.verify or self.report is not None or self.export is not None
+
+    @property
     def location(self) -> str:
-        """The whole output, of all machines and hosts, for --status, --verify and --report."""
+        """The whole output, of all machines and hosts, for flags that look at it."""
         return self.bucket_url or self.output_dir
 
     def to_json(self) -> dict[str, Any]:
@@ -141,8 +148,9 @@ def _fill(flags: argparse.Namespace, flag: str, variable: str) -> None:
 
 def _fill_from_engine(flags: argparse.Namespace) -> None:
     """--machine_id and --total_machines, where they are left out; notes where the first is from."""
-    looking = flags.status or flags.verify or flags.report is not None
-    number, count = (None, None) if looking else machine_variables(os.environ, flags.multihost)
+    number, count = (
+        (None, None) if _looking(flags) else machine_variables(os.environ, flags.multihost)
+    )
     flags.machine_from = "--machine_id" if flags.machine_id is not None else number
     if count is not None and flags.total_machines is None:
         if count == SLURM_COUNT:
@@ -155,6 +163,12 @@ def _fill_from_engine(flags: argparse.Namespace) -> None:
                 "how many"
             )
         _fill(flags, "machine_id", number)
+
+
+def _looking(flags: argparse.Namespace) -> bool:
+    """Whether a flag asks to look at what is stored instead of extracting."""
+    looks = (flags.status, flags.verify, flags.report is not None, flags.export is not None)
+    return any(looks)
 
 
 def _fill_defaults(flags: argparse.Namespace) -> None:
@@ -201,23 +215,19 @@ def _check_places(flags: argparse.Namespace) -> None:
             f"--gcs_bucket {bucket}: is a path; give the bucket alone, and the folder in it as "
             "--gcs_prefix"
         )
-    for flag, needed in (("aggregate", "status"), ("verify_samples", "verify")):
+    needs = {"aggregate": "status", "verify_samples": "verify"}
+    needs |= {"export": "export_dir", "export_dir": "export"}
+    for flag, needed in needs.items():
         if getattr(flags, flag) and not getattr(flags, needed):
             raise InputError(f"--{flag}: needs --{needed}")
     if flags.verify_samples and flags.model_path is None:
         raise InputError("--verify_samples: needs --model_path")
-    looking = flags.status or flags.verify or flags.report is not None
-    if looking and flags.model_revision is not None and flags.model_path is None:
+    if _looking(flags) and flags.model_revision is not None and flags.model_path is None:
         raise InputError("--model_revision: needs --model_path here")
-    modes = (flags.status, flags.verify, flags.report is not None, flags.repair, flags.overwrite)
-    if sum(modes) > 1:
-        raise InputError(
-            "--status, --verify, --report, --repair and --overwrite cannot be used together"
-        )
-    if (looking or flags.repair) and flags.list_hooks:
-        raise InputError(
-            "--list_hooks cannot be used with --status, --verify, --report or --repair"
-        )
+    modes = ("status", "verify", "report", "export", "repair", "overwrite", "list_hooks")
+    given = [f"--{mode}" for mode in modes if getattr(flags, mode) not in (None, False)]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)} cannot be used together")
 
 
 CONFLICTS = {

@@ -13,6 +13,8 @@ from activation_extraction.cli.declare import (
 )
 from activation_extraction.cli.defaults import DEFAULTS
 
+EXPORT_FORMATS = ("memmap", "llamascopium")
+
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
@@ -139,6 +141,14 @@ def add_checking_flags(parser: argparse.ArgumentParser) -> None:
         "tokens, throughput; also during a run (default: report.html in --output_dir, or for a "
         "bucket in the working directory)",
     )
+    group.add_argument(
+        "--export",
+        choices=EXPORT_FORMATS,
+        help="copy a finished run into the files of a trainer in --export_dir: memmap for "
+        "jkminder's dictionary_learning (crosscoders), llamascopium for Llamascopium; an export "
+        "that was stopped continues; --hook_names chooses hooks (default: all)",
+    )
+    add(group, "export_dir", "the folder that --export writes to", type=text, metavar="FOLDER")
 
 
 def add_general_flags(parser: argparse.ArgumentParser) -> None:

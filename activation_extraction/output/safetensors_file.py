@@ -76,23 +76,29 @@ def write_shard(shard: Shard, names: Mapping[Key, str], write: Callable[[Any], A
         "text_previews": _json([sample.text_preview for sample in shard.samples]),
         "doc_ids": _json([sample.doc_id for sample in shard.samples]),
     }
-    write(_header(tensors, metadata))
+    layout = {
+        name: (parts[0].dtype, (sum(map(len, parts)), *parts[0].shape[1:]))
+        for name, parts in tensors.items()
+    }
+    write(header(layout, metadata))
     for parts in tensors.values():
         for part in parts:
             write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
 
 
-def _header(tensors: Mapping[str, list[np.ndarray]], metadata: dict[str, str]) -> bytes:
-    """The length of the header in 8 bytes, and the header, padded to a multiple of 8 bytes."""
-    content: dict[str, Any] = {"__metadata__": metadata}
+def header(
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
+) -> bytes:
+    """The length of the header in 8 bytes, and the header, padded to a multiple of 8 bytes.
+
+    tensors: name -> dtype and shape, in the order in which their bytes follow.
+    """
+    content: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
-    for name, parts in tensors.items():
-        begin, end = end, end + sum(part.nbytes for part in parts)
-        content[name] = {
-            "dtype": NAMES[parts[0].dtype],
-            "shape": [sum(len(part) for part in parts), *parts[0].shape[1:]],
-            "data_offsets": [begin, end],
-        }
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        offsets = [begin, end]
+        content[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = _json(content).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

@@ -1,0 +1,86 @@
+"""Real trainers of autoencoders learn from what is read or exported: their losses fall.
+
+`make trainers` makes their environment; TRAINERS_PYTHON names the Python of another one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cloud import REPOSITORY
+
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.reading.export import export
+from activation_extraction.text.packing import Sample, pack
+
+PYTHON = Path(os.environ.get("TRAINERS_PYTHON", f"{sys.prefix}/trainers/bin/python"))
+HOOKS: dict = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
+ROWS, TOKENS, WIDTH, FEATURES, SAMPLES = 16, 128, 32, 64, 1600
+EXPORTED = {  # trainer -> the format that it reads; the others read the run itself
+    "memmap": "memmap",
+    "llamascopium": "llamascopium",
+    "llamascopium_transcoder": "llamascopium",
+}
+
+pytestmark = pytest.mark.skipif(
+    not PYTHON.exists(), reason="the trainers are not installed: make trainers"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a run, `activations`: few features at a time, and a second hook that is a
+    linear map of the first."""
+    folder = tmp_path_factory.mktemp("trainers")
+    chance = np.random.default_rng(0)
+    directions = chance.standard_normal((FEATURES, WIDTH))
+    further = chance.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5
+    samples = (
+        Sample(i, np.arange(TOKENS, dtype=np.int32), "text", i, {"samples": i}, {"samples": i + 1})
+        for i in range(SAMPLES)
+    )
+    identity = {"activation_dtype": "bfloat16", "max_seq_length": TOKENS, "shard_size_gb": 5e-3}
+    with ActivationStorage(
+        folder / "activations",
+        HOOKS,
+        identity={**identity, "total_machines": 1, "num_hosts": 1, "machine": 0, "host": 0},
+        metadata={"model": {"hidden_size": WIDTH, "vocab_size": TOKENS}, "backend": "cpu"},
+        shard_size_gb=5e-3,
+        compress=False,
+        hook_facts={key: {"width": WIDTH} for key in HOOKS},
+    ) as storage:
+        for batch in pack(samples, ROWS, TOKENS):
+            active = chance.random((ROWS, TOKENS, FEATURES)) < 0.05
+            first = (active * chance.random(active.shape)) @ directions
+            values = {3: first, 5: first @ further}
+            rounded = {key: each.astype(ml_dtypes.bfloat16) for key, each in values.items()}
+            storage.add_batch(batch, rounded)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    ["sae_lens", "pytorch", "dictionary_learning", "transcoder", *EXPORTED],
+)
+def test_the_loss_falls(trainer, folder, tmp_path):
+    (tmp_path / "activations").symlink_to(folder / "activations")
+    if trainer in EXPORTED:
+        root = Folder(str(folder / "activations"))
+        export(root, EXPORTED[trainer], str(tmp_path / "export"), None)
+    done = subprocess.run(
+        [PYTHON, REPOSITORY / "tests/trainers/train.py", trainer],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = json.loads(done.stdout.splitlines()[-1])
+    assert len(losses) >= 80 and np.isfinite(losses).all()
+    assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10]), losses

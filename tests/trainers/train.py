@@ -1,0 +1,179 @@
+"""Trains with a real trainer on the run in ./activations, or on its export in ./export, and prints
+the losses as the last line, JSON. Runs in the trainers' environment: `train.py NAME`."""
+
+import itertools
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from activation_extraction.reading.dataset import ActivationDataset
+
+FIRST, SECOND = "blocks.3.hook_resid_post", "blocks.5.hook_resid_post"
+SIZE, STEPS = 2048, 80
+
+
+def lines(name):
+    """Lines of the README, as they stand there."""
+    runpy.run_path(str(Path(__file__).with_name(name)))
+
+
+def epochs(hooks):
+    """Batches without end, shuffled differently in every epoch."""
+    dataset = ActivationDataset("activations", hooks=hooks)
+    for epoch in itertools.count():
+        for batch in dataset.batches(SIZE, shuffle=epoch, dtype="float32"):
+            yield batch.torch()
+
+
+def dictionary_learning(data):
+    """data: an iterator of tensors (batch, width)."""
+    from dictionary_learning.trainers import StandardTrainer
+    from dictionary_learning.training import trainSAE
+
+    width = ActivationDataset("activations").hooks[SECOND]
+    trainer = {
+        "trainer": StandardTrainer,
+        "steps": STEPS,
+        "activation_dim": width,
+        "dict_size": 8 * width,
+        "layer": 5,
+        "lm_name": "demo",
+        "warmup_steps": 5,
+        "sparsity_warmup_steps": None,
+        "device": "cpu",
+    }
+    trainSAE(data, [trainer], steps=STEPS, device="cpu")
+
+
+class MemmapCache(torch.utils.data.Dataset):
+    """One hook of an export, in the way of jkminder's ActivationCache."""
+
+    def __init__(self, folder):
+        config = json.loads((folder / "config.json").read_text())
+        self.shards = []
+        for number in range(config["shard_count"]):
+            meta = json.loads((folder / f"shard_{number}.meta").read_text())
+            assert meta["dtype"] == "torch.bfloat16"
+            path, shape = folder / f"shard_{number}.memmap", tuple(meta["shape"])
+            self.shards.append(np.memmap(path, np.int16, mode="r", shape=shape))
+        self.ends = np.cumsum([len(shard) for shard in self.shards])
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def __getitem__(self, index):
+        shard = int(np.searchsorted(self.ends, index, "right"))
+        values = self.shards[shard][index - self.ends[shard]]
+        return torch.tensor(values).view(torch.bfloat16)
+
+
+def llamascopium_settings(hook_in, hook_out):
+    from llamascopium import (
+        ActivationFactoryActivationsSource,
+        ActivationFactoryConfig,
+        ActivationFactoryTarget,
+        InitializerConfig,
+        SAEConfig,
+        TrainerConfig,
+        TrainSAESettings,
+    )
+
+    source = ActivationFactoryActivationsSource(
+        path="export", name="run", dtype=torch.float32, num_workers=0, prefetch=None
+    )
+    return TrainSAESettings(
+        sae=SAEConfig(
+            hook_point_in=hook_in,
+            hook_point_out=hook_out,
+            d_model=ActivationDataset("activations").hooks[hook_in],
+            expansion_factor=8,
+            act_fn="topk",
+            top_k=8,
+            dtype=torch.float32,
+            device="cpu",
+        ),
+        initializer=InitializerConfig(),
+        trainer=TrainerConfig(
+            amp_dtype=torch.float32,
+            lr=1e-3,
+            lr_warm_up_steps=5,
+            initial_k=8,
+            l1_coefficient=None,
+            total_training_tokens=SIZE * STEPS,
+            n_checkpoints=0,
+            exp_result_path="results",
+        ),
+        activation_factory=ActivationFactoryConfig(
+            sources=[source],
+            target=ActivationFactoryTarget.ACTIVATIONS_1D,
+            hook_points=list(dict.fromkeys([hook_in, hook_out])),
+            batch_size=SIZE,
+            buffer_size=4 * SIZE,
+        ),
+        sae_name="demo",
+        sae_series="demo",
+        device_type="cpu",
+    )
+
+
+def llamascopium_export(hook_in, hook_out):
+    """From the files of --export."""
+    from llamascopium import train_sae
+
+    train_sae(llamascopium_settings(hook_in, hook_out))
+
+
+def llamascopium_iterator():
+    """A transcoder from our batches, without an export."""
+    from llamascopium import Initializer, Trainer
+
+    def stream():
+        for batch in epochs([FIRST, SECOND]):
+            ones = torch.ones(len(batch), dtype=torch.int32)
+            yield {**batch.activations, "tokens": batch.token_ids.long(), "mask": ones}
+
+    settings = llamascopium_settings(FIRST, SECOND)
+    sae = Initializer(settings.initializer).initialize_sae_from_config(
+        settings.sae, activation_stream=stream()
+    )
+    Trainer(settings.trainer).fit(sae=sae, activation_stream=stream())
+
+
+def memmap():
+    cache = MemmapCache(Path("export") / SECOND)
+    loader = torch.utils.data.DataLoader(cache, batch_size=SIZE, shuffle=True)
+    dictionary_learning(loader)
+
+
+TRAINERS = {
+    "sae_lens": lambda: lines("sae_lens_lines.py"),
+    "pytorch": lambda: lines("pytorch_lines.py"),
+    "dictionary_learning": lambda: dictionary_learning(b[SECOND] for b in epochs([SECOND])),
+    "memmap": memmap,
+    "llamascopium": lambda: llamascopium_export(SECOND, SECOND),
+    "llamascopium_transcoder": lambda: llamascopium_export(FIRST, SECOND),
+    "transcoder": llamascopium_iterator,
+}
+
+
+def main(name):
+    losses = []
+    backward = torch.Tensor.backward
+
+    def record_and_go_on(loss, *arguments, **options):
+        losses.append(loss.item())
+        backward(loss, *arguments, **options)
+
+    torch.Tensor.backward = record_and_go_on
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    TRAINERS[name]()
+    print(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
