@@ -28,21 +28,12 @@ REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
 PODS = "Pods and many machines"
 SCRIPTS = ("deploy/deploy.sh", "launch_v5e64.sh")
-# What others print: docker, libtpu, gcloud.
-NOT_OURS = {
-    "denied",
-    "bind source path does not exist",
-    "is already in use by container",
-    "libtpu_lockfile",
-    "The TPU is already in use by",
-    "SSH Key is not present in the SSH agent",
-    "RESOURCE_EXHAUSTED",
-}
+# What others print.
+NOT_OURS = {"RESOURCE_EXHAUSTED"}
 # Of gcloud, docker and the engines; the last ones are our benchmark's.
 OTHERS_FLAGS = {
-    *("--accelerator-type", "--location", "--repository-format", "--spot", "--version"),
-    *("--rm", "--platform", "--build-arg", "--recursive", "--array", "--num-jobs"),
-    *("--dtypes", "--documents", "--rounds", "--only"),
+    *("--accelerator-type", "--spot", "--version", "--platform"),
+    *("--build-arg", "--array", "--documents", "--rounds", "--only"),
 }
 # Stands for .venv/bin/python and the other programs there: what would take long is only recorded.
 PROGRAM = """#!/bin/sh
@@ -137,7 +128,6 @@ def test_the_commands_do_what_is_said(checkout):
     assert json.loads((root / "out/metadata.json").read_text())["samples"] == 100
     assert "prefix/machine_000/shard_0001.pkl.gz" in bucket.objects()
     assert "tokens/s" in printed and "0 problem" in printed  # --status, --verify
-    assert "--layers_to_extract" in printed  # --help
 
 
 @pytest.mark.long
@@ -146,15 +136,11 @@ def test_what_takes_long_exists(checkout):
     calls = "\n".join(recorded)
     for tool in ("ruff check", "ruff format", "mypy", "shellcheck", "hadolint"):  # make lint
         assert f"{tool} " in calls
-    assert (
-        "python -m pytest -n 2 --dist worksteal\n" in calls
-        and "python -m pytest -m not slow\n" in calls
-    )
+    assert "python -m pytest -n 2 --dist worksteal\n" in calls
     for file in re.findall(r"-m pip install -r (\S+)", calls):
         assert (REPOSITORY / file).is_file()
     modules = set(re.findall(r"-m (benchmarks\.\w+)", calls))
-    names = ("end_to_end", "writing", "gpu", "tpu_plan", "kill_and_resume")
-    assert modules == {f"benchmarks.{name}" for name in names}
+    assert modules == {"benchmarks.end_to_end"}
     for module in modules:
         assert callable(importlib.import_module(module).main)
 
@@ -171,23 +157,23 @@ def test_the_layout_is_told(checkout):
 
 
 @pytest.mark.long
-def test_the_snippets_read_shards(checkout, monkeypatch):
+def test_the_snippets_read_what_is_stored(checkout, monkeypatch):
     root, _, _, bucket = checkout
-    snippets = [with_bucket(block) for block in BLOCKS if is_python(block)]
-    assert len(snippets) == 3
+    training, reading = (with_bucket(block) for block in BLOCKS if is_python(block))
     monkeypatch.chdir(root)
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
     gcsfs.GCSFileSystem.clear_instance_cache()
-    fields = re.findall(r"^\| `(\w+)` \|", section("What it writes"), flags=re.M)
-    for snippet in snippets:
-        found = {}
-        exec(snippet, found)
-        assert list(found["records"]) == [10, 18] and len(found["records"][10]) == 100
-        assert list(found["records"][10][0]) == fields
+    found = {}
+    exec(training, found)
+    assert found["hook"] == "blocks.12.hook_resid_post" and found["loss"].isfinite()
+    assert len(found["dataset"]) == 100
     gcsfs.GCSFileSystem.clear_instance_cache()
-    assert tuple(found["activations"][0].shape) == found["records"][10][0]["shape"]
+    exec(reading, found)
+    assert list(found["records"]) == [12, 18] and len(found["records"][12]) == 100
+    for field in found["records"][12][0]:
+        assert f"`{field}`" in section("What it writes"), field
 
 
 def test_every_flag_exists():
@@ -196,7 +182,7 @@ def test_every_flag_exists():
         known |= set(re.findall(r"--[\w-]+", (REPOSITORY / script).read_text()))
     assert known > {"--upload_to_gcs", "--min_free_gb", "--dry-run"}
     named = set(re.findall(r"(?<![\w|-])--[a-z][\w-]*", README))
-    assert len(named) > 50 and named - known == OTHERS_FLAGS
+    assert len(named) > 40 and named - known == OTHERS_FLAGS
     for line in LINES:  # of benchmarks: in their sources
         if match := re.search(r"-m benchmarks\.(\w+)(.*?)( #|$)", line):
             source = (REPOSITORY / f"benchmarks/{match[1]}.py").read_text()
@@ -216,14 +202,12 @@ VARIABLE = (
 )
 
 
-@pytest.mark.parametrize("title", [PODS, "When something goes wrong"])
-def test_every_message_is_printed_by_the_sources(title):
+def test_every_message_is_printed_by_the_sources():
     text, quoted = sources(), []
-    table = section(title).split("what to do |\n|")[1]
+    table = section("When something goes wrong").split("what to do |\n|")[1]
     for row in table.splitlines()[1:]:
         if row.startswith("| "):
-            printed = row.split(" | ")[1 if title == PODS else 0]
-            messages = re.findall(r"`([^`]+)`", printed)
+            messages = re.findall(r"`([^`]+)`", row.split(" | ")[0])
             assert messages, row
             quoted += messages
     assert len(quoted) > 10
