@@ -81,7 +81,10 @@ def chromium() -> Iterator[Browser]:
     """A browser with a profile of its own."""
     assert CHROMIUM is not None
     (asked, ask), (answered, answer) = os.pipe(), os.pipe()
-    with tempfile.TemporaryDirectory() as profile, open(answered, "rb") as answers:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+        open(answered, "rb") as answers,
+    ):
         # Chromium reads requests from descriptor 3 and answers on 4; a shell puts them there.
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}"]
         process = subprocess.Popen(

@@ -47,7 +47,10 @@ JSON_LINES = {
     "a number": ('{"text": 5}', "--text_column text: expected text, found int 5"),
     "a list": ('{"text": ["a"]}', "--text_column text: expected text, found list"),
     "no column": ('{"other": "x"}', "--text_column text: no such column; the columns are other"),
-    "no grids": ('{"train": [{"input": [[1]]}], "test": []}', "has ARC-AGI columns but no grids"),
+    "no grids": (
+        '{"train": [{"input": [[1]]}], "test": []}',
+        "a row has ARC-AGI columns but no grids in them",
+    ),
     "not UTF-8": ('{"text": "\udcff"}', "not JSON: "),
 }
 

@@ -16,13 +16,12 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.console import Progress
 from activation_extraction.cli.errors import RunError
 from activation_extraction.model.devices import device_errors
-from activation_extraction.model.forward import Forward
 from activation_extraction.output import shard_writer
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.run import prepare
 from activation_extraction.run.hosts import Host, together
-from qwen2_jax_with_hooks import QWEN2
+from qwen2_jax_with_hooks import QWEN2, HookedQwen2
 
 
 @pytest.fixture
@@ -57,11 +56,13 @@ def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
         monkeypatch.setattr(prepare, "prepare", MagicMock())
         monkeypatch.setattr(prepare, defect, vanished)
         with pytest.raises(FileNotFoundError):
-            prepare.prepare_together(parse_args([]), Host(0, 2), QWEN2)
+            prepare.prepare_together(parse_args([]), Host(0, 2), QWEN2, lambda: None)
         assert len(told) == 2 - phase and type(told[-1][1]) is FileNotFoundError
 
 
-@pytest.mark.parametrize("defect", [(Progress, "advance"), (Forward, "flops"), (Progress, "close")])
+@pytest.mark.parametrize(
+    "defect", [(Progress, "advance"), (HookedQwen2, "flops"), (Progress, "close")]
+)
 def test_a_defect_has_its_traceback_and_is_no_failure_of_the_storage(failing, monkeypatch, defect):
     def broken(*_):
         return 1 // 0

@@ -52,10 +52,13 @@ def shown(text):
     return "\n".join(lines)
 
 
-def readme():
+def readme(path):
+    """The README's loop over all shards, for one of them."""
     text = Path(extract_activations.__file__).with_name("README.md").read_text()
     assert not re.search(r"pickle\.load\(", text)
-    return shown(text)
+    (loop,) = re.findall(r"^    (import glob.*\n.*\n.*records = .*)$", text, flags=re.M)
+    assert '"out/**/shard_*.pkl.gz"' in loop
+    return loop.replace("\n    ", "\n").replace('"out/**/shard_*.pkl.gz"', repr(str(path)))
 
 
 def how_to_read(path, in_bucket):
@@ -68,7 +71,7 @@ WAYS = {
     "a run": lambda path: "\n".join(how_to_read(str(path), in_bucket=False)),
     "a run with a bucket": lambda path: "\n".join(how_to_read(str(path), in_bucket=True)),
     "--help": lambda _: shown(epilog()),
-    "README": lambda _: readme(),
+    "README": readme,
 }
 
 

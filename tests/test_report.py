@@ -174,7 +174,7 @@ def test_refusals_are_one_line(tmp_path, run, capsys, monkeypatch):
 
     assert "holds no extraction" in refused("--output_dir", str(tmp_path))
     assert "a folder that exists" in refused(str(tmp_path / "no/a.html"), "--output_dir", str(run))
-    assert "exclude each other" in refused("--status", "--output_dir", str(run))
+    assert "cannot be used together" in refused("--status", "--output_dir", str(run))
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     assert "needs matplotlib: pip install" in refused("--output_dir", str(run))
 
@@ -183,7 +183,7 @@ def test_neither_jax_nor_torch_is_needed(tmp_path, run):
     code = (
         "import sys\n"
         "sys.modules |= dict.fromkeys(('jax', 'torch', 'transformers'))\n"
-        "from activation_extraction.output.stores import Folder\n"
+        "from activation_extraction.output.folder import Folder\n"
         "from activation_extraction.reading.report import show_report\n"
         "sys.exit(show_report(Folder(sys.argv[1]), sys.argv[2]))"
     )
