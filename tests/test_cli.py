@@ -154,9 +154,15 @@ BAD_MODELS = {
         lambda m: (m / "model.safetensors.index.json").write_text("{}"),
         "not a safetensors index",
     ),
-    "no tokenizer": (lambda m: (m / "tokenizer.json").unlink(), "has neither tokenizer.json"),
+    "no tokenizer": (
+        lambda m: (m / "tokenizer.json").unlink(),
+        "has no vocab.json; a tokenizer is read from tokenizer.json",
+    ),
     "broken tokenizer": (break_file("tokenizer.json", lambda b: b[:99]), "tokenizer cannot be"),
-    "tokenizer of another model": (edit_config(vocab_size=2000), "vocab_size 2000"),
+    "tokenizer of another model": (
+        edit_config(vocab_size=2000),
+        "has token id 2047, but vocab_size in config.json is 2000",
+    ),
 }
 
 
@@ -223,13 +229,17 @@ BAD_REQUESTS = {
         {},
         "--batch_size, rows of all hosts together: 7 does not divide among 2 devices",
     ),
-    "two data sets": (["--dataset_name", "a/b"], {}, "--dataset_path and --dataset_name exclude"),
+    "two data sets": (
+        ["--dataset_name", "a/b"],
+        {},
+        "--dataset_path and --dataset_name cannot be used together",
+    ),
     "hooks named twice": (
         ["--hook_names", "*", "--layers_to_extract", 1],
         {},
-        "--hook_names and --layers_to_extract exclude",
+        "--hook_names and --layers_to_extract cannot be used together",
     ),
-    "demo with a model": (["--demo"], {}, "--demo and --model_path exclude"),
+    "demo with a model": (["--demo"], {}, "--demo and --model_path cannot be used together"),
     "both of a pair": (
         ["--compress_shards", "--no_compress_shards"],
         {},
@@ -243,7 +253,11 @@ BAD_REQUESTS = {
         {"d/x": "a"},
         "has no files that end in .jsonl",
     ),
-    "data of unknown kind": (["--dataset_path", "{}/x.csv"], {"x.csv": "a"}, "none of these"),
+    "data of unknown kind": (
+        ["--dataset_path", "{}/x.csv"],
+        {"x.csv": "a"},
+        "has no files that end in .jsonl, .jsonl.gz, .parquet",
+    ),
     "mixed kinds": (
         ["--dataset_path", "{}/d"],
         {"d/a.jsonl": "{}", "d/b.parquet": ""},
@@ -330,7 +344,7 @@ BAD_REQUESTS = {
     "output is taken": (
         ["--output_dir", "{}/o"],
         {"o/metadata.json": "{}"},
-        "o/metadata.json: is damaged, or not written by this program",
+        "o/metadata.json: is damaged, or was not written by this program",
     ),
     "output has shards": (
         ["--output_dir", "{}/o"],

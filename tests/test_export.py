@@ -296,7 +296,7 @@ def test_a_target_that_another_process_writes_to_is_refused(run, tmp_path):
     target = tmp_path / "export"
     target.mkdir()
     lock = lock_folder(target)
-    with pytest.raises(InputError, match="^--export_dir .*: another process is writing to it$"):
+    with pytest.raises(RunError, match="^--export_dir .*: another process is writing to it$"):
         save(run, "memmap", target)
     os.close(lock)
 
@@ -354,7 +354,10 @@ def started(root):
             ["--export", "memmap", "--export_dir", "x", "--hook_names", "blocks.4.*"],
             f"--hook_names blocks.4.*: no such hook; the run has {FIRST}, {SECOND}",
         ),
-        (["--export", "memmap", "--export_dir", "x", "--status"], "exclude each other"),
+        (
+            ["--export", "memmap", "--export_dir", "x", "--status"],
+            "--status and --export cannot be used together",
+        ),
         (
             ["--export", "memmap", "--export_dir", "x", "--output_dir", "none"],
             "none: holds no extraction",

@@ -122,8 +122,8 @@ def _locked(target: str) -> Iterator[Path]:
     except OSError as error:
         reason = error.strerror or one_line(error)
         raise InputError(f"--export_dir {target}: cannot be written to: {reason}") from error
-    except InputError as error:
-        raise InputError(f"--export_dir {target}: another process is writing to it") from error
+    except RunError as error:
+        raise RunError(f"--export_dir {target}: another process is writing to it") from error
     try:
         yield folder
     finally:
