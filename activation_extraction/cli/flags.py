@@ -52,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model_flags(parser)
     _add_hook_flags(parser)
     _add_data_flags(parser)
+    _add_machine_flags(parser)
     _add_computing_flags(parser)
     _add_host_flags(parser)
     add_output_flags(parser)
@@ -169,6 +170,10 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
         type=integer(1),
         metavar="N",
     )
+
+
+def _add_machine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several machines", "each with its own share of the data")
     add(
         group,
         "machine_id",

@@ -1,7 +1,8 @@
 """ActivationStorage: takes activations, sample by sample or batch by batch, and has them stored.
 
 It holds the folder. What is stored already is found out by a planner (resume.py); shards are cut by
-shard_cutter.py, written and uploaded by shard_writer.py, and described by run_record.py.
+shard_cutter.py, written and uploaded by shard_writer.py, and described by run_record.py. It is longer
+than other modules: its class is what users call, and its order of steps belongs in one place.
 """
 
 import os
