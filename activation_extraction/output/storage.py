@@ -1,8 +1,8 @@
 """ActivationStorage: takes activations, sample by sample or batch by batch, and has them stored.
 
 It holds the folder. What is stored already is found out by a planner (resume.py); shards are cut by
-shard_cutter.py, written and uploaded by shard_writer.py, and described by run_record.py. It is longer
-than other modules: its class is what users call, and its order of steps belongs in one place.
+shard_cutter.py, written and uploaded by shard_writer.py, and described by run_record.py. It is long
+because its class is the one that users call, and the order of its steps belongs in one place.
 """
 
 import os
