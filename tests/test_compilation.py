@@ -97,7 +97,7 @@ def test_a_folder_that_cannot_be_used_is_refused_when_it_was_asked_for(
     for folder, problem in ((tmp_path / "file" / "x", "Not a dir"), (tmp_path / "out", "within")):
         config = parse_args([*output, "--compilation_cache", str(folder)])
         with pytest.raises(InputError, match=f"--compilation_cache {folder}: .*{problem}"):
-            use_compilation_cache(config.compilation_cache, config.output_dir, several=False)
+            use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)
     use_compilation_cache(None, tmp_path / "out", several=False)
     assert settings == {"jax_enable_compilation_cache": False}
     assert "nothing is kept for the next start" in caplog.text

@@ -153,7 +153,7 @@ def readme_commands():
 
 
 def test_the_commands_of_the_readme(cloud):
-    """As written, in one shell and one folder; the cloud's answers come from the stand-ins."""
+    """As written, in one shell and one folder; the answers of the cloud are stand-ins."""
     names = ["deploy", "launch_v5e64.sh", *(p.name for p in REPOSITORY.glob("*.py"))]
     for name in [*names, "activation_extraction"]:
         (cloud.laptop / name).symlink_to(REPOSITORY / name)
@@ -162,6 +162,7 @@ def test_the_commands_of_the_readme(cloud):
     cloud.finish()
     script = "set -eux\n" + "\n".join(readme_commands())
     environment = {"PATH": f"{cloud.root}/bin:{os.environ['PATH']}", "HOME": str(cloud.laptop)}
+    environment |= {"IMAGE": "registry.example/extraction:1", "BUCKET": "my-bucket"}
     result = subprocess.run(
         ["bash", "-c", script], cwd=cloud.laptop, env=environment, capture_output=True, text=True
     )

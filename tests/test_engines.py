@@ -120,7 +120,7 @@ def test_too_little_free_disk_is_refused_before_anything_is_read(monkeypatch, tm
         asked.append(path)
         return SimpleNamespace(free=7_340_000_000)
 
-    monkeypatch.setattr("activation_extraction.output.resume.shutil.disk_usage", disk_usage)
+    monkeypatch.setattr("activation_extraction.output.folder_lock.shutil.disk_usage", disk_usage)
     assert extract_activations.main([*flags, "--min_free_gb", "20"]) == 2
     expected = f"error: --output_dir {tmp_path}/out: 7.3 GB are free there, --min_free_gb is 20\n"
     assert capsys.readouterr().err == expected

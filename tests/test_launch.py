@@ -120,9 +120,17 @@ def test_a_dry_run_says_nothing_where_the_flags_are_right():
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_a_python_without_the_packages_checks_nothing(tmp_path):
+def test_a_python_without_the_packages_checks_the_flags(tmp_path):
     python = tmp_path / "python"
     Cloud.script(python, f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    result = launch("--dry-run", **{**NAMED, "PYTHON": str(python), "BATCH_SIZE": "abc"})
+    assert result.returncode == 2 and not result.stdout
+    assert result.stderr.startswith("error: argument --batch_size: invalid integer value: 'abc'")
+
+
+def test_a_python_that_cannot_run_the_tool_checks_nothing(tmp_path):
+    python = tmp_path / "python"
+    Cloud.script(python, f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     result = launch("--dry-run", **{**NAMED, "PYTHON": str(python), "BATCH_SIZE": "abc"})
     assert result.returncode == 0 and "--batch_size abc" in result.stdout
     assert result.stderr.startswith(f"the flags were not checked: {python} cannot run")

@@ -29,7 +29,7 @@ import extract_activations as script
 held = Path(sys.argv[1])
 extract = script.extract
 def hold(*arguments):
-    storage, stopped, steps = arguments[4], arguments[-1], []
+    storage, stopped, steps = arguments[0].storage, arguments[-1], []
     add = storage.add_batch
     def add_and_hold(*batch):
         result = add(*batch)
