@@ -140,7 +140,7 @@ def test_an_outage_ends_the_run_and_the_next_one_completes(
 def test_a_bucket_that_refuses_is_told_in_one_line_before_the_model_is_read(
     flags, bucket, tmp_path, capsys, monkeypatch, fault, status, message
 ):
-    monkeypatch.setattr(extract_activations, "prepare_model", None)
+    monkeypatch.setattr("activation_extraction.run.prepare.prepare_model", None)
     command = upload_flags(flags, tmp_path / "out", "--upload_timeout", "1")
     if fault == "nothing":
         command[command.index("bucket")] = "elsewhere"
