@@ -94,7 +94,8 @@ def test_every_mesh_gives_the_values_of_one_device(small, name, hooks):
     for got in found.values():
         assert len({str(shard.index) for shard in got.addressable_shards}) == 8
     for hook, value in by_hook(model, found).items():
-        allowed = ROUNDING * (2 if hook.kind.value == "mlp.post" else 1)  # a product of two
+        # mlp.post is a product: the errors of its factors add, each scaled by the other factor.
+        allowed = ROUNDING * (3 if hook.kind.value == "mlp.post" else 1)
         assert error_of(value, expected[hooks][hook]) < allowed, hook.name
 
 
