@@ -85,7 +85,8 @@ class Plan:
     @cached_property
     def body(self) -> str:
         """The name of the computation that is one turn of the loop over layers."""
-        body = re.findall(r' while\(.*body=(%[\w.-]+).*op_name="[^"]*/layers/while"', self.text)
+        loop = r' while\(.*body=(%[\w.-]+).*op_name="[^"]*/layers/[\w.]+\._loop/while"'
+        body = re.findall(loop, self.text)
         assert len(body) == 1, body
         return body[0]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import make_reference
 from jax.sharding import Mesh
-from test_model import by_hook, error_of, every_hook, load, rows, run
+from test_model import assert_same_but_for_rounding, by_hook, every_hook, load, rows, run
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
@@ -23,7 +23,6 @@ from activation_extraction.model.weights import load_params
 from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
 
-ROUNDING = 1e-5
 SHAPES = {
     "1d": {"model": 8},
     "2d": {"data": 2, "model": 4},
@@ -93,10 +92,7 @@ def test_every_mesh_gives_the_values_of_one_device(small, name, hooks):
     found, model = run_on(reference, batch, chosen, SHAPES[name], hosts=2)
     for got in found.values():
         assert len({str(shard.index) for shard in got.addressable_shards}) == 8
-    for hook, value in by_hook(model, found).items():
-        # mlp.post is a product: the errors of its factors add, each scaled by the other factor.
-        allowed = ROUNDING * (3 if hook.kind.value == "mlp.post" else 1)
-        assert error_of(value, expected[hooks][hook]) < allowed, hook.name
+    assert_same_but_for_rounding(by_hook(model, found), expected[hooks])
 
 
 def test_weights_are_split_and_read_only_once(small, monkeypatch):

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import numpy as np
 from conftest import Reference, make_reference
-from test_model import TOLERANCE, error_of, load, run
+from test_model import ROUNDING, TOLERANCE, assert_same_but_for_rounding, error_of, load, run
 
 import extract_activations
 from activation_extraction.cli.config import parse_args
@@ -19,8 +19,6 @@ from activation_extraction.run.prepare import prepare_together
 from activation_extraction.text.packing import pack, samples_of
 from extract_activations import compile_step, main
 from qwen2_jax_with_hooks import HOOKS, QWEN2, create_model_with_hooks
-
-ROUNDING = 1e-5  # of float32 through a few layers, as the largest error over the RMS
 
 
 def random_samples(lengths, vocab_size):
@@ -40,10 +38,11 @@ def test_packed_equals_alone(reference: Reference):
         for sample, row, start in batch.samples:
             (alone,) = pack(iter([sample]), rows=1, length=256)
             expected = forward(params, alone.token_ids, alone.segment_ids, alone.positions)
-            n = len(sample.token_ids)
-            for hook, wanted in expected.items():
-                got = packed[hook][row, start : start + n]
-                assert error_of(got, wanted[0, :n]) < ROUNDING, hook
+            tokens = slice(start, start + len(sample.token_ids))
+            assert_same_but_for_rounding(
+                {hook: value[row, tokens] for hook, value in packed.items()},
+                {hook: value[0, : len(sample.token_ids)] for hook, value in expected.items()},
+            )
 
 
 def arguments(demo_inputs, *more):
@@ -94,7 +93,7 @@ def test_devices_give_the_values_of_one_device(demo_inputs, tmp_path):
     for flags in (["--no_data_parallel"], ["--use_data_parallel"], ["--mesh_shape", "2,2,2"]):
         where = ["--max_seq_length", 96, "--output_dir", tmp_path / flags[0]]
         config = parse_args(arguments(demo_inputs, *flags, *where))
-        job = prepare_together(config, Host(), QWEN2)
+        job = prepare_together(config, Host(), QWEN2, lambda: None)
         batch = job.batches.peek()
         activations, votes = compile_step(job.forward)(batch, [True, False, False])
         assert votes.tolist() == [1, 0, 0]

@@ -8,7 +8,7 @@ from pods import flags_for
 
 import extract_activations
 from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.model import forward as forward_pass
+from activation_extraction.model import trial
 from activation_extraction.model.attention import blocked_attention, dense_attention
 from activation_extraction.model.kernels import cudnn_attention, splash_attention
 from activation_extraction.model.trial import (
@@ -122,7 +122,7 @@ def test_a_run_and_its_verification_use_the_choice_and_the_metadata_have_it(
         return {"cudnn": cudnn_attention, "wrong": broken, "blocked": blocked_attention}
 
     with monkeypatch.context() as patch:
-        patch.setattr(forward_pass, "candidates_for", candidates)
+        patch.setattr(trial, "candidates_for", candidates)
         assert extract_activations.main([*flags, "--dtype", "bfloat16"]) == 0
         found = json.loads((out / "metadata.json").read_text())["attention"]
         assert found["name"] == "blocked" and list(found["passed_over"]) == ["cudnn", "wrong"]
