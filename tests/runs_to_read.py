@@ -152,3 +152,16 @@ def assert_same(found, expected):
         assert values.dtype == expected[name].dtype, name
         assert values.shape == expected[name].shape, name
         assert values.tobytes() == expected[name].tobytes(), name
+
+
+def check_samples(dataset, run, hooks=tuple(WIDTHS)):
+    assert len(dataset) == len(run.indices)
+    for sample, index in zip(dataset, run.indices, strict=True):
+        assert list(sample.activations) == list(hooks)
+        for hook in hooks:
+            assert_same({"": sample[hook]}, {"": activation_of(index, hook, run.dtype)})
+        token_ids = tokens_of(index)
+        assert_same({"": sample.token_ids}, {"": token_ids})
+        np.testing.assert_array_equal(sample.position, np.arange(len(token_ids)))
+        told = sample.sample_idx, sample.text_preview, sample.doc_id
+        assert told == (index, f"text {index} ä", f"id-{index}")

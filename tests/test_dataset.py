@@ -7,13 +7,10 @@ import shutil
 import subprocess
 import sys
 
-import fsspec
-import gcsfs
 import numpy as np
 import pytest
 from cloud import REPOSITORY
 from extractions import edit
-from gcs_server import gcs
 from runs_to_read import (
     DTYPES,
     FORMATS,
@@ -21,6 +18,7 @@ from runs_to_read import (
     activation_of,
     agree,
     assert_same,
+    check_samples,
     in_order,
     joined,
     make_run,
@@ -30,7 +28,6 @@ from runs_to_read import (
 )
 
 from activation_extraction import ActivationDataset
-from activation_extraction.output.folder import Folder
 from activation_extraction.output.statistics import Statistics, merge_all
 from activation_extraction.reading import shard_readers
 
@@ -57,37 +54,6 @@ def copy(small, tmp_path):
     return tmp_path / "copy"
 
 
-@pytest.fixture
-def bucket(monkeypatch):
-    """An empty bucket, which this process reaches as gs://bucket."""
-    with gcs() as found:
-        for name, value in found.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(fsspec.config, "conf", {})
-        fsspec.config.set_conf_env(fsspec.config.conf)
-        gcsfs.GCSFileSystem.clear_instance_cache()
-        yield found
-        gcsfs.GCSFileSystem.clear_instance_cache()
-
-
-def upload(run, url):
-    for path in sorted(path for path in run.root.rglob("*") if path.is_file()):
-        Folder(url).child(str(path.parent.relative_to(run.root)).strip(".")).put(path)
-
-
-def check_samples(dataset, run, hooks=tuple(WIDTHS)):
-    assert len(dataset) == len(run.indices)
-    for sample, index in zip(dataset, run.indices, strict=True):
-        assert list(sample.activations) == list(hooks)
-        for hook in hooks:
-            assert_same({"": sample[hook]}, {"": activation_of(index, hook, run.dtype)})
-        token_ids = tokens_of(index)
-        assert_same({"": sample.token_ids}, {"": token_ids})
-        np.testing.assert_array_equal(sample.position, np.arange(len(token_ids)))
-        told = sample.sample_idx, sample.text_preview, sample.doc_id
-        assert told == (index, f"text {index} ä", f"id-{index}")
-
-
 def test_every_sample_is_what_was_stored(run):
     dataset = ActivationDataset(run.root)
     assert dataset.hooks == WIDTHS and dataset.dtype == run.dtype
@@ -107,16 +73,6 @@ def test_every_token_of_the_batches_is_what_was_stored(run):
         shuffled = joined(dataset.batches(50, hooks=hooks, shuffle=1, buffer=150), hooks)
         assert not np.array_equal(shuffled["sample_idx"], expected["sample_idx"])
         assert_same(in_order(shuffled), in_order({name: expected[name] for name in shuffled}))
-
-
-@pytest.mark.parametrize("shard_format", FORMATS)
-def test_from_a_bucket(shard_format, tmp_path, bucket):
-    run = make_run(tmp_path, shard_format, "bfloat16", count=12, machines=(2, 1))
-    upload(run, "gs://bucket/some/run")
-    dataset = ActivationDataset("gs://bucket/some/run")
-    check_samples(dataset, run)
-    found = joined(dataset.batches(64, shuffle=0))
-    assert_same(in_order(found), in_order(stored_tokens(run)))
 
 
 def test_random_access_and_slices(small):
@@ -348,48 +304,6 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
 
 
 # What is read, and what is imported.
-
-
-@pytest.fixture(scope="module")
-def fourteen_hooks(tmp_path_factory):
-    hooks = {layer: f"blocks.{layer}.hook_mlp_out" for layer in range(14)}
-    root = tmp_path_factory.mktemp("fourteen")
-    run = make_run(root, "safetensors", "float16", count=60, hooks=hooks, shard_size_gb=9e-4)
-    return run, hooks[9]
-
-
-def test_one_hook_of_many_touches_little_more_than_its_bytes(fourteen_hooks, monkeypatch):
-    """At most 1.1 times; counted where a local file is read."""
-    run, hook = fourteen_hooks
-    touched = 0
-    original = shard_readers._ranges_of
-
-    def counting(*arguments):
-        read = original(*arguments)
-
-        def count(start, stop):
-            nonlocal touched
-            touched += stop - start
-            return read(start, stop)
-
-        return count
-
-    monkeypatch.setattr(shard_readers, "_ranges_of", counting)
-    dataset = ActivationDataset(run.root)
-    found = joined(dataset.batches(100, hooks=[hook], shuffle=0), [hook])
-    assert len(found[hook]) == dataset.tokens
-    assert found[hook].nbytes <= touched <= 1.1 * found[hook].nbytes
-
-
-def test_one_hook_of_many_in_a_bucket(fourteen_hooks, bucket):
-    """The bucket serves at most 1.1 times its bytes."""
-    run, hook = fourteen_hooks
-    upload(run, "gs://bucket/run")
-    dataset = ActivationDataset("gs://bucket/run")
-    bucket.served = 0
-    found = joined(dataset.batches(100, hooks=[hook], shuffle=0), [hook])
-    assert len(found[hook]) == dataset.tokens
-    assert found[hook].nbytes <= bucket.served <= 1.1 * found[hook].nbytes
 
 
 READ = """
