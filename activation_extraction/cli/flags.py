@@ -67,7 +67,8 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add(
         group,
         "model_path",
-        "a local folder (config.json, safetensors, tokenizer) or a hub name",
+        "a folder with config.json, safetensors and tokenizer: a local one, one in a bucket "
+        "(gs://BUCKET/FOLDER), or the name of a hub model",
         type=text,
         metavar="PATH",
     )

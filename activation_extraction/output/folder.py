@@ -165,14 +165,26 @@ class Folder:
         """A whole file, or its bytes from `start` to `stop`, a negative `start` counting from the
         end; None when there is no such file."""
 
+        # Without reading ahead: the hub's file system would, and again for every range.
+        exactly = {"cache_type": "none"} if "hf" in self._protocols else {}
+
         def get() -> bytes | None:
             try:
-                return self._fs.cat_file(self._file(name), start=start, end=stop)
+                return self._fs.cat_file(self._file(name), start=start, end=stop, **exactly)
             except FileNotFoundError:
                 self._check_bucket()
                 return None
 
         return self._persist(f"reading {name}", get)
+
+    def digest(self, name: str) -> tuple[str, str] | None:
+        """What the store reports of a file's content: the algorithm, and the hexadecimal digest."""
+        found = self._persist(f"looking at {name}", lambda: self._fs.info(self._file(name)))
+        if found.get("lfs"):  # the hub's
+            return "sha256", found["lfs"]["sha256"]
+        if "md5Hash" in found:  # Google's, unless the object was composed of others
+            return "md5", base64.b64decode(found["md5Hash"]).hex()
+        return None
 
     def fetch(self, name: str, folder: Path) -> Path:
         """A whole file as a local one: the file itself, or a copy in `folder`."""

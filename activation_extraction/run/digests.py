@@ -9,15 +9,17 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from tqdm import tqdm
 
 from activation_extraction.cli.console import log, on_terminal
 from activation_extraction.cli.errors import InputError
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import default_folder
 from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.sealed_json import DamagedError, seal, unseal
@@ -31,15 +33,24 @@ REMEMBERED = 1000  # files
 MEMORY = "file_digests.json"
 
 
-def digest_files(paths: Sequence[Path]) -> str:
-    """Of the names and the whole contents of files. Raises InputError when one cannot be read."""
+def digest_files(paths: Sequence[Path], remote: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Of the names and the whole contents of files. Raises InputError when one cannot be read.
+
+    remote: name -> digest of files that are not on this machine.
+    """
     digests = {path: _hub_digest(path) for path in paths}
     unknown = [path for path, digest in digests.items() if digest is None]
     large = [path for path in unknown if path.stat().st_size >= LARGE]
     found = _digest_large(large) if large else {}
     found |= {path: _read(path) for path in unknown if path not in found}
-    lines = sorted(f"{path.name} {digests[path] or found[path]}\n" for path in paths)
+    every = [*((path.name, digests[path] or found[path]) for path in paths), *remote.items()]
+    lines = sorted(f"{name} {digest}\n" for name, digest in every)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def model_digest(checkpoint: Checkpoint) -> str:
+    """Of what decides what a model computes: config.json and the files of its checked weights."""
+    return digest_files(checkpoint.local_files(), checkpoint.remote_digests())
 
 
 def _hub_digest(path: Path) -> str | None:

@@ -12,7 +12,7 @@ from activation_extraction.cli.config import Config
 from activation_extraction.model.forward import Forward
 from activation_extraction.output.identity import Identity
 from activation_extraction.run.dataset import Dataset
-from activation_extraction.run.digests import digest_files
+from activation_extraction.run.digests import digest_files, model_digest
 from activation_extraction.text.workers import Worker
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
@@ -38,7 +38,7 @@ def identity_of(config: Config, forward: Forward, dataset: Dataset, worker: Work
     """What decides the content of the shards: it may not change when a run is continued."""
     model = forward.model
     return Identity(
-        model_digest=digest_files(forward.checkpoint.weight_files()),
+        model_digest=model_digest(forward.checkpoint),
         tokenizer_digest=digest_files(forward.checkpoint.tokenizer_files()),
         data=dataset.name,
         data_revision=dataset.content,

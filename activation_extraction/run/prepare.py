@@ -201,6 +201,7 @@ def model_request(config: Config) -> ModelRequest:
         mesh_shape=config.mesh_shape,
         mesh_axes=config.mesh_axes,
         every_device=config.use_data_parallel,
+        keep_weights=not config.multihost,  # the hosts of a pod may need parts of them only
     )
 
 

@@ -16,7 +16,7 @@ from activation_extraction.model.forward import ModelRequest, prepare_model
 from activation_extraction.model.step import compile_step
 from activation_extraction.output.metadata import METADATA, identity_of
 from activation_extraction.run.agreement import Votes
-from activation_extraction.run.digests import digest_files
+from activation_extraction.run.digests import model_digest
 from activation_extraction.run.revision import recorded_commit
 from activation_extraction.text.packing import pack, samples_of
 
@@ -43,7 +43,7 @@ def load_again(
     )
     with device_errors():
         forward = prepare_model(family, request)
-        if digest_files(forward.checkpoint.weight_files()) != identity.model_digest:
+        if model_digest(forward.checkpoint) != identity.model_digest:
             raise InputError(
                 f"--model_path {request.model_path}: is not the model of the stored activations"
             )
