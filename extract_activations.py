@@ -101,7 +101,7 @@ def run(config: Config) -> int:
                 f"samples",
                 remedy=error.remedy or remedy,
             ) from error
-        print_summary(job, clock, complete, config.verbose, config.compress_shards)
+        print_summary(job, clock, complete, config.verbose)
         leave(host)
     if config.repair and complete:
         return verify(job.storage.place, None, 0)

@@ -9,7 +9,15 @@ import fsspec
 import numpy as np
 import pytest
 from extractions import edit
-from small_runs import HIDDEN, HOOKS, Killed, activations, content, status
+from small_runs import (
+    HIDDEN,
+    HOOKS,
+    Killed,
+    activations,
+    both_formats,
+    content,
+    status,
+)
 from test_killed import killed_at
 
 from activation_extraction.cli.errors import InputError
@@ -42,7 +50,7 @@ class Repaired:
 
 
 @pytest.fixture
-def run(byte_tokenizer, rows):
+def run(byte_tokenizer, rows, shard_format):
     """Runs or repairs all but the model. Shards are smaller than batches, or larger."""
 
     def run(folder, repairing=False, *, stop_after=None, identity=IDENTITY, **options):
@@ -65,7 +73,7 @@ def run(byte_tokenizer, rows):
             identity=identity,
             metadata=METADATA,
             planner=planner if repairing else None,
-            **({"shard_size_gb": 1e-6} | options),
+            **({"shard_size_gb": 1e-6, "shard_format": shard_format} | options),
         )
         try:
             batches = open_text(text, place, repairing)[1]
@@ -93,18 +101,25 @@ def shard(number, suffix="pkl.gz"):
     return f"shard_{number:04d}.{suffix}"
 
 
+def shard_of(folder, number):
+    """The file of a shard, in whichever format."""
+    (found,) = folder.glob(f"shard_{number:04d}.[ps]*")
+    return found
+
+
 def totals(folder):
     found = json.loads((folder / "metadata.json").read_bytes())
     return {name: found[name] for name in ("shards", "samples", "tokens", "bytes", "hooks")}
 
 
 DAMAGE = {
-    "both": lambda folder, n: [(folder / shard(n, s)).unlink() for s in ("json", "pkl.gz")],
-    "file": lambda folder, n: (folder / shard(n)).write_bytes(b"short"),
+    "both": lambda folder, n: [p.unlink() for p in folder.glob(f"shard_{n:04d}.*")],
+    "file": lambda folder, n: shard_of(folder, n).write_bytes(b"short"),
     "JSON": lambda folder, n: (folder / shard(n, "json")).write_bytes(b"{}"),
 }
 
 
+@both_formats
 @pytest.mark.parametrize("size", [0.3e-6, 1e-6, 3e-6])
 def test_every_shard_and_every_pair_of_shards(size, run, tmp_path):
     """Smaller than a batch, and larger; bytes depend on how the samples were packed."""
@@ -132,6 +147,7 @@ def test_nothing_is_written_when_all_is_in_order(run, whole, tmp_path):
     assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()} == before
 
 
+@both_formats
 @pytest.mark.parametrize("place", ["local", "bucket", "bucket, local kept"])
 def test_a_repair_that_was_killed_is_repaired(run, tmp_path, monkeypatch, place):
     """Before the first change of disk or bucket, the second, ... until it is not killed."""
@@ -169,7 +185,7 @@ def test_a_repair_that_was_killed_is_repaired(run, tmp_path, monkeypatch, place)
         kept = {name: data for name, data in content(found).items() if name[0] != "."}
         assert kept == whole, (event, events)
         assert status(found) == "complete" and verify(Folder(str(found)), None, 0) == 0
-        assert not (place == "bucket" and list(folder.glob("*.pkl.gz"))), (event, events)
+        assert not (place == "bucket" and list(folder.glob("shard_*.[!j]*"))), (event, events)
         run(folder, **options)
     assert event > 10
 

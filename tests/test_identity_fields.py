@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from activation_extraction.output.identity import Difference, Identity
+from activation_extraction.output.identity import Difference, Identity, run_of
 from activation_extraction.output.sealed_json import DamagedError
 
 ONE = Identity(
@@ -47,6 +47,12 @@ def test_every_field_is_compared(name):
     assert changed.compare_shared(ONE) == (None if turned_on or per_host else expected)
     assert (name in ONE.shared) == (not turned_on and not per_host)
     assert (changed.run == ONE.run) == turned_on
+
+
+def test_a_run_that_did_not_record_the_format_has_the_digest_of_pickles():
+    recorded = ONE.to_json()
+    del recorded["shard_format"]
+    assert run_of(recorded) == ONE.run != replace(ONE, shard_format="safetensors").run
 
 
 def test_names_of_version_2_are_understood():

@@ -33,8 +33,9 @@ class Config:
     machine_from: the flag or variable that says which machine this is; None: neither does.
     bucket_url: where to upload to, the folder above those of machines and hosts; None: nowhere.
     compilation_cache: a folder, a URL or "off"; None: the default. mesh_type: None where only the
-    shape is given. verify_samples: 0 without --model_path. report: the file to write it to, "" for
-    the default one; None: no report.
+    shape is given. compress_shards: false for safetensors, which are never compressed.
+    verify_samples: 0 without --model_path. report: the file to write it to, "" for the default one;
+    None: no report.
     """
 
     model_path: str
@@ -72,6 +73,7 @@ class Config:
     min_free_gb: float
     activation_dtype: str
     shard_size_gb: float
+    shard_format: str
     compress_shards: bool
     overwrite: bool
     repair: bool
@@ -119,6 +121,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
         "hook_names": _tuple(flags.hook_names),
         "output_dir": os.path.expanduser(flags.output_dir),
         "bucket_url": _bucket_url(flags),
+        "compress_shards": flags.compress_shards is not False and flags.shard_format == "pickle",
         "verify_samples": flags.verify_samples if recompute else 0,
     }
     return Config(**{**given, **chosen})
@@ -249,6 +252,11 @@ def _refuse_conflicts(flags: argparse.Namespace) -> None:
                 raise InputError(f"--{flag} and --{other} cannot be used together")
     _check_hosts(flags)
     _check_places(flags)
+    if flags.compress_shards and "safetensors" in (flags.shard_format, flags.export):
+        raise InputError(
+            "--compress_shards: safetensors are never compressed, so that ranges of them can be "
+            "read; leave it out, or choose pickle"
+        )
     if flags.mesh_shape is not None and not flags.use_data_parallel:
         raise InputError("--mesh_shape and --no_data_parallel cannot be used together")
 

@@ -78,10 +78,14 @@ def add_switch(group: Any, name: str, help: str) -> None:
     group.add_argument(f"--{name}", action="store_true", help=help)
 
 
-def add_pair(group: Any, yes: str, no: str, yes_help: str, no_help: str) -> None:
-    """A boolean flag as a pair of names, true by default."""
+def add_pair(
+    group: Any, yes: str, no: str, yes_help: str, no_help: str, default: bool | None = True
+) -> None:
+    """A boolean flag as a pair of names, true by default; None: whoever reads it decides."""
     pair = group.add_mutually_exclusive_group()
-    pair.add_argument(f"--{yes}", action="store_true", default=True, help=f"{yes_help} (default)")
+    pair.add_argument(
+        f"--{yes}", action="store_true", default=default, help=f"{yes_help} (default)"
+    )
     pair.add_argument(f"--{no}", dest=yes, action="store_false", help=no_help)
 
 

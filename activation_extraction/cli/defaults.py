@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "min_free_gb": 0.0,
     "activation_dtype": "auto",
     "shard_size_gb": 1.0,
+    "shard_format": "pickle",
     "gcs_prefix": "activations",
     "upload_timeout": 300,
     "verify_samples": 8,

@@ -13,6 +13,7 @@ from activation_extraction.cli.declare import (
 )
 from activation_extraction.cli.defaults import DEFAULTS
 
+SHARD_FORMATS = ("pickle", "safetensors")
 EXPORT_FORMATS = ("memmap", "llamascopium")
 
 
@@ -48,7 +49,21 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         type=gigabytes,
         metavar="GB",
     )
-    add_pair(group, "compress_shards", "no_compress_shards", "gzip the shards", "write plain .pkl")
+    add(
+        group,
+        "shard_format",
+        "pickle: a dict that Python reads without this program; safetensors: one contiguous tensor "
+        "per hook, so that one hook is read without the others, from a disk or a bucket",
+        choices=SHARD_FORMATS,
+    )
+    add_pair(
+        group,
+        "compress_shards",
+        "no_compress_shards",
+        "gzip the pickles; safetensors are never compressed",
+        "write plain .pkl files",
+        default=None,
+    )
     add_switch(
         group,
         "overwrite",

@@ -1,7 +1,8 @@
 """Identity: what decides the content of a run's shards, and so may not change when it continues.
 
 Batch size, mesh, devices and the folders may change. A field is marked when it differs between the
-hosts of one run (`per_host`), or when a run that continues may turn it on (`may_turn_on`).
+hosts of one run (`per_host`), when a run that continues may turn it on (`may_turn_on`), or when the
+first runs did not record it (`added`).
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 from activation_extraction.output.sealed_json import DamagedError, digest_of
 
-PER_HOST, MAY_TURN_ON = "per_host", "may_turn_on"
+PER_HOST, MAY_TURN_ON, ADDED = "per_host", "may_turn_on", "added"
 # Names of fields in format version 2.
 OLD_NAMES = {
     "model files": "model_digest",
@@ -53,6 +54,7 @@ class Identity:
     dtype: str = ""
     activation_dtype: str = ""
     shard_size_gb: float = 1.0
+    shard_format: str = _marked(ADDED, "pickle")
     compress_shards: bool = True
     total_machines: int = 1
     num_hosts: int = _marked(PER_HOST, 1)
@@ -112,5 +114,10 @@ def _marked_fields(*marks: str) -> set[str]:
 
 def run_of(recorded: Mapping[str, Any]) -> str:
     """Digest of what never changes in a recorded identity, under the names that it was given."""
-    never = {name: recorded[name] for name in recorded if name not in _marked_fields(MAY_TURN_ON)}
+    turned_on, added = _marked_fields(MAY_TURN_ON), _marked_fields(ADDED)
+    never = {
+        name: value
+        for name, value in recorded.items()
+        if name not in turned_on and (name not in added or value != getattr(Identity, name))
+    }
     return digest_of(never)

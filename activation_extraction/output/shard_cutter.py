@@ -3,12 +3,13 @@
 It follows the ranges of a plan, and refuses samples that do not belong there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.plan import StoragePlan
+from activation_extraction.output.safetensors_file import LARGEST_TEXTS
 from activation_extraction.output.shard import Key, SampleRow, Shard
 from activation_extraction.output.shard_writer import ShardWriter, StorageError
 from activation_extraction.text.batch import Cursor
@@ -17,7 +18,8 @@ from activation_extraction.text.batch import Cursor
 class ShardCutter:
     """Hands over shards of at most `limit` bytes of activations, and at least one sample each.
 
-    stride: between the indices of two samples in a row. where: names the output in messages.
+    text_bytes: what the texts of a sample take, of which a shard has at most LARGEST_TEXTS. stride:
+    between the indices of two samples in a row. where: names the output in messages.
     `cursor` is where the data continues after what was handed over; whoever adds samples moves it
     along. Methods raise StorageError as soon as a shard could not be committed.
     """
@@ -27,6 +29,7 @@ class ShardCutter:
         writer: ShardWriter,
         keys: Sequence[Key],
         limit: float,
+        text_bytes: Callable[[SampleRow], int],
         plan: StoragePlan,
         stride: int,
         where: str,
@@ -35,6 +38,7 @@ class ShardCutter:
         self._writer = writer
         self._keys = keys
         self._limit = limit
+        self._text_bytes = text_bytes
         self._stride = stride
         self._where = where
         self._ranges = list(plan.ranges)
@@ -50,7 +54,7 @@ class ShardCutter:
 
     def _empty(self) -> None:
         self._pending = Shard([], {key: [] for key in self._keys})
-        self._bytes = 0
+        self._bytes = self._texts = 0
 
     @property
     def done(self) -> bool:
@@ -69,12 +73,15 @@ class ShardCutter:
     def add(self, row: SampleRow, slices: Mapping[Key, np.ndarray]) -> None:
         """Adds a sample, the next one. slices: key of every hook -> (tokens, width)."""
         size = sum(activation.nbytes for activation in slices.values())
-        if self._pending.samples and self._bytes + size > self._limit:
+        texts = self._text_bytes(row)
+        full = self._bytes + size > self._limit or self._texts + texts > LARGEST_TEXTS
+        if self._pending.samples and full:
             self._cut(partial=False)
         self._pending.samples.append(row)
         for key in self._keys:
             self._pending.slices[key].append(slices[key])
         self._bytes += size
+        self._texts += texts
         self.last_sample = row.sample_idx
 
     def end_range(self) -> None:

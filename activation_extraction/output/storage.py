@@ -20,7 +20,7 @@ from activation_extraction.cli.errors import RunError
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder, reason_of
 from activation_extraction.output.folder_lock import check_output_dir, lock_folder
-from activation_extraction.output.formats import chosen_format
+from activation_extraction.output.formats import SAFETENSORS, chosen_format
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.incomplete import IncompleteSamples
 from activation_extraction.output.metadata import remove_extraction
@@ -45,13 +45,14 @@ class State(Enum):
 
 
 class ActivationStorage:
-    """Writes activations to `shard_0001.pkl.gz`, ... in a folder; a context manager.
+    """Writes activations to shards in a folder; a context manager.
 
     hooks: key of the hook in the shards (layer number or hook name) -> the hook's full name.
     A sample is complete when it has an activation for every key; samples must become complete in
     ascending order. `shard_size_gb` counts the activations' bytes before compression; a shard
-    holds at least one sample. `metadata` is recorded in metadata.json, and so are `hook_facts`: key
-    of a hook -> what else to say of it, such as its width.
+    holds at least one sample. shard_format: "pickle", which `compress` gzips, or "safetensors".
+    `metadata` is recorded in metadata.json, and so are `hook_facts`: key of a hook -> what else to
+    say of it, such as its width.
 
     An extraction that the folder or the bucket already holds is continued when its `identity` is
     the same: `cursor` says where, and samples that are stored already are passed over. With
@@ -73,6 +74,7 @@ class ActivationStorage:
         output_dir: str | Path,
         hooks: Mapping[Key, str],
         shard_size_gb: float = 1.0,
+        shard_format: str = "pickle",
         compress: bool = True,
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
@@ -90,12 +92,13 @@ class ActivationStorage:
         self._overwrite = overwrite
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
         self._max_samples = max_samples
+        self.format = chosen_format(shard_format, compress)
         check_output_dir(self.folder)
         self._writer = ShardWriter(
             self.folder,
             remote,
             self._names,
-            chosen_format(compress),
+            self.format,
             delete_local,
             self._identity.run,
         )
@@ -125,7 +128,13 @@ class ActivationStorage:
         self.totals.count_skipped(plan.skipped_rows)
         stride = self._identity.total_machines * self._identity.num_hosts
         self._cutter = ShardCutter(
-            self._writer, list(self._names), self._limit, plan, stride, self.place.url
+            self._writer,
+            list(self._names),
+            self._limit,
+            self.format.text_bytes,
+            plan,
+            stride,
+            self.place.url,
         )
 
     @property
@@ -268,7 +277,8 @@ class ActivationStorage:
         The array is kept by reference until its shard is written. The text, the token ids and the
         id are those that are given with the sample's first hook. Raises KeyError for an unknown
         hook, ValueError for a sample that is out of order, given twice, not two-dimensional, or
-        that comes after the end of a complete extraction.
+        that comes after the end of a complete extraction, or that lacks the token ids which
+        safetensors need.
         """
         self.open()
         if layer_idx not in self._names:
@@ -279,6 +289,8 @@ class ActivationStorage:
                 f"sample {sample_idx}: activation of shape {activation.shape} does not fit "
                 "(tokens, width) and the token ids"
             )
+        if token_ids is None and self.format is SAFETENSORS:
+            raise ValueError(f"sample {sample_idx}: has no token ids, and safetensors need them")
         self._check_next(sample_idx)
         ids = None if token_ids is None else np.asarray(token_ids, np.int32)
         row = SampleRow(int(sample_idx), ids, _positions(len(activation)), text_preview, doc_id)

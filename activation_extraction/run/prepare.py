@@ -272,6 +272,7 @@ def open_storage(
         output.folders.folder,
         {key: hook.name for key, hook in forward.hooks.items()},
         shard_size_gb=config.shard_size_gb,
+        shard_format=config.shard_format,
         compress=config.compress_shards,
         overwrite=config.overwrite,
         metadata=described,

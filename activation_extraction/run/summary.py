@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from activation_extraction.cli.console import Clock, Progress
 from activation_extraction.model.devices import peak_flops
-from activation_extraction.output.formats import chosen_format
 from activation_extraction.output.shard_writer import Totals
 from activation_extraction.run.prepare import Job
 
@@ -25,10 +24,10 @@ def progress_of(job: Job, log_every: int) -> Progress:
     )
 
 
-def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool, compressed: bool) -> None:
+def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None:
     """What is stored; from the first host also where the time went, and how to read it.
 
-    verbose: whether the other hosts print that, too; compressed: whether the shards are.
+    verbose: whether the other hosts print that, too.
     """
     storage, totals = job.storage, job.storage.totals
     if job.repair is not None:
@@ -44,10 +43,18 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool, compres
     if new := totals.tokens - storage.found_tokens:
         print(where_the_time_went(totals, clock, new))
     if totals.shards:
-        shards = chosen_format(compressed)
-        first = f"{job.where}/{shards.file_name(1)}"
-        lines = shards.how_to_read(first, job.folders.bucket_url is not None)
-        print("read it with:", *lines, sep="\n  ")
+        print("read it with:", *how_to_read(job), sep="\n  ")
+
+
+def how_to_read(job: Job) -> list[str]:
+    """Lines of Python: for the whole run, and for one shard without this program."""
+    in_bucket, shards = job.folders.bucket_url is not None, job.storage.format
+    lines = [
+        "from activation_extraction import ActivationDataset",
+        f"dataset = ActivationDataset({job.folders.bucket_url or str(job.folders.local)!r})",
+    ]
+    alone = shards.how_to_read(f"{job.where}/{shards.file_name(1)}", in_bucket)
+    return [*lines, *(["# or one shard, without this program:"] if alone else []), *alone]
 
 
 def what_is_stored(totals: Totals, hooks: int, where: str, complete: bool) -> str:
