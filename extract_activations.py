@@ -228,7 +228,10 @@ def look(config: Config) -> int:
         if config.report is not None:
             return show_report(root, config.report)
         if config.export is not None and config.export_dir is not None:
-            export(root, config.export, config.export_dir, config.hook_names)
+            export(
+                *(root, config.export, config.export_dir),
+                *(config.hook_names, config.compress_shards),
+            )
             return 0
         if not config.verify_samples:
             return verify(root, None, 0)

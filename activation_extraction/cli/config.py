@@ -263,7 +263,7 @@ def _refuse_conflicts(flags: argparse.Namespace) -> None:
 
 def _refuse_values(flags: argparse.Namespace) -> None:
     """Raises InputError for values, typed or default, that are not possible here."""
-    if "://" in flags.output_dir and not (flags.status or flags.verify or flags.report is not None):
+    if "://" in flags.output_dir and not _looking(flags):
         raise InputError(
             f"--output_dir {flags.output_dir}: is a URL, but shards are written to a local folder "
             "first; use --upload_to_gcs with --gcs_bucket and --gcs_prefix"

@@ -14,7 +14,7 @@ from activation_extraction.cli.declare import (
 from activation_extraction.cli.defaults import DEFAULTS
 
 SHARD_FORMATS = ("pickle", "safetensors")
-EXPORT_FORMATS = ("memmap", "llamascopium")
+EXPORT_FORMATS = (*SHARD_FORMATS, "memmap", "llamascopium")
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -159,9 +159,10 @@ def add_checking_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--export",
         choices=EXPORT_FORMATS,
-        help="copy a finished run into the files of a trainer in --export_dir: memmap for "
-        "jkminder's dictionary_learning (crosscoders), llamascopium for Llamascopium; an export "
-        "that was stopped continues; --hook_names chooses hooks (default: all)",
+        help="copy a finished run to --export_dir: pickle and safetensors make a run of these "
+        "shards; memmap makes the files of jkminder's dictionary_learning (crosscoders), "
+        "llamascopium those of Llamascopium; an export that was stopped continues; --hook_names "
+        "chooses hooks (default: all)",
     )
     add(group, "export_dir", "the folder that --export writes to", type=text, metavar="FOLDER")
 

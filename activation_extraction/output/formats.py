@@ -84,6 +84,14 @@ def chosen_format(name: str, compress: bool) -> ShardFormat:
     return GZIP_PICKLE if compress else PICKLE
 
 
+def lines_of_dataset(url: str) -> tuple[str, ...]:
+    """Lines of Python that read a whole run, in any format."""
+    return (
+        "from activation_extraction import ActivationDataset",
+        f"dataset = ActivationDataset({url!r})",
+    )
+
+
 def format_of(file: str) -> ShardFormat | None:
     """The format of a shard file, by its name; None for any other file."""
     found = SHARD_FILE.fullmatch(file)

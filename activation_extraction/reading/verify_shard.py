@@ -46,7 +46,7 @@ def check_shard(
     own = scratch / (folder or "all")
     own.mkdir(exist_ok=True)
     try:
-        shard, intact = _read(store, commit, own)
+        shard, intact = read_shard(store, commit, own)
         problems = [] if intact else [f"{where}: its sha256 is not its JSON's"]
         problems += [f"{where}: {what}" for what in _check_samples(shard, stored, commit)]
         return problems, [] if problems else _choose(shard, wanted, where)
@@ -68,7 +68,7 @@ def _check_size(store: Folder, stored: Stored, commit: Commit) -> str | None:
     return None if size == commit.bytes else f"has {size} bytes, its JSON says {commit.bytes}"
 
 
-def _read(store: Folder, commit: Commit, scratch: Path) -> tuple[Shard, bool]:
+def read_shard(store: Folder, commit: Commit, scratch: Path) -> tuple[Shard, bool]:
     """A shard, and whether its file has the recorded sha256. Raises RunError or OSError."""
     path = store.fetch(commit.file, scratch)
     try:

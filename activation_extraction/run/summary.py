@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from activation_extraction.cli.console import Clock, Progress
 from activation_extraction.model.devices import peak_flops
+from activation_extraction.output.formats import lines_of_dataset
 from activation_extraction.output.shard_writer import Totals
 from activation_extraction.run.prepare import Job
 
@@ -49,10 +50,7 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
 def how_to_read(job: Job) -> list[str]:
     """Lines of Python: for the whole run, and for one shard without this program."""
     in_bucket, shards = job.folders.bucket_url is not None, job.storage.format
-    lines = [
-        "from activation_extraction import ActivationDataset",
-        f"dataset = ActivationDataset({job.folders.bucket_url or str(job.folders.local)!r})",
-    ]
+    lines = lines_of_dataset(job.folders.bucket_url or str(job.folders.local))
     alone = shards.how_to_read(f"{job.where}/{shards.file_name(1)}", in_bucket)
     return [*lines, *(["# or one shard, without this program:"] if alone else []), *alone]
 
