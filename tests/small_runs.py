@@ -150,6 +150,11 @@ def content(folder: Path) -> dict[str, object]:
     return found
 
 
+def shards_of(found):
+    """The number of shards in what `content` has found."""
+    return sum(name.endswith(".json") for name in found)
+
+
 @pytest.fixture
 def whole(run, tmp_path):
     """What an uninterrupted run stores."""

@@ -16,6 +16,7 @@ from small_runs import (
     activations,
     both_formats,
     content,
+    shards_of,
     status,
 )
 from test_killed import killed_at
@@ -115,6 +116,7 @@ def totals(folder):
 DAMAGE = {
     "both": lambda folder, n: [p.unlink() for p in folder.glob(f"shard_{n:04d}.*")],
     "file": lambda folder, n: shard_of(folder, n).write_bytes(b"short"),
+    "statistics": lambda folder, n: (folder / shard(n, "npz")).unlink(),
     "JSON": lambda folder, n: (folder / shard(n, "json")).write_bytes(b"{}"),
 }
 
@@ -125,13 +127,13 @@ def test_every_shard_and_every_pair_of_shards(size, run, tmp_path):
     """Smaller than a batch, and larger; bytes depend on how the samples were packed."""
     run(tmp_path / "whole", shard_size_gb=size)
     whole, counted = content(tmp_path / "whole"), totals(tmp_path / "whole")
-    numbers = range(1, len(whole) // 2 + 1)
+    numbers = range(1, shards_of(whole) + 1)
     lost = [*[(n,) for n in numbers], *combinations(numbers, 2)][:: 1 if len(numbers) < 9 else 20]
     assert len(lost) > 15
     for case, each in enumerate(lost):
         folder = tmp_path / f"{case}"
         shutil.copytree(tmp_path / "whole", folder)
-        kinds = list(DAMAGE)[case % 3 :] + list(DAMAGE)[: case % 3]
+        kinds = list(DAMAGE)[case % 4 :] + list(DAMAGE)[: case % 4]
         for number, kind in zip(each, kinds, strict=False):
             DAMAGE[kind](folder, number)
         place = run(folder, True, shard_size_gb=size)
@@ -154,7 +156,7 @@ def test_a_repair_that_was_killed_is_repaired(run, tmp_path, monkeypatch, place)
     memory, size = fsspec.filesystem("memory"), 4e-6
     run(tmp_path / "whole", shard_size_gb=size)
     whole = content(tmp_path / "whole")
-    last = len(whole) // 2
+    last = shards_of(whole)
     assert last > 4
     event, finished = 0, False
     while not finished:
@@ -197,7 +199,7 @@ def test_an_interrupted_run_is_repaired_and_goes_on(lost, run, whole, tmp_path):
     run(folder, stop_after=9)
     before = content(folder)
     for each in lost:
-        DAMAGE["both"](folder, len(before) // 2 if each == "last" else each)
+        DAMAGE["both"](folder, shards_of(before) if each == "last" else each)
     run(folder, True)
     assert content(folder) == before != whole and status(folder) == "interrupted"
     run(folder)
@@ -207,7 +209,7 @@ def test_an_interrupted_run_is_repaired_and_goes_on(lost, run, whole, tmp_path):
 def test_shards_of_a_killed_run_that_end_nobody_knows_where_are_left_to_it(run, whole, tmp_path):
     folder = tmp_path / "out"
     run(folder, stop_after=9)
-    last = len(content(folder)) // 2
+    last = shards_of(content(folder))
     edit(folder / "metadata.json", lambda told: told.update(status="running", shards=0, samples=0))
     DAMAGE["JSON"](folder, last)
     DAMAGE["both"](folder, 2)

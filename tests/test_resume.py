@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, both_formats, content, status
+from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, both_formats, content, shards_of, status
 
 from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.output import pickle_file
@@ -43,7 +43,7 @@ def test_resumed_at_every_sample_that_was_committed(run, tmp_path):
     """Shards of one sample each: a cursor for every sample of the data set."""
     run(tmp_path / "whole", shard_size_gb=1e-9)
     whole = content(tmp_path / "whole")
-    total = len(whole) // 2
+    total = shards_of(whole)
     for stored in range(total + 1):
         folder = tmp_path / f"stored_{stored}"
         shutil.copytree(tmp_path / "whole", folder)

@@ -15,7 +15,8 @@ from activation_extraction.output.formats import format_of
 from activation_extraction.output.metadata import Stored
 from activation_extraction.output.pickle_file import ContentError
 from activation_extraction.output.shard import SampleRow, Shard
-from activation_extraction.output.statistics import Statistics, merge_all
+from activation_extraction.output.statistics import Sums, sums_of
+from activation_extraction.reading.dimension_statistics import read_sums
 from activation_extraction.reading.verify_folder import differing, file_path
 from activation_extraction.text.workers import Worker
 
@@ -48,7 +49,13 @@ def check_shard(
     try:
         shard, intact = read_shard(store, commit, own)
         problems = [] if intact else [f"{where}: its sha256 is not its JSON's"]
-        problems += [f"{where}: {what}" for what in _check_samples(shard, stored, commit)]
+        sums = None
+        if commit.statistics is not None:
+            try:
+                sums = read_sums(store, commit, _widths(stored, commit))
+            except RunError as error:
+                problems.append(f"{where}: {error}")
+        problems += [f"{where}: {what}" for what in _check_samples(shard, stored, commit, sums)]
         return problems, [] if problems else _choose(shard, wanted, where)
     except ContentError as error:
         return [f"{where}: {problem}" for problem in error.problems], []
@@ -95,8 +102,13 @@ def _choose(shard: Shard, wanted: list[int], where: str) -> list[Chosen]:
     ]
 
 
-def _check_samples(shard: Shard, stored: Stored, commit: Commit) -> Iterator[str]:
-    """What is wrong with the samples of a shard, and with their activations."""
+def _check_samples(
+    shard: Shard, stored: Stored, commit: Commit, sums: dict[str, Sums] | None
+) -> Iterator[str]:
+    """What is wrong with the samples of a shard, and with their activations.
+
+    sums: those that are stored, by hook.
+    """
     identity, metadata = stored.identity, stored.metadata or {}
     assert identity is not None
     stride = Worker(machines=identity.total_machines, hosts=identity.num_hosts).stride
@@ -113,7 +125,8 @@ def _check_samples(shard: Shard, stored: Stored, commit: Commit) -> Iterator[str
     ]
     yield from problems
     for hook in commit.hooks if not problems else ():
-        yield from _check_hook(shard, identity.activation_dtype, metadata, hook)
+        recorded = None if sums is None else sums[hook["name"]]
+        yield from _check_hook(shard, identity.activation_dtype, metadata, hook, recorded)
 
 
 def _check_row(row: SampleRow, longest: int, vocabulary: int) -> Iterator[str]:
@@ -132,7 +145,11 @@ def _check_row(row: SampleRow, longest: int, vocabulary: int) -> Iterator[str]:
 
 
 def _check_hook(
-    shard: Shard, dtype: str, metadata: dict[str, Any], hook: dict[str, Any]
+    shard: Shard,
+    dtype: str,
+    metadata: dict[str, Any],
+    hook: dict[str, Any],
+    recorded: Sums | None,
 ) -> Iterator[str]:
     """What is wrong with the activations at one hook. hook: as the commit describes it."""
     name, slices = f"hook {hook['key']}", shard.slices[hook["key"]]
@@ -145,11 +162,19 @@ def _check_hook(
         if str(activation.dtype) != dtype:
             problems.append(f"sample {row.sample_idx}: dtype {activation.dtype}, expected {dtype}")
     if not problems:
-        problems += differing(merge_all(map(Statistics.of, slices)), hook)
+        sums = sums_of(slices, shard.samples)
+        problems += differing(sums.statistics, hook)
+        if recorded is not None and not recorded.close_to(sums):
+            problems.append("its statistics of every dimension are not those of its activations")
     for problem in problems:
         yield f"{name}, {problem}" if problem.startswith("sample") else f"{name}: {problem}"
 
 
+def _widths(stored: Stored, commit: Commit) -> dict[str, int]:
+    """Name -> width of the hooks of a shard."""
+    return {hook["name"]: _width(hook, stored.metadata or {}) for hook in commit.hooks}
+
+
 def _width(hook: dict[str, Any], metadata: dict[str, Any]) -> int:
     """The width of a hook. JSON files from before hooks had widths have the model's hidden size."""
-    return hook.get("width", metadata["model"]["hidden_size"])
+    return hook["width"] if "width" in hook else metadata["model"]["hidden_size"]
