@@ -30,6 +30,7 @@ what is written, to --output_dir or to gs://BUCKET/PREFIX/machine_000:
                      with sample_idx, hook, activation (tokens, width), shape, text_preview,
                      token_ids and doc_id; or shard_0001.safetensors (--shard_format)
   shard_0001.json    its checksum, its samples and statistics, and where in the data to continue
+  shard_0001.npz     sums for the statistics of every dimension
   metadata.json      the status, totals, configuration, model and versions of the run
   metrics.jsonl      speed and queues over time
   Several machines or hosts write to one folder each: machine_000, machine_000_host_00, ...
