@@ -225,7 +225,7 @@ def test_a_host_that_is_done_waits_for_the_uploads_of_the_others(demo_inputs, bu
     pod = Pod(tmp_path, 2, 2, *where, **bucket.environment)
     assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
     assert uploaded(bucket, "machine_000_host_01") == stored
-    assert "everything is computed already" in pod.text(0)
+    assert "everything has been computed already" in pod.text(0)
 
 
 @pytest.mark.long

@@ -15,8 +15,8 @@ from activation_extraction.model.family import ModelFamily
 from activation_extraction.model.forward import ModelRequest, prepare_model
 from activation_extraction.model.step import compile_step
 from activation_extraction.output.metadata import METADATA, identity_of
-from activation_extraction.run.agreement import Votes
 from activation_extraction.run.digests import digest_files
+from activation_extraction.run.lockstep import Votes
 from activation_extraction.run.revision import recorded_commit
 from activation_extraction.text.packing import pack, samples_of
 
