@@ -117,7 +117,7 @@ def test_an_outage_ends_the_run_and_the_next_one_completes(
     error = capsys.readouterr().err.splitlines()[-1]
     assert "kept failing for" in error and "--upload_timeout" in error
     assert "Stored in gs://bucket/run/machine_000: " in error
-    assert "the same command continues" in error
+    assert "to continue, run the same command again" in error
     stored = uploaded(bucket)
     assert 2 <= len(stored) < len(undisturbed)
     kept = {path.name for path in tmp_path.glob("shard_*.pkl.gz")}
