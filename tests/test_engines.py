@@ -66,7 +66,7 @@ def test_the_engine_says_which_machine_this_is_unless_a_flag_does(
             [],
             "--total_machines: is missing and cannot be read off this Slurm array",
         ),
-        (array(2, 4, 0, 6), [], "has 4 indices from 0 to 6, expected 0 to N-1 without gaps"),
+        (array(2, 4, 0, 6), [], "has 4 indices from 0 to 6; expected 0 to N-1 without gaps"),
         (array(2, 1), [], "SLURM_ARRAY_TASK_ID 2: out of range for --total_machines 1;"),
         (array(300, 1, 300), TOTAL, "SLURM_ARRAY_TASK_ID 300: out of range for --total_machines"),
         ({"SLURM_ARRAY_TASK_ID": "2"}, [], "--total_machines: is missing"),

@@ -310,7 +310,8 @@ def test_another_model_is_refused_before_the_shards_are_read(
     other_model(demo_inputs, tmp_path / "model")
     arguments = ["--verify", "--model_path", tmp_path / "model", "--output_dir", extracted]
     assert main(*arguments) == 2
-    assert "is not the model that the stored activations came from" in capsys.readouterr().err.splitlines()[-1]
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "is not the model that the stored activations came from" in error
 
 
 def test_changed_activations_are_found_by_recomputing(extracted, demo_inputs, tmp_path, capsys):

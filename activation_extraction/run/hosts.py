@@ -176,8 +176,8 @@ def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Ex
     if kinds.any():
         hosts = ", ".join(str(i) for i in np.flatnonzero(kinds))
         if 1 in kinds:
-            return problem or InputError(f"host {hosts} refused the request; see the message there")
-        return problem or RunError(f"host {hosts} failed; see the message there")
+            return problem or InputError(f"host {hosts} refused the request: see the message there")
+        return problem or RunError(f"host {hosts} failed: see the message there")
     digests = [hashlib.sha256(str(value).encode()).digest() for value in fields.values()]
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(fields), -1)
     return _difference(list(fields), np.asarray(multihost_utils.process_allgather(mine)))
