@@ -126,7 +126,10 @@ def test_too_little_free_disk_is_refused_before_anything_is_read(monkeypatch, tm
 
     monkeypatch.setattr("activation_extraction.output.folder_lock.shutil.disk_usage", disk_usage)
     assert extract_activations.main([*flags, "--min_free_gb", "20"]) == 2
-    expected = f"error: --output_dir {tmp_path}/out: 7.3 GB are free there, --min_free_gb is 20\n"
+    expected = (
+        f"error: --output_dir {tmp_path}/out: its disk has 7.3 GB free, --min_free_gb asks for 20; "
+        "make room, or choose another disk\n"
+    )
     assert capsys.readouterr().err == expected
     assert asked == [tmp_path] and not (tmp_path / "out").exists()
     assert extract_activations.main([*flags, "--min_free_gb", "7"]) == 2

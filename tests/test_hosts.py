@@ -138,7 +138,7 @@ def test_bad_input_on_one_host_ends_all(demo_inputs, tmp_path):
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--min_free_gb", 99_999])
     assert pod.wait() == [2, 2]
     assert "error: host 1 refused the request" in pod.text(0)
-    assert "GB are free there, --min_free_gb is 99999" in pod.text(1)
+    assert "GB free, --min_free_gb asks for 99999" in pod.text(1)
     assert not (tmp_path / "out").exists()
 
 
