@@ -162,8 +162,10 @@ class Folder:
         return self._persist("listing", look)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes | None:
-        """A whole file, or its bytes from `start` to `stop`, where a negative `start` counts from the
-        end. None if there is no such file."""
+        """A whole file, or its bytes from `start` to `stop`; None if there is no such file.
+
+        A negative `start` counts from the end.
+        """
 
         def get() -> bytes | None:
             try:
