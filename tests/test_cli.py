@@ -349,7 +349,7 @@ BAD_REQUESTS = {
     "output has shards": (
         ["--output_dir", "{}/o"],
         {"o/shard_0001.pkl.gz": "x"},
-        "already holds shards, without metadata.json",
+        "already holds shards, but no metadata.json",
     ),
 }
 
