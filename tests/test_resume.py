@@ -105,7 +105,7 @@ def test_max_samples_may_grow_and_not_shrink(run, whole, tmp_path):
     folder = tmp_path / "grown"
     run(folder, max_samples=7)
     run(folder, max_samples=20)
-    with pytest.raises(InputError, match="--max_samples: 20 samples are stored"):
+    with pytest.raises(InputError, match="already holds 20 samples, more than the 19"):
         run(folder, max_samples=19)
     run(folder)
     assert content(folder) == whole

@@ -69,8 +69,8 @@ def take_up(
     count = sum(commit.count for commit in commits)
     if max_samples is not None and count > max_samples:
         raise InputError(
-            f"--max_samples {max_samples}: {places[len(both) - 1]} already holds {count} samples; "
-            f"{OPTIONS}"
+            f"--max_samples: {places[len(both) - 1]} already holds {count} samples, more than the "
+            f"{max_samples} that this host may store; {OPTIONS}"
         )
     complete = [_complete(stored, count, max_samples) for stored in both]
     if any(complete):
