@@ -49,7 +49,7 @@ JSON_LINES = {
     "no column": ('{"other": "x"}', "--text_column text: no such column; the columns are other"),
     "no grids": (
         '{"train": [{"input": [[1]]}], "test": []}',
-        "a row has ARC-AGI columns but no grids in them",
+        "it has ARC-AGI columns but no grids in them",
     ),
     "not UTF-8": ('{"text": "\udcff"}', "not JSON: "),
 }

@@ -1,4 +1,4 @@
-"""The configuration of a run: flags and environment variables, checked without looking further.
+"""The configuration of a run: flags and environment variables, checked against one another.
 
 Nothing outside this folder sees argparse's result, and only the script, run/prepare.py and
 run/identity.py see the whole `Config`. `python -m activation_extraction.cli.config FLAGS` checks
@@ -129,7 +129,7 @@ def _fill_from_environment(flags: argparse.Namespace) -> None:
     """Takes missing flags from environment variables; those about hosts only with --multihost."""
     typed_mesh = flags.mesh_type is not None
     for flag, variables in ENVIRONMENT.items():
-        # A shape is not used beside a mesh type that was typed, nor are axis names without sizes.
+        # With a mesh type on the command line, the shape is not used; nor are axes without a shape.
         unused = typed_mesh or not flags.use_data_parallel
         if (flag == "mesh_shape" and unused) or (flag == "mesh_axes" and flags.mesh_shape is None):
             continue
@@ -209,7 +209,7 @@ def _check_places(flags: argparse.Namespace) -> None:
             raise InputError(f"--{flag}: needs --upload_to_gcs")
         if value is not None and re.search(r"[*?\[\]#\s]", value):
             raise InputError(
-                f"--{flag} {value!r}: contains a space, a wildcard or '#', which names here cannot"
+                f"--{flag} {value!r}: contains a space, a wildcard or '#'; choose another name"
             )
     if bucket is not None and (bucket.startswith("memory:") or bucket.endswith("://")):
         raise InputError(
