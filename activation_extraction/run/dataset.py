@@ -1,4 +1,4 @@
-"""The text of a run: the data set that was asked for, and one host's share of it as batches."""
+"""The text of a run: opens the data set, and makes batches of one host's share of it."""
 
 import hashlib
 import json
@@ -95,7 +95,7 @@ class HostText:
     def not_stored(self, documents: DocumentStream, storage: ActivationStorage) -> Prefetch[Batch]:
         """The batches whose samples are not stored yet, prepared in the background.
 
-        Raises InputError when the first of them cannot be read, or when there is no text at all.
+        Raises InputError if the first of them cannot be read, or if there is no text at all.
         """
         if storage.complete:
             return Prefetch(iter(()), BATCHES_AHEAD)
@@ -104,13 +104,13 @@ class HostText:
         alone = self.worker == Worker()
         try:
             if batches.peek() is None and alone and not storage.found_samples:
-                raise InputError("the data set is empty: no row has text")
+                raise InputError("the data set is empty: no row has text; expected at least one")
         except RunError as error:
             raise with_remedy(error) from error
         return batches
 
     def of_gaps(self, storage: ActivationStorage) -> Prefetch[Batch]:
-        """The batches that hold the samples of damaged shards, and one batch after each gap."""
+        """The batches with the samples of damaged shards, and one more after each gap."""
 
         def batches() -> Iterator[Batch]:
             for gap in storage.plan.ranges:

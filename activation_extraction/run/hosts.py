@@ -73,7 +73,7 @@ def join(
             num_processes=num_hosts,
             process_id=host_id,
             local_device_ids=_local_device_ids(),
-            initialization_timeout=connect_seconds + 60,  # then it aborts; our timer is first
+            initialization_timeout=connect_seconds + 60,  # JAX aborts then; our timer is earlier
             heartbeat_timeout_seconds=heartbeat_seconds,
         )
     except ValueError as error:
@@ -91,7 +91,7 @@ def join(
 def _local_device_ids() -> list[int] | None:
     """Which local devices to use: [] means all of them, and None leaves the choice to JAX.
 
-    Under Slurm JAX takes one GPU per task, but a task that is alone on its node should use all.
+    Under Slurm JAX takes one GPU per task, but one that is alone on its node should use all of them.
     """
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 1(x16)
     return [] if re.fullmatch(r"1(\(x\d+\))?", tasks) else None
@@ -142,7 +142,7 @@ def together(host: Host, failure: Exception | None) -> None:
 
 
 def elsewhere() -> RunError:
-    """What a host raises when it is fine itself but another host has failed."""
+    """What a host raises if it has no problem itself, but another host has failed."""
     return RunError("another host failed", remedy="its message says what to do on all hosts")
 
 
@@ -220,7 +220,8 @@ class Watchdog:
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
                 _end_process(
                     f"error: no step has finished for {self._seconds:g} s (--stall_timeout); the "
-                    "stack of every thread is above; committed shards are safe"
+                    "stack of every thread is above; committed shards are safe; to continue, start "
+                    "the run again without --overwrite"
                 )
 
 

@@ -69,7 +69,7 @@ class RepairPlanner:
         return self.remote or self.folder
 
     def look(self) -> StoragePlan:
-        """Reads every shard."""
+        """Reads every shard to find the damaged ones."""
         self._found = found = read_stored(self.place)
         stored = found if found.metadata is not None else self._with_new_metadata(found)
         check_same_run(self.place.url, stored, self.identity)
@@ -118,7 +118,7 @@ class RepairPlanner:
             )
 
     def _useless_copies(self, stored: Stored, good: set[int]) -> list[tuple[Folder, str]]:
-        """Local files that are of no use, since the bucket's count: damaged JSON files, and shards
+        """Local files that are of no use beside those in the bucket: damaged JSON files, and shards
         that a run would have deleted after their upload if it had not been killed."""
         if self.remote is None:
             return []
