@@ -150,7 +150,7 @@ class DocumentStream:
         return Document(_valid(text), _plain(columns.get("id")))
 
     def _place(self, row: dict[str, Any]) -> str:
-        """Where in a hub data set the row that was read last is."""
+        """The position of `row`, which was read last, in a hub data set."""
         whose = "of the data set" if self.worker == Worker() else "of the rows that this host reads"
         own_id = f", id {row['id']!r:.80}" if "id" in row else ""
         return f"row {self._rows - 1} (from 0) {whose}{own_id}"
@@ -215,7 +215,7 @@ def _text_of(row: dict[str, Any], column: str) -> str | None:
             return arc_prompt(row)
         except (KeyError, TypeError) as error:
             raise UnusableRowError(
-                f"a row has ARC-AGI columns but no grids in them: {error!r}"
+                f"it has ARC-AGI columns but no grids in them: {error!r}"
             ) from error
     raise UnusableRowError(
         f"--text_column {column}: no such column; the columns are {', '.join(row)}"

@@ -42,9 +42,7 @@ def open_files(path: str, text_column: str) -> datasets.IterableDataset:
             pairs = zip(urls, counts, strict=True)
             groups = [(url, n) for url, count in pairs for n in range(count)]
             if not groups:
-                raise InputError(
-                    f"--dataset_path {path}: is empty: expected at least one row with text"
-                )
+                raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
             pieces = {
                 "urls": [url for url, _ in groups],
                 "groups": [n for _, n in groups],

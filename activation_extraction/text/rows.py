@@ -84,7 +84,7 @@ def _naming(url: str) -> Iterator[None]:
 def _json_object(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.rstrip(b"\r\n"))
-    except json.JSONDecodeError as error:  # as text it has line numbers of its own
+    except json.JSONDecodeError as error:  # its text adds a line number of its own
         raise UnusableRowError(f"not JSON: {error.msg}, column {error.colno}") from error
     except (ValueError, RecursionError) as error:
         raise UnusableRowError(f"not JSON: {one_line(error)}") from error

@@ -73,7 +73,7 @@ def samples(
 def _read(
     rows: Iterator[Document | None], documents: DocumentStream, count: int
 ) -> tuple[int, list[tuple[Document, int]], RunError | None]:
-    """Reads up to `count` rows: how many there were, their documents, and the error if one failed.
+    """Reads up to `count` rows; returns how many there were, their documents, and any error.
 
     Each document comes with the number of rows that had been skipped by then. After an error the
     rows before it are still returned.
