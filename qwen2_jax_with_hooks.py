@@ -89,7 +89,7 @@ HOOKS = HookTable(
         HookKind("ln_final.hook_out", "D", "final.out", ("model.norm.output",), at_end=True),
     )
 )
-ATTENDED = [kind.value for kind in HOOKS.kinds].index("attn.z")  # from here on, attention has run
+ATTENDED = [kind.value for kind in HOOKS.kinds].index("attn.z")  # kinds from here on need attention
 
 # A kind in the loop costs each layer a write, and an exchange of what is split over devices; a
 # layer after the loop takes time to compile.
@@ -220,7 +220,7 @@ class HookedQwen2(nn.Module):
         segment_ids: Array,
         *at: Array,
     ) -> tuple[Array, Buffers]:
-        """Runs all whole layers, or those of one stage. at: the micro-batch, if there are any."""
+        """Runs all whole layers, or those of one stage. at: the micro-batch, in a pipeline."""
 
         def block(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
             x, buffers = carry
