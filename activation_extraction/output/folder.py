@@ -26,7 +26,7 @@ from fsspec.implementations.local import LocalFileSystem
 from activation_extraction.cli.errors import RunError, one_line
 from activation_extraction.cli.retries import gcsfs_listeners
 
-# gcsfs would ask Google over gRPC what type every bucket is, and wait minutes for an emulator.
+# gcsfs would ask Google over gRPC for the type of every bucket, and wait minutes for an emulator.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 PATIENCE = 300.0  # seconds
@@ -267,7 +267,7 @@ class Folder:
     def _persist(
         self, what: str, action: Callable[[], T], heartbeat: _Heartbeat | None = None
     ) -> T:
-        """The result of `action`, which is retried as long as its failures may pass."""
+        """The result of `action`, which is retried unless its failure is final."""
 
         def listen(reason: str) -> None:
             self._say(what, reason)
