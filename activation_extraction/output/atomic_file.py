@@ -36,9 +36,9 @@ class _CountingFile:
         self.sha256.update(data)
         self.size += size
         if sys.platform == "linux" and self.size - self._handed_over >= WRITE_BEHIND:
-            # The kernel starts writing these bytes to the disk, so that little is left to sync in
-            # the end. Each range is named only once: a second time it would be dropped from
-            # memory, where the upload reads it.
+            # The kernel starts writing these bytes to the disk, so that little is left to sync at
+            # the end. Each range is named only once: the second time, the kernel would drop it
+            # from memory, where the upload reads it.
             new = self._handed_over, self.size - self._handed_over
             os.posix_fadvise(self._file.fileno(), *new, os.POSIX_FADV_DONTNEED)
             self._handed_over = self.size
