@@ -108,7 +108,7 @@ def read_stored(folder: Folder) -> Stored:
     commits = {}
     with ThreadPoolExecutor(READERS) as pool:
         for name, data in zip(names, pool.map(folder.read, names), strict=True):
-            if data is None:  # deleted meanwhile by a run
+            if data is None:  # deleted by a run in the meantime
                 continue
             try:
                 if name == METADATA:
