@@ -1,6 +1,6 @@
 """Sealed JSON: a JSON file that carries a checksum of its own content.
 
-The checksum exposes a damaged file, whose content is then never used.
+If the checksum does not match, the file is damaged and its content is never used.
 """
 
 import hashlib
