@@ -91,7 +91,7 @@ def join(
 def _local_device_ids() -> list[int] | None:
     """Which local devices to use: [] means all of them, and None leaves the choice to JAX.
 
-    Under Slurm JAX takes one GPU per task, but one that is alone on its node should use all of them.
+    Under Slurm JAX takes one GPU per task, but one that is alone on its node should use all.
     """
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 1(x16)
     return [] if re.fullmatch(r"1(\(x\d+\))?", tasks) else None
