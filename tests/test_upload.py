@@ -149,7 +149,7 @@ def test_a_bucket_that_refuses_is_told_in_one_line_before_the_model_is_read(
     assert extract_activations.main(command) == status
     *before, error = capsys.readouterr().err.strip().splitlines()
     assert message in error and error.startswith("error: ")
-    assert [("fails (" in line) for line in before] == [True] * (fault == "503")
+    assert [("failed (" in line) for line in before] == [True] * (fault == "503")
     assert not (tmp_path / "out").exists()
 
 
