@@ -1,4 +1,4 @@
-"""Statistics of activations that merge exactly: per sample, shard, host, machine or run.
+"""Statistics of activations, which can be merged: per sample, shard, host, machine or run.
 
 `Sums` are what is added up, for every dimension; `Statistics` are the few numbers of a hook that
 the JSON files record.
@@ -118,8 +118,8 @@ def sums_of(activations: Iterable[np.ndarray], rows: Iterable[SampleRow]) -> Sum
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of activations (tokens, width): over all values the mean and the (population) variance,
-    over tokens the mean and the largest Euclidean norm."""
+    """Statistics of activations (tokens, width): mean and (population) variance over all values,
+    mean and largest Euclidean norm over tokens."""
 
     tokens: int = 0
     values: int = 0
@@ -130,14 +130,14 @@ class Statistics:
 
     @classmethod
     def of(cls, activation: np.ndarray) -> "Statistics":
-        """Statistics of one (tokens, width) array of any float dtype, computed in float64."""
+        """Statistics of a (tokens, width) array of any float dtype, computed in float64."""
         sums = Sums.zeros(activation.shape[1])
         sums.add(activation, np.arange(1, len(activation) + 1))
         return sums.statistics
 
     @property
     def finite(self) -> bool:
-        """False when any value was NaN or infinite."""
+        """False if any value was NaN or infinite."""
         return math.isfinite(self.max_norm)
 
     def merge(self, other: "Statistics") -> "Statistics":
@@ -163,7 +163,7 @@ class Statistics:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
-        """The inverse of `to_json`; other keys are left alone."""
+        """The inverse of `to_json`; ignores other keys."""
         return cls(**{field.name: content[field.name] for field in fields(cls)})
 
 

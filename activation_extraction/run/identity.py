@@ -17,7 +17,7 @@ from activation_extraction.text.workers import Worker
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
 MODEL_FILES = ("qwen2_jax.py", "qwen2_jax_with_hooks.py")
-# Of the configuration: may differ between the hosts of a run.
+# Fields of the configuration that may differ between the hosts of a run.
 OWN_SETTINGS = {
     "host_id",
     "coordinator_address",
@@ -35,7 +35,7 @@ def package_versions() -> dict[str, str]:
 
 
 def identity_of(config: Config, forward: Forward, dataset: Dataset, worker: Worker) -> Identity:
-    """What decides the content of the shards: it may not change when a run is continued."""
+    """Everything that decides the content of the shards; it may not change when a run continues."""
     model = forward.model
     return Identity(
         model_digest=model_digest(forward.checkpoint),
@@ -74,7 +74,7 @@ def fingerprint(config: Config, forward: Forward, identity: Identity) -> dict[st
 
 
 def _sources() -> list[Path]:
-    """The files of this program."""
+    """The source files of this program."""
     package = Path(activation_extraction.__file__).parent
     scripts = [package.parent / name for name in ("extract_activations.py", *MODEL_FILES)]
     return [*scripts, *package.rglob("*.py")]

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, loaded from its files. samples.py applies it to documents."""
+"""Loads the tokenizer of a model from its files. samples.py applies it to documents."""
 
 import json
 from collections.abc import Iterable
@@ -24,10 +24,10 @@ QWEN2_WORDS = (
 
 
 def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> Tokenizer:
-    """A tokenizer from tokenizer.json, or else from vocab.json and merges.txt.
+    """Loads a tokenizer from tokenizer.json, or else from vocab.json and merges.txt.
 
-    files: those of a model that its tokenizer needs; model_path: what to call the model. Raises
-    InputError when a file is missing, is broken, or belongs to a model of another vocabulary.
+    files: the model's files for its tokenizer. model_path: names the model in messages. Raises
+    InputError if a file is missing or broken, or belongs to a model with another vocabulary.
     """
     paths = {path.name: path for path in files}
     for name in ("vocab.json", "merges.txt"):
@@ -43,7 +43,7 @@ def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> T
             if path.name == "tokenizer.json"
             else _from_vocabulary(path, paths["merges.txt"], paths.get("tokenizer_config.json"))
         )
-    except Exception as error:  # what the tokenizers library raises has no narrower type
+    except Exception as error:  # the tokenizers library raises nothing narrower
         raise InputError(f"{path}: the tokenizer cannot be loaded: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -51,7 +51,7 @@ def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> T
     if largest >= vocab_size:
         raise InputError(
             f"{path}: the tokenizer has token id {largest}, but vocab_size in config.json is "
-            f"{vocab_size}"
+            f"{vocab_size}; put the model's own tokenizer there"
         )
     return tokenizer
 
@@ -68,7 +68,7 @@ def _from_vocabulary(vocabulary: Path, merges: Path, settings: Path | None) -> T
 
 
 def qwen2_tokenizer(model: models.Model) -> Tokenizer:
-    """A byte-level tokenizer that normalises and splits text as Qwen2's tokenizer.json says."""
+    """A byte-level tokenizer that normalises and splits text like Qwen2's tokenizer.json."""
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
