@@ -12,7 +12,7 @@ from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.output import shard_cutter
 from activation_extraction.output.formats import FORMATS, format_of, write_shard
 from activation_extraction.output.metadata import own_files
-from activation_extraction.output.shard import SampleRow, Shard
+from activation_extraction.output.shard import SampleRow, Shard, same_content
 from activation_extraction.output.storage import ActivationStorage
 
 NAMES: dict[int | str, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_mlp_out"}
@@ -119,3 +119,28 @@ def test_safetensors_need_token_ids(tmp_path):
     storage = ActivationStorage(tmp_path, {0: "h"}, shard_format="safetensors")
     with pytest.raises(ValueError, match="sample 0: has no token ids"):
         storage.add_activation(0, np.zeros((1, 2), np.float32), 0, "")
+
+
+def test_every_difference_between_two_shards_is_seen():
+    shard = shard_of()
+    assert same_content(shard, shard_of())
+    row = shard.samples[1]
+    others = [
+        replace(row, sample_idx=5),
+        replace(row, token_ids=row.token_ids + np.int32(1)),
+        replace(row, token_ids=None),
+        replace(row, positions=row.positions[::-1]),
+        replace(row, text_preview="b"),
+        replace(row, doc_id=1),
+    ]
+    changed = [replace(shard, samples=[shard.samples[0], other]) for other in others]
+    first, second = shard.slices[3]
+    slices = [
+        {**shard.slices, 3: [first, -second]},
+        {**shard.slices, 3: [first, second.astype(np.float64)]},
+        {**shard.slices, 3: [first, second[:-1]]},
+        {3: shard.slices[3]},
+    ]
+    changed += [replace(shard, slices=each) for each in slices]
+    changed.append(Shard(shard.samples[:1], {key: v[:1] for key, v in shard.slices.items()}))
+    assert not any(same_content(shard, other) for other in changed)
