@@ -29,10 +29,14 @@ class SampleRow:
 
 @dataclass(frozen=True)
 class Shard:
-    """Samples in ascending order; `slices[key][i]` is sample i at that hook, (tokens, width)."""
+    """Samples in ascending order; `slices[key][i]` is sample i at that hook, (tokens, width).
+
+    every_token: whether the run keeps all tokens of its samples, so that positions say nothing new.
+    """
 
     samples: list[SampleRow]
     slices: dict[Key, list[np.ndarray]]
+    every_token: bool = True
 
     @property
     def tokens(self) -> int:

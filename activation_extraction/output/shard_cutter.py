@@ -17,9 +17,10 @@ from activation_extraction.text.batch import Cursor
 class ShardCutter:
     """Hands over shards of at most `limit` bytes of activations, and at least one sample each.
 
-    stride: the difference between the indices of consecutive samples. where: names the output in
-    messages. `cursor` is where the data continues after what was handed over; whoever adds samples
-    also moves it. Methods raise StorageError as soon as a shard could not be committed.
+    every_token: whether the run keeps all tokens of its samples. stride: the difference between the
+    indices of consecutive samples. where: names the output in messages. `cursor` is where the data
+    continues after what was handed over; whoever adds samples also moves it. Methods raise
+    StorageError as soon as a shard could not be committed.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class ShardCutter:
         writer: ShardWriter,
         keys: Sequence[Key],
         limit: float,
+        every_token: bool,
         plan: StoragePlan,
         stride: int,
         where: str,
@@ -35,6 +37,7 @@ class ShardCutter:
         self._writer = writer
         self._keys = keys
         self._limit = limit
+        self._every_token = every_token
         self._stride = stride
         self._where = where
         self._ranges = list(plan.ranges)
@@ -49,7 +52,7 @@ class ShardCutter:
         self._empty()
 
     def _empty(self) -> None:
-        self._pending = Shard([], {key: [] for key in self._keys})
+        self._pending = Shard([], {key: [] for key in self._keys}, self._every_token)
         self._bytes = 0
 
     @property
@@ -67,8 +70,11 @@ class ShardCutter:
         return until is not None and sample_idx >= until
 
     def add(self, row: SampleRow, slices: Mapping[Key, np.ndarray]) -> None:
-        """Adds the next sample. slices: key of every hook -> (tokens, width)."""
-        size = sum(activation.nbytes for activation in slices.values())
+        """Adds the next sample. slices: key of every hook -> (tokens, width).
+
+        A sample without tokens counts as one token, so that a shard of them ends, too.
+        """
+        size = sum(max(len(each), 1) * each.itemsize * each.shape[1] for each in slices.values())
         if self._pending.samples and self._bytes + size > self._limit:
             self._cut(partial=False)
         self._pending.samples.append(row)

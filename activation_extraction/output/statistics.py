@@ -25,6 +25,8 @@ class Statistics:
     @classmethod
     def of(cls, activation: np.ndarray) -> "Statistics":
         """Statistics of a (tokens, width) array of any float dtype, computed in float64."""
+        if not activation.size:
+            return cls()
         squares, total = np.empty(len(activation)), 0.0
         tokens_at_once = max(1, BLOCK_BYTES // (8 * activation.shape[1]))
         for start in range(0, len(activation), tokens_at_once):

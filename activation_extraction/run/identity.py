@@ -51,6 +51,8 @@ def identity_of(config: Config, forward: Forward, dataset: Dataset, worker: Work
         activation_dtype=str(model.activation_dtype),
         shard_size_gb=config.shard_size_gb,
         compress_shards=config.compress_shards,
+        positions=config.positions,
+        drop_token_ids=config.drop_token_ids,
         total_machines=worker.machines,
         num_hosts=worker.hosts,
         machine=worker.machine,
