@@ -135,7 +135,7 @@ def _add_token_flags(parser: argparse.ArgumentParser) -> None:
         "positions",
         "all, last, first:N, last:N, every:N (0, N, 2N, ...), a slice as in Python, such as 4:-1, "
         "or random:P, which keeps every token with probability P; random:P:SEED makes another "
-        "choice than SEED 0",
+        "choice than SEED 0. Records then say the positions of their tokens",
         type=positions,
         metavar="RULE",
     )
