@@ -17,7 +17,7 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.model import kept as kept_module
 from activation_extraction.model.kept import take_kept
 from activation_extraction.model.mesh import host_rows
-from activation_extraction.output.pickle_file import read_records
+from activation_extraction.output.pickle_file import read_pickle, read_records, write_pickle
 from activation_extraction.reading.export_formats import FORMATS
 from activation_extraction.text.choice import TokenChoice
 
@@ -261,6 +261,17 @@ def test_a_run_of_which_no_token_is_kept(flags, tmp_path, capsys):
     assert list(dataset.batches(10, shuffle=1)) == []
     assert main("--report", "--output_dir", out) == 2
     assert "no token is stored yet" in capsys.readouterr().err
+
+
+def test_a_shard_that_is_read_and_written_again_keeps_its_positions(few, whole, tmp_path):
+    names = {hook: hook for hook in HOOKS}
+    for folder in (few, whole):
+        shard = read_pickle(folder / "shard_0001.pkl.gz", names, 10**9)
+        assert not shard.chosen
+        with open(tmp_path / "again.pkl", "wb") as file:
+            write_pickle(shard, names, file)
+        found = read_records(tmp_path / "again.pkl", 10**9)
+        assert all(("positions" in r) == (folder == few) for r in found[HOOKS[0]])
 
 
 def test_the_metadata_says_what_is_kept(few):

@@ -109,16 +109,17 @@ def write_gzip_pickle(shard: Shard, names: Mapping[Key, str], file: Any) -> int:
 
 def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
     """The records of a shard. names: key of each hook -> its full name."""
+    positions = shard.needs_positions
     return {
         key: [
-            _record(names[key], row, activation, shard.every_token)
+            _record(names[key], row, activation, positions)
             for row, activation in zip(shard.samples, slices, strict=True)
         ]
         for key, slices in shard.slices.items()
     }
 
 
-def _record(hook: str, row: SampleRow, activation: np.ndarray, every_token: bool) -> Record:
+def _record(hook: str, row: SampleRow, activation: np.ndarray, positions: bool) -> Record:
     record: Record = {
         "sample_idx": row.sample_idx,
         "hook": hook,
@@ -128,7 +129,7 @@ def _record(hook: str, row: SampleRow, activation: np.ndarray, every_token: bool
         "token_ids": row.token_ids,
         "doc_id": row.doc_id,
     }
-    return record if every_token else {**record, "positions": row.positions}
+    return {**record, "positions": row.positions} if positions else record
 
 
 def positions_of(record: Record) -> np.ndarray:
@@ -208,10 +209,7 @@ def _shard_of(records: Records) -> Shard:
         )
         for record in next(iter(records.values()), [])
     ]
-    slices = {key: [r["activation"] for r in each] for key, each in records.items()}
-    return Shard(
-        samples, slices, not any("positions" in r for r in next(iter(records.values()), []))
-    )
+    return Shard(samples, {key: [r["activation"] for r in each] for key, each in records.items()})
 
 
 def _problems(

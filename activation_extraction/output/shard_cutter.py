@@ -17,9 +17,9 @@ from activation_extraction.text.batch import Cursor
 class ShardCutter:
     """Hands over shards of at most `limit` bytes of activations, and at least one sample each.
 
-    every_token: whether the run keeps all tokens of its samples. stride: the difference between the
-    indices of consecutive samples. where: names the output in messages. `cursor` is where the data
-    continues after what was handed over; whoever adds samples also moves it. Methods raise
+    chosen: whether the run keeps only some tokens of its samples. stride: the difference between
+    the indices of consecutive samples. where: names the output in messages. `cursor` is where the
+    data continues after what was handed over; whoever adds samples also moves it. Methods raise
     StorageError as soon as a shard could not be committed.
     """
 
@@ -28,7 +28,7 @@ class ShardCutter:
         writer: ShardWriter,
         keys: Sequence[Key],
         limit: float,
-        every_token: bool,
+        chosen: bool,
         plan: StoragePlan,
         stride: int,
         where: str,
@@ -37,7 +37,7 @@ class ShardCutter:
         self._writer = writer
         self._keys = keys
         self._limit = limit
-        self._every_token = every_token
+        self._chosen = chosen
         self._stride = stride
         self._where = where
         self._ranges = list(plan.ranges)
@@ -52,7 +52,7 @@ class ShardCutter:
         self._empty()
 
     def _empty(self) -> None:
-        self._pending = Shard([], {key: [] for key in self._keys}, self._every_token)
+        self._pending = Shard([], {key: [] for key in self._keys}, self._chosen)
         self._bytes = 0
 
     @property

@@ -128,7 +128,7 @@ class ActivationStorage:
             self._writer,
             list(self._names),
             self._limit,
-            self._identity.every_token,
+            not self._identity.every_token,
             plan,
             stride,
             self.place.url,

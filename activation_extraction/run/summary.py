@@ -63,7 +63,7 @@ def what_is_stored(totals: Totals, hooks: int, where: str, complete: bool) -> st
 
 
 def where_the_time_went(totals: Totals, clock: Clock, tokens: int, every_token: bool) -> str:
-    """tokens: those that this run alone has stored; every_token: whether samples are stored whole."""
+    """tokens: those of this run alone; every_token: whether samples are stored whole."""
     elapsed = clock.elapsed
     what = "tokens" if every_token else "kept tokens"
     spent = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
