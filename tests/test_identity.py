@@ -24,6 +24,8 @@ REFUSED = {
     "shard_size_gb": ["--shard_size_gb", "0.001"],
     "compress_shards": ["--no_compress_shards"],
     "shard_format": ["--shard_format", "safetensors"],
+    "positions": ["--positions", "last"],
+    "drop_token_ids": ["--drop_token_ids", "3"],
     "data_revision": ["--dataset_path", "{other_data}"],
     "model_digest": ["--model_path", "{other_model}"],
     "tokenizer_digest": ["--model_path", "{other_tokenizer}"],

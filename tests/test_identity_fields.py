@@ -49,10 +49,25 @@ def test_every_field_is_compared(name):
     assert (changed.run == ONE.run) == turned_on
 
 
-def test_a_run_that_did_not_record_the_format_has_the_digest_of_pickles():
-    recorded = ONE.to_json()
-    del recorded["shard_format"]
-    assert run_of(recorded) == ONE.run != replace(ONE, shard_format="safetensors").run
+@pytest.mark.parametrize(
+    "name,value",
+    [
+        ("shard_format", "safetensors"),
+        ("positions", "random:0.1:0"),
+        ("drop_token_ids", (5, 7)),
+    ],
+)
+def test_a_field_that_the_first_runs_did_not_record_changes_the_run_only_when_it_is_used(
+    name, value
+):
+    recorded = json.loads(json.dumps(ONE.to_json()))
+    del recorded[name]
+    assert run_of(recorded) == ONE.run
+    assert Identity.from_json(recorded, "metadata.json") == ONE
+    used = replace(ONE, **{name: value})
+    assert used.run != ONE.run and ONE.every_token
+    assert used.every_token == (name == "shard_format")
+    assert Identity.from_json(json.loads(json.dumps(used.to_json())), "metadata.json") == used
 
 
 def test_names_of_version_2_are_understood():

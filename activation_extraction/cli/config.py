@@ -53,6 +53,8 @@ class Config:
     activation_type: str
     hook_names: tuple[str, ...] | None
     list_hooks: bool
+    positions: str
+    drop_token_ids: tuple[int, ...]
     batch_size: int
     max_seq_length: int
     machine_id: int
@@ -120,6 +122,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     chosen = {
         "layers_to_extract": _tuple(flags.layers_to_extract),
         "hook_names": _tuple(flags.hook_names),
+        "drop_token_ids": tuple(sorted(set(flags.drop_token_ids or ()))),
         "output_dir": os.path.expanduser(flags.output_dir),
         "bucket_url": _bucket_url(flags),
         "compress_shards": flags.compress_shards is not False and flags.shard_format == "pickle",

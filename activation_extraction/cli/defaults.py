@@ -12,6 +12,7 @@ DEFAULTS: dict[str, Any] = {
     "model_path": "Qwen/Qwen2.5-0.5B",
     "dtype": "auto",
     "activation_type": "residual",
+    "positions": "all",
     "text_column": "text",
     "machine_id": 0,
     "total_machines": 1,

@@ -39,7 +39,7 @@ class Identity:
     """model_digest, tokenizer_digest: SHA-256 of the files. data: the data set, or "files".
     data_revision: its commit on the hub, or a digest of the list of files. hooks: full names.
     keyed_by: what the shards call a hook: "layer", "hook name", or a list of the names that were
-    asked for. num_hosts: of this machine.
+    asked for. positions, drop_token_ids: the tokens that are kept. num_hosts: of this machine.
     """
 
     model_digest: str = ""
@@ -56,6 +56,8 @@ class Identity:
     shard_size_gb: float = 1.0
     shard_format: str = _marked(ADDED, "pickle")
     compress_shards: bool = True
+    positions: str = _marked(ADDED, "all")
+    drop_token_ids: tuple[int, ...] = _marked(ADDED, ())
     total_machines: int = 1
     num_hosts: int = _marked(PER_HOST, 1)
     machine: int = _marked(PER_HOST, 0)
@@ -67,6 +69,11 @@ class Identity:
         return run_of(self.to_json())
 
     @property
+    def every_token(self) -> bool:
+        """Whether the run keeps all tokens of its samples."""
+        return self.positions == Identity.positions and not self.drop_token_ids
+
+    @property
     def shared(self) -> dict[str, Any]:
         """The fields that are the same on all hosts of a run, as JSON."""
         content = self.to_json()
@@ -74,7 +81,7 @@ class Identity:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as metadata.json records them."""
-        return {**asdict(self), "hooks": list(self.hooks)}
+        return {name: _plain(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, content: Any, where: str) -> "Identity":
@@ -84,7 +91,8 @@ class Identity:
         """
         try:
             known = {OLD_NAMES.get(name, name): value for name, value in content.items()}
-            return cls(**{**known, "hooks": tuple(known.get("hooks", ()))})
+            tuples = {name: tuple(known.get(name, ())) for name in ("hooks", "drop_token_ids")}
+            return cls(**{**known, **tuples})
         except (TypeError, AttributeError) as error:
             raise DamagedError(f"{where}: its identity cannot be read: {error}") from error
 
@@ -118,6 +126,11 @@ def run_of(recorded: Mapping[str, Any]) -> str:
     never = {
         name: value
         for name, value in recorded.items()
-        if name not in turned_on and (name not in added or value != getattr(Identity, name))
+        if name not in turned_on and (name not in added or value != _plain(getattr(Identity, name)))
     }
     return digest_of(never)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    return list(value) if isinstance(value, tuple) else value

@@ -29,10 +29,22 @@ class SampleRow:
 
 @dataclass(frozen=True)
 class Shard:
-    """Samples in ascending order; `slices[key][i]` is sample i at that hook, (tokens, width)."""
+    """Samples in ascending order; `slices[key][i]` is sample i at that hook, (tokens, width).
+
+    chosen: whether the run keeps only some tokens of its samples.
+    """
 
     samples: list[SampleRow]
     slices: dict[Key, list[np.ndarray]]
+    chosen: bool = False
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether its positions do not simply count the tokens of each sample, or might not."""
+        return self.chosen or not all(
+            np.array_equal(sample.positions, np.arange(len(sample.positions)))
+            for sample in self.samples
+        )
 
     @property
     def tokens(self) -> int:

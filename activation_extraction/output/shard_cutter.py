@@ -18,10 +18,11 @@ from activation_extraction.text.batch import Cursor
 class ShardCutter:
     """Hands over shards of at most `limit` bytes of activations, and at least one sample each.
 
-    text_bytes: the size of a sample's texts, of which a shard has at most LARGEST_TEXTS. stride:
-    the difference between the indices of consecutive samples. where: names the output in messages.
-    `cursor` is where the data continues after what was handed over; whoever adds samples also moves
-    it. Methods raise StorageError as soon as a shard could not be committed.
+    text_bytes: the size of a sample's texts, of which a shard has at most LARGEST_TEXTS. chosen:
+    whether the run keeps only some tokens of its samples. stride: the difference between the
+    indices of consecutive samples. where: names the output in messages. `cursor` is where the data
+    continues after what was handed over; whoever adds samples also moves it. Methods raise
+    StorageError as soon as a shard could not be committed.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class ShardCutter:
         keys: Sequence[Key],
         limit: float,
         text_bytes: Callable[[SampleRow], int],
+        chosen: bool,
         plan: StoragePlan,
         stride: int,
         where: str,
@@ -39,6 +41,7 @@ class ShardCutter:
         self._keys = keys
         self._limit = limit
         self._text_bytes = text_bytes
+        self._chosen = chosen
         self._stride = stride
         self._where = where
         self._ranges = list(plan.ranges)
@@ -53,7 +56,7 @@ class ShardCutter:
         self._empty()
 
     def _empty(self) -> None:
-        self._pending = Shard([], {key: [] for key in self._keys})
+        self._pending = Shard([], {key: [] for key in self._keys}, self._chosen)
         self._bytes = self._texts = 0
 
     @property
@@ -71,8 +74,11 @@ class ShardCutter:
         return until is not None and sample_idx >= until
 
     def add(self, row: SampleRow, slices: Mapping[Key, np.ndarray]) -> None:
-        """Adds the next sample. slices: key of every hook -> (tokens, width)."""
-        size = sum(activation.nbytes for activation in slices.values())
+        """Adds the next sample. slices: key of every hook -> (tokens, width).
+
+        A sample without tokens counts as one token, so that a shard of them ends, too.
+        """
+        size = sum(max(len(each), 1) * each.itemsize * each.shape[1] for each in slices.values())
         texts = self._text_bytes(row)
         full = self._bytes + size > self._limit or self._texts + texts > LARGEST_TEXTS
         if self._pending.samples and full:

@@ -132,6 +132,7 @@ class ActivationStorage:
             list(self._names),
             self._limit,
             self.format.text_bytes,
+            not self._identity.every_token,
             plan,
             stride,
             self.place.url,
@@ -237,23 +238,24 @@ class ActivationStorage:
     def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> int:
         """Adds those samples of a batch that are not stored yet; returns how many they are.
 
-        activations: key of every hook -> (B, T, width); the arrays are kept, not copied, until
-        their shard is written. Raises StorageError as soon as anything in the background fails.
+        activations: key of every hook -> (B, T, width), or (tokens, width) of the batch's kept
+        tokens; the arrays are kept, not copied, until their shard is written. Raises StorageError
+        as soon as anything in the background fails.
         """
         self._writer.check()
         self.open()
         self._cutter.cursor = batch.cursor
         added = 0
-        for placed in batch.samples:
-            sample, where = placed.sample, (placed.row, slice(placed.start, placed.stop))
+        for placed, (where, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
+            sample = placed.sample
             if self._cutter.is_beyond(sample.sample_idx):
                 self._cutter.end_range()
                 return added
             if self._cutter.wants(sample.sample_idx):
                 row = SampleRow(
                     sample.sample_idx,
-                    sample.token_ids,
-                    _positions(len(sample.token_ids)),
+                    sample.token_ids[positions],
+                    positions,
                     sample.text_preview,
                     sample.doc_id,
                 )
@@ -292,7 +294,8 @@ class ActivationStorage:
             raise ValueError(f"sample {sample_idx}: has no token ids, and safetensors need them")
         self._check_next(sample_idx)
         ids = None if token_ids is None else np.asarray(token_ids, np.int32)
-        row = SampleRow(int(sample_idx), ids, _positions(len(activation)), text_preview, doc_id)
+        positions = np.arange(len(activation), dtype=np.int32)
+        row = SampleRow(int(sample_idx), ids, positions, text_preview, doc_id)
         row, slices = self._incomplete.add(layer_idx, activation, row)
         if len(slices) == len(self._names):
             self._cutter.add(row, slices)
@@ -370,7 +373,3 @@ class ActivationStorage:
         self._record.write(status, self.totals, counted=ending, upload=upload)
         if upload:
             self._writer.upload_metrics()
-
-
-def _positions(tokens: int) -> np.ndarray:
-    return np.arange(tokens, dtype=np.int32)

@@ -12,22 +12,34 @@ from activation_extraction.cli.errors import RunError
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.formats import format_of
+from activation_extraction.output.identity import Identity
 from activation_extraction.output.metadata import Stored
 from activation_extraction.output.pickle_file import ContentError
 from activation_extraction.output.shard import SampleRow, Shard
 from activation_extraction.output.statistics import Sums, sums_of
 from activation_extraction.reading.dimension_statistics import read_sums
 from activation_extraction.reading.verify_folder import differing, file_path
+from activation_extraction.text.batch import Cursor
 from activation_extraction.text.workers import Worker
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A stored sample that is to be recomputed."""
+    """A stored sample that is to be recomputed.
+
+    token_ids, positions: of its stored tokens. activations: in the order of the hooks. worker: the
+    host that stored it; shard: in which of its shards. start: where in the data that begins, None
+    for the beginning of the data.
+    """
 
     where: str
+    sample_idx: int
     token_ids: np.ndarray
-    activations: list[np.ndarray]  # in the order of the hooks
+    positions: np.ndarray
+    activations: list[np.ndarray]
+    worker: Worker
+    shard: int
+    start: Cursor | None
 
 
 def check_shard(
@@ -56,7 +68,7 @@ def check_shard(
             except RunError as error:
                 problems.append(f"{where}: {error}")
         problems += [f"{where}: {what}" for what in _check_samples(shard, stored, commit, sums)]
-        return problems, [] if problems else _choose(shard, wanted, where)
+        return problems, [] if problems else _choose(shard, wanted, where, stored, commit)
     except ContentError as error:
         return [f"{where}: {problem}" for problem in error.problems], []
     except (RunError, OSError) as error:
@@ -91,12 +103,22 @@ def read_shard(store: Folder, commit: Commit, scratch: Path) -> tuple[Shard, boo
             path.unlink(missing_ok=True)
 
 
-def _choose(shard: Shard, wanted: list[int], where: str) -> list[Chosen]:
+def _choose(
+    shard: Shard, wanted: list[int], where: str, stored: Stored, commit: Commit
+) -> list[Chosen]:
+    identity, before = stored.identity, stored.commits.get(commit.number - 1)
+    assert identity is not None
+    worker = Worker(identity.machine, identity.total_machines, identity.host, identity.num_hosts)
     return [
         Chosen(
-            f"{where}: sample {shard.samples[i].sample_idx}",
-            np.asarray(shard.samples[i].token_ids),
-            [slices[i] for slices in shard.slices.values()],
+            where=f"{where}: sample {shard.samples[i].sample_idx}",
+            sample_idx=shard.samples[i].sample_idx,
+            token_ids=np.asarray(shard.samples[i].token_ids),
+            positions=shard.samples[i].positions,
+            activations=[slices[i] for slices in shard.slices.values()],
+            worker=worker,
+            shard=commit.number,
+            start=None if before is None else before.position,
         )
         for i in wanted
     ]
@@ -121,7 +143,7 @@ def _check_samples(
     problems = [
         f"sample {row.sample_idx}: {problem}"
         for row in shard.samples
-        for problem in _check_row(row, identity.max_seq_length, metadata["model"]["vocab_size"])
+        for problem in _check_row(row, identity, metadata["model"]["vocab_size"])
     ]
     yield from problems
     for hook in commit.hooks if not problems else ():
@@ -129,19 +151,24 @@ def _check_samples(
         yield from _check_hook(shard, identity.activation_dtype, metadata, hook, recorded)
 
 
-def _check_row(row: SampleRow, longest: int, vocabulary: int) -> Iterator[str]:
-    """What is wrong with the token ids of a sample."""
-    ids = np.asarray(row.token_ids)
+def _check_row(row: SampleRow, identity: Identity, vocabulary: int) -> Iterator[str]:
+    """What is wrong with the token ids and positions of a sample."""
+    ids, positions, longest = np.asarray(row.token_ids), row.positions, identity.max_seq_length
     if ids.dtype != np.int32 or ids.ndim != 1:
         yield f"token ids of dtype {ids.dtype}, shape {ids.shape}"
-    elif len(ids) != len(row.positions):
-        yield f"{len(ids)} token ids, {len(row.positions)} activations"
-    elif not 0 < len(ids) <= longest:
+    elif len(ids) != len(positions):
+        yield f"{len(ids)} token ids, {len(positions)} activations"
+    elif len(ids) > longest or (identity.every_token and not len(ids)):
         yield f"{len(ids)} tokens"
-    elif ids.min() < 0 or ids.max() >= vocabulary:
+    elif len(ids) and (ids.min() < 0 or ids.max() >= vocabulary):
         yield "token ids outside the vocabulary"
-    if not np.array_equal(row.positions, np.arange(len(row.positions))):
-        yield "its positions do not count from 0"
+    elif np.isin(ids, identity.drop_token_ids).any():
+        yield "token ids that the run drops"
+    if identity.every_token:
+        if not np.array_equal(positions, np.arange(len(positions))):
+            yield "its positions do not count from 0"
+    elif (np.diff(positions, prepend=-1, append=longest) <= 0).any():
+        yield f"its positions do not ascend from 0 to {longest - 1}"
 
 
 def _check_hook(

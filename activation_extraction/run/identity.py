@@ -52,6 +52,8 @@ def identity_of(config: Config, forward: Forward, dataset: Dataset, worker: Work
         shard_size_gb=config.shard_size_gb,
         compress_shards=config.compress_shards,
         shard_format=config.shard_format,
+        positions=config.positions,
+        drop_token_ids=config.drop_token_ids,
         total_machines=worker.machines,
         num_hosts=worker.hosts,
         machine=worker.machine,

@@ -45,7 +45,7 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     if job.host.id != 0 and not verbose:
         return
     if new := totals.tokens - storage.found_tokens:
-        print(where_the_time_went(totals, clock, new))
+        print(where_the_time_went(totals, clock, new, job.text.choice.everything))
     if totals.shards:
         print("read it with:", *how_to_read(job), sep="\n  ")
 
@@ -67,12 +67,13 @@ def what_is_stored(totals: Totals, hooks: int, where: str, complete: bool) -> st
     )
 
 
-def where_the_time_went(totals: Totals, clock: Clock, tokens: int) -> str:
-    """tokens: those of this run alone."""
+def where_the_time_went(totals: Totals, clock: Clock, tokens: int, every_token: bool) -> str:
+    """tokens: those of this run alone; every_token: whether samples are stored whole."""
     elapsed = clock.elapsed
+    what = "tokens" if every_token else "kept tokens"
     spent = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
     return (
-        f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} tokens/s; waiting for {spent} s; in the "
+        f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} {what}/s; waiting for {spent} s; in the "
         f"background compress {totals.compress_seconds:.1f}, write {totals.write_seconds:.1f}, "
         f"upload {totals.upload_seconds:.1f} s"
     )
