@@ -134,9 +134,11 @@ def write_sums(folder: Path, number: int, shard: Any) -> None:
     sums = {}
     for records in shard.values():
         of_hook = sums[records[0]["hook"]] = Sums.zeros(records[0]["activation"].shape[1])
-        for each in (record["activation"] for record in records):
-            if each.shape[1] == of_hook.sums.shape[1]:
-                of_hook.add(each, np.arange(len(each)))
+        for record in records:
+            each = record["activation"]
+            positions = record.get("positions", np.arange(len(each)))
+            if each.shape[1] == of_hook.sums.shape[1] and len(positions) == len(each):
+                of_hook.add(each, positions)
     data = pack_sums(sums)
     (folder / statistics_name(number)).write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()

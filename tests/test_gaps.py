@@ -30,6 +30,7 @@ from activation_extraction.reading.verify import verify
 from activation_extraction.run.dataset import Dataset, HostText
 from activation_extraction.run.prepare import open_text
 from activation_extraction.run.repair import RepairPlanner
+from activation_extraction.text.choice import TokenChoice
 from activation_extraction.text.files import open_files
 from activation_extraction.text.workers import Worker
 
@@ -64,6 +65,7 @@ def run(byte_tokenizer, rows, shard_format):
             max_samples=options.get("max_samples"),
             rows=2,
             length=32,
+            choice=TokenChoice(),
         )
         named = replace(identity, hooks=tuple(HOOKS.values()))
         remote, delete_local = options.get("remote"), options.get("delete_local", True)
@@ -234,7 +236,7 @@ def test_metadata_is_made_anew(damage, run, whole, tmp_path):
     folder = tmp_path / "whole"
     damage(folder / "metadata.json")
     DAMAGE["file"](folder, 3)
-    with pytest.raises(InputError, match="--repair m"):
+    with pytest.raises(InputError, match="--repair repairs"):
         run(folder)
     assert run(folder, True).repaired == [3]
     assert status(folder) == "interrupted"
