@@ -92,7 +92,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Out]:
-        scale = _parameter(self, "weight", "D", nn.initializers.ones)
+        scale = from_bits(_parameter(self, "weight", "D", nn.initializers.ones))
         wide = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(
             jnp.mean(wide * wide, axis=-1, keepdims=True) + self.config.rms_norm_eps

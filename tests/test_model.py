@@ -107,6 +107,18 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(reference: Reference
         assert rms_error(value, exact[hook.name]) <= allowed, hook.name
 
 
+def test_weights_as_bits_are_the_same_weights(reference: Reference):
+    """On the CPU a run hands bfloat16 over as bits, those of the final norm too."""
+    config = reference.config
+    model = create_model_with_hooks(config, every_hook(config), jnp.bfloat16)
+    numbers = load(model, reference.folder, jnp.bfloat16)
+    bits = jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16), numbers)
+    batch = rows(config.vocab_size, (1, 20))
+    expected = run(model, numbers, *batch)
+    for hook, value in run(model, bits, *batch).items():
+        np.testing.assert_array_equal(value, expected[hook], err_msg=hook.name)
+
+
 def test_logits_choose_the_same_next_tokens(reference: Reference):
     import torch
 
