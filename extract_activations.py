@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Extracts activations of a Qwen2 model over a stream of text. See --help and README.md.
+"""Extracts activations of a Qwen model over a stream of text. See --help and README.md.
 
 This script is the story of a run, from the command line to the summary; each chapter lives in the
 module that it calls. Everything the user can get wrong is found before the weights are read.
@@ -48,7 +48,7 @@ from activation_extraction.run.list_hooks import list_hooks
 from activation_extraction.run.prepare import Job, model_request, prepare_together
 from activation_extraction.run.recompute import load_again
 from activation_extraction.run.summary import continue_with, print_summary, progress_of
-from qwen2_jax_with_hooks import QWEN2
+from qwen2_jax_with_hooks import FAMILIES
 
 NO_REPAIR = "no shard has to be made again"
 
@@ -85,7 +85,7 @@ def run(config: Config) -> int:
     remedy = continue_with(host.count, config.overwrite)
     with last_words(host, f"what is committed is safe; {remedy}"):
         with device_errors():
-            job = prepare_together(config, host, QWEN2, watchdog.alive)
+            job = prepare_together(config, host, FAMILIES, watchdog.alive)
         clock, signaled = Clock(), 0
         try:
             if any_host(host, [not job.storage.complete])[0]:
@@ -210,12 +210,12 @@ def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = N
 def show_hooks(config: Config) -> int:
     """--list_hooks: for the model that the flags name, of which only config.json is read."""
     if config.demo:
-        model = QWEN2.config.from_hf(MODEL_CONFIG)
+        family, model = FAMILIES.of(MODEL_CONFIG)
     else:
         checkpoint = Checkpoint(config.model_path, config.model_revision)
-        model = QWEN2.config.from_file(checkpoint.file("config.json"))
+        family, model = FAMILIES.read(checkpoint.file("config.json"))
     stored = choose_dtypes(model_request(config))[1]
-    print("\n".join(list_hooks(QWEN2.hooks, model, stored)))
+    print("\n".join(list_hooks(family.hooks, model, stored)))
     return 0
 
 
@@ -233,7 +233,7 @@ def look(config: Config) -> int:
         if not config.verify_samples:
             return verify(root, None, 0)
         use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)
-        load = partial(load_again, QWEN2, model_request(config))
+        load = partial(load_again, FAMILIES, model_request(config))
         return verify(root, load, config.verify_samples)
     except FolderError as error:
         if error.final:

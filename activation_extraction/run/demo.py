@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from tokenizers import models, pre_tokenizers, trainers
 
 from activation_extraction.model.checkpoint import SINGLE_FILE
-from activation_extraction.model.family import ModelFamily
+from activation_extraction.model.family import Families
 from activation_extraction.model.weights import WeightSpec
 from activation_extraction.text.tokenizer import qwen2_tokenizer
 
@@ -49,11 +49,8 @@ MODEL_CONFIG = {
 }
 
 
-def make_demo(output: Path, family: ModelFamily) -> tuple[Path, Path]:
-    """Makes the model's folder and the documents in `output`/demo_inputs; returns their paths.
-
-    family: of a model with MODEL_CONFIG as its config.json.
-    """
+def make_demo(output: Path, families: Families) -> tuple[Path, Path]:
+    """Makes the model's folder and the documents in `output`/demo_inputs; returns their paths."""
     folder = output / "demo_inputs"
     model, documents = folder / "model", folder / "documents.parquet"
     model.mkdir(parents=True, exist_ok=True)
@@ -61,7 +58,8 @@ def make_demo(output: Path, family: ModelFamily) -> tuple[Path, Path]:
     write_documents(documents, paragraphs)
     write_tokenizer(model, paragraphs)
     (model / "config.json").write_text(json.dumps(MODEL_CONFIG, indent=2) + "\n")
-    write_weights(model / SINGLE_FILE, family.weights_of(MODEL_CONFIG))
+    family, config = families.of(MODEL_CONFIG)
+    write_weights(model / SINGLE_FILE, family.weights_of(config))
     return model, documents
 
 

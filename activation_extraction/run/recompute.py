@@ -11,7 +11,7 @@ import numpy as np
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.devices import device_errors
-from activation_extraction.model.family import ModelFamily
+from activation_extraction.model.family import Families
 from activation_extraction.model.forward import ModelRequest, prepare_model
 from activation_extraction.model.step import compile_step
 from activation_extraction.output.metadata import METADATA, identity_of
@@ -24,7 +24,7 @@ NO_VOTES = Votes(with_data=False, stopping=False, failed=False)
 
 
 def load_again(
-    family: ModelFamily, request: ModelRequest, metadata: dict[str, Any]
+    families: Families, request: ModelRequest, metadata: dict[str, Any]
 ) -> Callable[[list[np.ndarray]], list[dict[str, np.ndarray]]]:
     """The function that recomputes samples: their token ids -> name of a hook -> (tokens, width).
 
@@ -42,7 +42,7 @@ def load_again(
         length=identity.max_seq_length,
     )
     with device_errors():
-        forward = prepare_model(family, request)
+        forward = prepare_model(families, request)
         if digest_files(forward.checkpoint.weight_files()) != identity.model_digest:
             raise InputError(
                 f"--model_path {request.model_path}: is not the model of the stored activations"
