@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-# Before the libraries are imported: `datasets` would load PyTorch wherever it is installed.
+# Before the libraries are imported: `datasets` would load PyTorch wherever it is installed, and
+# transformers would warn that it has none.
 os.environ.setdefault("USE_TORCH", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import jax
 import numpy as np

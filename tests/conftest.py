@@ -2,7 +2,8 @@
 
 What is compiled is kept until the session ends, for its own tests and for the processes that they
 start. Each worker of pytest-xdist has a cache of its own, as JAX does not write entries atomically.
-torch and transformers are imported where they are used: they take seconds.
+torch is imported where it is used, which takes seconds; transformers before the tool imports it
+without torch.
 """
 
 import os
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 import pytest
+import transformers  # noqa: F401
 from cloud import Cloud
 from tokenizers import Tokenizer
 

@@ -120,7 +120,12 @@ def test_frequencies_are_those_of_transformers(changes):
     hf = AutoConfig.for_model("qwen3", head_dim=64, rope_parameters=rope)
     expected = Qwen3RotaryEmbedding(hf)
     got = Rope.from_hf(hf.rope_parameters, 64, "config.json")
-    np.testing.assert_allclose(got.frequencies(64), expected.inv_freq.numpy(), rtol=5e-7)
+    frequencies = got.frequencies(64)
+    assert frequencies.dtype == np.float32
+    # Radians at the last position.
+    np.testing.assert_allclose(
+        32768 * frequencies, 32768 * expected.inv_freq.numpy(), rtol=0, atol=1e-3
+    )
     assert got.attention_factor == pytest.approx(expected.attention_scaling, rel=1e-12)
 
 

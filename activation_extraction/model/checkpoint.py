@@ -29,7 +29,14 @@ from activation_extraction.cli.retries import hub_requests, name_unknown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
 FLOAT_TYPES: dict[str, np.dtype] = {
     "F64": np.dtype("float64"),
     "F32": np.dtype("float32"),

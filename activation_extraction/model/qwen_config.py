@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.cli.errors import InputError, one_line
+from activation_extraction.cli.late_imports import transformers
 from activation_extraction.model.rope import Rope, positive
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -146,10 +147,8 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
     raw: its contents, with a model_type that transformers knows. Raises InputError for what
     transformers does not take.
     """
-    from transformers import AutoConfig  # takes most of a second, which few commands need to spend
-
     try:
-        return AutoConfig.for_model(**raw)
+        return transformers().AutoConfig.for_model(**raw)
     except Exception as error:  # its validation raises types of its own, and whatever it runs into
         raise InputError(f"{source}: {one_line(error)}") from error
 

@@ -60,9 +60,12 @@ class Rope:
         return cls(theta, kind, factor, _attention_factor(rope, factor, source), blended)
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians per position of each pair of dimensions, (H/2,) float32."""
+        """Radians per position of each pair of dimensions, (H/2,) float32.
+
+        NumPy's own float32 power is not good to the last bit, which a late position multiplies.
+        """
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        plain = 1 / np.float32(self.theta) ** exponents
+        plain = 1 / (self.theta ** exponents.astype(np.float64)).astype(np.float32)
         stretched = plain / np.float32(self.factor)
         if self.blended is None:
             return stretched
