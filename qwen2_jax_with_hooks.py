@@ -44,7 +44,7 @@ MOST_KINDS_OF_ONE_LAYER = 2
 
 
 class HookedQwen2(nn.Module):
-    """Qwen2 as far as the hooks need it, returning what they saw.
+    """A model as far as the hooks need it, returning what they saw.
 
     Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. Layers run in a loop, but for
     the last one where the hooks need only a part of it, or the final norm, or many kinds that no

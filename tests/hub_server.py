@@ -29,10 +29,12 @@ _RANGE = re.compile(r"bytes=(?:(\d+)-(\d*)|-(\d+))")
 
 @dataclass
 class Hub:
-    """A running server: its address, and each (method, path with query) asked of it so far."""
+    """A running server: its address, each (method, path with query) asked of it so far, and what
+    the requests were authorised with."""
 
     endpoint: str
     requests: list[tuple[str, str]] = field(default_factory=list)
+    authorizations: set[str | None] = field(default_factory=set)
 
 
 class _Server(ThreadingHTTPServer):
@@ -120,6 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.hub.requests.append((self.command, self.path))
+        self.server.hub.authorizations.add(self.headers.get("Authorization"))
         form = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
             self._route(urlsplit(self.path).path, form.decode(errors="replace"))

@@ -99,6 +99,12 @@ def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(
     assert reference.config.head_dim == 64
 
 
+def test_reading_a_configuration_leaves_it_as_it_is():
+    raw = dict(model_type="qwen3", rope_scaling=dict(type="linear", factor=2.0))
+    assert FAMILIES.config(raw).rope == Rope(1e4, "linear", 2.0)
+    assert raw["rope_scaling"] == dict(type="linear", factor=2.0)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

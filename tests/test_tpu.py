@@ -211,6 +211,21 @@ def test_the_kernel_takes_narrow_heads_and_rows_of_any_length(dtype):
 
 
 @pytest.mark.slow
+def test_layers_with_and_without_a_window_are_in_one_loop():
+    """Both kernels are compiled, and neither holds all scores."""
+    windows = dict(use_sliding_window=True, sliding_window=4096, max_window_layers=12)
+    config = FAMILIES.config(SHAPES["0.5B"] | windows)
+    compiled = compile_for(
+        config, "--max_seq_length 8192 --batch_size 1 --layers_to_extract 10 23", "v5e:2x2"
+    )
+    found = {line for line in compiled.plan.text.splitlines() if "custom_call_target" in line}
+    kernels = {line for line in found if "splash" in line}
+    assert len(kernels) == 2 * compiled.model.layout.size("query")
+    heads = config.num_attention_heads // compiled.model.layout.size("model")
+    assert compiled.memory.temp_size_in_bytes < 2 * heads * 8192**2
+
+
+@pytest.mark.slow
 def test_7b_with_a_hook_of_each_kind_keeps_apart_what_hosts_compute():
     """Fits, and what devices exchange they exchange within their host, after the loop too."""
     compiled = compile_for(QWEN_7B, "--hook_names hook_embed blocks.20.* ln_final.*", "v5e:8x8")

@@ -4,6 +4,7 @@ transformers fills in what a file leaves out and knows every spelling; what this
 wrongly is refused here, by name. Sizes of axes and counts of operations follow from the result.
 """
 
+import copy
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
@@ -148,7 +149,7 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
     transformers does not take.
     """
     try:
-        return transformers().AutoConfig.for_model(**raw)
+        return transformers().AutoConfig.for_model(**copy.deepcopy(dict(raw)))  # it writes to it
     except Exception as error:  # its validation raises types of its own, and whatever it runs into
         raise InputError(f"{source}: {one_line(error)}") from error
 
