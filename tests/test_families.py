@@ -1,15 +1,21 @@
 """Families of models: what each has of its own, against transformers, and every released size."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import YARN, Reference, make_reference
+from pods import Pod, flags_for
+from test_hosts import check_union, stored_alone
 from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, run
 from test_run import random_samples
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.rope import Rope
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.run import demo
 from activation_extraction.text.packing import pack
 from extract_activations import main
 from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
@@ -73,30 +79,71 @@ def test_a_norm_of_heads_is_loaded_only_where_a_hook_needs_it(qwen3, kind, parts
     assert model.last_layer.weights == heads * size["H"] * size["D"]
 
 
-def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(
-    demo_inputs, qwen3, tmp_path, capsys
-):
-    model = tmp_path / "model"
-    config = json.loads((qwen3.folder / "config.json").read_text()) | {"vocab_size": 2048}
-    reference = make_reference(model, **config)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (model / name).write_text((demo_inputs / "model" / name).read_text())
-    assert main(["--list_hooks", "--model_path", str(model)]) == 0
+@pytest.fixture(scope="module")
+def qwen3_inputs(demo_inputs, tmp_path_factory) -> Path:
+    """As demo_inputs, with a Qwen3 model of five layers of which two have a window."""
+    folder = tmp_path_factory.mktemp("qwen3-inputs")
+    shutil.copytree(demo_inputs, folder, dirs_exist_ok=True)
+    window = dict(use_sliding_window=True, sliding_window=9, max_window_layers=3)
+    raw = {**demo.MODEL_CONFIG, "model_type": "qwen3", "head_dim": 64, **window}
+    raw |= {"num_hidden_layers": 5}
+    family, config = FAMILIES.of(raw)
+    (folder / "model/config.json").write_text(json.dumps(raw))
+    demo.write_weights(folder / "model/model.safetensors", family.weights_of(config))
+    return folder
+
+
+STORED = "--hook_names", "blocks.1.attn.hook_k_normed", "blocks.4.hook_resid_post"
+
+
+def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(qwen3_inputs, tmp_path, capsys):
+    model = ["--model_path", str(qwen3_inputs / "model")]
+    assert main(["--list_hooks", *model]) == 0
     listed = [line.split() for line in capsys.readouterr().out.splitlines()]
     normed = ["blocks.K.attn.hook_q_normed", "model.layers.K.self_attn.q_norm.output"]
     assert [*normed, "256", "1,024"] in listed
-    flags = ["--model_path", str(model), "--output_dir", str(tmp_path / "out")]
-    data = ["--dataset_path", str(demo_inputs / "documents.parquet"), "--max_samples", "9"]
-    names = ["blocks.1.attn.hook_k_normed", "blocks.3.hook_resid_post"]
-    length = ["--max_seq_length", "64"]
-    assert main([*flags, *data, *length, "--hook_names", *names]) == 0
-    metadata = json.loads((tmp_path / "out/metadata.json").read_text())
+    flags = flags_for(qwen3_inputs, tmp_path, "--max_samples", 9, hooks=STORED)
+    assert main([*map(str, flags)]) == 0
+    metadata = json.loads((tmp_path / "metadata.json").read_text())
     assert metadata["model"]["model_type"] == "qwen3" and metadata["model"]["qk_norm"]
     (k_normed, _) = metadata["hooks"]
     assert (k_normed["heads"], k_normed["head_size"], k_normed["width"]) == (2, 64, 128)
-    assert main(["--verify", "--verify_samples", "3", *flags]) == 0
+    verify = ["--verify", "--verify_samples", "3", "--output_dir", str(tmp_path)]
+    assert main([*verify, *model]) == 0
     assert "3 samples recomputed; 0 problem(s)" in capsys.readouterr().out
-    assert reference.config.head_dim == 64
+
+
+def test_a_run_that_failed_continues_to_the_same_bytes(qwen3_inputs, tmp_path, monkeypatch):
+    more = "--shard_size_gb", 3e-5, "--batch_size", 4, "--max_samples", 60
+
+    def extract(folder):
+        flags = flags_for(qwen3_inputs, folder, *more, hooks=STORED)
+        status = main([*map(str, flags)])
+        return status, {path.name: path.read_bytes() for path in folder.glob("shard_*.pkl.gz")}
+
+    status, whole = extract(tmp_path / "whole")
+    assert status == 0 and len(whole) > 3
+    add_batch, batches = ActivationStorage.add_batch, iter(range(100))
+
+    def fail(*arguments):
+        if next(batches) == 3:
+            raise OSError("the disk is gone")
+        return add_batch(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ActivationStorage, "add_batch", fail)
+        status, part = extract(tmp_path / "cut")
+    assert status == 1 and 0 < len(part) < len(whole)
+    assert extract(tmp_path / "cut") == (0, whole)
+
+
+@pytest.mark.long
+def test_two_hosts_store_what_one_device_computes(qwen3_inputs, tmp_path):
+    alone = stored_alone(qwen3_inputs, tmp_path / "alone", STORED)
+    flags = flags_for(qwen3_inputs, tmp_path / "out", hooks=STORED)
+    pod = Pod(tmp_path, 2, 4, *flags)
+    assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
+    check_union(tmp_path / "out", alone, {"machine_000_host_00", "machine_000_host_01"})
 
 
 def test_reading_a_configuration_leaves_it_as_it_is():
