@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Extracts activations of a Qwen model over a stream of text. See --help and README.md.
+"""Extracts the activations of a Qwen model from a stream of text. See --help and README.md.
 
-This script is the story of a run, from the command line to the summary; each chapter lives in the
-module that it calls. Everything the user can get wrong is found before the weights are read.
+This script is the story of a run, from the command line to the summary; the modules that it calls
+do the work. It finds everything the user can get wrong before it reads the weights.
 """
 
 import os
@@ -35,7 +35,6 @@ from activation_extraction.reading.export import export
 from activation_extraction.reading.report import show_report
 from activation_extraction.reading.status_table import show_status
 from activation_extraction.reading.verify import verify
-from activation_extraction.run.agreement import Agreement, one_behind
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.hosts import (
     Host,
@@ -47,12 +46,13 @@ from activation_extraction.run.hosts import (
     together,
 )
 from activation_extraction.run.list_hooks import list_hooks
+from activation_extraction.run.lockstep import Lockstep, one_behind
 from activation_extraction.run.prepare import Job, model_request, prepare_together
 from activation_extraction.run.recompute import load_again
 from activation_extraction.run.summary import continue_with, print_summary, progress_of
 from qwen2_jax_with_hooks import FAMILIES
 
-NO_REPAIR = "no shard has to be made again"
+NO_REPAIR = "no shard needs repair"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,14 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(config: Config) -> int:
-    """One extraction from beginning to end; returns the exit status."""
+    """Runs one extraction from beginning to end; returns the exit status."""
     if config.machine_from is not None:
         of_how_many = config.machine_id, config.total_machines, config.machine_from
         log.info("machine %d of %d (%s)", *of_how_many)
     host = join_hosts(config)
     watchdog = Watchdog(config.stall_timeout)
     remedy = continue_with(host.count, config.overwrite)
-    with last_words(host, f"what is committed is safe; {remedy}"):
+    with last_words(host, f"committed shards are safe; {remedy}"):
         with device_errors():
             job = prepare_together(config, host, FAMILIES, watchdog.alive)
         clock, signaled = Clock(), 0
@@ -93,7 +93,7 @@ def run(config: Config) -> int:
             if any_host(host, [not job.storage.complete])[0]:
                 complete, signaled = compute(config, job, clock, watchdog)
             else:
-                log.info(NO_REPAIR if config.repair else "everything is computed already")
+                log.info(NO_REPAIR if config.repair else "everything has been computed already")
                 finish(job, clock, complete=True)
                 complete = True
         except RunError as error:
@@ -111,7 +111,7 @@ def run(config: Config) -> int:
 
 
 def compute(config: Config, job: Job, clock: Clock, watchdog: Watchdog) -> tuple[bool, int]:
-    """Runs the model over the text; returns whether all is done, and the signal that stopped it."""
+    """Runs the model over the text; returns whether all is done, and which signal stopped it."""
     with device_errors():
         step, job = start_together(job, config.overwrite)
     clock.restart()
@@ -129,10 +129,10 @@ def compute(config: Config, job: Job, clock: Clock, watchdog: Watchdog) -> tuple
 
 
 def start_together(job: Job, overwrite: bool) -> tuple[Step, Job]:
-    """Loads, compiles and opens the output; when it fails on one host it fails on all.
+    """Loads the weights, compiles the step and opens the output; fails on all hosts or on none.
 
     Returns the step, and the job with the batches that are left: another process may have written
-    to the same output while this one compiled.
+    to the same output while this one was compiling.
     """
     failure: Exception | None = None
     storage = job.storage
@@ -144,7 +144,7 @@ def start_together(job: Job, overwrite: bool) -> tuple[Step, Job]:
         storage.open()
         if (storage.cursor, storage.complete) != found:
             log.info(
-                "another process wrote to %s meanwhile; %s samples are stored there",
+                "another process has written to %s in the meantime; %s samples are stored there",
                 job.where,
                 f"{storage.found_samples:,}",
             )
@@ -162,13 +162,13 @@ def extract(
     clock: Clock,
     watchdog: Watchdog,
     stopped: Callable[[], int],
-) -> Agreement:
+) -> Lockstep:
     """The loop over batches: one step computes while the one before it is copied and stored.
 
-    Returns how the hosts ended: whether the data came to its end, and what failed.
+    Returns how the steps ended: whether the data was used up, and what failed.
     """
     batches = job.batches.until(stopped)
-    steps = Agreement(batches, stopped, partial(any_host, job.host), clock)
+    steps = Lockstep(batches, stopped, partial(any_host, job.host), clock)
     started = ((batch, *step(batch, steps.votes)) for batch in steps)
     storing = True
     try:
@@ -185,21 +185,21 @@ def extract(
                         added, batch.num_tokens, job.forward.model.flops(batch.lengths)
                     )
                     log.debug("step %d: %d samples", progress.steps, len(batch.samples))
-                except Exception as error:  # raised in the end, when all hosts have stopped
+                except Exception as error:  # raised at the end, once all hosts have stopped
                     steps.fail(error)
-                    storing = False  # after a gap nothing may follow
+                    storing = False  # nothing may be stored after a gap
             watchdog.alive()
             steps.learn(np.asarray(votes))
     finally:
         try:
             progress.close()
-        except Exception as error:  # the last line of metrics; the other hosts must know
+        except Exception as error:  # the last metrics were not written; tell the other hosts
             steps.fail(error)
     return steps
 
 
 def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = None) -> None:
-    """Commits what is complete, and waits until the other hosts have done so too."""
+    """Commits the complete samples and waits until the other hosts have done the same."""
     done = complete and failure is None
     try:
         with clock.measure("store"):
@@ -210,7 +210,7 @@ def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = N
 
 
 def show_hooks(config: Config) -> int:
-    """--list_hooks: for the model that the flags name, of which only config.json is read."""
+    """--list_hooks: prints the hooks of the model that the flags name; reads only config.json."""
     if config.demo:
         family, model = FAMILIES.of(MODEL_CONFIG)
     else:
@@ -222,7 +222,7 @@ def show_hooks(config: Config) -> int:
 
 
 def look(config: Config) -> int:
-    """--status, --verify, --report and --export: look at what is stored; the exit status."""
+    """--status, --verify, --report, --export: looks at what is stored; returns the exit status."""
     try:
         root = Folder(config.location, config.upload_timeout)
         if config.status:
@@ -244,7 +244,7 @@ def look(config: Config) -> int:
 
 
 def join_hosts(config: Config) -> Host:
-    """This process alone, or as one of the pod's."""
+    """Joins the other hosts of the pod; without --multihost, this process is the only host."""
     if not config.multihost:
         return Host()
     log.info("joining the other hosts")

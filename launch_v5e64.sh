@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Starts the extraction on one host of a pod (of any size and type, Docker or not) or on one machine.
+# Starts the extraction on one host of a pod (of any kind, with or without Docker) or on one machine.
 set -euo pipefail
 
 usage() {
     cat <<'END'
 usage: [VARIABLE=value ...] launch_v5e64.sh [--dry-run] [flags of extract_activations.py ...]
 
-Environment variables become flags; flags that are given as well come later and win.
+Environment variables become flags; flags on the command line come later and win.
 
   required        MODEL_PATH, and GCS_BUCKET or OUTPUT_DIR
-  hosts of a pod  COORDINATOR_ADDRESS=HOST_0:PORT HOST_ID NUM_HOSTS: none of them on Cloud TPU, GKE
-                  and Slurm, all three elsewhere; NUM_HOSTS=1 alone is one host that is no pod
+  hosts of a pod  COORDINATOR_ADDRESS=HOST_0:PORT HOST_ID NUM_HOSTS: set none on Cloud TPU, GKE and
+                  Slurm, all three elsewhere; set only NUM_HOSTS=1 for a single host without a pod
   machines        MACHINE_ID TOTAL_MACHINES
   text            DATASET_NAME DATASET_CONFIG DATASET_SPLIT, or DATASET_PATH; TEXT_COLUMN MAX_SAMPLES
   extraction      LAYERS_TO_EXTRACT="12 18" ACTIVATION_TYPE, or HOOK_NAMES="GLOB ..."
@@ -21,7 +21,7 @@ Environment variables become flags; flags that are given as well come later and 
                   DELETE_LOCAL_AFTER_UPLOAD=true or false
   PYTHON          the interpreter (default: .venv/bin/python beside this script, or python3)
 
---dry-run checks the flags, prints the command, quoted for the shell, and starts nothing.
+--dry-run checks the flags and prints the command, quoted for the shell, without starting it.
 END
 }
 
@@ -42,10 +42,10 @@ given() {
     return 1
 }
 
-# needs A B: where variable A is set, B has to be, too.
+# needs A B: if variable A is set, B must be set too.
 needs() {
     if [[ ${!1:-} && ! ${!2:-} ]]; then
-        problem "$2: is not set, but $1 is"
+        problem "$2: is not set; $1 needs it"
     fi
 }
 
@@ -55,16 +55,16 @@ for argument in "$@"; do
     case $argument in
         --dry-run) dry_run=1 ;;
         --help | -h) usage && exit ;;
-        --) ;; # what follows are flags anyway
+        --) ;; # flags follow anyway
         *) arguments+=("$argument") ;;
     esac
 done
 
 if [[ ! ${MODEL_PATH:-} ]] && ! given model_path demo; then
-    problem "MODEL_PATH: is not set; a hub name such as Qwen/Qwen2.5-7B, or a folder on every host"
+    problem "MODEL_PATH: is not set; give a hub name such as Qwen/Qwen2.5-7B, or a folder on every host"
 fi
 if [[ ! ${GCS_BUCKET:-}${OUTPUT_DIR:-} ]] && ! given gcs_bucket output_dir; then
-    problem "GCS_BUCKET: is not set; name a bucket, or set OUTPUT_DIR to keep the shards on this host"
+    problem "GCS_BUCKET: is not set; give a bucket, or set OUTPUT_DIR to keep the shards on this host"
 fi
 needs GCS_PREFIX GCS_BUCKET
 needs UPLOAD_TIMEOUT GCS_BUCKET
@@ -74,11 +74,11 @@ needs TOTAL_MACHINES MACHINE_ID
 needs TPU_AXIS_NAMES TPU_MESH_CONFIG
 if [[ ${COORDINATOR_ADDRESS:-}${HOST_ID:-}${NUM_HOSTS:-} && ${NUM_HOSTS:-} != 1 ]]; then
     for name in COORDINATOR_ADDRESS HOST_ID NUM_HOSTS; do
-        [[ ${!name:-} ]] || problem "$name: is not set; a host needs all three, or none on Cloud TPU"
+        [[ ${!name:-} ]] || problem "$name: is not set; a host needs all three variables, or none on Cloud TPU"
     done
 fi
 [[ ${DELETE_LOCAL_AFTER_UPLOAD:-true} =~ ^(true|false)$ ]] ||
-    problem "DELETE_LOCAL_AFTER_UPLOAD=$DELETE_LOCAL_AFTER_UPLOAD: must be true or false"
+    problem "DELETE_LOCAL_AFTER_UPLOAD=$DELETE_LOCAL_AFTER_UPLOAD: expected true or false"
 ((problems == 0)) || exit 2
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -86,7 +86,7 @@ python=${PYTHON:-$here/.venv/bin/python}
 [[ ${PYTHON:-} || -x $python ]] || python=python3
 command=("$python" "$here/extract_activations.py")
 
-# flag NAME VARIABLE: the variable as one value of the flag; flags NAME VARIABLE: as several words.
+# flag NAME VARIABLE: passes the variable as one value; flags NAME VARIABLE: as several words.
 flag() { [[ ! ${!2:-} ]] || command+=("--$1" "${!2}"); }
 flags() {
     local words
@@ -117,7 +117,7 @@ if [[ ${GCS_BUCKET:-} ]]; then
 fi
 command+=("${arguments[@]}")
 
-# The rules for flags are the tool's own: its parser is asked, where its packages are installed.
+# The tool's own parser checks the flags, if the tool's packages are installed here.
 check_flags() {
     local said status=0
     said=$(PYTHONPATH=$here "$python" -m activation_extraction.cli.config "${command[@]:2}" 2>&1 >/dev/null) ||

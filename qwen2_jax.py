@@ -1,10 +1,10 @@
 """Dense Qwen models in Flax: their modules, and where each weight comes from.
 
-The parameter tree mirrors the Hugging Face checkpoint, in names and orientation: its tensor
-`model.layers.7.self_attn.q_proj.weight` is row 7 of `layers/self_attn/q_proj/weight`, stacked over
-layers for `scan`, its flat head axis split in two. So every module declares a weight once (shape,
-logical axes, initialiser) and `weight_table` derives the rest. Reading files is weights.py's part,
-sharding mesh.py's, capturing activations qwen2_jax_with_hooks.py's.
+The parameter tree mirrors the names and the orientation of the Hugging Face checkpoint. Its tensor
+`model.layers.7.self_attn.q_proj.weight` becomes row 7 of `layers/self_attn/q_proj/weight`: layers
+are stacked for `scan`, and the flat head axis is split in two. So every module declares a weight
+once (shape, logical axes, initialiser) and `weight_table` derives the rest. weights.py reads the
+files, mesh.py shards, and qwen2_jax_with_hooks.py captures activations.
 
 Letters: B rows, T tokens per row, D hidden, N query heads, K key/value heads, H head size,
 F MLP width, V vocabulary, L layers.
@@ -44,14 +44,14 @@ LOGICAL_AXES = {
     "V": "vocab",
 }
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
-Out = dict[str, Any]  # a module's named intermediates, those of its parts nested
+Out = dict[str, Any]  # a module's intermediates by name; those of its parts are nested
 
 
 class Linear(nn.Module):
     """A projection named by its letters: `D->NH` maps (B, T, D) to (B, T, N, H).
 
     The weight has the checkpoint's orientation, output axes first. Products accumulate in float32,
-    the bias is added there, and the result is float32: the caller rounds once, where it stores.
+    the bias is added in float32, and so is the result: the caller rounds once, when it stores it.
     """
 
     config: QwenConfig
@@ -70,7 +70,7 @@ class Linear(nn.Module):
 
 
 def _parameter(module: Any, name: str, letters: str, init: Callable[..., Array]) -> Array:
-    """Declares a weight: its shape and logical axes follow from its letters."""
+    """Declares a weight; its shape and logical axes follow from its letters."""
     axes = tuple(LOGICAL_AXES[letter] for letter in letters)
     shape = tuple(module.config.sizes[letter] for letter in letters)
     return module.param(name, nn.with_logical_partitioning(init, axes), shape, module.dtype)
@@ -183,7 +183,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One block. Returns the residual stream after it and the intermediates that hooks name."""
+    """One block. Returns the residual stream after it, and the intermediates that hooks name."""
 
     config: QwenConfig
     dtype: Any
@@ -240,7 +240,7 @@ class Qwen2(nn.Module):
 
     @nn.compact
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> Array:
-        """All (B, T) int32. Returns logits (B, T, V), float32; those of padding mean nothing."""
+        """Inputs are (B, T) int32. Returns float32 logits (B, T, V), meaningless for padding."""
         layers = decoder(self.config, self.dtype, self.attention, self.layout)
         params = self.param("layers", layers.init, self.whole_layers)
         rotary = rotary_table(positions, self.config)
@@ -257,9 +257,9 @@ class Qwen2(nn.Module):
 def weight_table(model: nn.Module) -> dict[Path, WeightSpec]:
     """Parameter path -> shape, logical axes and checkpoint tensors, for every weight of `model`.
 
-    Works for any module that follows this file's naming; nothing is computed or allocated. Stacked
-    layers beyond `model.whole_layers`, which even out the stages of a pipeline, have no checkpoint
-    tensors.
+    Works for any module that follows this file's naming, and computes and allocates nothing. The
+    stacked layers beyond `model.whole_layers`, which make the stages of a pipeline equally long,
+    have no tensors in the checkpoint.
     """
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     alone = model.clone(layout=Layout(), parent=None)
@@ -289,8 +289,8 @@ def convert_hf_to_jax_weights(
 ) -> dict[str, Any]:
     """Hugging Face tensors in memory -> the parameters of `model`, as NumPy arrays.
 
-    For checkpoints on disk use `activation_extraction.model.weights`, which never holds them whole.
-    Raises InputError when a tensor is missing or has another shape.
+    For checkpoints on disk use `activation_extraction.model.weights`, which never loads them whole.
+    Raises InputError if a tensor is missing or has the wrong shape.
     """
 
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:

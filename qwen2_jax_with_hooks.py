@@ -1,8 +1,8 @@
-"""The hooked model, which computes what hooks ask for and no more; and the families of models.
+"""The hooked model, which computes the values that hooks ask for, and the families of models.
 
-`FAMILIES`, at the end, has for each family what its config.json means, its modules, its weights and
-its hooks. A new kind of hook is a row in a table of kinds (model/hook_points.py has the one that
-families share) and a line in the module of qwen2_jax.py that computes it.
+For each family, `FAMILIES` at the end says what its config.json means and which modules, weights
+and hooks it has. To add a kind of hook, add a row to a table of kinds (hook_points.py has the one
+that all families share) and a line in the module of qwen2_jax.py that computes it.
 """
 
 import dataclasses
@@ -36,21 +36,21 @@ from qwen2_jax import (
 )
 
 VALUES = [kind.value for kind in HOOKS.kinds]
-ATTENDED = frozenset(VALUES[VALUES.index("attn.z") :])  # what is computed after attention
+ATTENDED = frozenset(VALUES[VALUES.index("attn.z") :])  # these kinds need attention
 
-# In the loop a kind costs every layer a write, and an exchange of what is split over devices; a
-# layer after the loop costs time to compile.
+# A kind in the loop costs each layer a write, and an exchange of what is split over devices; a
+# layer after the loop takes time to compile.
 MOST_KINDS_OF_ONE_LAYER = 2
 
 
 class HookedQwen2(nn.Module):
-    """A model as far as the hooks need it, returning what they saw.
+    """The part of a model that the hooks need. Returns the values at the hooks.
 
-    Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. Layers run in a loop, but for
-    the last one where the hooks need only a part of it, or the final norm, or many kinds that no
-    other layer is asked for: it follows the loop, with the parameters that it needs as
-    "last_layer". With `stages` > 1 all layers are whole, and split into that many pipeline stages
-    of equal length, the last ones perhaps with layers of zeros, which change nothing.
+    Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. Layers run in a loop. The last
+    layer follows the loop if the hooks need only a part of it, or the final norm, or many kinds
+    that no other layer is asked for; the parameters that it needs are then "last_layer". With
+    `stages` > 1 all layers are whole and split into that many pipeline stages of equal length; the
+    last stages may be filled up with layers of zeros, which change nothing.
     """
 
     config: QwenConfig
@@ -63,17 +63,17 @@ class HookedQwen2(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """Layers that are run, the last one perhaps in part."""
+        """How many layers run; the last one perhaps only in part."""
         return self.hooks[-1].layer + 1
 
     @property
     def whole_layers(self) -> int:
-        """Layers that run in the loop."""
+        """How many layers run in the loop."""
         return self.num_layers - (self.last_layer is not None)
 
     @property
     def last_layer(self) -> "LastLayer | None":
-        """What is needed of a layer after the loop; None when there is none."""
+        """What is needed of the layer after the loop; None if there is no such layer."""
         if self.stages > 1:
             return None
         last = {hook.kind for hook in self.hooks if hook.layer == self.num_layers - 1}
@@ -86,11 +86,11 @@ class HookedQwen2(nn.Module):
         return -(-self.whole_layers // self.stages)
 
     def micro_batches(self, rows: int) -> int:
-        """How many pass through the pipeline per step: one row of every data-parallel device."""
+        """How many pass through the pipeline in a step, each one row per data-parallel device."""
         return max(rows // self.layout.size("data", "fsdp"), 1)
 
     def flops(self, lengths: Sequence[int]) -> float:
-        """Floating point operations of samples of these lengths."""
+        """The floating-point operations for samples of these lengths."""
         total = self.config.flops(self.whole_layers, lengths)
         if self.last_layer is not None:
             attends = self.hooks[-1].kind.value in ATTENDED
@@ -100,9 +100,9 @@ class HookedQwen2(nn.Module):
 
     @nn.compact
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> dict[int, Array]:
-        """All (B, T) int32. Returns {width: (hooks of that width, B, T, width)}.
+        """Inputs are (B, T) int32. Returns {width: (hooks of that width, B, T, width)}.
 
-        The values are in activation_dtype, the hooks of one width in the order of `hooks`.
+        Values have activation_dtype; hooks of one width are in the order of `hooks`.
         """
         embed = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")
         norm = RMSNorm(self.config, self.dtype, name="norm")
@@ -128,7 +128,7 @@ class HookedQwen2(nn.Module):
         return Capture(self.hooks, self.config.sizes, self.activation_dtype, self.layout)
 
     def _keep(self, plan: Plan, norm: RMSNorm) -> Callable[[Out], list[Array]]:
-        """What is captured of a layer's intermediates."""
+        """The function that picks what is captured from a layer's intermediates."""
 
         def keep(out: Out) -> list[Array]:
             if any(_is_final(kind) for kind in plan.kinds):
@@ -140,7 +140,7 @@ class HookedQwen2(nn.Module):
     def _scanned(
         self, params: Any, embed: Embedding, norm: RMSNorm, *batch: Array
     ) -> dict[int, Array]:
-        """One loop over the whole layers, then what is needed of the last one."""
+        """Runs a loop over the whole layers, then what is needed of the last one."""
         token_ids, segment_ids, positions = batch
         capture, whole = self._capture(), self.whole_layers
         inside, after = capture.plan(range(whole)), capture.plan(range(whole, self.num_layers))
@@ -170,7 +170,7 @@ class HookedQwen2(nn.Module):
         segment_ids: Array,
         *at: Array,
     ) -> tuple[Array, Buffers]:
-        """All whole layers, or those of one stage, on rows that buffers keep `at` their slots."""
+        """Runs all whole layers, or those of one stage. at: the micro-batch, in a pipeline."""
 
         def block(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
             x, buffers = carry
@@ -182,10 +182,10 @@ class HookedQwen2(nn.Module):
     def _pipelined(
         self, params: Any, embed: Embedding, norm: RMSNorm, *batch: Array
     ) -> dict[int, Array]:
-        """All stages at once, each on another micro-batch.
+        """Runs all stages at once, each on a different micro-batch.
 
-        After M + stages - 1 ticks M micro-batches have passed; stage s works on micro-batch t - s
-        at tick t. Each stage captures its own layers' hooks.
+        At tick t, stage s works on micro-batch t - s, so M micro-batches take M + stages - 1 ticks.
+        Each stage captures the hooks of its own layers.
         """
         stages, capture, (rows, length) = self.stages, self._capture(), batch[0].shape
         count = self.micro_batches(rows)
@@ -198,10 +198,11 @@ class HookedQwen2(nn.Module):
         keep = self._keep(plan, norm)
 
         def stage(layers: Layers, slots: Any, x: Array, buffers: Buffers, number: Array) -> Any:
-            """number: of the micro-batch.
+            """number: the micro-batch's.
 
-            In the bubble before the first micro-batch a stage writes what it will write again; in
-            the one after the last, that one comes once more. So neither needs a mask.
+            In the bubble before the first micro-batch, a stage writes values that it will write
+            again; in the bubble after the last one, it computes that one again. Neither needs a
+            mask.
             """
             number = jnp.clip(number, 0, count - 1)
             inputs = rotary_table(positions[number], self.config), segment_ids[number]
@@ -226,7 +227,7 @@ def _is_final(kind: HookKind) -> bool:
 
 
 class LastLayer(NamedTuple):
-    """What is needed of a layer that does not run whole: parameters, and weights in matrices."""
+    """What is needed of a layer that runs in part: its parameters, and how many matrix weights."""
 
     paths: frozenset[Path]
     weights: int
@@ -234,9 +235,9 @@ class LastLayer(NamedTuple):
 
 @functools.cache
 def _last_layer(config: QwenConfig, values: frozenset[str], apart: bool) -> LastLayer | None:
-    """For hooks with these values at the last layer; None when it runs in the loop.
+    """The part of the last layer that hooks with these values need; None if it runs in the loop.
 
-    apart: not in the loop in any case.
+    apart: whether it must follow the loop even if all of it is needed.
     """
     layers = decoder(config, jnp.float32, blocked_attention, Layout())
     final = any(value.startswith("final.") for value in values)
@@ -254,14 +255,14 @@ def create_model_with_hooks(
     attention: Attention = blocked_attention,
     layout: Layout | None = None,
 ) -> HookedQwen2:
-    """The model that computes `hooks` and no more.
+    """Creates the model that computes `hooks` and nothing more.
 
-    dtype: of weights and matrix products (float32 or bfloat16; accumulation is float32);
-    activation_dtype: of the result, default `dtype`; layout: the mesh to run on, default one
-    device. Raises ValueError without hooks.
+    dtype: the type of weights and matrix products (float32 or bfloat16; sums are float32).
+    activation_dtype: the type of the result, by default `dtype`. layout: the mesh to run on, by
+    default one device. Raises ValueError without hooks.
     """
     if not hooks:
-        raise ValueError("at least one hook is needed")
+        raise ValueError("hooks: is empty; give at least one hook")
     layout = layout or Layout()
     return HookedQwen2(
         config,

@@ -1,8 +1,12 @@
-"""Extracts activations of language models, and reads them back.
+"""Extracts activations from language models and reads them back.
 
-`ActivationDataset` reads what a run has stored. Importing this package imports nothing else: the
-name is looked up when it is first used, and reading needs neither JAX nor PyTorch. Each folder
-begins with what it owns.
+extract_activations.py, beside this package, is the story of a run. The folders here hold its parts:
+`run` knows them all; `model`, `text` and `output` share only a few types; `reading` reads what
+`output` wrote; `cli` is what the user types and sees. Each folder's `__init__.py` says which file
+does what.
+
+`ActivationDataset` reads what a run has stored. It is imported when it is first used, so importing
+this package costs nothing, and reading needs neither JAX nor PyTorch.
 """
 
 from typing import TYPE_CHECKING, Any

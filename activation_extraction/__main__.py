@@ -5,13 +5,13 @@ from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """Runs extract_activations.py, or says which package is missing for that."""
+    """Runs extract_activations.py, or says which package it lacks."""
     try:
         from extract_activations import script
     except ModuleNotFoundError as error:
         sys.exit(
-            f"error: {error.name} is not installed; extracting needs more than reading: "
-            "pip install 'activation-extraction[extract]'"
+            f"error: {error.name} is not installed; extracting needs more packages than reading; "
+            "run: pip install 'activation-extraction[extract]'"
         )
     script()
 

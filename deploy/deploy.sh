@@ -11,14 +11,14 @@ usage: [VARIABLE=value ...] deploy/deploy.sh start TPU --image IMAGE [options] [
 
   start    pull the image on every host, start the extraction on all of them, and follow it
   follow   print the logs, each line with the number of its host, until the extraction ends
-  stop     stop all hosts, which store what is complete
+  stop     stop all hosts; they store their complete samples first
 
-Variables: see launch_v5e64.sh --help. After -- come flags of extract_activations.py. Relative paths
-are below ~/activation-extraction on the hosts; absolute ones must exist there.
+Variables: see launch_v5e64.sh --help. Flags of extract_activations.py come after --. Relative paths
+are inside ~/activation-extraction on the hosts; absolute paths must exist there.
 Options are gcloud's: --zone, --project, --tunnel-through-iap, --internal-ip.
 
-Ctrl-C ends the following, and the extraction goes on. Nothing is started again by itself: start
-continues. Exit status: 0 done on all hosts, 2 bad input, else that of gcloud.
+Ctrl-C only ends following; the extraction goes on. Nothing restarts by itself: to continue, run
+start again. Exit status: 0 done on all hosts, 2 bad input, else that of gcloud.
 END
 }
 
@@ -27,7 +27,7 @@ fail() {
     exit 2
 }
 
-quote() { # $1 as one word of any shell, whatever it contains
+quote() { # $1 quoted as one word for any shell, whatever it contains
     local quote=\' escaped="'\\''"
     printf "'%s'" "${1//$quote/$escaped}"
 }
@@ -41,7 +41,7 @@ on_all_hosts() { # SCRIPT WORD...: runs the bash script with these words on ever
         --ssh-flag="-oBatchMode=yes -oServerAliveInterval=30" --command="$command" </dev/null
 }
 
-# The scripts for the hosts. None may end with status 255, or gcloud would run it again.
+# The scripts for the hosts. None may exit with status 255, or gcloud would run it again.
 # shellcheck disable=SC2016  # the hosts expand them
 {
     pull='
@@ -49,7 +49,7 @@ on_all_hosts() { # SCRIPT WORD...: runs the bash script with these words on ever
         sudo docker pull --quiet "$0"'
     start='
         mkdir -p ~/activation-extraction ~/.cache/huggingface ~/.cache/activation_extraction
-        sudo docker rm extraction >/dev/null 2>&1 || true # the one before, unless it still runs
+        sudo docker rm extraction >/dev/null 2>&1 || true # the previous one, unless it still runs
         sudo docker run --detach --init --name extraction --privileged --net=host --shm-size=16g \
             --volume ~/activation-extraction:/data --workdir /data \
             --volume ~/.cache/huggingface:/cache/huggingface \
@@ -70,7 +70,7 @@ case $verb in
     --help | -h) usage && exit ;;
     *) fail "${verb:-VERB}: expected start, follow or stop (see --help)" ;;
 esac
-[[ $tpu && $tpu != -* ]] || fail "TPU: is not given (see --help)"
+[[ $tpu && $tpu != -* ]] || fail "TPU: is not given; expected the name of a Cloud TPU (see --help)"
 shift 2
 while (($#)) && [[ $1 != -- ]]; do
     case $1 in
@@ -80,7 +80,7 @@ while (($#)) && [[ $1 != -- ]]; do
             shift
             ;;
         --tunnel-through-iap | --internal-ip) options+=("$1") ;;
-        *) fail "$1: unknown; flags of extract_activations.py come after --" ;;
+        *) fail "$1: unknown option; flags of extract_activations.py come after --" ;;
     esac
     shift
 done
@@ -91,17 +91,17 @@ if [[ $verb == stop ]]; then
     exit
 fi
 if [[ $verb == start ]]; then
-    [[ $image ]] || fail "--image: is not given"
+    [[ $image ]] || fail "--image: is not given; start needs the image to run"
     unset COORDINATOR_ADDRESS HOST_ID NUM_HOSTS # JAX finds the hosts of a Cloud TPU
     command=$("$here/../launch_v5e64.sh" --dry-run "$@")
     words=() && eval "words=($command)" # launch_v5e64.sh has quoted them: the interpreter, the script, flags
     mounts=()
     for word in "${words[@]:2}"; do
-        path=${word#--*=} path=${path%%[*?[]*} # of a glob, what is before it
+        path=${word#--*=} path=${path%%[*?[]*} # of a glob, the part before it
         [[ $path != /* ]] || mounts+=(--mount "type=bind,source=$path,target=$path")
     done
     on_all_hosts "$pull" "$image"
     on_all_hosts "$start" bash "${mounts[@]}" "$image" "${words[@]:2}"
-    echo "started; Ctrl-C ends the following, deploy/deploy.sh stop $tpu the extraction"
+    echo "started; Ctrl-C ends following, deploy/deploy.sh stop $tpu ends the extraction"
 fi
 on_all_hosts "$follow"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# What the image runs: `-c "..."` is for bash, anything else for extract_activations.py.
+# What the image runs: `-c "..."` goes to bash, anything else to extract_activations.py.
 if [[ ${1:-} == -c ]]; then
     exec bash "$@"
 fi

@@ -1,8 +1,8 @@
 """A local HTTP server that answers as the Hugging Face hub does, for tests without internet.
 
 It owns the part of the hub's protocol that downloads and streaming use: repository information,
-file trees, and files with their commit, ETag (of safetensors the SHA-256, as of LFS files) and byte
-ranges; no Xet or login. Set HF_ENDPOINT to its address before huggingface_hub, datasets or
+file trees, and files with their commit, ETag (safetensors are LFS files, with their SHA-256) and
+byte ranges; no Xet or login. Set HF_ENDPOINT to its address before huggingface_hub, datasets or
 transformers is imported. Files are read at each request from `models/ORG/NAME/` and
 `datasets/ORG/NAME/` under one root. These are the revision `main`; `NAME@v1` beside it is the
 revision `v1`. Commit ids are derived from the files, so changed files are a new commit.
@@ -29,18 +29,20 @@ _RANGE = re.compile(r"bytes=(?:(\d+)-(\d*)|-(\d+))")
 
 @dataclass
 class Hub:
-    """A running server: its address, each (method, path with query) asked of it so far, and what
-    the requests were authorised with."""
+    """A running server: its address, each (method, path with query) asked of it so far, what those
+    requests were authorised with, and the bytes of weights that it has sent."""
 
     endpoint: str
     requests: list[tuple[str, str]] = field(default_factory=list)
     authorizations: set[str | None] = field(default_factory=set)
+    sent: int = 0
 
 
 class _Server(ThreadingHTTPServer):
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.root, self.hub = root, Hub(f"http://127.0.0.1:{self.server_port}")
+        self.counting = threading.Lock()
 
 
 @contextmanager
@@ -70,6 +72,11 @@ def _blob_id(path: Path, size: int, _mtime_ns: int) -> str:
     return hashlib.sha1(b"blob %d\0" % size + path.read_bytes()).hexdigest()
 
 
+@lru_cache(maxsize=4096)
+def _sha256(path: Path, _size: int, _mtime_ns: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 class _Repo:
     """One repository as it lies on disk at the moment of a request."""
 
@@ -93,7 +100,11 @@ class _Repo:
             oid = hashlib.sha1(name.encode()).hexdigest()
             return {"type": "directory", "oid": oid, "size": 0, "path": name}
         oid = _blob_id(path, stat.st_size, stat.st_mtime_ns)
-        return {"type": "file", "oid": oid, "size": stat.st_size, "path": name}
+        entry = {"type": "file", "oid": oid, "size": stat.st_size, "path": name}
+        if path.suffix == ".safetensors":
+            digest = _sha256(path, stat.st_size, stat.st_mtime_ns)
+            entry["lfs"] = {"oid": digest, "size": stat.st_size, "pointerSize": 134}
+        return entry
 
     def info(self) -> dict:
         files = [entry for entry in self.entries.values() if entry["type"] == "file"]
@@ -155,9 +166,12 @@ class _Handler(BaseHTTPRequestHandler):
         entry = repo.entry(filename, "file")
         status, start, end = self._byte_range(entry["size"])
         headers = {"X-Repo-Commit": repo.commit, "ETag": f'"{entry["oid"]}"'}
-        if filename.endswith(".safetensors"):
-            digest = hashlib.sha256((repo.folder / filename).read_bytes()).hexdigest()
+        if "lfs" in entry:
+            digest = entry["lfs"]["oid"]
             headers |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(entry["size"])}
+            if self.command != "HEAD":
+                with self.server.counting:
+                    self.server.hub.sent += end - start
         headers |= {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
         if status != 200:
             span = f"{start}-{end - 1}" if status == 206 else "*"

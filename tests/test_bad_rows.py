@@ -49,7 +49,7 @@ JSON_LINES = {
     "no column": ('{"other": "x"}', "--text_column text: no such column; the columns are other"),
     "no grids": (
         '{"train": [{"input": [[1]]}], "test": []}',
-        "a row has ARC-AGI columns but no grids in them",
+        "it has ARC-AGI columns but no grids in them",
     ),
     "not UTF-8": ('{"text": "\udcff"}', "not JSON: "),
 }
@@ -237,9 +237,8 @@ def test_a_run_that_stopped_at_a_bad_row_goes_on_and_skips(stopped, tmp_path, ca
     assert f"{folder}/rows.jsonl line 91: not JSON" in capsys.readouterr().err
     for _ in range(2):  # the second one finds that all is done
         assert extract_activations.main(flags(tmp_path / "out", "--skip_bad_rows")) == 0
-        assert (
-            "\nskipped: 3 rows that cannot be used (--skip_bad_rows)\n" in capsys.readouterr().out
-        )
+        expected = "\nskipped: 3 rows that could not be used (--skip_bad_rows)\n"
+        assert expected in capsys.readouterr().out
         assert metadata_of(tmp_path / "out")["skipped_rows"] == 3
     assert content(tmp_path / "out") == content(folder / "all")
     assert extract_activations.main(flags(tmp_path / "out")) == 2

@@ -321,7 +321,7 @@ BAD_REQUESTS = {
     "bucket in memory": (
         ["--upload_to_gcs", "--gcs_bucket", "memory://b"],
         {},
-        "--gcs_bucket memory://b: is gone when the process ends",
+        "--gcs_bucket memory://b: is not a bucket that lasts",
     ),
     "bucket with a path": (
         ["--upload_to_gcs", "--gcs_bucket", "b/c"],
@@ -331,7 +331,7 @@ BAD_REQUESTS = {
     "prefix with a wildcard": (
         ["--upload_to_gcs", "--gcs_bucket", "b", "--gcs_prefix", "run*"],
         {},
-        "--gcs_prefix 'run*': has a space, a wildcard",
+        "--gcs_prefix 'run*': contains a space, a wildcard",
     ),
     "output to a URL": (["--output_dir", "gs://b/c"], {}, "use --upload_to_gcs"),
     "s3fs is not installed": (
@@ -349,7 +349,7 @@ BAD_REQUESTS = {
     "output has shards": (
         ["--output_dir", "{}/o"],
         {"o/shard_0001.pkl.gz": "x"},
-        "already holds shards, without metadata.json",
+        "already holds shards, but no metadata.json",
     ),
 }
 

@@ -131,7 +131,7 @@ def test_paths_are_those_of_the_hosts(pod):
         (["start", "pod"], {}, "--image: is not given"),
         (["start", "pod", "--image"], {}, "--image: needs a value"),
         (["start", "pod", "other"], {}, "other: unknown"),
-        (["follow", "pod", "--max_samples", "4"], {}, "--max_samples: unknown; flags of"),
+        (["follow", "pod", "--max_samples", "4"], {}, "--max_samples: unknown option; flags of"),
         ([*START], {"MODEL_PATH": None}, "MODEL_PATH: is not set"),
     ],
 )

@@ -67,7 +67,7 @@ def test_a_bit_in_the_middle_of_the_weights_is_another_model(
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     verify = ["--verify", "--model_path", str(model), "--output_dir", str(tmp_path / "out")]
     assert extract_activations.main(verify) == 2
-    assert "is not the model of the stored activations" in capsys.readouterr().err
+    assert "is not the model that the stored activations came from" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -61,8 +61,12 @@ def test_the_engine_says_which_machine_this_is_unless_a_flag_does(
 @pytest.mark.parametrize(
     ("variables", "flags", "message"),
     [
-        (array(1, 8, 1), [], "--total_machines: is missing, and this Slurm array does not tell it"),
-        (array(2, 4, 0, 6), [], "it has 4 indices from 0 to 6, expected 0 to N-1 without gaps"),
+        (
+            array(1, 8, 1),
+            [],
+            "--total_machines: is missing and cannot be read off this Slurm array",
+        ),
+        (array(2, 4, 0, 6), [], "has 4 indices from 0 to 6; expected 0 to N-1 without gaps"),
         (array(2, 1), [], "SLURM_ARRAY_TASK_ID 2: out of range for --total_machines 1;"),
         (array(300, 1, 300), TOTAL, "SLURM_ARRAY_TASK_ID 300: out of range for --total_machines"),
         ({"SLURM_ARRAY_TASK_ID": "2"}, [], "--total_machines: is missing"),
@@ -122,7 +126,10 @@ def test_too_little_free_disk_is_refused_before_anything_is_read(monkeypatch, tm
 
     monkeypatch.setattr("activation_extraction.output.folder_lock.shutil.disk_usage", disk_usage)
     assert extract_activations.main([*flags, "--min_free_gb", "20"]) == 2
-    expected = f"error: --output_dir {tmp_path}/out: 7.3 GB are free there, --min_free_gb is 20\n"
+    expected = (
+        f"error: --output_dir {tmp_path}/out: its disk has 7.3 GB free, --min_free_gb asks for 20; "
+        "make room, or choose another disk\n"
+    )
     assert capsys.readouterr().err == expected
     assert asked == [tmp_path] and not (tmp_path / "out").exists()
     assert extract_activations.main([*flags, "--min_free_gb", "7"]) == 2

@@ -237,7 +237,7 @@ def test_a_full_disk_is_a_failure_that_continues(run, tmp_path, monkeypatch):
     monkeypatch.setattr(export_formats, "write_atomically", full)
     with pytest.raises(RunError, match="No space left on device") as caught:
         save(run, "memmap", tmp_path / "export")
-    assert caught.value.remedy == "the same command continues"
+    assert caught.value.remedy == "to continue, run the same command again"
 
 
 def other_files(run, target):

@@ -72,7 +72,7 @@ def test_a_defect_has_its_traceback_and_is_no_failure_of_the_storage(failing, mo
     assert "in broken" in printed and "StorageError" not in printed
     last = printed.splitlines()[-1]
     assert last.startswith("error: unexpected ZeroDivisionError: ") and ". Stored in " in last
-    assert last.endswith("; this is a defect of the program; its traceback is above")
+    assert last.endswith("; this is a bug in this program; its traceback is above")
 
 
 def test_a_defect_in_the_background_has_its_traceback(failing, monkeypatch):

@@ -242,7 +242,7 @@ def test_a_fresh_disk_and_damaged_copies(run, whole, tmp_path):
 
 def test_refusals(run, whole, tmp_path):
     folder = tmp_path / "whole"
-    with pytest.raises(InputError, match="holds no extraction that --repair could mend"):
+    with pytest.raises(InputError, match="holds no extraction that --repair could work on"):
         run(tmp_path / "nothing", True)
     assert not (tmp_path / "nothing").exists()
     DAMAGE["file"](folder, 2)
@@ -265,7 +265,7 @@ def test_another_process_has_written_meanwhile(run, whole, tmp_path, monkeypatch
         original(place)
 
     monkeypatch.setattr(ActivationStorage, "open", late)
-    with pytest.raises(InputError, match="another process has written there meanwhile"):
+    with pytest.raises(InputError, match="another process has written to it during the check"):
         run(folder, True)
 
 

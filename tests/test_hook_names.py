@@ -88,7 +88,7 @@ def test_what_an_older_version_began_is_not_continued(tmp_path):
     extract(tmp_path)
     make_old(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(InputError, match="in format 2, and this program writes format 3: continue"):
+    with pytest.raises(InputError, match="in format 2, but this program writes format 3; continue"):
         extract(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     extract(tmp_path, overwrite=True)

@@ -215,6 +215,6 @@ def test_list_hooks_needs_nothing_but_the_configuration(demo_inputs, tmp_path, c
     row = next(line.split() for line in lines if "ln2.hook_out" in line)
     assert row[:4] == ["blocks.K.ln2.hook_out", "model.layers.K.mlp.input", "128", "256"]
     assert "blocks.K.mlp.hook_in" in " ".join(row[4:])
-    assert lines[-1] == "K is the layer, from 0 to 11; bytes are those of float16"
+    assert lines[-1] == "K is the layer, from 0 to 11; bytes are for float16"
     assert not list(tmp_path.glob("shard*"))
     assert main(["--list_hooks", "--status"]) == 2

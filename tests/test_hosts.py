@@ -138,7 +138,7 @@ def test_bad_input_on_one_host_ends_all(demo_inputs, tmp_path):
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--min_free_gb", 99_999])
     assert pod.wait() == [2, 2]
     assert "error: host 1 refused the request" in pod.text(0)
-    assert "GB are free there, --min_free_gb is 99999" in pod.text(1)
+    assert "GB free, --min_free_gb asks for 99999" in pod.text(1)
     assert not (tmp_path / "out").exists()
 
 
@@ -206,7 +206,7 @@ def test_a_stuck_host_is_ended_by_the_watchdog(demo_inputs, texts, tmp_path):
     pod.wait_for(out / "machine_000_host_01/shard_0001.json")
     pod.processes[1].send_signal(signal.SIGSTOP)
     assert pod.processes[0].wait(300) == 1
-    assert "no step finished for 5 s" in pod.text(0) and "Current thread" in pod.text(0)
+    assert "no step has finished for 5 s" in pod.text(0) and "Current thread" in pod.text(0)
     pod.processes[1].kill()
     pod.processes[1].wait()
 
@@ -217,7 +217,7 @@ def test_hosts_that_others_do_not_join_give_up(demo_inputs, tmp_path, present):
     pod = Pod(tmp_path, 3, 2, *flags, only=present)
     assert pod.wait(300) == [1] * len(present), [pod.text(i) for i in present]
     for host in present:
-        expected = f"connecting to {pod.address} did not succeed within 5 s: check that host 0"
+        expected = f"not all hosts connected to {pod.address} within 5 s (--connect_timeout); check"
         assert expected in pod.text(host) and "stack trace" not in pod.text(host)
 
 

@@ -123,7 +123,7 @@ def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeyp
             assert extract_activations.main([*flags, *more]) == 1
             error = capsys.readouterr().err.splitlines()[-1]
             assert "shard_0002.pkl.gz: the disk is full; make room first. Stored in" in error
-            assert "1 shard(s)" in error and f"the same command{again} continues" in error
+            assert "1 shard(s)" in error and error.endswith(f"run the same command again{again}")
     assert extract_activations.main(flags) == 0
     assert content(tmp_path / "out") == content(folder / "out")
     assert reason_of(OSError(30, ""))[0].startswith("the file system is read-only")

@@ -178,7 +178,7 @@ def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, pl
             assert found in (old, new), (event, events)
             outcomes.append("old" if found == old else "new")
         except InputError as error:
-            assert "already holds shards, without metadata.json" in str(error), (event, events)
+            assert "already holds shards, but no metadata.json" in str(error), (event, events)
             outcomes.append("refused")
             run(folder, overwrite=True, **options)
             assert shards_of(result(place, folder, url)) == new

@@ -105,7 +105,7 @@ def test_max_samples_may_grow_and_not_shrink(run, whole, tmp_path):
     folder = tmp_path / "grown"
     run(folder, max_samples=7)
     run(folder, max_samples=20)
-    with pytest.raises(InputError, match="--max_samples: 20 samples are stored"):
+    with pytest.raises(InputError, match="already holds 20 samples, more than the 19"):
         run(folder, max_samples=19)
     run(folder)
     assert content(folder) == whole
@@ -165,10 +165,10 @@ def test_what_cannot_be_continued_is_refused_and_left_alone(run, whole, tmp_path
         os.truncate(folder / "shard_0002.pkl.gz", 10)
 
     for name, change, message in (
-        ("gap", remove("shard_0002.json", "shard_0002.pkl.gz"), "shard 2 is missing and shard 3"),
+        ("gap", remove("shard_0002.json", "shard_0002.pkl.gz"), "shard 2 is missing, but shard 3"),
         ("no file", remove("shard_0002.pkl.gz"), "shard 2 has a JSON, but its file is missing"),
-        ("short", truncate, "shard 2 has a JSON, but its file is missing or of another size"),
-        ("no metadata", remove("metadata.json"), "already holds shards, without metadata.json"),
+        ("short", truncate, "shard 2 has a JSON, but its file is missing or has another size"),
+        ("no metadata", remove("metadata.json"), "already holds shards, but no metadata.json"),
         ("damaged commit", flip("shard_0002.json"), "shard_0002.json: is damaged"),
         ("damaged metadata", flip("metadata.json"), "metadata.json: is damaged"),
         ("other run", from_another_run, "shard_0002.json belongs to another run"),

@@ -75,7 +75,7 @@ def test_the_bucket_is_what_counts(run, whole, tmp_path):
     memory.rm(url, recursive=True)
     run(folder, remote=Folder(url))
     memory.rm(url, recursive=True)
-    with pytest.raises(InputError, match="shard_0001.pkl.gz is not there, and was deleted here"):
+    with pytest.raises(InputError, match="shard_0001.pkl.gz is not there; it was uploaded to"):
         run(folder, remote=Folder(url))
     with pytest.raises(InputError, match="was uploaded to memory://.*--upload_to_gcs"):
         run(folder)

@@ -51,7 +51,7 @@ def test_a_hub_that_does_not_answer_is_one_line_at_once(address, lines):
         Checkpoint("org/x").file("config.json")
     ((name, line),) = lines
     assert name == "extract_activations" and line == (
-        "--model_path org/x: the hub does not answer ([Errno 111] Connection refused); trying "
+        "--model_path org/x: the hub is not answering ([Errno 111] Connection refused); trying "
         "again for about half a minute"
     )
 

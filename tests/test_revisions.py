@@ -96,7 +96,7 @@ def test_hosts_use_one_commit_though_they_have_seen_different_ones(hub, tmp_path
 @pytest.mark.parametrize(
     "flags,message",
     [
-        (["--model_path", "{folder}"], "--model_revision v1: --model_path {folder} is a local"),
+        (["--model_path", "{folder}"], "--model_revision v1: --model_path {folder} is a folder"),
         (["--demo"], "--demo and --model_revision cannot be used together"),
         (["--verify"], "--model_revision: needs --model_path here"),
     ],

@@ -262,9 +262,9 @@ def test_wrong_additions_are_refused(tmp_path):
             storage.add_activation(7, activation(5, 7, 10), 5, "")
         with pytest.raises(ValueError, match="given twice or out of order"):
             add(storage, 4)
-        with pytest.raises(ValueError, match="does not fit"):
+        with pytest.raises(ValueError, match="expected .tokens, width."):
             storage.add_activation(3, np.zeros(16), 5, "")
-        with pytest.raises(ValueError, match="does not fit"):
+        with pytest.raises(ValueError, match="expected .tokens, width."):
             storage.add_activation(3, np.zeros((3, 16)), 5, "", token_ids=np.zeros(2))
 
 

@@ -117,7 +117,7 @@ def test_an_outage_ends_the_run_and_the_next_one_completes(
     error = capsys.readouterr().err.splitlines()[-1]
     assert "kept failing for" in error and "--upload_timeout" in error
     assert "Stored in gs://bucket/run/machine_000: " in error
-    assert "the same command continues" in error
+    assert "to continue, run the same command again" in error
     stored = uploaded(bucket)
     assert 2 <= len(stored) < len(undisturbed)
     kept = {path.name for path in tmp_path.glob("shard_*.pkl.gz")}
@@ -225,7 +225,7 @@ def test_a_host_that_is_done_waits_for_the_uploads_of_the_others(demo_inputs, bu
     pod = Pod(tmp_path, 2, 2, *where, **bucket.environment)
     assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
     assert uploaded(bucket, "machine_000_host_01") == stored
-    assert "everything is computed already" in pod.text(0)
+    assert "everything has been computed already" in pod.text(0)
 
 
 @pytest.mark.long

@@ -181,8 +181,8 @@ def test_a_duplicated_shard(tmp_path, check):
 def test_a_json_under_another_name(tmp_path, check):
     extract(tmp_path)
     shutil.copy(tmp_path / "shard_0003.json", tmp_path / "shard_0005.json")
-    assert "shard_0005.json: is the JSON of shard_0003.pkl.gz" in check(tmp_path)[0]
-    with pytest.raises(InputError, match="is the JSON of"):
+    assert "shard_0005.json: describes shard_0003.pkl.gz, expected the" in check(tmp_path)[0]
+    with pytest.raises(InputError, match="describes shard_0003.pkl.gz"):
         open_part(tmp_path)
 
 
@@ -310,7 +310,8 @@ def test_another_model_is_refused_before_the_shards_are_read(
     other_model(demo_inputs, tmp_path / "model")
     arguments = ["--verify", "--model_path", tmp_path / "model", "--output_dir", extracted]
     assert main(*arguments) == 2
-    assert "is not the model of the stored activations" in capsys.readouterr().err.splitlines()[-1]
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "is not the model that the stored activations came from" in error
 
 
 def test_changed_activations_are_found_by_recomputing(extracted, demo_inputs, tmp_path, capsys):

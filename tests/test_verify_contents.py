@@ -85,7 +85,7 @@ WRONG_JSONS = {
     ),
     "keys of hooks": (
         change_nested("shard_0002.json", lambda c: c["hooks"][0].update(key=4)),
-        "shard_0002.pkl.gz: has hooks [3, 5], its JSON others",
+        "shard_0002.pkl.gz: has hooks [3, 5], its JSON says",
     ),
     "names of hooks": (
         change_nested("shard_0002.json", lambda c: c["hooks"][0].update(name="blocks.4")),
@@ -154,7 +154,7 @@ WRONG_RECORDS = {
     ),
     "order": (lambda r: r.update(sample_idx=8), "its samples are not those of its JSON"),
     "text for a number": (lambda r: r.update(shape="x"), "sample 7: shape"),
-    "field missing": (lambda r: r.pop("token_ids"), "its records are not as they should be"),
+    "field missing": (lambda r: r.pop("token_ids"), "its records lack fields or are malformed"),
 }
 
 

@@ -1,7 +1,8 @@
-"""The configuration of a run: flags and environment variables, checked as far as they go alone.
+"""The configuration of a run: flags and environment variables, checked against one another.
 
-Nothing outside of this room sees argparse's result, and only the script and run/prepare.py see the
-whole `Config`. `python -m activation_extraction.cli.config FLAGS` checks flags and starts nothing.
+Nothing outside this folder sees argparse's result, and only the script, run/prepare.py and
+run/identity.py see the whole `Config`. `python -m activation_extraction.cli.config FLAGS` checks
+flags and starts nothing.
 """
 
 import argparse
@@ -28,13 +29,13 @@ HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 
 @dataclass(frozen=True)
 class Config:
-    """One run, as asked for. Field names are the flags'.
+    """One run, as the user asked for it. Fields are named after flags.
 
-    machine_from: the flag or variable that says which machine this is; None: neither does.
-    bucket_url: where to upload to, the folder above those of machines and hosts; None: nowhere.
-    compilation_cache: a folder, a URL or "off"; None: the default. mesh_type: None where only the
-    shape is given. verify_samples: 0 without --model_path. report: the file to write it to, "" for
-    the default one; None: no report.
+    machine_from: the flag or variable that says which machine this is; None if nothing does.
+    bucket_url: the folder in the bucket that gets the folders of machines and hosts; None without
+    upload. compilation_cache: a folder, a URL or "off"; None means the default. mesh_type: None if
+    --mesh_shape is given instead. verify_samples: 0 without --model_path. report: the file to write
+    the report to, "" for the default one; None without --report.
     """
 
     model_path: str
@@ -96,7 +97,7 @@ class Config:
 
     @property
     def location(self) -> str:
-        """The whole output, of all machines and hosts, for flags that look at it."""
+        """Where the output of all machines and hosts is, for flags that look at it."""
         return self.bucket_url or self.output_dir
 
     def to_json(self) -> dict[str, Any]:
@@ -125,10 +126,10 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
 
 
 def _fill_from_environment(flags: argparse.Namespace) -> None:
-    """Environment variables fill in missing flags; those about hosts only with --multihost."""
+    """Takes missing flags from environment variables; those about hosts only with --multihost."""
     typed_mesh = flags.mesh_type is not None
     for flag, variables in ENVIRONMENT.items():
-        # A mesh that was asked for by name, and axis names without sizes, are no use together.
+        # With a mesh type on the command line, the shape is not used; nor are axes without a shape.
         unused = typed_mesh or not flags.use_data_parallel
         if (flag == "mesh_shape" and unused) or (flag == "mesh_axes" and flags.mesh_shape is None):
             continue
@@ -139,7 +140,7 @@ def _fill_from_environment(flags: argparse.Namespace) -> None:
 
 
 def _fill(flags: argparse.Namespace, flag: str, variable: str) -> None:
-    """Gives the flag the value of an environment variable, which must be set."""
+    """Sets a flag to the value of an environment variable, which must exist."""
     try:
         build_parser().parse_args([f"--{flag}", os.environ[variable]], flags)
     except InputError as error:
@@ -147,7 +148,7 @@ def _fill(flags: argparse.Namespace, flag: str, variable: str) -> None:
 
 
 def _fill_from_engine(flags: argparse.Namespace) -> None:
-    """--machine_id and --total_machines, where they are left out; notes where the first is from."""
+    """Takes --machine_id and --total_machines from the scheduler, if they are not given."""
     number, count = (
         (None, None) if _looking(flags) else machine_variables(os.environ, flags.multihost)
     )
@@ -159,8 +160,8 @@ def _fill_from_engine(flags: argparse.Namespace) -> None:
     if number is not None and flags.machine_id is None:
         if flags.total_machines is None:
             raise InputError(
-                f"--total_machines: is missing; {number} says which machine this is, but not of "
-                "how many"
+                f"--total_machines: is missing; {number} says which machine this is, but not how "
+                "many there are"
             )
         _fill(flags, "machine_id", number)
 
@@ -172,9 +173,9 @@ def _looking(flags: argparse.Namespace) -> bool:
 
 
 def _fill_defaults(flags: argparse.Namespace) -> None:
-    """Defaults for what is still missing; some depend on the flags that were given."""
+    """Fills in defaults for what is still missing; some depend on the flags that were given."""
     if flags.dataset_path is None and not flags.demo:
-        own = flags.dataset_name is not None  # the default configuration is of the default data set
+        own = flags.dataset_name is not None  # the default configuration is the default data set's
         flags.dataset_name = flags.dataset_name or DATASET[0]
         flags.dataset_config = flags.dataset_config or (None if own else DATASET[1])
     flags.dataset_split = flags.dataset_split or DATASET[2]
@@ -199,7 +200,7 @@ def _bucket_url(flags: argparse.Namespace) -> str | None:
 
 
 def _check_places(flags: argparse.Namespace) -> None:
-    """Checks the flags about the bucket and about looking at an extraction."""
+    """Checks the flags about the bucket and those that look at an extraction."""
     bucket, prefix = flags.gcs_bucket, flags.gcs_prefix
     if flags.upload_to_gcs and bucket is None:
         raise InputError("--upload_to_gcs: needs --gcs_bucket")
@@ -207,13 +208,18 @@ def _check_places(flags: argparse.Namespace) -> None:
         if value is not None and not flags.upload_to_gcs:
             raise InputError(f"--{flag}: needs --upload_to_gcs")
         if value is not None and re.search(r"[*?\[\]#\s]", value):
-            raise InputError(f"--{flag} {value!r}: has a space, a wildcard or '#' in it")
+            raise InputError(
+                f"--{flag} {value!r}: contains a space, a wildcard or '#'; choose another name"
+            )
     if bucket is not None and (bucket.startswith("memory:") or bucket.endswith("://")):
-        raise InputError(f"--gcs_bucket {bucket}: is gone when the process ends; give a bucket")
+        raise InputError(
+            f"--gcs_bucket {bucket}: is not a bucket that lasts; give its name, or a URL such as "
+            "s3://bucket"
+        )
     if bucket is not None and "://" not in bucket and "/" in bucket.rstrip("/"):
         raise InputError(
-            f"--gcs_bucket {bucket}: is a path; give the bucket alone, and the folder in it as "
-            "--gcs_prefix"
+            f"--gcs_bucket {bucket}: is a path; give only the bucket's name here, and the folder "
+            "in it as --gcs_prefix"
         )
     needs = {"aggregate": "status", "verify_samples": "verify"}
     needs |= {"export": "export_dir", "export_dir": "export"}
@@ -241,7 +247,7 @@ CONFLICTS = {
 
 
 def _refuse_conflicts(flags: argparse.Namespace) -> None:
-    """Raises InputError for flags that were given and do not go together."""
+    """Raises InputError for given flags that cannot be used together."""
     for flag, others in CONFLICTS.items():
         for other in others:
             given = getattr(flags, flag) not in (None, False)
@@ -254,7 +260,7 @@ def _refuse_conflicts(flags: argparse.Namespace) -> None:
 
 
 def _refuse_values(flags: argparse.Namespace) -> None:
-    """Raises InputError for values, typed or default, that are not possible here."""
+    """Raises InputError for values, given or default, that make no sense together."""
     if "://" in flags.output_dir and not (flags.status or flags.verify or flags.report is not None):
         raise InputError(
             f"--output_dir {flags.output_dir}: is a URL, but shards are written to a local folder "
@@ -268,7 +274,7 @@ def _refuse_values(flags: argparse.Namespace) -> None:
 
 
 def _check_hosts(flags: argparse.Namespace) -> None:
-    """Checks the flags that name the hosts of a pod: all or none of them are given."""
+    """Checks the flags that name the hosts of a pod: all of them must be given, or none."""
     given = {name: getattr(flags, name) for name in ONLY_MULTIHOST}
     present = [name for name, value in given.items() if value is not None]
     if present and not flags.multihost:
@@ -284,12 +290,13 @@ def _check_hosts(flags: argparse.Namespace) -> None:
     address = re.fullmatch(HOST_AND_PORT, flags.coordinator_address or "")
     if present and (address is None or not 0 < int(address[2]) < 65536):
         raise InputError(
-            f"--coordinator_address {flags.coordinator_address}: expected HOST:PORT of host 0"
+            f"--coordinator_address {flags.coordinator_address}: expected HOST:PORT of host 0, "
+            "such as 10.0.0.1:8476"
         )
 
 
 def check_flags() -> int:
-    """Parses the command line; returns the exit status that a run would end with if it is bad."""
+    """Checks the command line; returns 0 if it is good, and 2 like a run if it is not."""
     try:
         parse_args()
     except InputError as error:

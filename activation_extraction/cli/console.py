@@ -1,4 +1,4 @@
-"""What the user sees of a run and how the user stops it: log, progress, metrics, clock, signals."""
+"""How the user watches a run and stops it: log, progress, metrics, clock, signals."""
 
 import logging
 import signal
@@ -16,9 +16,9 @@ log = logging.getLogger("extract_activations")
 
 
 def start_logging(verbose: bool, machine: int, host: int | None) -> None:
-    """One line per event to stderr, above the progress bar; other libraries keep their settings.
+    """Logs one line per event to stderr, above the progress bar. Does not touch other loggers.
 
-    Hosts other than the first are quiet unless something is wrong. host: None while unknown.
+    Hosts other than the first log only warnings and errors. host: None while it is not known.
     """
     handler = TqdmLoggingHandler() if on_terminal() else logging.StreamHandler()
     who = f"machine {machine} host {'?' if host is None else host}"
@@ -32,15 +32,15 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
 
 
 def on_terminal() -> bool:
-    """Whether somebody watches: bars are for them, lines for log files."""
+    """Whether stderr is a terminal. Terminals get a progress bar, log files get lines."""
     return sys.stderr.isatty()
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], int]]:
-    """Within it, SIGTERM and the first Ctrl-C only ask to stop; the second Ctrl-C interrupts.
+    """Inside the block, SIGTERM and the first Ctrl-C only ask to stop; a second Ctrl-C interrupts.
 
-    Yields the function that gives the number of the signal that asked, 0 when none did.
+    Yields a function that returns the number of the signal that came, or 0 if none has.
     """
     received = 0
 
@@ -48,7 +48,7 @@ def stop_on_signals() -> Iterator[Callable[[], int]]:
         nonlocal received
         received = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        log.warning("stopping after this step; what is complete will be stored")
+        log.warning("stopping after this step; complete samples will be stored")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -59,7 +59,7 @@ def stop_on_signals() -> Iterator[Callable[[], int]]:
 
 
 class Clock:
-    """Seconds spent per named activity of one thread."""
+    """The seconds that one thread spends on each of its activities."""
 
     def __init__(self) -> None:
         self.restart()
@@ -75,7 +75,7 @@ class Clock:
             self.seconds[activity] += time.perf_counter() - began
 
     def restart(self) -> None:
-        """Has `elapsed` count from now on."""
+        """Makes `elapsed` count from now."""
         self._began = time.perf_counter()
 
     @property
@@ -85,11 +85,12 @@ class Clock:
 
 
 class Progress:
-    """A bar on a terminal, else a line every `interval` seconds; and as often a line of metrics.
+    """Shows a bar on a terminal, else logs a line every `interval` seconds; also writes metrics.
 
-    max_samples: of this host, None when unknown. stored: samples of earlier runs, with which the
-    bar begins. chips: devices of this host. peak_flops: of all of them per second, None when
-    unknown. gauges: what else belongs into the metrics. record: receives them, a JSON object.
+    max_samples: this host's limit; None if unknown. stored: samples of earlier runs, where the bar
+    begins. chips: this host's devices. peak_flops: what they can do per second together; None if
+    unknown. gauges: returns what else belongs in the metrics. record: takes the metrics of every
+    interval, a JSON object.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Progress:
         )
 
     def advance(self, samples: int, tokens: int, flops: float) -> None:
-        """Counts one step."""
+        """Counts one step, and reports if the interval is over."""
         self.samples += samples
         self.tokens += tokens
         self._flops += flops
@@ -167,7 +168,7 @@ class Progress:
             )
 
     def close(self) -> None:
-        """The last report, and the end of the bar."""
+        """Makes the last report and ends the bar."""
         if self._reported[1] < self.tokens:
             self._report()
         self._bar.close()

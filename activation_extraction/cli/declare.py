@@ -1,4 +1,4 @@
-"""How a flag is declared: its help with its default, and what argparse makes of its value."""
+"""How a flag is declared: its help with its default, and the parsers of its value."""
 
 import argparse
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 from activation_extraction.cli.defaults import DEFAULTS, ENVIRONMENT
 
-LARGEST = 10**9  # of any number; more is a slip of the finger
+LARGEST = 10**9  # whole number that any flag takes; more is a typo
 MESH_AXES = ("pipeline", "data", "fsdp", "model")
 
 
@@ -34,14 +34,14 @@ def integer(least: int) -> Callable[[str], int]:
 
 
 def sizes(typed: str) -> tuple[int, ...]:
-    """Positive numbers between commas."""
+    """Positive numbers with commas between them."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", typed):
         raise argparse.ArgumentTypeError(f"{typed!r} is not a list of positive numbers such as 4,4")
     return tuple(map(int, typed.split(",")))
 
 
 def axes(typed: str) -> tuple[str, ...]:
-    """Different names of mesh axes between commas."""
+    """Different names of mesh axes with commas between them."""
     names = tuple(typed.split(","))
     if len(set(names)) < len(names) or not set(names) <= set(MESH_AXES):
         raise argparse.ArgumentTypeError(
@@ -59,7 +59,7 @@ def gigabytes(typed: str) -> float:
 
 
 def free_gigabytes(typed: str) -> float:
-    """A size in 10^9 bytes, which may be 0."""
+    """A size in 10^9 bytes, or 0."""
     return gigabytes(typed) if float(typed) else 0.0
 
 
@@ -67,24 +67,24 @@ gigabytes.__name__ = free_gigabytes.__name__ = "size in GB"
 
 
 def add(group: Any, name: str, help: str, unit: str = "", **options: Any) -> None:
-    """A flag with a value; its help ends with its default and the unit of that."""
+    """Adds a flag with a value. Its help ends with the default and the default's unit."""
     if name in DEFAULTS and "(default" not in help:
         help += f" (default: {DEFAULTS[name]}{unit})"
     group.add_argument(f"--{name}", help=help, **options)
 
 
 def add_switch(group: Any, name: str, help: str) -> None:
-    """A boolean flag, false by default."""
+    """Adds a boolean flag that is false by default."""
     group.add_argument(f"--{name}", action="store_true", help=help)
 
 
 def add_pair(group: Any, yes: str, no: str, yes_help: str, no_help: str) -> None:
-    """A boolean flag as a pair of names, true by default."""
+    """Adds a boolean flag as a pair of names. It is true by default."""
     pair = group.add_mutually_exclusive_group()
     pair.add_argument(f"--{yes}", action="store_true", default=True, help=f"{yes_help} (default)")
     pair.add_argument(f"--{no}", dest=yes, action="store_false", help=no_help)
 
 
 def variables(flag: str) -> str:
-    """The environment variables that fill in the flag."""
+    """The environment variables that a flag is filled in from."""
     return " or ".join(ENVIRONMENT[flag])

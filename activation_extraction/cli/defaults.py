@@ -1,6 +1,6 @@
-"""What fills in for flags that are not given: defaults and environment variables, each stated once.
+"""What stands in for flags that are not given: defaults and environment variables.
 
-The help quotes them from here, and the configuration takes them from here.
+Each is stated only here; both the help and the configuration take it from here.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "verify_samples": 8,
     "log_every": 30,
 }
-# Flag -> environment variables that fill it, the first one that is set.
+# Flag -> the environment variables that fill it in; the first one that is set counts.
 ENVIRONMENT = {
     "coordinator_address": ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"),
     "host_id": ("JAX_PROCESS_INDEX", "HOST_ID"),

@@ -1,7 +1,7 @@
-"""What the engine that started this process says about its share of the data.
+"""What the scheduler that started this process says about its share of the data.
 
-Slurm arrays, Kubernetes' indexed Jobs and SkyPilot's jobs number what they start in variables of
-their own. The engine alone decides where and when a machine is started again.
+Slurm arrays, indexed Jobs of Kubernetes and SkyPilot's jobs number what they start, each in its own
+environment variables. Only the scheduler decides where and when a machine is started again.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ KUBERNETES_ID = "JOB_COMPLETION_INDEX"
 def machine_variables(
     environment: Mapping[str, str], multihost: bool
 ) -> tuple[str | None, str | None]:
-    """The variables with the number of this machine and with the number of machines.
+    """The names of the variables with this machine's number and with the number of machines.
 
-    Kubernetes has none with the number of machines. Where the hosts of a machine are an indexed
-    Job, its index is the number of the host.
+    Kubernetes has no variable for the number of machines. If the hosts of a pod are an indexed Job,
+    its index is the number of the host instead.
     """
     if environment.get(SKYPILOT_COUNT, "").isdigit():  # "None" unless there are several jobs
         return SKYPILOT_ID, SKYPILOT_COUNT
@@ -36,6 +36,6 @@ def check_array(environment: Mapping[str, str]) -> None:
     first, last = (environment.get(f"SLURM_ARRAY_TASK_{end}") for end in ("MIN", "MAX"))
     if not (first == "0" and count.isdigit() and last == str(int(count) - 1)):
         raise InputError(
-            f"--total_machines: is missing, and this Slurm array does not tell it: it has {count} "
-            f"indices from {first} to {last}, expected 0 to N-1 without gaps"
+            "--total_machines: is missing and cannot be read off this Slurm array, which has "
+            f"{count} indices from {first} to {last}; expected 0 to N-1 without gaps, or the flag"
         )

@@ -1,8 +1,8 @@
 """The two ways a run may fail, and the exit status of each.
 
 `InputError`: the request cannot be met; found before anything expensive starts (status 2).
-`RunError`: the request was sound and something failed on the way (status 1).
-Both carry one line for the user; anything else that escapes is a defect of this program.
+`RunError`: the request was sound, but something failed on the way (status 1).
+Both carry one line for the user; any other exception that escapes is a bug in this program.
 """
 
 import logging
@@ -11,7 +11,7 @@ log = logging.getLogger("extract_activations")
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception of a library says, as one line."""
+    """The message of a library's exception, as one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -22,7 +22,7 @@ class InputError(Exception):
 class RunError(Exception):
     """A failure at run time. The message says what failed; the caller adds what is stored.
 
-    remedy: what has to change before the run can continue; None: the same command continues.
+    remedy: what must change before the run can continue; None: nothing, just run it again.
     """
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
@@ -31,12 +31,12 @@ class RunError(Exception):
 
 
 def for_the_user(error: Exception) -> Exception:
-    """The error itself where `main` has a line for it. Any other one is a defect of this program:
+    """The error itself if `main` knows how to report it. Any other one is a bug in this program:
     its traceback is logged, and a RunError takes its place."""
     if isinstance(error, RunError | InputError | MemoryError):
         return error
     log.error("unexpected error", exc_info=error)
     return RunError(
         f"unexpected {type(error).__name__}: {one_line(error)}",
-        remedy="this is a defect of the program; its traceback is above",
+        remedy="this is a bug in this program; its traceback is above",
     )

@@ -1,8 +1,8 @@
 """The flags that say what to compute, and the parser of all flags.
 
-Flags about the output are in output_flags.py; what flags mean together is config.py's subject. A
-flag that is not given is None, so that conflicts between given ones can be found; its default is
-filled in afterwards. Booleans are the exception.
+Flags about the output are in output_flags.py; config.py checks whether flags fit together. A flag
+that is not given is None, so that conflicts between given flags can be found; defaults are filled
+in afterwards. Boolean flags are the exception.
 """
 
 import argparse
@@ -34,14 +34,14 @@ ACTIVATION_TYPES = ("residual", "mlp", "attn")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Bad flags are InputErrors like every other bad input, one line and no usage text."""
+    """Reports a bad flag, such as one without its value, as an InputError: one line, no usage."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} (see --help)")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every flag with its help text."""
+    """The parser of all flags, with their help."""
     parser = _Parser(
         prog="extract_activations.py",
         description="Turns a Qwen checkpoint and a stream of text into shards of activations.",
@@ -67,15 +67,16 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add(
         group,
         "model_path",
-        "a local folder (config.json, safetensors, tokenizer) or a hub name",
+        "a folder with config.json, safetensors and tokenizer: a local one, one in a bucket "
+        "(gs://BUCKET/FOLDER), or the name of a hub model",
         type=text,
         metavar="PATH",
     )
     add(
         group,
         "model_revision",
-        "a branch, tag or commit of a hub model (default: the commit with which the extraction "
-        "began; for a new one the newest)",
+        "a branch, tag or commit of a hub model (default: the commit that the extraction began "
+        "with; the newest one for a new extraction)",
         type=text,
         metavar="NAME",
     )
@@ -102,15 +103,15 @@ def _add_hook_flags(parser: argparse.ArgumentParser) -> None:
     add(
         group,
         "activation_type",
-        "residual: the residual stream after the block; attn, mlp: what the half of the block adds "
-        "to it",
+        "residual: the residual stream after the block; attn, mlp: what that half of the block "
+        "adds to it",
         choices=ACTIVATION_TYPES,
     )
     add(
         group,
         "hook_names",
-        "instead of the two flags above: names of TransformerLens, or of the inputs and outputs of "
-        "Hugging Face modules, globs allowed, such as 'blocks.*.mlp.hook_in' or "
+        "instead of the two flags above: TransformerLens names, or inputs and outputs of Hugging "
+        "Face modules; globs are allowed, such as 'blocks.*.mlp.hook_in' or "
         "'model.layers.20.mlp.output'",
         nargs="+",
         metavar="GLOB",
@@ -118,8 +119,8 @@ def _add_hook_flags(parser: argparse.ArgumentParser) -> None:
     add_switch(
         group,
         "list_hooks",
-        "list the model's hooks with all their names, widths and bytes per token, and end; reads "
-        "config.json only",
+        "list the model's hooks with all their names, widths and bytes per token, then exit; "
+        "reads only config.json",
     )
 
 
@@ -129,18 +130,18 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     add(
         group,
         "dataset_name",
-        f"a data set of the hub, which is streamed (default: {name})",
+        f"a data set on the hub, which is streamed (default: {name})",
         type=text,
         metavar="NAME",
     )
     add(
         group,
         "dataset_config",
-        f"a configuration of it (default: {config} for the default data set, else its own default)",
+        f"its configuration (default: {config} for the default data set, else its own default)",
         type=text,
         metavar="NAME",
     )
-    add(group, "dataset_split", f"a split of it (default: {split})", type=text, metavar="NAME")
+    add(group, "dataset_split", f"its split (default: {split})", type=text, metavar="NAME")
     add(
         group,
         "dataset_path",
@@ -152,16 +153,16 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     add(
         group,
         "text_column",
-        "the column that holds the text; without it, ARC-AGI's columns train and test become a "
-        f"prompt, see below (default: {DEFAULTS['text_column']})",
+        "the column that holds the text; in rows without it, ARC-AGI's columns train and test "
+        f"become a prompt, see below (default: {DEFAULTS['text_column']})",
         type=text,
         metavar="NAME",
     )
     add_switch(
         group,
         "skip_bad_rows",
-        "skip and count rows that cannot be used: not JSON, no such column, no text in it; may be "
-        "added to continue a run (default: such a row ends the run)",
+        "skip and count rows that cannot be used: not JSON, no such column, no text in it; may "
+        "also be added when a run is continued (default: such a row ends the run)",
     )
     add(
         group,
@@ -222,7 +223,7 @@ def _add_computing_flags(parser: argparse.ArgumentParser) -> None:
     add(
         group,
         "mesh_shape",
-        f"the size of every axis (default: {variables('mesh_shape')}, else as --mesh_type says)",
+        f"the size of each axis (default: {variables('mesh_shape')}, else as --mesh_type says)",
         type=sizes,
         metavar="A,B[,C]",
     )
@@ -240,7 +241,7 @@ def _add_computing_flags(parser: argparse.ArgumentParser) -> None:
         "use_data_parallel",
         "no_data_parallel",
         "use all devices",
-        "use one device of every host",
+        "use only one device of each host",
     )
     add(
         group,
@@ -286,6 +287,6 @@ def _add_host_flags(parser: argparse.ArgumentParser) -> None:
     for name, meaning in (
         ("connect_timeout", "how long to wait for the other hosts at the start"),
         ("heartbeat_timeout", "how long a host may be silent before it counts as dead"),
-        ("stall_timeout", "end the process when no step finishes for this long"),
+        ("stall_timeout", "end the process if no step finishes for this long"),
     ):
         add(group, name, meaning, unit=" s", type=integer(1), metavar="SECONDS")

@@ -21,14 +21,15 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     add(
         group,
         "output_dir",
-        "the folder for the shards; the same command continues an interrupted run there",
+        "the folder for the shards; the same command continues a run that was interrupted there",
         type=text,
         metavar="FOLDER",
     )
     add(
         group,
         "min_free_gb",
-        "refuse to start with less free disk for --output_dir than this, in units of 10^9 bytes",
+        "refuse to start if the disk of --output_dir has less than this free, in units of 10^9 "
+        "bytes",
         unit=" GB",
         type=free_gigabytes,
         metavar="GB",
@@ -59,7 +60,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         group,
         "repair",
         "with the flags of a run: recompute the shards that --verify finds damaged or missing, and "
-        "no others; then verify, and end with the exit status of that",
+        "no others; then verify again and exit with that status",
     )
 
 
@@ -72,7 +73,7 @@ def add_bucket_flags(parser: argparse.ArgumentParser) -> None:
     add_switch(
         group,
         "upload_to_gcs",
-        "upload every shard; it then counts as stored once the bucket has confirmed it",
+        "upload every shard; it counts as stored only once the bucket has confirmed it",
     )
     add(
         group,
@@ -108,22 +109,26 @@ def add_bucket_flags(parser: argparse.ArgumentParser) -> None:
 def add_checking_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "looking at an extraction",
-        "instead of extracting; looks at the bucket with --upload_to_gcs, else at --output_dir, "
-        "which may be a URL here",
+        "these flags do not extract; they look at the bucket with --upload_to_gcs, else at "
+        "--output_dir, which may be a URL here",
     )
     add_switch(
         group,
         "status",
-        "what all machines and hosts have stored, how fast they are and when they will be done; "
-        "also while a run goes on",
+        "show what all machines and hosts have stored, how fast they are and when they will be "
+        "done; also works during a run",
     )
-    add_switch(group, "aggregate", "with --status: also write it there as aggregated_metadata.json")
+    add_switch(
+        group,
+        "aggregate",
+        "with --status: also write it there as aggregated_metadata.json",
+    )
     add_switch(
         group,
         "verify",
         "compare every shard with its checksum and its JSON file, and check that every sample is "
-        "there once; with --model_path, also recompute some samples; lists every problem and ends "
-        "with exit status 1 if there is one",
+        "there once; with --model_path, also recompute some samples; lists every problem and exits "
+        "with status 1 if there is any",
     )
     add(
         group,
@@ -138,15 +143,15 @@ def add_checking_flags(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="FILE",
         help="write an HTML page about the activations: norms, leading directions, the largest "
-        "tokens, throughput; also during a run (default: report.html in --output_dir, or for a "
-        "bucket in the working directory)",
+        "tokens, throughput; also works during a run (default: report.html in --output_dir, or in "
+        "the working directory for a bucket)",
     )
     group.add_argument(
         "--export",
         choices=EXPORT_FORMATS,
         help="copy a finished run into the files of a trainer in --export_dir: memmap for "
-        "jkminder's dictionary_learning (crosscoders), llamascopium for Llamascopium; an export "
-        "that was stopped continues; --hook_names chooses hooks (default: all)",
+        "jkminder's dictionary_learning (crosscoders), llamascopium for Llamascopium; the same "
+        "command continues an export that was stopped; --hook_names chooses hooks (default: all)",
     )
     add(group, "export_dir", "the folder that --export writes to", type=text, metavar="FOLDER")
 

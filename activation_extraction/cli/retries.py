@@ -1,4 +1,4 @@
-"""One line of our own instead of what libraries log about requests that they retry."""
+"""Replaces what libraries log about the requests that they retry by one line of our own."""
 
 import logging
 import re
@@ -25,7 +25,7 @@ class _FirstFailure(logging.Filter):
         if retry and not self._said:
             self._said = True
             log.warning(
-                "%s: the hub does not answer%s; trying again for about half a minute",
+                "%s: the hub is not answering%s; trying again for about half a minute",
                 *(self._what, f" ({retry[1]:.200})" if retry[1] else ""),
             )
         return retry is None
@@ -33,7 +33,7 @@ class _FirstFailure(logging.Filter):
 
 @contextmanager
 def hub_requests(what: str) -> Iterator[None]:
-    """Inside the block, retried requests are logged in one line. what: the thing asked for."""
+    """Inside the block, retried requests are logged as one line. what: what is asked for."""
     first = _FirstFailure(what)
     for name in LOGGERS:
         logging.getLogger(name).addFilter(first)
@@ -45,17 +45,17 @@ def hub_requests(what: str) -> Iterator[None]:
 
 
 def name_unknown(error: BaseException | None) -> bool:
-    """Whether the cause of an error is a host name that does not resolve."""
+    """Whether an error was caused by a host name that does not resolve."""
     while error is not None and not isinstance(error, socket.gaierror):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 class _GcsfsLog(logging.Handler):
-    """Hands on why gcsfs retries a request, which it does for half a minute before it fails.
+    """Passes on why gcsfs retries a request; it does so for half a minute before it fails.
 
-    Everything else is dropped, including its traceback for every request that it gives up: our
-    caller tries again and says so in one line.
+    Drops everything else, including its traceback for every request that it gives up: our caller
+    tries again and says so in one line.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

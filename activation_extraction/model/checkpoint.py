@@ -1,31 +1,33 @@
-"""Checkpoints: the files of a model, in a local folder or on the Hugging Face hub.
+"""Checkpoints: the files of a model, in a local folder, in a bucket or on the Hugging Face hub.
 
-`Checkpoint` finds the files, checks what their headers say, and reads parts of tensors. How
-parameters are made of tensors is weights.py's part.
+`Checkpoint` finds the files and says which of them holds a tensor. How a file is read is the
+business of weight_files.py, how parameters are made of tensors that of weights.py.
 """
 
-import dataclasses
 import functools
+import hashlib
 import json
-import math
-import mmap
 import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
-from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import _CACHED_NO_EXIST, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
 )
-from safetensors import SafetensorError, safe_open
 
+from activation_extraction.cli.console import log
 from activation_extraction.cli.errors import InputError, one_line
 from activation_extraction.cli.retries import hub_requests, name_unknown
+from activation_extraction.model.compilation import default_folder
+from activation_extraction.model.weight_files import Index, LocalFile, RemoteFile, WeightFile
+from activation_extraction.output.folder import Folder, FolderError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -37,47 +39,38 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
 )
-FLOAT_TYPES: dict[str, np.dtype] = {
-    "F64": np.dtype("float64"),
-    "F32": np.dtype("float32"),
-    "F16": np.dtype("float16"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-Index = tuple[slice, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorPlace:
-    """Where a safetensors file keeps a tensor: shape, dtype, and the byte at which it begins."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    offset: int
 
 
 class Checkpoint:
-    """The files of a model, in a local folder or on the hub (downloaded one by one, as needed).
+    """The files of a model: in a local folder, at a URL that fsspec knows, or on the hub.
 
+    Small files become local ones. Weights of a URL are read by ranges, straight into memory; those
+    of the hub too, unless they are to be kept and the disk has room for them.
     Raises InputError, naming path and file, for anything that is missing, truncated or not a
     floating-point safetensors checkpoint.
     """
 
-    def __init__(self, model_path: str, revision: str | None = None) -> None:
-        """revision: a branch, tag or commit of a hub model; None: its main branch."""
+    def __init__(self, model_path: str, revision: str | None = None, keep: bool = True) -> None:
+        """revision: a branch, tag or commit of a hub model; None: its main branch.
+
+        keep: whether the hub's cache on this machine is to keep its weights, for the next start.
+        """
         self.model_path = model_path
         self._local = Path(os.path.expanduser(model_path))
+        self._url = "://" in model_path
         # After the first file its commit: all others are of the same one.
         self._revision = revision
+        self._keep = keep
         self._found: dict[str, Path | None] = {}
+        self._opened: dict[str, WeightFile] = {}
         if os.path.isfile(self._local):
             raise InputError(f"--model_path {model_path}: is a file, expected a folder")
-        if not os.path.isdir(self._local) and not HUB_NAME.fullmatch(model_path):
+        if not (self.local or self._url or HUB_NAME.fullmatch(model_path)):
             raise InputError(f"--model_path {model_path}: no such folder, and not a hub name")
-        if self.local and revision is not None:
+        if (self.local or self._url) and revision is not None:
             raise InputError(
-                f"--model_revision {revision}: --model_path {model_path} is a local folder; "
+                f"--model_revision {revision}: --model_path {model_path} is a folder; "
                 "only models of the hub have revisions"
             )
 
@@ -88,26 +81,40 @@ class Checkpoint:
 
     @property
     def commit(self) -> str | None:
-        """The hub's commit that the files belong to; None for a local folder."""
+        """The hub's commit that the files belong to; None for a folder."""
         self.file("config.json")
-        return None if self.local else self._revision
+        return None if self.local or self._url else self._revision
 
     def file(self, name: str) -> Path:
-        """Local path of one file. Raises InputError when the model does not have it."""
+        """Local path of one small file. Raises InputError when the model does not have it."""
         path = self.find(name)
         if path is None:
             raise InputError(f"--model_path {self.model_path}: has no {name}")
         return path
 
     def find(self, name: str) -> Path | None:
-        """Local path of one file, None when the model does not have it."""
+        """Local path of one small file, None when the model does not have it."""
         if name not in self._found:
             local = self._local / name
-            if os.path.isdir(self._local):
+            if self.local:
                 self._found[name] = local if local.is_file() else None
+            elif self._url:
+                self._found[name] = self._copy(name)
             else:
                 self._found[name] = self._download(name)
         return self._found[name]
+
+    def _copy(self, name: str) -> Path | None:
+        """Of a file at a URL, made anew by every process."""
+        data = self._remote.read(name)
+        copy = _folder_for(self.model_path) / name
+        if data is None:
+            copy.unlink(missing_ok=True)  # transformers reads what lies in the folder
+            return None
+        with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as file:
+            file.write(data)
+        os.replace(file.name, copy)
+        return copy
 
     def _download(self, name: str) -> Path | None:
         try:
@@ -135,9 +142,15 @@ class Checkpoint:
                 f"{one_line(error)}"
             ) from error
 
-    def weight_files(self) -> list[Path]:
-        """The files that decide what the model computes: config.json and the checked weights."""
-        return [self.file("config.json"), *self._headers]
+    def local_files(self) -> list[Path]:
+        """config.json and the local files of the checked weights."""
+        paths = [file.path for file in self._opened.values()]
+        return [self.file("config.json"), *(path for path in paths if path is not None)]
+
+    def remote_digests(self) -> dict[str, str]:
+        """Name -> digest of the remote files of the checked weights."""
+        files = [file for file in self._opened.values() if isinstance(file, RemoteFile)]
+        return {file.name: file.digest() for file in files}
 
     def tokenizer_files(self) -> list[Path]:
         """The files that decide how text is tokenised."""
@@ -155,56 +168,77 @@ class Checkpoint:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{index}: not a safetensors index: {error!r}") from error
 
-    def tensor_path(self, tensor: str) -> Path:
-        """The safetensors file that holds (or should hold) a tensor."""
+    def file_with(self, tensor: str) -> WeightFile:
+        """The file that holds (or should hold) a tensor."""
         if self.file_of_tensor is None:
-            return self.file(SINGLE_FILE)
+            return self._open(SINGLE_FILE)
         if tensor not in self.file_of_tensor:
             raise InputError(f"--model_path {self.model_path}: tensor {tensor} is missing")
-        return self.file(self.file_of_tensor[tensor])
-
-    @functools.cached_property
-    def _headers(self) -> dict[Path, dict[str, TensorPlace]]:
-        return {}
-
-    def header(self, path: Path) -> dict[str, TensorPlace]:
-        if path not in self._headers:
-            try:
-                with safe_open(path, "np"):  # checks the header, and the file's size against it
-                    self._headers[path] = _read_header(path)
-            except (SafetensorError, OSError) as error:
-                raise InputError(f"{path}: not a complete safetensors file: {error}") from error
-        return self._headers[path]
+        return self._open(self.file_of_tensor[tensor])
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """Part of a tensor, as a view of the file: its bytes are read when it is copied.
+        """Part of a tensor: (start, stop) slices of every axis."""
+        return self.file_with(tensor).read(tensor, index)
 
-        The file is mapped for as long as the view lives, so pages that were read do not pile up.
-        """
-        path = self.tensor_path(tensor)
-        place = self.header(path)[tensor]
-        with open(path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        values = np.frombuffer(mapped, place.dtype, math.prod(place.shape), place.offset)
-        return values.reshape(place.shape)[index]
+    def place(self, tensor: str) -> tuple[str, int]:
+        """The name of a tensor's file and the byte at which it begins there."""
+        file = self.file_with(tensor)
+        return file.name, file.header[tensor].offset
 
+    def _open(self, name: str) -> WeightFile:
+        if name not in self._opened:
+            remote = not self.local and (self._url or not self._kept(name))
+            self._opened[name] = self._open_remote(name) if remote else LocalFile(self.file(name))
+        return self._opened[name]
 
-def _read_header(path: Path) -> dict[str, TensorPlace]:
-    """Of a safetensors file: 8 bytes with the length of a JSON, the JSON, the tensors' bytes.
+    def _open_remote(self, name: str) -> RemoteFile:
+        if name not in self._sizes:
+            raise InputError(f"--model_path {self.model_path}: has no {name}")
+        return RemoteFile(self._remote, name, self._sizes[name])
 
-    Raises InputError for dtypes that are not in FLOAT_TYPES.
-    """
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    places = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in FLOAT_TYPES:
-            raise InputError(
-                f"{path}: tensor {name} is {entry['dtype']}; only {', '.join(FLOAT_TYPES)} are "
-                "read (quantised checkpoints are not)"
+    def _kept(self, name: str) -> bool:
+        """Whether a weight file of the hub is in its cache on this machine, or to be put there."""
+        self.file("config.json")  # from now on the revision is a commit
+        if isinstance(try_to_load_from_cache(self.model_path, name, revision=self._revision), str):
+            return True
+        if not self._keep or constants.HF_HUB_OFFLINE:
+            return self._keep
+        cache = Path(constants.HF_HUB_CACHE)
+        size, free = self._sizes.get(name, 0), shutil.disk_usage(cache).free
+        if size > free:
+            log.warning(
+                "%s has %.3g GB, but %s only %.3g GB free: it is read straight into memory",
+                *(name, size / 1e9, cache, free / 1e9),
             )
-        offset = 8 + length + entry["data_offsets"][0]
-        places[name] = TensorPlace(tuple(entry["shape"]), FLOAT_TYPES[entry["dtype"]], offset)
-    return places
+        return size <= free
+
+    @functools.cached_property
+    def _remote(self) -> Folder:
+        """Where the weights are, if not in a local folder."""
+        try:
+            if self._url:
+                return Folder(self.model_path)
+            return Folder(f"hf://{self.model_path}@{self.commit}")
+        except FolderError as error:
+            raise InputError(f"--model_path {error}") from error
+
+    @functools.cached_property
+    def _sizes(self) -> dict[str, int]:
+        """Name -> size in bytes of the remote files."""
+        try:
+            return self._remote.files()
+        except FolderError as error:
+            if error.final:
+                raise InputError(f"--model_path {error}") from error
+            raise
+
+
+@functools.cache
+def _folder_for(url: str) -> Path:
+    """A folder of this user for copies of small files."""
+    folder = default_folder().parent / "models" / hashlib.sha256(url.encode()).hexdigest()[:16]
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="model_"))
+    return folder

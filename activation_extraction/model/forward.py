@@ -44,7 +44,8 @@ Key = int | str  # of a hook in the shards: its layer, or its name
 class ModelRequest:
     """What the flags of the same names ask of the model; rows and length are those of a step.
 
-    every_device: False for one device of every host.
+    every_device: False for one device of every host. keep_weights: whether the hub's cache on this
+    machine is to keep the hub's weights.
     """
 
     model_path: str
@@ -60,6 +61,7 @@ class ModelRequest:
     mesh_shape: tuple[int, ...] | None
     mesh_axes: tuple[str, ...] | None
     every_device: bool
+    keep_weights: bool
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Forward:
 
 def prepare_model(families: Families, request: ModelRequest) -> Forward:
     """The model on its mesh, with a checkpoint that has been checked. Raises InputError."""
-    checkpoint = Checkpoint(request.model_path, request.revision)
+    checkpoint = Checkpoint(request.model_path, request.revision, request.keep_weights)
     family, config = families.read(checkpoint.file("config.json"))
     hooks = choose_hooks(request, family.hooks, config.num_hidden_layers)
     model, rows = build_model(family, request, config)

@@ -1,11 +1,11 @@
 """The hook points of a dense decoder: the table that families of models begin with.
 
-A hook point is a kind at a layer. Names and meanings are those of TransformerLens with unprocessed
-weights. A norm's `hook_normalized` is before its weight and `hook_out` after it; `hook_q`, `hook_k`
-and `hook_v` are the projections, before any norm on them and before the rotary embedding;
-`hook_rot_q` and `hook_rot_k` are after both; `hook_resid_post` of the last layer is before the
-final norm, unlike Hugging Face's last hidden state. Values per head are flat, (tokens, heads * head
-size).
+A hook point is a kind of hook at a layer. Names and meanings are those of TransformerLens with
+unprocessed weights. A norm's `hook_normalized` comes before its weight and `hook_out` after it;
+`hook_q`, `hook_k` and `hook_v` are the projections, which come before any norm on them and before
+the rotary embedding; `hook_rot_q` and `hook_rot_k` come after both; `hook_resid_post` of the last
+layer comes before the final norm, unlike Hugging Face's last hidden state. Values per head are
+flat: (tokens, heads * head size).
 """
 
 from activation_extraction.model.hooks import HookKind, HookTable
@@ -14,7 +14,7 @@ from activation_extraction.model.hooks import HookKind, HookTable
 def block_kind(
     name: str, letters: str, value: str, modules: str = "", aliases: str = ""
 ) -> HookKind:
-    """A kind that every layer has, its names without their common beginnings."""
+    """A kind that every layer has. Its names are given without their common beginnings."""
     return HookKind(
         f"blocks.{{}}.{name}",
         letters,

@@ -84,7 +84,7 @@ class Rope:
 
 
 def rotate(x: Array, rotary: tuple[Array, Array]) -> Array:
-    """Rotates (B, T, heads, H) float32; dimension i pairs with i + H/2, as Hugging Face has it."""
+    """Rotates (B, T, heads, H) float32; dimension i pairs with i + H/2, as in Hugging Face."""
     cos, sin = rotary
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

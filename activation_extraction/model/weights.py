@@ -132,11 +132,11 @@ def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], known: se
     """
     names = set(checkpoint.file_of_tensor or ())
     for spec in table:
-        for path in {checkpoint.tensor_path(name) for name in spec.hf_names}:
-            shapes = {name: place.shape for name, place in checkpoint.header(path).items()}
+        for file in {checkpoint.file_with(name) for name in spec.hf_names}:
+            shapes = {name: place.shape for name, place in file.header.items()}
             names |= set(shapes)
-            own = [name for name in spec.hf_names if checkpoint.tensor_path(name) == path]
-            dataclasses.replace(spec, hf_names=tuple(own)).check(shapes, str(path))
+            own = [name for name in spec.hf_names if checkpoint.file_with(name) is file]
+            dataclasses.replace(spec, hf_names=tuple(own)).check(shapes, file.where)
     unknown = sorted(n for n in names - known if not IGNORED_TENSORS.fullmatch(n))
     if unknown:
         raise InputError(
@@ -155,6 +155,8 @@ def load_params(
 ) -> dict[str, Any]:
     """Reads every parameter straight into its shards, layer by layer (of all stages at once).
 
+    The order is that of the files, where it can be, so that they are read from beginning to end.
+
     A process reads only the parts that its devices hold, each once, with several threads. Besides
     what the devices have in the end it holds no more than its parts of READERS tensors (of every
     stage that it takes part in). as_bits: hand a 2-byte `dtype` over as uint16. `progress` is
@@ -162,8 +164,10 @@ def load_params(
     """
     stages = layout.size("pipeline")
     whole = {path: spec for path, spec in table.items() if not spec.stacked}
-    stacked = {path: spec for path, spec in table.items() if spec.stacked}
+    stacked = _in_file_order({p: spec for p, spec in table.items() if spec.stacked}, checkpoint)
     length = min((spec.shape[0] for spec in stacked.values()), default=0) // stages
+    tensors = next(iter(stacked.values())).hf_names if stacked else ()
+    order = sorted(range(length), key=lambda k: _place(checkpoint, tensors[k:]))
 
     def load(spec: WeightSpec, numbers: range) -> jax.Array:
         shape, axes = spec.shape, spec.axes
@@ -184,7 +188,7 @@ def load_params(
 
     def jobs() -> Iterator[tuple[WeightSpec, range]]:
         yield from ((spec, range(0)) for spec in whole.values())
-        for k in range(length):
+        for k in order:
             layers = range(k, stages * length, length)  # layer k of every stage
             yield from ((spec, layers) for spec in stacked.values())
 
@@ -195,7 +199,7 @@ def load_params(
             params[path] = next(arrays)
             progress(params[path].nbytes)
         stacks = _empty_stacks(stacked, layout, np.uint16 if as_bits else dtype)
-        for k in range(length):
+        for k in order:
             for path in stacked:
                 row = next(arrays)
                 progress(row.nbytes)
@@ -203,6 +207,18 @@ def load_params(
                 stacks[path] = jax.block_until_ready(_put_layer(stacks[path], row, np.int32(k)))
                 del row  # it counts among those in flight
     return unflatten_dict(params | stacks)
+
+
+def _in_file_order(
+    table: Mapping[tuple[str, ...], WeightSpec], checkpoint: Checkpoint
+) -> dict[tuple[str, ...], WeightSpec]:
+    """Parameters in the order of their first tensors."""
+    return dict(sorted(table.items(), key=lambda item: _place(checkpoint, item[1].hf_names)))
+
+
+def _place(checkpoint: Checkpoint, tensors: Sequence[str]) -> tuple[bool, str, int]:
+    """Where the first of these tensors is, to sort by; none comes last."""
+    return (False, *checkpoint.place(tensors[0])) if tensors else (True, "", 0)
 
 
 def _ahead(

@@ -1,4 +1,4 @@
-"""How a local file comes to be complete under its final name, whatever dies meanwhile."""
+"""Writes local files so that a file under its final name is complete, whatever dies meanwhile."""
 
 import hashlib
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 from pickle import PickleBuffer
 from typing import IO, Any, TypedDict
 
-WRITE_BEHIND = 32 * 2**20  # bytes of a file after which the disk is set to work
+WRITE_BEHIND = 32 * 2**20  # bytes after which the kernel is told to start writing to the disk
 
 
 class Written(TypedDict):
-    """What is known of a file that was written; `write_seconds` counts the writing alone."""
+    """What is known of a file that was written; `write_seconds` counts only the writing."""
 
     sha256: str
     bytes: int
@@ -21,7 +21,7 @@ class Written(TypedDict):
 
 
 class _CountingFile:
-    """A file for writing that keeps the sha256, the size and the seconds spent writing."""
+    """A file to write to that keeps count of sha256, size and seconds spent writing."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -36,9 +36,9 @@ class _CountingFile:
         self.sha256.update(data)
         self.size += size
         if sys.platform == "linux" and self.size - self._handed_over >= WRITE_BEHIND:
-            # The kernel starts writing these bytes to the disk, so that little is left to sync in
-            # the end. Each range is named only once: a second time it would be dropped from
-            # memory, where the upload reads it.
+            # The kernel starts writing these bytes to the disk, so that little is left to sync at
+            # the end. Each range is named only once: the second time, the kernel would drop it
+            # from memory, where the upload reads it.
             new = self._handed_over, self.size - self._handed_over
             os.posix_fadvise(self._file.fileno(), *new, os.POSIX_FADV_DONTNEED)
             self._handed_over = self.size
@@ -54,8 +54,8 @@ def write_atomically(
 ) -> Written:
     """Runs `write(file)` on a temporary file beside `path`, syncs it and renames it to `path`.
 
-    outdated: a file to delete just before the renaming, if it exists. Whenever the process or the
-    machine dies, `path` is absent or whole. Raises OSError; the temporary file is then removed.
+    outdated: a file to delete just before renaming, if it exists. Whenever the process or the
+    machine dies, `path` is absent or whole. Raises OSError, after deleting the temporary file.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""Commit: one shard as the JSON beside it describes it. A shard exists when its JSON does."""
+"""Commit: one shard, as its JSON file describes it. Without that file the shard does not exist."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ from activation_extraction.output.sealed_json import DamagedError
 from activation_extraction.text.batch import Cursor
 
 FORMAT_VERSION = 3
-READABLE_VERSIONS = (2, 3)  # in version 2 the records of a pickle do not name their hook
+READABLE_VERSIONS = (2, 3)  # in version 2, pickled records do not name their hook
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class Commit:
 
     first, last, count: its samples. tokens: the tokens of these samples. hooks: for each hook its
     key, name, width and statistics. cursor: where a run continues after this shard. partial: the
-    shard was cut before it had its size, because the data ended or the run was interrupted; a run
-    that continues makes it again. run: digest of the run's identity. committed: Unix time in
-    seconds. began: when the process that wrote it began to store. unpacked: bytes before
-    compression; None in a JSON that does not record it.
+    shard was cut before it was full, because the data ended or the run was interrupted; a run that
+    continues makes it again. run: digest of the run's identity. committed: Unix time in seconds.
+    began: when the process that wrote it began to store. unpacked: bytes before compression; None
+    if the JSON does not record it.
     """
 
     file: str
@@ -67,7 +67,7 @@ class Commit:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "Commit":
-        """The inverse of `to_json`. Raises DamagedError when fields are missing or unknown."""
+        """The inverse of `to_json`. Raises DamagedError if fields are missing or unknown."""
         content = dict(content)
         try:
             if content.pop("format_version") not in READABLE_VERSIONS:
@@ -83,5 +83,5 @@ def commit_name(number: int) -> str:
 
 
 def number_of(name: str) -> int:
-    """Number of the shard that a file belongs to."""
+    """Number of the shard that a file belongs to, from the file's name."""
     return int(name.removeprefix("shard_").split(".")[0])

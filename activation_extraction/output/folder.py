@@ -1,8 +1,8 @@
 """A folder of files, local or in a bucket: any URL that fsspec knows.
 
-It lists, reads and deletes files, and above all uploads them: a finished local file is sent again
-and again until the other side confirms its size and checksum, or refuses it for good. What the
-files mean is the business of other modules.
+It lists, reads, deletes and above all uploads files: it sends a finished local file again and again
+until the store confirms its size and checksum, or refuses it for good. What the files mean is up to
+other modules.
 """
 
 import base64
@@ -26,13 +26,13 @@ from fsspec.implementations.local import LocalFileSystem
 from activation_extraction.cli.errors import RunError, one_line
 from activation_extraction.cli.retries import gcsfs_listeners
 
-# gcsfs would ask Google over gRPC what type every bucket is, and wait minutes for an emulator.
+# gcsfs would ask Google over gRPC for the type of every bucket, and wait minutes for an emulator.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 PATIENCE = 300.0  # seconds
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts
-# One request carries one chunk; when it takes longer the upload fails and begins again. Four at a
-# time need 0.28 MB/s.
+# Each request carries one chunk. If it takes longer than this, the upload fails and begins again.
+# Four uploads at a time need 0.28 MB/s.
 CHUNK_BYTES = 8 * 2**20
 REQUEST_SECONDS = 120
 TRIAL = ".write_test"
@@ -44,7 +44,7 @@ LOCAL_AND_FINAL = {
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
 }
-# HTTP statuses of requests that may be sent again: 410 is that of a lost upload session.
+# HTTP statuses after which a request may be sent again; 410 means a lost upload session.
 WORTH_ANOTHER_TRY = {408, 409, 410, 416, 429}
 
 log = logging.getLogger("extract_activations")
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class FolderError(RunError):
-    """A folder refused a request (`final`), or kept failing for as long as it was tried again."""
+    """A folder refused a request (`final`), or kept failing until the retries were given up."""
 
     def __init__(self, message: str, final: bool, *, remedy: str | None = None) -> None:
         super().__init__(message, remedy=remedy)
@@ -60,7 +60,7 @@ class FolderError(RunError):
 
 
 def reason_of(error: BaseException) -> tuple[str, bool]:
-    """What went wrong, in words for the user, and whether trying again is useless."""
+    """What went wrong, in words for the user, and whether it is useless to try again."""
     code = getattr(error, "code", None)
     status = int(str(code)) if str(code).isdigit() else 0
     text = one_line(error)
@@ -88,7 +88,7 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
 
 
 class _Heartbeat(Callback):
-    """fsspec calls it with every chunk that has arrived; `last` is when that was."""
+    """fsspec calls this for every chunk that has arrived; `last` is the time of the last one."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         super().__init__()
@@ -101,10 +101,10 @@ class _Heartbeat(Callback):
 
 
 class Folder:
-    """One folder. `patience`: seconds without progress in which what fails is tried again.
+    """One folder. patience: for how many seconds without progress a failing request is retried.
 
-    `beat` is called whenever something has moved. `retries` counts the attempts that failed.
-    Methods raise FolderError; safe to use from several threads.
+    beat: called whenever there is progress. `retries` counts the attempts that failed. Methods
+    raise FolderError, and may be called from several threads.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class Folder:
         self.beat = beat
         self.retries = 0
         self._patience = patience
-        self._failing = False  # since something last succeeded
+        self._failing = False  # whether a request has failed since the last success
         try:
             if "://" in url:
                 self._fs, path = url_to_fs(self.url, **_options(self.url))
-            else:  # url_to_fs finds a meaning in some characters of file names
+            else:  # url_to_fs gives some characters of file names a meaning
                 self._fs, path = LocalFileSystem(), os.path.abspath(self.url or "/")
         except (ValueError, ImportError) as error:
             raise FolderError(f"{url}: {one_line(error)}", final=True) from error
@@ -126,7 +126,7 @@ class Folder:
 
     @property
     def local(self) -> bool:
-        """Whether it is a folder of this machine."""
+        """Whether it is a folder on this machine."""
         return "file" in self._protocols
 
     @property
@@ -135,13 +135,13 @@ class Folder:
         return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
     def child(self, name: str) -> "Folder":
-        """The folder `name` in this one; "" is this one."""
+        """The folder `name` inside this one; "" is this one itself."""
         if not name:
             return self
         return Folder(f"{self.url}/{name}", self._patience, self.beat)
 
     def files(self) -> dict[str, int]:
-        """Name -> size in bytes of the files here; none when the folder does not exist."""
+        """Name -> size in bytes of the files here; empty if the folder does not exist."""
         return {
             _name(entry): int(entry["size"]) for entry in self._entries() if entry["type"] == "file"
         }
@@ -162,20 +162,34 @@ class Folder:
         return self._persist("listing", look)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes | None:
-        """A whole file, or its bytes from `start` to `stop`, a negative `start` counting from the
-        end; None when there is no such file."""
+        """A whole file, or its bytes from `start` to `stop`; None if there is no such file.
+
+        A negative `start` counts from the end.
+        """
+
+        # Without reading ahead: the hub's file system would, and again for every range.
+        exactly = {"cache_type": "none"} if "hf" in self._protocols else {}
 
         def get() -> bytes | None:
             try:
-                return self._fs.cat_file(self._file(name), start=start, end=stop)
+                return self._fs.cat_file(self._file(name), start=start, end=stop, **exactly)
             except FileNotFoundError:
                 self._check_bucket()
                 return None
 
         return self._persist(f"reading {name}", get)
 
+    def digest(self, name: str) -> tuple[str, str] | None:
+        """What the store reports of a file's content: the algorithm, and the hexadecimal digest."""
+        found = self._persist(f"looking at {name}", lambda: self._fs.info(self._file(name)))
+        if found.get("lfs"):  # the hub's
+            return "sha256", found["lfs"]["sha256"]
+        if "md5Hash" in found:  # Google's, unless the object was composed of others
+            return "md5", base64.b64decode(found["md5Hash"]).hex()
+        return None
+
     def fetch(self, name: str, folder: Path) -> Path:
-        """A whole file as a local one: the file itself, or a copy in `folder`."""
+        """The local path of a whole file: of the file itself, or of a copy in `folder`."""
         if self.local:
             return Path(self._file(name))
         self._persist(
@@ -184,7 +198,7 @@ class Folder:
         return folder / name
 
     def remove(self, name: str) -> None:
-        """Deletes a file; nothing happens when there is none."""
+        """Deletes a file, if it exists."""
 
         def delete() -> None:
             with suppress(FileNotFoundError):
@@ -193,9 +207,9 @@ class Folder:
         self._persist(f"deleting {name}", delete)
 
     def put(self, path: Path, name: str | None = None) -> None:
-        """Uploads a finished local file, until the store confirms its size and checksum.
+        """Uploads a finished local file, and retries until the store confirms size and checksum.
 
-        An upload whose answer was lost is recognised, not repeated.
+        If only the store's answer was lost, the upload is not repeated.
         """
         name = name or path.name
         with open(path, "rb") as file:
@@ -233,7 +247,7 @@ class Folder:
         self.remove(TRIAL)
 
     def _holds(self, target: str, size: int, digest: Any) -> bool:
-        """Whether the stored object has this size and MD5; without a reported one it is read."""
+        """Whether the stored object has this size and MD5. Reads it if the store reports no MD5."""
         self._fs.invalidate_cache()
         try:
             found = self._fs.info(target)
@@ -250,7 +264,7 @@ class Folder:
             return hashlib.file_digest(file, "md5").digest() == digest.digest()
 
     def _check_bucket(self) -> None:
-        """Raises FolderError when not just the file but the whole bucket is missing."""
+        """Raises FolderError if not just a file but the whole bucket is missing."""
         if OBJECT_STORES.isdisjoint(self._protocols):
             return
         bucket = self._path.split("/")[0]
@@ -265,7 +279,7 @@ class Folder:
     def _persist(
         self, what: str, action: Callable[[], T], heartbeat: _Heartbeat | None = None
     ) -> T:
-        """The result of `action`, tried again while it fails for no lasting reason."""
+        """The result of `action`, which is retried unless its failure is final."""
 
         def listen(reason: str) -> None:
             self._say(what, reason)
@@ -279,16 +293,16 @@ class Folder:
             gcsfs_listeners.remove(listen)
 
     def _say(self, what: str, reason: str) -> None:
-        """Warns of a request that failed; only once until something succeeds."""
+        """Warns about a failed request, once until something succeeds again."""
         if not self._failing:
             self._failing = True
             log.warning(
-                "%s: %s fails (%s); trying again for up to %g s (--upload_timeout)",
+                "%s: %s failed (%s); trying again for up to %g s (--upload_timeout)",
                 *(self.url, what, f"{reason:.200}", self._patience),
             )
 
     def _try(self, what: str, action: Callable[[], T], heartbeat: _Heartbeat | None) -> T:
-        spent = 0.0  # on attempts, each from its last progress on, and on pauses between them
+        spent = 0.0  # on attempts, each since its last progress, and on the pauses between them
         pause = FIRST_PAUSE
         while True:
             began = time.monotonic()
@@ -318,12 +332,12 @@ class Folder:
 
 
 def local_path(url: str) -> str:
-    """The path of a folder of this machine, which is given as a URL or as a path."""
+    """The path of a folder on this machine, given as a URL or as a path."""
     return url.removeprefix("file://")
 
 
 def _options(url: str) -> dict[str, Any]:
-    """How fsspec shall open it; fsspec's own configuration (FSSPEC_GCS, ...) wins."""
+    """The options to open it with; fsspec's own configuration (FSSPEC_GCS, ...) wins."""
     if not url.startswith(("gs://", "gcs://")):
         return {}
     chosen: dict[str, Any] = {"requests_timeout": REQUEST_SECONDS}

@@ -15,8 +15,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def check_output_dir(folder: Path) -> None:
-    """Raises InputError unless files can be written to `folder`, which need not exist, and RunError
-    when another process does so."""
+    """Raises InputError if files cannot be written to `folder`, which need not exist, and RunError
+    if another process is writing there."""
     name = f"--output_dir {folder}"
     try:
         str(folder).encode()
@@ -33,20 +33,21 @@ def check_output_dir(folder: Path) -> None:
 
 
 def check_free_disk(folder: Path, gigabytes: float) -> None:
-    """Raises InputError when less than this is free where `folder` is, or will be."""
+    """Raises InputError if less than this is free on the disk where `folder` is or will be."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / 1e9
     if free < gigabytes:
         raise InputError(
-            f"--output_dir {folder}: {free:.1f} GB are free there, --min_free_gb is {gigabytes:g}"
+            f"--output_dir {folder}: its disk has {free:.1f} GB free, --min_free_gb asks for "
+            f"{gigabytes:g}; make room, or choose another disk"
         )
 
 
 def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int:
-    """A lock on the folder that ends with this process, however it ends, or with its descriptor.
+    """Locks the folder until this process ends, however it ends, or the descriptor is closed.
 
-    Raises RunError when another process keeps one (`is_locked` takes it for a moment): it may be an
-    earlier start of this run that is just ending, so it is right to try again later.
+    Raises RunError if another process keeps a lock (`is_locked` takes one only for a moment). That
+    process may be an earlier start of this run that is about to end, so a retry makes sense.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     for attempt in range(LOCK_ATTEMPTS):
@@ -65,13 +66,13 @@ def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int:
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Whether a process of this system has a lock on the folder; None where nobody can tell."""
+    """Whether a process on this system has a lock on the folder; None if that cannot be known."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
         return None
     try:
-        for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):  # the first does not disturb others who look
+        for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):  # the first does not disturb others that check
             try:
                 fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -84,7 +85,7 @@ def is_locked(folder: Path) -> bool | None:
 
 
 def running_system() -> str:
-    """Differs between machines, and after a restart: locks are seen within one system."""
+    """An id that differs between machines and boots: a lock is visible only within one of them."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:

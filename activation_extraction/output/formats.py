@@ -44,7 +44,7 @@ class ShardFormat:
 
 
 def _pickle_lines(shard: str, in_bucket: bool) -> tuple[str, ...]:
-    """They read to the end, where gzip has its checksum."""
+    """The lines read the file to its end, because that is where gzip's checksum is."""
     module, opened = "", f"open({shard!r}, 'rb')"
     if in_bucket:
         module, opened = "fsspec, ", f"fsspec.open({shard!r}, compression='infer').open()"

@@ -1,7 +1,7 @@
 """Identity: what decides the content of a run's shards, and so may not change when it continues.
 
-Batch size, mesh, devices and the folders may change. A field is marked when it differs between the
-hosts of one run (`per_host`), or when a run that continues may turn it on (`may_turn_on`).
+Batch size, mesh, devices and folders may change. A mark on a field says that it differs between the
+hosts of one run (`per_host`), or that a run that continues may turn it on (`may_turn_on`).
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ class Identity:
 
     @property
     def run(self) -> str:
-        """Digest of what never changes."""
+        """Digest of the fields that never change."""
         return run_of(self.to_json())
 
     @property
@@ -76,7 +76,7 @@ class Identity:
 
     @classmethod
     def from_json(cls, content: Any, where: str) -> "Identity":
-        """The inverse of `to_json`; a field that is not recorded has its default.
+        """The inverse of `to_json`; a field that is not recorded gets its default.
 
         Raises DamagedError for fields that this version does not know; `where` names the file.
         """
@@ -87,7 +87,7 @@ class Identity:
             raise DamagedError(f"{where}: its identity cannot be read: {error}") from error
 
     def compare(self, stored: "Identity") -> Difference | None:
-        """The first field in which what is stored differs; None when this run may continue it."""
+        """The first field in which `stored` differs; None if this run may continue it."""
         for each in fields(self):
             now, before = getattr(self, each.name), getattr(stored, each.name)
             if now != before and not (each.name in _marked_fields(MAY_TURN_ON) and now):
@@ -95,7 +95,7 @@ class Identity:
         return None
 
     def compare_shared(self, stored: "Identity") -> Difference | None:
-        """As `compare`, with what another host or machine of the same run has stored."""
+        """Like `compare`, for what another host or machine of the same run has stored."""
         own = {name: getattr(stored, name) for name in _marked_fields(*MARKS)}
         return replace(self, **own).compare(stored)
 
@@ -111,6 +111,6 @@ def _marked_fields(*marks: str) -> set[str]:
 
 
 def run_of(recorded: Mapping[str, Any]) -> str:
-    """Digest of what never changes in a recorded identity, under the names that it was given."""
+    """Digest of the fields of a recorded identity that never change, under their recorded names."""
     never = {name: recorded[name] for name in recorded if name not in _marked_fields(MAY_TURN_ON)}
     return digest_of(never)

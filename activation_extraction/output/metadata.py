@@ -1,6 +1,6 @@
-"""What one host's folder holds: the names of its files, and what its JSON files add up to.
+"""What one host's folder holds: the names of its files, and the content of its JSON files.
 
-metadata.json describes the run; its `identity` is what must stay the same for a run to continue.
+metadata.json describes the run; its `identity` must stay the same for a run to continue.
 """
 
 import json
@@ -24,18 +24,18 @@ AGGREGATE = "aggregated_metadata.json"
 OWN_FILES = re.compile(
     rf"\.?(metadata\.json|metrics\.jsonl|shard_\d{{4,}}(\.json|{SUFFIXES}))(\.tmp)?"
 )
-NEEDED = ("identity", "status", "max_samples", "written")  # of the metadata
+NEEDED = ("identity", "status", "max_samples", "written")  # in the metadata
 METRICS_TAIL = 4096  # bytes that hold the last line
 READERS = 32  # files read at the same time; they are small
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One host's folder: metadata (None when there is none), commits by number, file sizes.
+    """One host's folder: metadata (None if there is none), commits by number, file sizes.
 
-    damaged: name of each JSON file that could not be read -> why. metrics: the last ones of the
-    run. url: of the folder. local: whether it is a folder of this machine. locked: whether a
-    process holds it; None where that cannot be known.
+    damaged: name of each JSON file that could not be read -> why. metrics: the run's last ones.
+    url: the folder's. local: whether it is on this machine. locked: whether a process holds it;
+    None if that cannot be known.
     """
 
     metadata: dict[str, Any] | None = None
@@ -59,23 +59,23 @@ class Stored:
 
     @property
     def in_order(self) -> list[Commit]:
-        """The commits by their numbers."""
+        """The commits in the order of their numbers."""
         return [self.commits[number] for number in sorted(self.commits)]
 
     def has(self, commit: Commit) -> bool:
-        """Whether the shard of this commit is here, in its full size."""
+        """Whether this commit's shard is here, with its full size."""
         return self.files.get(commit.file) == commit.bytes
 
     @property
     def in_bucket(self) -> bool:
-        """Whether runs upload to this folder: nobody locks it, and all shards are here."""
+        """Whether runs upload to this folder. If so, it has all shards, and no process locks it."""
         remote = (self.metadata or {}).get("remote") or ""
         return not self.local or local_path(remote) == local_path(self.url)
 
     def missing(self) -> tuple[list[int], list[int]]:
-        """Numbers of the shards that must be here and have no JSON, or no file of the right size.
+        """Numbers of the shards without a JSON, and of those without a file of the right size.
 
-        None where the shards go to a bucket: they are deleted after their upload.
+        Both are empty if the shards go to a bucket, since they may be deleted after their upload.
         """
         told = self.metadata or {}
         if told.get("remote") is not None and not self.in_bucket:
@@ -86,21 +86,21 @@ class Stored:
 
 
 def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
-    """The identity that metadata.json records. Raises DamagedError when it cannot be read."""
+    """The identity that metadata.json records. Raises DamagedError if it cannot be read."""
     return Identity.from_json(metadata["identity"], where)
 
 
 def own_files(names: Iterable[str]) -> list[str]:
-    """The names that are those of an extraction's files, the JSON files first.
+    """Those of `names` that belong to an extraction, JSON files first.
 
-    Deleted in this order, what is left never looks like a whole extraction.
+    If files are deleted in this order, what is left never looks like a whole extraction.
     """
     own = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
     return sorted(own, key=lambda name: not name.endswith(".json"))
 
 
 def read_stored(folder: Folder) -> Stored:
-    """Reads all JSON files of a folder, many at a time; `Stored.damaged` names what is damaged."""
+    """Reads all JSON files of a folder, many at a time; see `Stored.damaged` for damaged ones."""
     files = folder.files()
     names = [name for name in own_files(files) if name.endswith(".json") and name[0] != "."]
     damaged: dict[str, str] = {}
@@ -108,7 +108,7 @@ def read_stored(folder: Folder) -> Stored:
     commits = {}
     with ThreadPoolExecutor(READERS) as pool:
         for name, data in zip(names, pool.map(folder.read, names), strict=True):
-            if data is None:  # replaced by a run that is going on
+            if data is None:  # deleted by a run in the meantime
                 continue
             try:
                 if name == METADATA:
@@ -125,7 +125,7 @@ def read_stored(folder: Folder) -> Stored:
 def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
     content = unseal(data, where)
     if content.get("format_version") not in READABLE_VERSIONS:
-        raise DamagedError(f"{where}: was written by another version")
+        raise DamagedError(f"{where}: was written by another version of this program")
     if missing := [key for key in NEEDED if key not in content]:
         raise DamagedError(f"{where}: lacks {', '.join(missing)}")
     identity_of(content, where)
@@ -135,12 +135,12 @@ def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
 def _read_commit(data: bytes, name: str, where: str) -> Commit:
     commit = Commit.from_json(unseal(data, where), where)
     if str(commit.file).split(".")[0] != name.removesuffix(".json"):
-        raise DamagedError(f"{where}: is the JSON of {commit.file}")
+        raise DamagedError(f"{where}: describes {commit.file}, expected the shard of its own name")
     return commit
 
 
 def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
-    """The last whole line of metrics.jsonl; they inform and decide nothing."""
+    """The last whole line of metrics.jsonl. It is for the user alone; nothing depends on it."""
     size = files.get(METRICS, 0)
     tail = folder.read(METRICS, start=-min(size, METRICS_TAIL)) if size else None
     for line in reversed((tail or b"").splitlines()):
@@ -152,9 +152,9 @@ def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
 
 
 def remove_extraction(folder: Folder) -> None:
-    """Deletes the metadata, metrics, commits and shards in a folder, in this order, no other file.
+    """Deletes metadata, metrics, commits and shards from a folder, in this order; no other file.
 
-    What is left when it is killed cannot be continued: shards without metadata are refused.
+    What is left after a kill cannot be continued: shards without metadata are refused.
     """
     names = own_files(folder.files())
     groups = (

@@ -1,4 +1,4 @@
-"""The names of the folders of machines and hosts, where a run has several of either.
+"""The names of the folders of machines and hosts, if a run has several of either.
 
 `machine_003` belongs to a machine with one host, `machine_003_host_01` to one of several hosts.
 """
@@ -12,7 +12,7 @@ NAME = re.compile(r"machine_(\d+)(?:_host_(\d+))?")
 
 @dataclass(frozen=True, order=True)
 class HostFolder:
-    """The folder of one host; `host` is None where the machine has a single host."""
+    """The folder of one host; `host` is None if the machine has a single host."""
 
     machine: int
     host: int | None = None
@@ -24,7 +24,7 @@ class HostFolder:
 
     @classmethod
     def parse(cls, name: str) -> "HostFolder | None":
-        """The host that a folder's name stands for; None for any other name."""
+        """The host whose folder has this name; None if it is not the name of a host's folder."""
         found = NAME.fullmatch(name)
         if found is None:
             return None
@@ -42,6 +42,6 @@ def names_of_machine(machine: int, hosts: int) -> list[str]:
 
 
 def host_folders(names: Iterable[str]) -> dict[str, HostFolder]:
-    """Those of `names` that are names of host folders, in the same order."""
+    """Those of `names` that name the folder of a host, in the same order."""
     parsed = {name: HostFolder.parse(name) for name in names}
     return {name: folder for name, folder in parsed.items() if folder is not None}

@@ -1,8 +1,8 @@
 """The pickle form of a shard: a dict from key (layer, or hook name) to a list of records.
 
 `pickle.loads(gzip.open(path).read())` reads it. There is one record per sample, in order; a record
-is a dict of plain values and NumPy arrays, see `Record`. The bytes depend on the content alone.
-Read a compressed file to its end: its checksum comes last, and `pickle.load` stops before it.
+is a dict of plain values and NumPy arrays (see `Record`). The bytes depend only on the content.
+Always read a compressed file to its end: its checksum is there, and `pickle.load` stops before it.
 """
 
 import os
@@ -21,9 +21,9 @@ from activation_extraction.output.sealed_json import DamagedError, unseal
 from activation_extraction.output.shard import DocId, Key, SampleRow, Shard
 
 COMPRESSION_LEVEL = 1
-# One more than cores, as one of them waits at times. 8 is an estimate: more outrun the sha256.
+# One more than there are cores, since one of them may wait. More than about 8 outrun the sha256.
 COMPRESSION_THREADS = min((os.cpu_count() or 1) + 1, 8)
-# What a shard may unpack to when no JSON records it: activations hardly compress.
+# What a shard may unpack to if no JSON records its size. Activations hardly compress.
 GENEROUS_BYTES, GENEROUS_RATIO = 64 * 2**20, 16
 
 
@@ -43,7 +43,7 @@ Records = dict[Key, list[Record]]
 
 
 class ContentError(RunError):
-    """The records of a shard contradict each other, or the names of its hooks."""
+    """The records of a shard contradict one another, or the names of its hooks."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
@@ -51,11 +51,11 @@ class ContentError(RunError):
 
 
 class _Pickler(pickle.Pickler):
-    """Writes arrays straight from their memory (those in C order); `pickle.dump` copies all of them
-    and keeps the copies until its end.
+    """Writes arrays in C order straight from memory; `pickle.dump` would copy all of them, and keep
+    the copies until it ends.
 
-    Protocol 5 allows that. NumPy's own form for it names internals that NumPy 1.26 does not have,
-    so arrays keep the form of protocol 4, and but for its number so does the whole pickle.
+    Protocol 5 makes this possible. But NumPy's own form of arrays in it names internals that NumPy
+    1.26 does not have, so arrays, and all else but the protocol's number, are as in protocol 4.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -69,7 +69,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Counter:
-    """Passes on what is written, and counts the bytes."""
+    """Passes on what is written, and counts its bytes."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -88,8 +88,8 @@ def pickle_records(records: Records, file: Any) -> int:
 
 
 def gzip_records(records: Records, file: Any) -> int:
-    """As `pickle_records`, as gzip; returns the number of bytes before compression."""
-    # Neither the number of threads nor the time shows in the bytes.
+    """Writes records to a file as gzip; returns the number of bytes before compression."""
+    # The bytes depend on neither the number of threads nor the time.
     with igzip_threaded.open(
         file, "wb", compresslevel=COMPRESSION_LEVEL, threads=COMPRESSION_THREADS
     ) as stream:
@@ -126,12 +126,12 @@ def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
 
 
 def read_records(path: str | Path, limit: int | None = None) -> Records:
-    """Reads a pickled shard, compressed when its name ends in .gz, without running pickled code.
+    """Reads a pickled shard without running pickled code. If its name ends in .gz, it is unpacked.
 
-    limit: the most bytes that it may unpack to. By default it is what the JSON beside the shard
-    records; without that, 64 MiB and 16 times the size of the file. Raises UnsafeError for anything
-    but plain containers and NumPy arrays of numbers, and for more than `limit` bytes; RunError for
-    a damaged file.
+    limit: the most bytes that it may unpack to; by default the size that the JSON beside it
+    records, or without one 64 MiB plus 16 times the size of the file. Raises UnsafeError for
+    anything but plain containers and NumPy arrays of numbers, and for more than `limit` bytes;
+    RunError for a damaged file.
     """
     path = Path(path)
     limit = _recorded_limit(path) if limit is None else limit
@@ -139,8 +139,8 @@ def read_records(path: str | Path, limit: int | None = None) -> Records:
         stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if path.suffix == ".gz" else file
         try:
             records = unpickle(stream, limit)
-            if stream.read(1):  # nothing follows; reading on also makes gzip check its checksum
-                raise RunError("is damaged: it goes on after its end")
+            if stream.read(1):  # reading on also makes gzip check its checksum
+                raise RunError("is damaged: bytes follow the end of its pickle")
         except RunError as error:
             raise type(error)(f"{path.name}: {error}") from error
         except Exception as error:  # whatever broken bytes may raise in gzip, pickle or NumPy
@@ -151,7 +151,7 @@ def read_records(path: str | Path, limit: int | None = None) -> Records:
 
 
 def largest_size(file_size: int, unpacked: int | None) -> int:
-    """The bytes that a shard may unpack to; `unpacked`: what its JSON records."""
+    """The most bytes that a shard may unpack to. unpacked: the size that its JSON records."""
     if isinstance(unpacked, int):
         return unpacked
     return GENEROUS_BYTES + GENEROUS_RATIO * file_size
@@ -169,23 +169,23 @@ def _recorded_limit(path: Path) -> int:
 def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
     """Reads a pickled shard. names: key of each hook that it should have -> the hook's full name.
 
-    Raises as `read_records` does, and ContentError when a record does not fit with the others.
+    Raises what `read_records` does, and ContentError if its records contradict one another.
     """
     records = read_records(path, limit)
     if list(records) != list(names):
-        raise ContentError([f"has hooks {list(records)}, its JSON others"])
+        raise ContentError([f"has hooks {list(records)}, its JSON says {list(names)}"])
     try:
         shard = _shard_of(records)
         problems = [*_problems(records, shard.samples, names)]
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        raise ContentError([f"its records are not as they should be: {error!r:.200}"]) from error
+        raise ContentError([f"its records lack fields or are malformed: {error!r:.200}"]) from error
     if problems:
         raise ContentError(problems)
     return shard
 
 
 def _shard_of(records: Records) -> Shard:
-    """The samples are those of the first hook."""
+    """The shard that the records make up; the first hook's say what its samples are."""
     samples = [
         SampleRow(
             sample_idx=record["sample_idx"],
@@ -202,7 +202,7 @@ def _shard_of(records: Records) -> Shard:
 def _problems(
     records: Records, samples: list[SampleRow], names: Mapping[Key, str]
 ) -> Iterator[str]:
-    """What a record repeats has to agree with the table of samples and the hook's name."""
+    """Where records disagree with the table of samples, or with the names of the hooks."""
     indices = [row.sample_idx for row in samples]
     for key, each in records.items():
         if [record["sample_idx"] for record in each] != indices:

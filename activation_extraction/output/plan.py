@@ -1,7 +1,7 @@
 """StoragePlan: what an ActivationStorage finds stored, and which shards it is to store.
 
 A run that begins or continues has one range of shards, up to the end of the data; a repair has one
-for each gap. Whoever plans only reads.
+for each gap. Planning only reads.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from activation_extraction.text.batch import Cursor
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Shards `first` to `last`, which are to be stored; None: as many as the data has.
+    """Shards to store, from `first` to `last`; last is None if the data decides how many there are.
 
-    before: the shard in front of them; None at the beginning of the data. until: above the
-    `sample_idx` of their samples, and of no sample after them. partial: whether the last of them is
-    cut before it has its size.
+    before: the shard before them; None at the beginning of the data. until: the end of the range;
+    their samples have a smaller `sample_idx`, all later samples do not. partial: whether the last
+    of them is cut before it is full.
     """
 
     first: int = 1
@@ -35,18 +35,19 @@ class ShardRange:
 
     @property
     def sample_before(self) -> int:
-        """The `sample_idx` in front of theirs; -1 at the beginning of the data."""
+        """The `sample_idx` just before theirs; -1 at the beginning of the data."""
         return -1 if self.before is None else self.before.last
 
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """commits: shards that are stored and stay; `waiting`: numbers of those that the bucket lacks.
+    """commits: the shards that are stored and stay. waiting: numbers of those not uploaded yet.
 
-    ranges: what is to be stored, in the order of the data. obsolete: files to delete, (folder,
-    name). settled: there is nothing to do, not even to upload or to write down. skipped_rows: those
-    of a complete extraction, after its last sample too. For a repair: recorded is the metadata,
-    which stays but for its sums; expected has the shards as they were, by number.
+    ranges: what is to be stored, in the order of the data. obsolete: files to delete, as (folder,
+    name). settled: nothing is left to do, not even an upload or an update of metadata.json.
+    skipped_rows: those of a complete extraction, including rows after its last sample. For a
+    repair, `recorded` is the metadata, of which only the totals change, and `expected` has the
+    shards as they were, by number.
     """
 
     commits: list[Commit] = field(default_factory=list)
@@ -65,26 +66,26 @@ class StoragePlan:
 
     @property
     def last_sample(self) -> int:
-        """The `sample_idx` after which the first sample to be stored comes."""
+        """The `sample_idx` just before that of the first sample to store."""
         if self.ranges:
             return self.ranges[0].sample_before
         return self.commits[-1].last if self.commits else -1
 
     @property
     def cursor(self) -> Cursor | None:
-        """Where in the data the first sample to be stored is; None at its beginning."""
+        """Where in the data the first sample to store is; None at its beginning."""
         if self.ranges:
             return self.ranges[0].cursor
         return self.commits[-1].position if self.commits else None
 
 
 class Planner(Protocol):
-    """Finds out what is to be stored. Raises InputError when nothing may be added."""
+    """Finds out what is to be stored. Raises InputError if nothing may be added."""
 
     def look(self) -> StoragePlan:
-        """Before anything is written."""
+        """Called before anything is written."""
         ...
 
     def look_again(self, plan: StoragePlan) -> StoragePlan:
-        """When this process holds the folder: another one may have written to it until now."""
+        """Called once this process holds the folder: others may have written to it until then."""
         ...

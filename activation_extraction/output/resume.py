@@ -1,5 +1,5 @@
-"""Where a run stands when it starts: what is stored already, whether it is the same run's, and what
-is still to be uploaded. Only reads; every refusal is found here, before anything expensive.
+"""Where a run stands when it starts: what is stored already, whether the same run stored it, and
+what is still to be uploaded. Only reads; every refusal comes from here, before anything expensive.
 """
 
 import re
@@ -15,15 +15,15 @@ from activation_extraction.output.metadata import METADATA, Stored, own_files, r
 from activation_extraction.output.plan import ShardRange, StoragePlan
 from activation_extraction.output.sealed_json import ANEW
 
-OPTIONS = "give the same as before, another folder, or --overwrite to start anew"
+OPTIONS = "give the same flags as before, another folder, or --overwrite to start anew"
 
 
 @dataclass(frozen=True)
 class ResumePlanner:
     """Plans a run that begins, or continues what is stored.
 
-    folder: the local one. remote: the folder in the bucket; None without upload. delete_local:
-    shard files do not stay here after their upload.
+    folder: the local one. remote: the one in the bucket; None without upload. delete_local: local
+    shards are deleted after their upload.
     """
 
     folder: Folder
@@ -33,14 +33,14 @@ class ResumePlanner:
     delete_local: bool
 
     def look(self) -> StoragePlan:
-        """Reads the JSON files, here and in the bucket."""
+        """Reads the JSON files, local ones and those in the bucket."""
         local = read_stored(self.folder)
         remote = None if self.remote is None else read_stored(self.remote)
         places = f"--output_dir {self.folder.url}", self.remote.url if self.remote else ""
         plan = take_up(local, remote, places, self.identity, self.max_samples)
         if self.remote is None or not self.delete_local:
             return plan
-        # A run that was killed between an upload and the deletion has left these.
+        # A run that was killed after an upload, before the deletion, left these behind.
         uploaded = {c.file for c in plan.commits if c.number not in plan.waiting}
         obsolete = [(self.folder, name) for name in local.files if name in uploaded]
         return replace(plan, obsolete=tuple(obsolete))
@@ -59,8 +59,8 @@ def take_up(
 ) -> StoragePlan:
     """Compares what is stored, here and in the bucket (None without upload), with the request.
 
-    places: what to call the two. Raises InputError when another run is stored, or when what is
-    stored is damaged or has gaps: then nothing may be added to it.
+    places: the names of the two in messages. Raises InputError if nothing may be added, because
+    another run is stored there, or because what is stored is damaged or has gaps.
     """
     both = [local] if remote is None else [local, remote]
     for place, stored in zip(places, both, strict=False):
@@ -69,8 +69,8 @@ def take_up(
     count = sum(commit.count for commit in commits)
     if max_samples is not None and count > max_samples:
         raise InputError(
-            f"--max_samples: {count} samples are stored in {places[len(both) - 1]}, this would "
-            f"keep {max_samples}; {OPTIONS}"
+            f"--max_samples: {places[len(both) - 1]} already holds {count} samples, more than the "
+            f"{max_samples} that this host may store; {OPTIONS}"
         )
     complete = [_complete(stored, count, max_samples) for stored in both]
     if any(complete):
@@ -97,8 +97,8 @@ def _choose_all(
     for number in sorted({*local.commits, *(remote.commits if remote else ())}):
         if number != len(chosen) + 1:
             raise InputError(
-                f"{places[0 if remote is None else 1]}: shard {len(chosen) + 1} is missing and "
-                f"shard {number} is there; --repair makes it again"
+                f"{places[0 if remote is None else 1]}: shard {len(chosen) + 1} is missing, but "
+                f"shard {number} is there; --repair makes the missing one again"
             )
         commit, uploaded = _choose(number, local, remote, places)
         chosen.append(commit)
@@ -113,7 +113,7 @@ def _check_identity(place: str, stored: Stored, identity: Identity) -> None:
     if stored.metadata is None:
         if any(name.startswith("shard_") for name in own_files(stored.files)):
             raise InputError(
-                f"{place}: already holds shards, without {METADATA}; --repair makes it again; or "
+                f"{place}: already holds shards, but no {METADATA}; --repair makes it again; or "
                 f"{OPTIONS}"
             )
         return
@@ -121,7 +121,7 @@ def _check_identity(place: str, stored: Stored, identity: Identity) -> None:
 
 
 def check_same_run(place: str, stored: Stored, identity: Identity) -> None:
-    """Raises InputError when a folder, which has its metadata, holds anything of another run."""
+    """Raises InputError if a folder, which must have metadata, holds anything of another run."""
     assert stored.metadata is not None and stored.identity is not None
     check_version(place, stored.metadata)
     refuse_difference(place, identity.compare(stored.identity))
@@ -131,18 +131,18 @@ def check_same_run(place: str, stored: Stored, identity: Identity) -> None:
 
 
 def check_version(place: str, metadata: Mapping[str, Any]) -> None:
-    """Raises InputError where records of another form would be added to those that are stored."""
+    """Raises InputError if what is stored has another form than what would be added to it."""
     found = metadata.get("format_version")
     if found != FORMAT_VERSION:
         raise InputError(
-            f"{place}: holds an extraction in format {found}, and this program writes format "
-            f"{FORMAT_VERSION}: continue it with the version that began it, give another folder, "
+            f"{place}: holds an extraction in format {found}, but this program writes format "
+            f"{FORMAT_VERSION}; continue it with the version that began it, give another folder, "
             "or --overwrite to start anew"
         )
 
 
 def refuse_difference(place: str, found: Difference | None) -> None:
-    """Raises InputError when another run's identity was found."""
+    """Raises InputError if the identity that was found is another run's."""
     if found is not None:
         raise InputError(
             f"{place}: already holds an extraction with another {found.name}: "
@@ -158,7 +158,7 @@ def _short(value: Any) -> str:
 def _choose(
     number: int, local: Stored, remote: Stored | None, places: tuple[str, str]
 ) -> tuple[Commit, bool]:
-    """The valid commit of a shard, and whether it is the bucket's; one with more samples wins."""
+    """The valid commit of a shard, and whether it is the bucket's. More samples win."""
     candidates = [
         (stored.commits[number], stored is remote)
         for stored in (remote, local)
@@ -176,13 +176,13 @@ def _choose(
             )
         if remote is not None and moved is not None:
             raise InputError(
-                f"{places[1]}: {commit.file} is not there, and was deleted here after its upload "
-                f"to {moved}; {OPTIONS}"
+                f"{places[1]}: {commit.file} is not there; it was uploaded to {moved} and deleted "
+                f"here; {OPTIONS}"
             )
     place = places[0] if remote is None or number not in remote.commits else places[1]
     raise InputError(
-        f"{place}: shard {number} has a JSON, but its file is missing or of another size "
-        "(--verify tells more); --repair makes it again"
+        f"{place}: shard {number} has a JSON, but its file is missing or has another size "
+        "(--verify says which); --repair makes it again"
     )
 
 

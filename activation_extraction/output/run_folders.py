@@ -1,5 +1,5 @@
-"""The folders of a whole run, local and in a bucket: this host's own, its siblings', and those that
-an earlier run with other numbers of machines or hosts has left.
+"""The folders of a whole run, local and in a bucket: this host's own, those of its siblings, and
+those left by an earlier run with different numbers of machines or hosts.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,10 +26,10 @@ from activation_extraction.text.workers import Worker
 
 @dataclass(frozen=True)
 class RunFolders:
-    """Where one worker's shards go: a folder below `local`, and one below `bucket_url` if given.
+    """Where one worker's shards go: a folder inside `local`, and one inside `bucket_url` if given.
 
-    local, bucket_url: the folders above those of machines and hosts. upload_timeout: how long a
-    failing request to the bucket is repeated, in seconds.
+    local, bucket_url: the folders that hold those of machines and hosts. upload_timeout: for how
+    many seconds a failing request to the bucket is retried.
     """
 
     worker: Worker
@@ -44,16 +44,16 @@ class RunFolders:
 
     @property
     def roots(self) -> list[tuple[Folder, bool]]:
-        """The folders above those of machines and hosts, and whether each is in the bucket."""
+        """The folders that hold those of machines and hosts, and whether each is in the bucket."""
         roots = [(Folder(str(self.local)), False)]
         if self.bucket_url is not None:
             roots.append((Folder(self.bucket_url, self.upload_timeout), True))
         return roots
 
     def open_bucket(self, beat: Callable[[], None]) -> Folder | None:
-        """The worker's folder in the bucket, after a trial. Raises InputError if it is refused.
+        """The worker's folder in the bucket, after a trial upload. Raises InputError if it fails.
 
-        beat: called whenever an upload has moved.
+        beat: called whenever an upload makes progress.
         """
         if self.bucket_url is None:
             return None
@@ -68,9 +68,9 @@ class RunFolders:
         return folder
 
     def stale_folders(self) -> list[Folder]:
-        """What an earlier run with another number of hosts or machines left in the output.
+        """The folders that an earlier run with other numbers of hosts or machines left behind.
 
-        Folders of other machines count only if this run has no such machine.
+        A folder of another machine counts only if this run has no such machine.
         """
         worker, found = self.worker, []
         hosts = [replace(worker, host=host) for host in range(worker.hosts)]
@@ -80,19 +80,19 @@ class RunFolders:
         return found
 
     def check_stale_folders(self, overwrite: bool) -> None:
-        """Raises InputError if there are any, unless they are unused and to be overwritten."""
+        """Raises InputError if there are any, unless `overwrite` is set and nobody uses them."""
         stale = self.stale_folders()
         if stale and not overwrite:
             raise InputError(
-                f"{stale[0].url}: holds an extraction by another number of hosts or machines; "
-                "--overwrite replaces it"
+                f"{stale[0].url}: holds an extraction with another number of hosts or machines; "
+                "give the same number, or --overwrite to replace it"
             )
         _check_unused(stale)
 
     def remove_others(self) -> None:
-        """--overwrite: deletes what would count twice, or describe what is gone.
+        """--overwrite: deletes folders whose samples would count twice, and outdated totals.
 
-        Every host does so on its own disk, the first one also in the bucket.
+        Every host does this on its own disk, the first one also in the bucket.
         """
         stale = self.stale_folders()
         _check_unused(stale)
@@ -105,14 +105,14 @@ class RunFolders:
 
 
 def folder_name(worker: Worker, in_bucket: bool) -> str:
-    """Name of the worker's folder; "" where its files lie in the output's folder itself."""
+    """Name of the worker's folder; "" if its files are in the output folder itself."""
     if worker.hosts > 1 or in_bucket or worker.machines > 1:
         return HostFolder.of(worker.machine, worker.host, worker.hosts).name
     return ""
 
 
 def find_metadata(root: Folder) -> tuple[str, dict[str, Any]] | None:
-    """The metadata of any one host in this output, and its folder; None when there is none."""
+    """A folder of this output that has metadata, and the metadata; None if there is none."""
     for folder in (root, *map(root.child, host_folders(root.folders()))):
         data = folder.read(METADATA)
         try:
@@ -124,7 +124,7 @@ def find_metadata(root: Folder) -> tuple[str, dict[str, Any]] | None:
 
 
 def check_siblings(root: Folder, identity: Identity) -> None:
-    """Raises InputError when other machines or hosts have stored another run here."""
+    """Raises InputError if other machines or hosts have stored another run here."""
     found = find_metadata(root)
     if found is not None:
         where, metadata = found
@@ -133,9 +133,9 @@ def check_siblings(root: Folder, identity: Identity) -> None:
 
 
 def _other_folders(root: Folder, machine: int, machines: int, own: set[str]) -> list[Folder]:
-    """Folders of `machine` with another number of hosts, and of machines that are too many.
+    """Folders of `machine` with another number of hosts, and of machines that this run lacks.
 
-    Beside `own`, the folders of this run ("" is the root itself), their samples would count twice.
+    own: the folders of this run ("" is the root itself); beside them, samples would count twice.
     """
     named = host_folders(root.folders()).items()
     stale = [name for name, at in named if at.machine == machine or at.machine >= machines]
@@ -144,7 +144,7 @@ def _other_folders(root: Folder, machine: int, machines: int, own: set[str]) -> 
 
 
 def _check_unused(folders: Iterable[Folder]) -> None:
-    """Raises RunError when another process writes to a local one; a bucket cannot be locked."""
+    """Raises RunError if another process writes to a local one; a bucket cannot be locked."""
     for folder in folders:
         if "://" not in folder.url:
             check_output_dir(Path(folder.url))

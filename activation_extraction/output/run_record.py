@@ -1,4 +1,4 @@
-"""RunRecord: what a run says about itself, in metadata.json and in metrics.jsonl."""
+"""RunRecord: what a run records about itself, in metadata.json and metrics.jsonl."""
 
 import json
 import time
@@ -22,8 +22,8 @@ SUMS = ("shards", "samples", "tokens", "bytes", "hooks")  # in metadata.json
 class RunRecord:
     """Writes both files to `folder`, and metadata.json to `remote` as well.
 
-    hooks: key, name and whatever else is known of each hook. owner: names this process. more: what
-    the caller wants to be recorded. A repair keeps what is `recorded` already, all but the sums.
+    hooks: key, name and whatever else is known of each hook. owner: a name for this process. more:
+    what else the caller wants recorded. A repair keeps what is `recorded` already, except the sums.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class RunRecord:
         self.begin()
 
     def begin(self) -> None:
-        """The seconds of the run count from now."""
+        """Makes the run's seconds count from now."""
         self._began = time.perf_counter()
 
     def write(self, status: str, totals: Totals, counted: bool = True, upload: bool = True) -> None:
-        """Writes metadata.json. counted: whether `totals` are those of all that is stored."""
+        """Writes metadata.json. counted: whether `totals` cover everything that is stored."""
         content = self._content(status, totals)
         if self.recorded is not None:
             own = ("owner", "written", *(SUMS if counted else ()))
@@ -84,7 +84,7 @@ class RunRecord:
         }
 
     def fetch_metrics(self) -> None:
-        """Gets the metrics of earlier runs from the bucket, when this disk does not have them."""
+        """Gets earlier metrics from the bucket, if this disk does not have them."""
         path = self._folder / METRICS
         if self._remote is not None and not path.exists():
             data = self._remote.read(METRICS)

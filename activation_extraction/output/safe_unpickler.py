@@ -1,4 +1,4 @@
-"""Unpickling a shard that somebody else may have written, without running what is in it.
+"""Unpickles a shard that somebody else may have written, without running any code in it.
 
 Knows plain containers and NumPy arrays of numbers, and refuses every other pickle.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from activation_extraction.cli.errors import RunError
 
-# The instructions that the pickle of a shard may use: those of plain containers and arrays.
+# The instructions that a shard's pickle may use: those for plain containers and arrays.
 INSTRUCTIONS = b"".join(
     (
         *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
@@ -31,19 +31,19 @@ INSTRUCTIONS = b"".join(
 
 
 class UnsafeError(RunError):
-    """A shard contains what none of our shards contains; nothing of it was run."""
+    """A shard contains something that none of ours contains; none of it was run."""
 
 
 def unpickle(stream: Any, limit: int) -> Any:
     """Reads a pickle of plain containers and NumPy arrays of numbers.
 
-    Raises UnsafeError for anything else, and when it unpacks to more than `limit` bytes.
+    Raises UnsafeError for anything else, and if it unpacks to more than `limit` bytes.
     """
     return _SafeUnpickler(_LimitedReader(stream, limit)).load()
 
 
 class _LimitedReader:
-    """What the unpickler reads from; refuses to unpack more than `limit` bytes."""
+    """The unpickler's input, which refuses to unpack more than `limit` bytes."""
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
         self._stream = stream
@@ -74,10 +74,10 @@ class _LimitedReader:
 class _SafeUnpickler(pickle._Unpickler):
     """Knows how NumPy pickles arrays of numbers, and nothing else.
 
-    The names below stand for functions of ours that make an empty array or a number type;
-    everything else that a pickle may ask to import is refused before anything is called, and so is
-    every instruction that no shard of ours has. This is Python's own implementation: in the one in
-    C six bytes can claim 64 GB, and a pickle can set attributes of what it names.
+    The names in _KNOWN stand for our own functions, which make an empty array or a number type.
+    Anything else that a pickle asks to import is refused before it is called, and so is every
+    instruction that no shard of ours has. This derives from the unpickler in Python: in the one in
+    C, six bytes can claim 64 GB, and a pickle can set attributes of what it names.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -91,7 +91,7 @@ class _SafeUnpickler(pickle._Unpickler):
         raise UnsafeError("refused: holds a pickle instruction that no shard of ours has")
 
     def _build(self) -> None:
-        """Gives an array its content, and a number type its byte order: that of this machine."""
+        """Gives an array its content, and a number type its byte order: only this machine's."""
         state = self.stack.pop()  # type: ignore[attr-defined]
         built = self.stack[-1]  # type: ignore[attr-defined]
         if isinstance(built, _NumberType):
@@ -116,7 +116,7 @@ class _SafeUnpickler(pickle._Unpickler):
 
 @dataclass(frozen=True)
 class _NumberType:
-    """Stands for a type of numbers, or for a class that a pickle may name and not call."""
+    """Stands for a type of numbers, or for a class that a pickle may name but not call."""
 
     dtype: np.dtype | None = None
 

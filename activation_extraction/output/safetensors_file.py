@@ -1,10 +1,10 @@
 """The safetensors form of a shard: one contiguous tensor per hook.
 
-So one hook is read by mapping a part of a local file, or by one range of bytes from a bucket. The
-file holds, in this order, `sample_idx` and `sample_offsets` (int64), `token_ids` and `position`
+So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
+The file holds, in this order, `sample_idx` and `sample_offsets` (int64), `token_ids` and `position`
 (int32), and a tensor (tokens, width) per hook under the name that was asked for. The header's
-metadata has the text previews and document ids as JSON lists. The layout is that of
-https://huggingface.co/docs/safetensors; the bytes depend on the content alone.
+metadata has the text previews and document ids as JSON lists. The layout is described at
+https://huggingface.co/docs/safetensors; the bytes depend only on the content.
 """
 
 import json
@@ -49,7 +49,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds: its tensors by name, and its metadata, strings by name."""
+    """What a file holds: tensors by name, and metadata, strings by name."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -60,7 +60,7 @@ class Header:
 
 
 def write_shard(shard: Shard, names: Mapping[Key, str], write: Callable[[Any], Any]) -> None:
-    """Hands the file to `write`, piece by piece, without copying the activations.
+    """Passes the file to `write` piece by piece, without copying the activations.
 
     names: key of each hook in the shard -> its name in the file.
     """
@@ -109,10 +109,9 @@ def _json(content: Any) -> str:
 
 
 def read_header(read: Callable[[int, int], bytes], size: int, where: str) -> Header:
-    """Reads the header by `read(start, stop)` from a file of `size` bytes.
+    """Reads the header of a file of `size` bytes, by means of `read(start, stop)`.
 
-    Raises RunError when the file is not a shard of ours, or when the tensors and the file differ in
-    size.
+    Raises RunError if the file is not a shard of ours, or if its tensors do not have its size.
     """
     try:
         (length,) = struct.unpack("<Q", read(0, 8))

@@ -1,6 +1,6 @@
 """Sealed JSON: a JSON file that carries a checksum of its own content.
 
-A damaged file is recognised by its checksum and is never believed.
+If the checksum does not match, the file is damaged and its content is never used.
 """
 
 import hashlib
@@ -10,11 +10,11 @@ from typing import Any
 
 from activation_extraction.cli.errors import RunError
 
-ANEW = "--repair mends it, --overwrite starts anew"
+ANEW = "--repair repairs it, --overwrite starts anew"
 
 
 class DamagedError(RunError):
-    """A JSON file does not hold what was written to it."""
+    """A JSON file is not what was written."""
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
@@ -32,7 +32,7 @@ def seal(content: Mapping[str, Any]) -> bytes:
 def unseal(data: bytes, where: str) -> dict[str, Any]:
     """Returns the content of a sealed JSON file; `where` names it in messages.
 
-    Raises DamagedError when even one byte differs from what was written.
+    Raises DamagedError if even one byte differs from what was written.
     """
     try:
         content = json.loads(data)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Key = int | str  # what a shard calls a hook: its layer number, or the name that was asked for
+Key = int | str  # what a shard calls a hook: its layer number, or the name the user asked for
 DocId = str | int | float | None
 
 
@@ -16,8 +16,8 @@ class SampleRow:
     """One row of the table of samples.
 
     token_ids and positions: int32, shape (tokens,); the position of a token counts from 0 at the
-    start of its sample. token_ids is None where the caller gave none. doc_id: the `id` of the
-    dataset's row.
+    start of its sample. token_ids: None if the caller gave none. doc_id: the `id` of the row in
+    the data set.
     """
 
     sample_idx: int

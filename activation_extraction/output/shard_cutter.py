@@ -1,6 +1,6 @@
-"""ShardCutter: gathers complete samples into a shard, and cuts it where it has its size.
+"""ShardCutter: gathers complete samples into a shard, and cuts it when it is full.
 
-It follows the ranges of a plan, and refuses samples that do not belong there.
+It follows the ranges of a plan, and refuses samples that do not belong in them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ from activation_extraction.text.batch import Cursor
 class ShardCutter:
     """Hands over shards of at most `limit` bytes of activations, and at least one sample each.
 
-    stride: between the indices of two samples in a row. where: names the output in messages.
-    `cursor` is where the data continues after what was handed over; whoever adds samples moves it
-    along. Methods raise StorageError as soon as a shard could not be committed.
+    stride: the difference between the indices of consecutive samples. where: names the output in
+    messages. `cursor` is where the data continues after what was handed over; whoever adds samples
+    also moves it. Methods raise StorageError as soon as a shard could not be committed.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ShardCutter:
         return not self._ranges
 
     def wants(self, sample_idx: int) -> bool:
-        """Whether a sample is not stored yet; an earlier run's last shard may end in a batch."""
+        """Whether a sample is not stored yet; an earlier run may have stored part of its batch."""
         return sample_idx > self._stored
 
     def is_beyond(self, sample_idx: int) -> bool:
@@ -67,7 +67,7 @@ class ShardCutter:
         return until is not None and sample_idx >= until
 
     def add(self, row: SampleRow, slices: Mapping[Key, np.ndarray]) -> None:
-        """Adds a sample, the next one. slices: key of every hook -> (tokens, width)."""
+        """Adds the next sample. slices: key of every hook -> (tokens, width)."""
         size = sum(activation.nbytes for activation in slices.values())
         if self._pending.samples and self._bytes + size > self._limit:
             self._cut(partial=False)
@@ -78,7 +78,7 @@ class ShardCutter:
         self.last_sample = row.sample_idx
 
     def end_range(self) -> None:
-        """Cuts the last shard of the current range, and goes on to the next one."""
+        """Cuts the last shard of the current range, and moves on to the next range."""
         current = self._ranges[0]
         if current.last is None:
             if self._pending.samples:
@@ -95,9 +95,9 @@ class ShardCutter:
             self._start_at(self._ranges[0].sample_before)
 
     def finish(self, complete: bool) -> None:
-        """Ends every range that can be ended: all of them when the data is `complete`.
+        """Ends every range that may end: all of them if the data is `complete`.
 
-        A range with a last shard is not ended before its end.
+        Otherwise a range with a known last shard, which was not reached, stays open.
         """
         while self._ranges and (complete or self._ranges[0].last is None):
             self.end_range()
@@ -108,13 +108,13 @@ class ShardCutter:
         if expected is not None and not _same_samples(self._pending, expected):
             raise self._other_data(number)
         self._writer.commit(self._pending, self.cursor, number, partial)
-        self._empty()  # not before: Ctrl-C may come while it waits
+        self._empty()  # not earlier: Ctrl-C may interrupt `commit`
         self._cut_so_far = number
 
     def _other_data(self, number: int) -> StorageError:
         return StorageError(
-            f"{self._where}: shard {number} cannot be made again: the data gives other samples "
-            "than those that it had; have the files of the data set changed?"
+            f"{self._where}: shard {number} cannot be made again: the data set gives other samples "
+            "now; restore the files that the run began with"
         )
 
 

@@ -1,9 +1,9 @@
-"""ShardWriter: what happens to a shard after it is cut, in the background and in order.
+"""ShardWriter: writes and uploads shards after they are cut, in the background and in order.
 
-One thread compresses and writes a shard into the local folder while the caller fills the next one;
-others upload what is written. A shard file is complete under its final name before its JSON
-appears, in the folder and then in the bucket, and no shard is committed before the one in front of
-it. Every queue is bounded: a slow bucket slows the caller down. After a failure nothing follows.
+One thread compresses a shard and writes it to the local folder while the caller fills the next one;
+others upload what is written. First in the folder and then in the bucket, a shard file is complete
+under its final name before its JSON appears, and no shard is committed before the previous one.
+Every queue is bounded, so a slow bucket slows the caller down. After a failure nothing follows.
 """
 
 import hashlib
@@ -32,34 +32,34 @@ from activation_extraction.output.shard import Key, Shard
 from activation_extraction.output.statistics import Statistics, merge_all
 from activation_extraction.text.batch import Cursor
 
-UPLOADS = 4  # shards uploaded at the same time; up to two more wait on the disk for their turn
+UPLOADS = 4  # shards uploaded at the same time; up to two more wait on the disk
 METRICS_SECONDS = 300  # between uploads of metrics.jsonl
 
 OVERFLOW = (
-    "float16 ends at 65504: start anew, with --activation_dtype bfloat16 or float32 and --overwrite"
+    "float16 ends at 65504; start anew with --activation_dtype bfloat16 or float32 and --overwrite"
 )
 NOT_FINITE = (
-    "the model computes them, and would again: check its weights, or start anew with other layers "
-    "or --dtype float32, and --overwrite"
+    "the model computes them, and would do so again; check its weights, or start anew with other "
+    "layers or --dtype float32, and --overwrite"
 )
 
 log = logging.getLogger("extract_activations")
 
 
 class StorageError(RunError):
-    """A shard could not be committed, so nothing after it may be; what came before is safe."""
+    """A shard could not be committed, so no later one may be; all earlier ones are safe."""
 
 
 @dataclass
 class Totals:
-    """What is committed, that of earlier runs included; seconds of this run in the background."""
+    """What is committed, including earlier runs; and this run's seconds in the background."""
 
     shards: int = 0
     samples: int = 0
     tokens: int = 0
     bytes: int = 0
     skipped_rows: int = 0
-    compress_seconds: float = 0.0  # what shards took beyond the writing
+    compress_seconds: float = 0.0  # what shards took besides writing
     write_seconds: float = 0.0
     upload_seconds: float = 0.0
     statistics: dict[Key, Statistics] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Totals:
             self.statistics[hook["key"]] = before.merge(Statistics.from_json(hook))
 
     def count_skipped(self, rows: int) -> None:
-        """rows: that were skipped in all, up to some place in the data."""
+        """rows: how many were skipped up to some point of the data."""
         self.skipped_rows = max(self.skipped_rows, rows)
 
 
@@ -84,7 +84,7 @@ class ShardWriter:
     """Writes shards to `folder` and uploads them to `remote` (None: they stay in the folder).
 
     names: key of each hook in the shards -> its full name. run: digest of the run's identity.
-    `made` has the shards that this process has stored. `owner` names this process in metadata.json.
+    `made` has the shards that this process has stored. `owner` names the process in metadata.json.
     """
 
     def __init__(
@@ -113,24 +113,24 @@ class ShardWriter:
         self._uploading: deque[Future[None]] = deque()
 
     def begin(self, commits: Iterable[Commit], expected: Mapping[int, Commit]) -> None:
-        """Counts what earlier runs have stored, and that alone. This one begins now.
+        """Begins this run: counts only what earlier runs have stored.
 
-        expected: shards that are made again, by number; with the same bytes they keep their JSON.
+        expected: shards to make again, by number. One that gets the same bytes keeps its JSON.
         """
         self._began = round(time.time(), 3)
         self._expected = expected
         self.count(commits)
 
     def count(self, commits: Iterable[Commit]) -> None:
-        """Makes `totals` those of these shards."""
+        """Makes `totals` the totals of these shards."""
         self.totals = Totals(statistics={key: Statistics() for key in self._names})
         for commit in commits:
             self.totals.add(commit)
 
     def commit(self, shard: Shard, cursor: Cursor | None, number: int, partial: bool) -> None:
-        """Hands over shard `number`, after the one before is written.
+        """Takes over shard `number`, once the previous one is written.
 
-        Raises StorageError when any shard so far could not be committed.
+        Raises StorageError if any shard so far could not be committed.
         """
         self.wait(uploads=False)
         self._writing = self._writer.submit(
@@ -138,27 +138,27 @@ class ShardWriter:
         )
 
     def upload(self, commit: Commit) -> None:
-        """Hands over a shard that an earlier run wrote and did not upload.
+        """Takes over a shard that an earlier run wrote but did not upload.
 
-        Raises StorageError when it is not what its JSON says.
+        Raises StorageError if it is not what its JSON says.
         """
         path = self._folder / commit.file
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != commit.sha256:
                 raise StorageError(
-                    f"{path}: is damaged: its sha256 is not its JSON's",
-                    remedy="put it back, or delete its JSON and those of all later shards there: "
-                    "their samples are then computed again",
+                    f"{path}: is damaged: its sha256 is not the one in its JSON",
+                    remedy="put the original back, or delete its JSON and those of all later "
+                    "shards there: their samples are then computed again",
                 )
         self._submit_upload(commit)
 
     def check(self) -> None:
-        """Raises StorageError when anything in the background has failed."""
+        """Raises StorageError if anything in the background has failed."""
         if self.failure is not None:
             raise self.failure
 
     def check_owner(self) -> None:
-        """Two machines with one machine_id: the one that began last goes on, the other stops."""
+        """Stops all but the last one to begin of several machines with the same machine_id."""
         if self._remote is not None:
             data = self._remote.read(METADATA)
             if data is None or unseal(data, self._remote.url).get("owner") != self.owner:
@@ -168,14 +168,14 @@ class ShardWriter:
                 )
 
     def wait(self, uploads: bool = True) -> None:
-        """Until everything handed over is written and, with `uploads`, stored where it belongs.
+        """Waits until everything taken over is written and, with `uploads`, also uploaded.
 
         Raises StorageError as soon as anything has failed.
         """
         waiting = [self._writing] if self._writing is not None else []
         while waiting or (uploads and self._uploading):
             future = waiting[0] if waiting else self._uploading[0]
-            wait([future], timeout=0.2)  # in short turns: a failure elsewhere, or Ctrl-C
+            wait([future], timeout=0.2)  # briefly, to notice failures elsewhere and Ctrl-C
             self.check()
             if future.done():
                 future.result()
@@ -193,12 +193,12 @@ class ShardWriter:
         }
 
     def close(self, patient: bool) -> None:
-        """Ends the threads; when `patient` they finish what they have in their hands."""
+        """Ends the threads; if `patient`, they first finish what they are doing."""
         for pool in (self._writer, self._uploader):
             pool.shutdown(wait=patient, cancel_futures=True)
 
     def _guard(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Runs in the background: the first failure is kept for whoever asks next."""
+        """Runs `action` in the background, and keeps the first failure for whoever checks next."""
         try:
             self.check()
             action(*arguments)
@@ -208,7 +208,7 @@ class ShardWriter:
             raise self.failure from error
 
     def _told(self, error: Exception) -> StorageError:
-        if isinstance(error, OSError):  # as a disk raises it
+        if isinstance(error, OSError):  # from the disk
             return StorageError(f"{self._folder}: {reason_of(error)[0]}")
         known = for_the_user(error)
         return StorageError(one_line(known), remedy=getattr(known, "remedy", None))
@@ -268,7 +268,7 @@ class ShardWriter:
         self.made.append(commit)
 
     def _submit_upload(self, commit: Commit) -> None:
-        """Waits while too many are on their way."""
+        """Starts an upload; waits while too many are on their way."""
         while len(self._uploading) > UPLOADS:
             self._uploading.popleft().result()
         previous = self._uploading[-1] if self._uploading else None
@@ -294,7 +294,7 @@ class ShardWriter:
             self.upload_metrics()
 
     def upload_metrics(self) -> None:
-        """As they are now: lines are added all the time."""
+        """Uploads a copy of metrics.jsonl, since lines are added to it all the time."""
         path = self._folder / METRICS
         self._metrics_uploaded = time.monotonic()
         if self._remote is not None and path.exists():
@@ -303,7 +303,7 @@ class ShardWriter:
 
 
 def _statistics(key: Key, shard: Shard) -> Statistics:
-    """Of one hook in one shard. Raises StorageError, naming the sample, for NaN or infinity."""
+    """Statistics of one hook in one shard. Raises StorageError for NaN or infinite values."""
     found = []
     for row, activation in zip(shard.samples, shard.slices[key], strict=True):
         of_sample = Statistics.of(activation)

@@ -1,4 +1,4 @@
-"""Statistics of activations that merge exactly: per sample, shard, host, machine or run."""
+"""Statistics of activations, which can be merged: per sample, shard, host, machine or run."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -12,8 +12,8 @@ BLOCK_BYTES = 2**20  # of values in float64, which stay in a core's caches
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of activations (tokens, width): over all values the mean and the (population) variance,
-    over tokens the mean and the largest Euclidean norm."""
+    """Statistics of activations (tokens, width): mean and (population) variance over all values,
+    mean and largest Euclidean norm over tokens."""
 
     tokens: int = 0
     values: int = 0
@@ -24,7 +24,7 @@ class Statistics:
 
     @classmethod
     def of(cls, activation: np.ndarray) -> "Statistics":
-        """Statistics of one (tokens, width) array of any float dtype, computed in float64."""
+        """Statistics of a (tokens, width) array of any float dtype, computed in float64."""
         squares, total = np.empty(len(activation)), 0.0
         tokens_at_once = max(1, BLOCK_BYTES // (8 * activation.shape[1]))
         for start in range(0, len(activation), tokens_at_once):
@@ -46,7 +46,7 @@ class Statistics:
 
     @property
     def finite(self) -> bool:
-        """False when any value was NaN or infinite."""
+        """False if any value was NaN or infinite."""
         return math.isfinite(self.max_norm)
 
     def merge(self, other: "Statistics") -> "Statistics":
@@ -72,7 +72,7 @@ class Statistics:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
-        """The inverse of `to_json`; other keys are left alone."""
+        """The inverse of `to_json`; ignores other keys."""
         return cls(**{field.name: content[field.name] for field in fields(cls)})
 
 

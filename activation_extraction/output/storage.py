@@ -1,8 +1,8 @@
-"""ActivationStorage: takes activations, sample by sample or batch by batch, and has them stored.
+"""ActivationStorage: takes activations, by samples or by batches, and has them stored.
 
-It holds the folder. What is stored already is found out by a planner (resume.py); shards are cut by
-shard_cutter.py, written and uploaded by shard_writer.py, and described by run_record.py. It is long
-because its class is the one that users call, and the order of its steps belongs in one place.
+It holds the folder. A planner (resume.py) finds out what is stored already; shard_cutter.py cuts
+shards, shard_writer.py writes and uploads them, and run_record.py records the run. This file is
+long because its class is the one that users call, and the order of its steps belongs in one place.
 """
 
 import os
@@ -36,8 +36,8 @@ GIGABYTE = 10**9
 
 
 class State(Enum):
-    """found: what is stored is known, nothing is written. open: the folder is this process's.
-    closed: it is given up, for good."""
+    """FOUND: it is known what is stored, and nothing has been written. OPEN: this process holds the
+    folder. CLOSED: it has given the folder up for good."""
 
     FOUND = auto()
     OPEN = auto()
@@ -45,27 +45,27 @@ class State(Enum):
 
 
 class ActivationStorage:
-    """Writes activations to `shard_0001.pkl.gz`, ... in a folder; a context manager.
+    """Writes activations to `shard_0001.pkl.gz`, ... in a folder. It is a context manager.
 
     hooks: key of the hook in the shards (layer number or hook name) -> the hook's full name.
     A sample is complete when it has an activation for every key; samples must become complete in
     ascending order. `shard_size_gb` counts the activations' bytes before compression; a shard
-    holds at least one sample. `metadata` is recorded in metadata.json, and so are `hook_facts`: key
-    of a hook -> what else to say of it, such as its width.
+    holds at least one sample. metadata.json records `metadata`, and also `hook_facts`: key of a
+    hook -> what else is known of it, such as its width.
 
-    An extraction that the folder or the bucket already holds is continued when its `identity` is
-    the same: `cursor` says where, and samples that are stored already are passed over. With
-    `overwrite` it is deleted instead. A `planner` may ask for something else, such as a repair.
-    Constructing only reads; `open`, which entering the context or the first sample calls, is the
-    first to write.
+    An extraction that the folder or the bucket already holds is continued if its `identity` is the
+    same: `cursor` says where, and samples that are stored already are skipped. With `overwrite` it
+    is deleted instead. A `planner` may ask for something else, such as a repair. The constructor
+    only reads. The first to write is `open`, which is called on entering the context, or else by
+    the first sample.
 
-    remote: the same host's folder in a bucket; a shard then counts as stored when it is there.
+    remote: this host's folder in a bucket; shards then count as stored only once they are there.
     delete_local: delete shard files after their upload; their JSON files stay.
 
-    Leaving the context commits what is complete, also after an exception or Ctrl-C; metadata.json
-    then says "interrupted", or "failed" when a shard could not be committed. Raises InputError when
-    the folder holds something else, StorageError when writing or uploading fails (at the next call
-    after it did).
+    Leaving the context commits what is complete, even after an exception or Ctrl-C; metadata.json
+    then says "interrupted", or "failed" if a shard could not be committed. Raises InputError if the
+    folder holds something else, and StorageError at the next call after writing or uploading
+    failed.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ActivationStorage:
 
     @property
     def totals(self) -> Totals:
-        """What is stored, that of earlier runs included."""
+        """What is stored, including earlier runs."""
         return self._writer.totals
 
     @property
@@ -154,31 +154,31 @@ class ActivationStorage:
 
     @property
     def complete(self) -> bool:
-        """Whether an earlier run has computed everything; some of it may wait for its upload."""
+        """Whether an earlier run computed everything; some of it may still wait for its upload."""
         return self.plan.complete
 
     @property
     def found_samples(self) -> int:
-        """Samples of an earlier run, those that wait for their upload included."""
+        """Samples of earlier runs, including those that still wait for their upload."""
         return sum(commit.count for commit in self.plan.commits)
 
     @property
     def found_tokens(self) -> int:
-        """Tokens of an earlier run, as `found_samples`."""
+        """The tokens in `found_samples`."""
         return sum(commit.tokens for commit in self.plan.commits)
 
     @property
     def max_samples(self) -> int | None:
-        """The samples to store at most; in a repair, those of the run itself."""
+        """The most samples to store; in a repair, the limit of the run itself."""
         recorded = self.plan.recorded or {}
         return recorded.get("max_samples", self._max_samples)
 
     def open(self) -> None:
-        """Takes the folder: deletes what `overwrite` says, starts the uploads that are missing.
+        """Takes the folder: deletes what `overwrite` says, and starts missing uploads.
 
-        Does nothing when it is open, or when nothing is left to do. The plan may change, and with
-        it `cursor` and `complete`: another process may have written until now. Raises StorageError;
-        InputError when another process writes to the folder.
+        Does nothing if it is open already, or if nothing is left to do. `cursor` and `complete` may
+        change, because another process may have written until now. Raises StorageError, and
+        RunError if another process is writing to the folder.
         """
         if self._state is not State.FOUND or self.plan.settled:
             return
@@ -200,7 +200,7 @@ class ActivationStorage:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
 
     def _begin_writing(self) -> None:
-        self._write_metadata("running")  # before all else: a folder without it is refused
+        self._write_metadata("running")  # first of all: a folder without it is refused
         if not self._overwrite:
             self._record.fetch_metrics()
         for folder, name in self.plan.obsolete:
@@ -226,10 +226,10 @@ class ActivationStorage:
                 raise
 
     def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> int:
-        """Adds the samples of a batch that are not stored yet; returns how many these are.
+        """Adds those samples of a batch that are not stored yet; returns how many they are.
 
-        activations: key of every hook -> (B, T, width); kept by reference until their shard is
-        written. Raises StorageError as soon as anything in the background has failed.
+        activations: key of every hook -> (B, T, width); the arrays are kept, not copied, until
+        their shard is written. Raises StorageError as soon as anything in the background fails.
         """
         self._writer.check()
         self.open()
@@ -265,10 +265,10 @@ class ActivationStorage:
     ) -> None:
         """Adds one sample's activation (tokens, width) at one hook.
 
-        The array is kept by reference until its shard is written. The text, the token ids and the
-        id are those that are given with the sample's first hook. Raises KeyError for an unknown
-        hook, ValueError for a sample that is out of order, given twice, not two-dimensional, or
-        that comes after the end of a complete extraction.
+        The array is kept, not copied, until its shard is written. Text, token ids and id are taken
+        from the sample's first hook. Raises KeyError for an unknown hook, and ValueError for a
+        sample that is out of order, given twice or not two-dimensional, or that follows a complete
+        extraction.
         """
         self.open()
         if layer_idx not in self._names:
@@ -276,8 +276,8 @@ class ActivationStorage:
         activation = np.asarray(activation)
         if activation.ndim != 2 or (token_ids is not None and len(token_ids) != len(activation)):
             raise ValueError(
-                f"sample {sample_idx}: activation of shape {activation.shape} does not fit "
-                "(tokens, width) and the token ids"
+                f"sample {sample_idx}: the activation has shape {activation.shape}, expected "
+                "(tokens, width) with as many tokens as there are token ids"
             )
         self._check_next(sample_idx)
         ids = None if token_ids is None else np.asarray(token_ids, np.int32)
@@ -287,7 +287,7 @@ class ActivationStorage:
             self._cutter.add(row, slices)
 
     def _check_next(self, sample_idx: int) -> None:
-        """Raises ValueError for a sample that cannot come after those that are stored."""
+        """Raises ValueError for a sample that cannot follow those that are stored."""
         if sample_idx <= self._cutter.last_sample:
             raise ValueError(f"sample {sample_idx}: given twice or out of order")
         if self._cutter.done:
@@ -298,9 +298,9 @@ class ActivationStorage:
         return self._writer.gauges()
 
     def record(self, metrics: dict[str, Any]) -> None:
-        """Appends a line to metrics.jsonl, which lies beside the shards. Raises StorageError.
+        """Appends a line to metrics.jsonl, beside the shards. Raises StorageError.
 
-        In a repair it does nothing: the file describes the run itself.
+        Does nothing in a repair, because the file is about the run itself.
         """
         if self.plan.recorded is None:
             self._record.add_metrics(metrics)
@@ -308,9 +308,9 @@ class ActivationStorage:
     def finalize(self, complete: bool = True, skipped_rows: int = 0) -> None:
         """Commits every complete sample and metadata.json, and waits until all is stored.
 
-        complete: False when the run ends before its data does. skipped_rows: in all, where more
-        were skipped than the cursors count. Calling it again does nothing. Raises ValueError, after
-        committing, when a complete run leaves a sample incomplete.
+        complete: False if the run ends before its data does. skipped_rows: how many in all, if more
+        were skipped than the cursors count. Calling this again does nothing. Raises ValueError,
+        after committing, if a complete run leaves a sample incomplete.
         """
         if self._state is State.FOUND:
             self.open()
@@ -334,7 +334,7 @@ class ActivationStorage:
             with suppress(OSError):
                 self._write_metadata("failed", upload=False)
             raise
-        finally:  # neither a second Ctrl-C nor a failure waits for uploads
+        finally:  # after a second Ctrl-C or a failure, nothing waits for uploads
             self.close(patient=done)
         if complete:
             self._incomplete.check_none()
@@ -351,7 +351,7 @@ class ActivationStorage:
             self._lock = None
 
     def _recount(self) -> None:
-        """After a repair: the sums of all shards in their order, as the run itself made them."""
+        """After a repair: adds up all shards in their order, as the run itself did."""
         every = [*self.plan.commits, *self.made]
         self._writer.count(sorted(every, key=lambda commit: commit.number))
 

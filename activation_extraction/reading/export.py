@@ -68,7 +68,9 @@ def export(root: Folder, form: str, target: str, patterns: Sequence[str] | None)
                 _finish(dataset, contents, progress, folder)
             FORMATS[form].clean_up(folder)
         except OSError as error:
-            raise RunError(one_line(error), remedy="the same command continues") from error
+            raise RunError(
+                one_line(error), remedy="to continue, run the same command again"
+            ) from error
     _print_summary(contents, folder)
 
 

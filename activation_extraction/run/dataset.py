@@ -1,4 +1,4 @@
-"""The text of a run: the data set that was asked for, and one host's share of it as batches."""
+"""The text of a run: opens the data set, and makes batches of one host's share of it."""
 
 import hashlib
 import json
@@ -26,9 +26,9 @@ BATCHES_AHEAD = 4
 
 @dataclass(frozen=True)
 class Dataset:
-    """An open data set. name, content: what must stay the same when an extraction continues.
+    """An open data set. Its name and content must stay the same when an extraction continues.
 
-    Of a hub data set, the content is its revision; of files, a digest of their names and sizes.
+    content: the revision of a hub data set, or a digest of the names and sizes of files.
     """
 
     rows: datasets.IterableDataset
@@ -37,7 +37,7 @@ class Dataset:
 
 
 def open_local(path: str, text_column: str) -> Dataset:
-    """The files at --dataset_path. Raises InputError."""
+    """Opens the files at --dataset_path. Raises InputError."""
     rows = open_files(path, text_column)
     described = json.dumps(describe_files(path))
     return Dataset(rows, "files", hashlib.sha256(described.encode()).hexdigest())
@@ -46,9 +46,9 @@ def open_local(path: str, text_column: str) -> Dataset:
 def open_from_hub(
     name: str, subset: str | None, split: str, earlier: Iterable[Mapping[str, Any]]
 ) -> Dataset:
-    """A data set of the hub, at the revision with which the extraction began. Raises InputError.
+    """Opens a hub data set at the revision that the extraction began with. Raises InputError.
 
-    earlier: the metadata that the output holds already; none if the run starts anew.
+    earlier: the metadata that the output already holds; empty when the run starts anew.
     """
     source = " ".join(filter(None, (name, subset, split)))
     revision = None
@@ -60,15 +60,15 @@ def open_from_hub(
 
 
 def share_of(most: int | None, host: int, hosts: int) -> int | None:
-    """How many of at most `most` samples one of a machine's hosts stores; None: all of its own."""
+    """How many samples a host stores if its machine stores at most `most`; None: no limit."""
     return None if most is None else len(range(host, most, hosts))
 
 
 @dataclass(frozen=True)
 class HostText:
-    """How one host turns its share of a data set into batches of `rows` rows of `length` tokens.
+    """How one host turns its share of a data set into batches of `rows` rows, `length` tokens each.
 
-    max_samples: how many samples the host stores at most.
+    max_samples: the most samples that the host stores; None: no limit.
     """
 
     dataset: Dataset
@@ -81,21 +81,21 @@ class HostText:
     length: int
 
     def documents(self) -> DocumentStream:
-        """The host's share of the text, from its beginning."""
+        """The host's share of the documents, from the beginning."""
         rows = self.dataset.rows
         return DocumentStream(rows, self.text_column, self.worker, self.skip_bad_rows)
 
     def batches(
         self, documents: DocumentStream, most: int | None, start: Cursor | None
     ) -> Iterator[Batch]:
-        """The batches from a cursor on, up to `most` samples counted from the beginning."""
+        """The batches from `start` on, up to `most` samples counted from the beginning."""
         stream = samples(documents, self.tokenizer, self.length, most, start)
         return pack(stream, self.rows, self.length)
 
     def not_stored(self, documents: DocumentStream, storage: ActivationStorage) -> Prefetch[Batch]:
         """The batches whose samples are not stored yet, prepared in the background.
 
-        Raises InputError when the first of them cannot be read, or when there is no text at all.
+        Raises InputError if the first of them cannot be read, or if there is no text at all.
         """
         if storage.complete:
             return Prefetch(iter(()), BATCHES_AHEAD)
@@ -104,13 +104,13 @@ class HostText:
         alone = self.worker == Worker()
         try:
             if batches.peek() is None and alone and not storage.found_samples:
-                raise InputError("the data set is empty: no row has text")
+                raise InputError("the data set is empty: no row has text; expected at least one")
         except RunError as error:
             raise with_remedy(error) from error
         return batches
 
     def of_gaps(self, storage: ActivationStorage) -> Prefetch[Batch]:
-        """The batches that hold the samples of damaged shards, and one batch after each gap."""
+        """The batches with the samples of damaged shards, and one more after each gap."""
 
         def batches() -> Iterator[Batch]:
             for gap in storage.plan.ranges:

@@ -1,8 +1,8 @@
 """The demo's inputs: a small Qwen2 checkpoint and sample documents, made on the spot.
 
-The files look like real ones (config.json, safetensors, tokenizer.json; Parquet in the
-FineWeb-Edu schema) and are the same bytes every time. The weights are random: the demo shows that
-the pipeline works, not what a trained model represents.
+The files look like real ones (config.json, safetensors, tokenizer.json; Parquet in FineWeb-Edu's
+schema) and have the same bytes every time. The weights are random: the demo shows that the pipeline
+works, not what a trained model has learned.
 """
 
 import json
@@ -73,7 +73,7 @@ def _paragraphs() -> list[str]:
 
 
 def write_documents(path: Path, paragraphs: list[str]) -> None:
-    """Runs of consecutive sentences, of log-normal length, under FineWeb-Edu's columns."""
+    """Writes documents in FineWeb-Edu's schema: runs of sentences, of log-normal length."""
     chance = random.Random(0)
     sentences = [s for paragraph in paragraphs for s in re.split(r"(?<=[.!?]) ", paragraph)]
     rows = []
@@ -100,7 +100,7 @@ def write_documents(path: Path, paragraphs: list[str]) -> None:
 
 
 def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
-    """A byte-level BPE with Qwen2's way of splitting words, trained on the sample text."""
+    """Writes a byte-level BPE that splits words as Qwen2's does, trained on the sample text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -128,7 +128,7 @@ def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
 
 
 def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
-    """Random bfloat16 weights: norms near 1, matrices scaled by their fan-in."""
+    """Writes random bfloat16 weights: norms near 1, matrices scaled by their fan-in."""
     chance = np.random.default_rng(0)
     tensors = {}
     for spec in table:

@@ -1,52 +1,63 @@
-"""Digests of files: whether two runs have the same model, tokenizer and code.
+"""Digests of files, which show whether two runs have the same model, tokenizer and code.
 
-Every byte counts. Weights are read only once for it: the digest of a large file is remembered, in
-the user's cache folder, for as long as the file is not touched; and where a file is the hub's, its
-name in the hub's cache is its SHA-256.
+Every byte counts, yet weights are read for this only once: the digest of a large file is kept in
+the user's cache folder until the file changes. A large file in the hub's cache is not read at all,
+because its name there is its SHA-256.
 """
 
 import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from tqdm import tqdm
 
 from activation_extraction.cli.console import log, on_terminal
 from activation_extraction.cli.errors import InputError
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import default_folder
 from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.sealed_json import DamagedError, seal, unseal
 
 LARGE = 16 * 2**20  # bytes; smaller files are simply read
 CHUNK = 2**20  # bytes
-READERS = 8  # files that are read at the same time
-# A file that has changed within this many seconds may change again without another timestamp.
+READERS = 8  # files read at the same time
+# A file that changed less than this many seconds ago may change again and keep its timestamp.
 SETTLED = 3.0
 REMEMBERED = 1000  # files
 MEMORY = "file_digests.json"
 
 
-def digest_files(paths: Sequence[Path]) -> str:
-    """Of the names and the whole contents of files. Raises InputError when one cannot be read."""
+def digest_files(paths: Sequence[Path], remote: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Digest of the names and contents of files. Raises InputError if one cannot be read.
+
+    remote: name -> digest of files that are not on this machine.
+    """
     digests = {path: _hub_digest(path) for path in paths}
     unknown = [path for path, digest in digests.items() if digest is None]
     large = [path for path in unknown if path.stat().st_size >= LARGE]
     found = _digest_large(large) if large else {}
     found |= {path: _read(path) for path in unknown if path not in found}
-    lines = sorted(f"{path.name} {digests[path] or found[path]}\n" for path in paths)
+    every = [*((path.name, digests[path] or found[path]) for path in paths), *remote.items()]
+    lines = sorted(f"{name} {digest}\n" for name, digest in every)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _hub_digest(path: Path) -> str | None:
-    """The SHA-256 that the hub gave; None for other files, and for one that was changed here.
+def model_digest(checkpoint: Checkpoint) -> str:
+    """Digest of what decides what a model computes: config.json and the files of its weights."""
+    return digest_files(checkpoint.local_files(), checkpoint.remote_digests())
 
-    The hub's cache keeps a large file under its SHA-256, with links to it from the snapshots. A
-    file that has changed since its link was made was saved to through the link.
+
+def _hub_digest(path: Path) -> str | None:
+    """The SHA-256 that the hub reported; None for other files, and for one that was edited here.
+
+    The hub's cache keeps a large file under its SHA-256, and its snapshots link to it. A file that
+    has changed since its link was made was edited through the link.
     """
     if not path.is_symlink():
         return None
@@ -57,7 +68,7 @@ def _hub_digest(path: Path) -> str | None:
 
 
 def _digest_large(paths: Sequence[Path]) -> dict[Path, str]:
-    """The SHA-256 of every file; those that are remembered are not read."""
+    """The SHA-256 of every file; a file whose digest is remembered is not read."""
     remembered = _recall()
     keys = {path: _state(path) for path in paths}
     found = {path: remembered[keys[path]] for path in paths if keys[path] in remembered}
@@ -73,17 +84,17 @@ def _digest_large(paths: Sequence[Path]) -> dict[Path, str]:
 
 
 def _state(path: Path) -> str:
-    """Digest of the path and of what changes whenever the file is written to."""
+    """Digest of the path and of everything that changes when the file is written to."""
     stat = path.stat()
     state = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
     return hashlib.sha256(os.fsencode(path.resolve()) + repr(state).encode()).hexdigest()
 
 
 def _read_all(paths: Sequence[Path]) -> dict[Path, str]:
-    """The SHA-256 of every file, read side by side, with a progress bar."""
+    """The SHA-256 of every file; reads several at a time, with a progress bar."""
     total = sum(path.stat().st_size for path in paths)
     log.info(
-        "reading %.2g GB of weights for their SHA-256; the next start remembers it", total / 1e9
+        "reading %.2g GB of weights to compute their SHA-256; later starts remember it", total / 1e9
     )
     bar = tqdm(
         total=total,
@@ -124,7 +135,7 @@ def _recall() -> dict[str, str]:
 
 
 def _remember(digests: dict[str, str]) -> None:
-    """Keeps the newest; where the cache folder cannot be written to, files are read every time."""
+    """Keeps the newest digests. If the cache folder is read-only, every start reads the files."""
     newest = dict(list(digests.items())[-REMEMBERED:])
     with suppress(OSError):
         _memory().parent.mkdir(mode=0o700, parents=True, exist_ok=True)

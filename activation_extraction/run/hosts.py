@@ -1,8 +1,9 @@
-"""Many processes as one run: start, agreement, and what ends a process that is stuck.
+"""Many processes as one run: joining, comparing, and ending a process that is stuck.
 
-`jax.distributed` joins the processes of a pod. Before anything expensive they compare digests of
-all that must be the same. During the run a watchdog ends a process whose steps do not finish, and a
-small helper tells what to do when JAX ends this process because another one died.
+`jax.distributed` joins the processes of a pod. Before anything expensive, `agree` compares digests
+of everything that must be the same on all hosts, such as the flags and the model files. During the
+run a watchdog ends a process whose steps no longer finish, and a small helper process says what to
+do when JAX ends this process because another one died.
 """
 
 import faulthandler
@@ -32,7 +33,7 @@ TEXT_BYTES = 64
 
 @dataclass(frozen=True)
 class Host:
-    """This process among those of the run."""
+    """This process, as one of the hosts of the run."""
 
     id: int = 0
     count: int = 1
@@ -49,18 +50,19 @@ def join(
     connect_seconds: int,
     heartbeat_seconds: int,
 ) -> Host:
-    """Starts jax.distributed; all three are None where JAX finds them itself (as on Cloud TPU).
+    """Starts jax.distributed. coordinator, host_id, num_hosts: None if JAX is to find them itself.
 
-    Raises InputError where JAX finds no cluster, RunError when the others do not answer in time.
+    Raises InputError if JAX finds no pod, and RunError if the other hosts do not answer in time.
     """
     failed = (
-        f"connecting to {coordinator or 'the coordinator'} did not succeed within "
-        f"{connect_seconds} s: check that host 0 runs, that its port is reachable from here, and "
-        f"that all {num_hosts or ''} hosts were started with the same address and number of hosts"
+        f"not all hosts connected to {coordinator or 'the coordinator'} within {connect_seconds} s "
+        "(--connect_timeout); check that host 0 is running, that its port can be reached from "
+        f"here, and that all {num_hosts or ''} hosts were started with the same address and number "
+        "of hosts"
     )
     if coordinator is not None and host_id:
         _wait_for_port(coordinator, connect_seconds, failed)
-    # SIGTERM is for this program: its service would swallow the signal.
+    # This program handles SIGTERM itself; JAX's preemption service would swallow the signal.
     jax.config.update("jax_enable_preemption_service", False)
     timer = threading.Timer(connect_seconds, _end_process, [f"error: {failed}"])
     timer.daemon = True
@@ -71,12 +73,12 @@ def join(
             num_processes=num_hosts,
             process_id=host_id,
             local_device_ids=_local_device_ids(),
-            initialization_timeout=connect_seconds + 60,  # it aborts: be there before it does
+            initialization_timeout=connect_seconds + 60,  # JAX aborts then; our timer is earlier
             heartbeat_timeout_seconds=heartbeat_seconds,
         )
     except ValueError as error:
         raise InputError(
-            "--multihost: no pod was found (Cloud TPU, GKE, Slurm); give --coordinator_address, "
+            "--multihost: found no pod of Cloud TPU, GKE or Slurm; give --coordinator_address, "
             f"--host_id and --num_hosts ({one_line(error)})"
         ) from error
     except RuntimeError as error:
@@ -87,9 +89,9 @@ def join(
 
 
 def _local_device_ids() -> list[int] | None:
-    """[] restricts nothing: a task that Slurm started alone on its node sees all of its GPUs.
+    """Which local devices to use: [] means all of them, and None leaves the choice to JAX.
 
-    None leaves it to JAX, which under Slurm takes one GPU for each task.
+    Under Slurm JAX takes one GPU per task, but one that is alone on its node should use all.
     """
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 1(x16)
     return [] if re.fullmatch(r"1(\(x\d+\))?", tasks) else None
@@ -101,7 +103,7 @@ def _end_process(message: str) -> None:
 
 
 def _wait_for_port(address: str, seconds: float, failed: str) -> None:
-    """Until somebody listens at HOST:PORT. Raises RunError(failed) when nobody does in time."""
+    """Waits until something listens at HOST:PORT. Raises RunError(failed) if nothing ever does."""
     name, port = address.rsplit(":", 1)
     name = name.strip("[]")
     deadline = time.monotonic() + seconds
@@ -116,7 +118,7 @@ def _wait_for_port(address: str, seconds: float, failed: str) -> None:
 
 
 def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
-    """For every flag: is it set on any host? All hosts must call it together."""
+    """For each flag, whether any host has set it. All hosts must call this together."""
     if not host.several:
         return list(flags)
     gathered = multihost_utils.process_allgather(np.array(flags, np.int32))
@@ -124,15 +126,15 @@ def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
 
 
 def leave(host: Host) -> None:
-    """Leaves the run, together with all hosts: JAX would abort those that leave later."""
+    """Leaves the run. All hosts must do so together: JAX would abort one that leaves later."""
     if host.several:
         jax.distributed.shutdown()
 
 
 def together(host: Host, failure: Exception | None) -> None:
-    """Raises `failure` where there is one, and RunError on every other host. A barrier.
+    """Raises `failure` on the host that has one and RunError on all others; a barrier for all.
 
-    All hosts leave the run before it raises.
+    All hosts leave the run before anything is raised.
     """
     if any_host(host, [failure is not None])[0]:
         leave(host)
@@ -140,12 +142,12 @@ def together(host: Host, failure: Exception | None) -> None:
 
 
 def elsewhere() -> RunError:
-    """What to raise where nothing is wrong but on another host."""
-    return RunError("another host failed", remedy="its message says what to do, on all hosts")
+    """What a host raises if it has no problem itself, but another host has failed."""
+    return RunError("another host failed", remedy="its message says what to do on all hosts")
 
 
 def gather(host: Host, text: str) -> list[str]:
-    """Every host's `text`, of TEXT_BYTES at most, in their order. All hosts must call it."""
+    """Every host's `text`, at most TEXT_BYTES long, in host order. All hosts must call this."""
     if not host.several:
         return [text]
     mine = np.frombuffer(text.encode().ljust(TEXT_BYTES), np.uint8)
@@ -154,12 +156,13 @@ def gather(host: Host, text: str) -> list[str]:
 
 
 def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -> None:
-    """Compares `fields` (name -> content) over all hosts, and ends all when one has a problem.
+    """Compares `fields` (name -> content) over all hosts. If one has a problem, all of them raise.
 
-    All hosts must call it, with the same names; one with a problem needs none. Raises `problem`
-    where it arose. Elsewhere it names the hosts that have one: InputError, or RunError when no
-    input was bad. When none has, InputError with the first field that differs and on which hosts.
-    All hosts leave the run before it raises.
+    All hosts must call this with the same names; a host with a problem may leave the fields out.
+    Raises `problem` on the host that has one. The others raise an error that names that host:
+    InputError, or RunError if no host found bad input. If there is no problem but a field differs,
+    raises InputError with the field and its hosts. All hosts leave the run before anything is
+    raised.
     """
     found = _disagreement(fields, problem) if host.several else problem
     if found is not None:
@@ -188,12 +191,12 @@ def _difference(names: list[str], every: np.ndarray) -> InputError | None:
             groups.setdefault(digest.tobytes().hex()[:12], []).append(str(number))
         if len(groups) > 1:
             told = "; ".join(f"{digest} on {', '.join(who)}" for digest, who in groups.items())
-            return InputError(f"hosts differ in {name}: digest {told}")
+            return InputError(f"hosts differ in {name}: digest {told}; it must be the same on all")
     return None
 
 
 class Watchdog:
-    """Ends the process, with the stack of every thread, when no step finishes for too long."""
+    """Ends the process when no step finishes for too long; first prints every thread's stack."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -216,8 +219,9 @@ class Watchdog:
             if time.monotonic() - self._last > self._seconds:
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
                 _end_process(
-                    f"error: no step finished for {self._seconds:g} s (--stall_timeout); "
-                    "the stacks are above, what is committed is safe"
+                    f"error: no step has finished for {self._seconds:g} s (--stall_timeout); the "
+                    "stack of every thread is above; committed shards are safe; to continue, start "
+                    "the run again without --overwrite"
                 )
 
 
@@ -225,19 +229,19 @@ class Watchdog:
 def last_words(host: Host, message: str) -> Iterator[None]:
     """Prints `message` to stderr if JAX ends this process inside the block.
 
-    JAX aborts a process whose peers are gone, without `finally` blocks. A helper process, which
-    waits at the other end of a pipe, outlives it for as long as it takes to say so.
+    JAX aborts a process whose peers are gone and runs no `finally` blocks. A helper process waits
+    at the other end of a pipe and outlives this one long enough to print the message.
     """
     if not host.several:
         yield
         return
-    why = "because another host is gone (or because it crashed itself: see above)"
+    why = "because another host is gone (or because it crashed itself; see above)"
     script = "import sys; sys.stdin.read() == '.' or sys.stderr.write(sys.argv[1])"
     helper = subprocess.Popen(
         [sys.executable, "-S", "-c", script, f"error: host {host.id} ended {why}; {message}\n"],
         stdin=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C in the terminal is not for it
+        start_new_session=True,  # Ctrl-C in the terminal must not reach it
     )
     try:
         yield

@@ -12,12 +12,12 @@ from activation_extraction.cli.config import Config
 from activation_extraction.model.forward import Forward
 from activation_extraction.output.identity import Identity
 from activation_extraction.run.dataset import Dataset
-from activation_extraction.run.digests import digest_files
+from activation_extraction.run.digests import digest_files, model_digest
 from activation_extraction.text.workers import Worker
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets")
 MODEL_FILES = ("qwen2_jax.py", "qwen2_jax_with_hooks.py")
-# Of the configuration: may differ between the hosts of a run.
+# Fields of the configuration that may differ between the hosts of a run.
 OWN_SETTINGS = {
     "host_id",
     "coordinator_address",
@@ -35,10 +35,10 @@ def package_versions() -> dict[str, str]:
 
 
 def identity_of(config: Config, forward: Forward, dataset: Dataset, worker: Worker) -> Identity:
-    """What decides the content of the shards: it may not change when a run is continued."""
+    """Everything that decides the content of the shards; it may not change when a run continues."""
     model = forward.model
     return Identity(
-        model_digest=digest_files(forward.checkpoint.weight_files()),
+        model_digest=model_digest(forward.checkpoint),
         tokenizer_digest=digest_files(forward.checkpoint.tokenizer_files()),
         data=dataset.name,
         data_revision=dataset.content,
@@ -73,7 +73,7 @@ def fingerprint(config: Config, forward: Forward, identity: Identity) -> dict[st
 
 
 def _sources() -> list[Path]:
-    """The files of this program."""
+    """The source files of this program."""
     package = Path(activation_extraction.__file__).parent
     scripts = [package.parent / name for name in ("extract_activations.py", *MODEL_FILES)]
     return [*scripts, *package.rglob("*.py")]

@@ -1,6 +1,6 @@
-"""--list_hooks: the hooks of a model under all their names, and how much each one stores.
+"""--list_hooks: the hooks of a model with all their names, and how much each of them stores.
 
-The names are the hook table's; this module only lays them out.
+The names come from the hook table; this module only formats them.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ COLUMNS = "hook", "Hugging Face module", "width", "bytes/token", "other names"
 
 
 def list_hooks(table: HookTable, config: Any, dtype: Any) -> list[str]:
-    """Lines of text. config: of the model; dtype: in which activations are stored."""
+    """The lines to print. config: the model's; dtype: the type that activations are stored in."""
     rows: list[tuple[str, ...]] = [COLUMNS]
     for kind in table.kinds:
         width = kind.width(config.sizes)
@@ -27,5 +27,5 @@ def list_hooks(table: HookTable, config: Any, dtype: Any) -> list[str]:
     last = config.num_hidden_layers - 1
     return [
         *map(str.rstrip, lines),
-        f"K is the layer, from 0 to {last}; bytes are those of {dtype}",
+        f"K is the layer, from 0 to {last}; bytes are for {dtype}",
     ]

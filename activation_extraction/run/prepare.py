@@ -1,7 +1,7 @@
-"""From a checked command line to a job: model, text and output, all that can be wrong found.
+"""Turns a checked command line into a job, and finds everything that can be wrong with it.
 
-What costs most comes last, and no weight is read here. Hosts of a pod compare what they have found
-before they go on.
+The cheapest checks come first, and no weight is read here. The hosts of a pod compare what they
+have found before they go on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,8 +52,8 @@ T = TypeVar("T")
 class Job:
     """A request that has been checked: the model, the text, and where the result goes.
 
-    batches: those that were not stored yet when the text was opened, and `documents`, which they
-    are made of. where: the URL or path of the output, for messages.
+    batches: those that were not stored yet when the text was opened; documents: what they are made
+    from. where: the URL or path of the output, for messages.
     """
 
     host: Host
@@ -68,17 +68,18 @@ class Job:
     repair: RepairPlanner | None
 
     def with_text_reopened(self) -> "Job":
-        """The same job with the batches that are not stored by now."""
+        """The same job, with the batches that are still not stored."""
         documents, batches = open_text(self.text, self.storage, self.repair is not None)
         return replace(self, documents=documents, batches=batches)
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where the output goes, and what is there: the bucket's folder, and metadata of earlier runs.
+    """Where the output goes and what is there already.
 
-    earlier: (where, metadata) of each root that has any; none when the run starts anew. commit: the
-    hub model's, as this host sees it (see choose_commit).
+    remote: this host's folder in the bucket. earlier: (where, metadata) of each root that holds an
+    earlier run; empty when this one starts anew. commit: the hub model's, as this host sees it (see
+    choose_commit).
     """
 
     folders: RunFolders
@@ -92,7 +93,7 @@ def prepare_together(
 ) -> Job:
     """Checks the request here and compares it with the other hosts'. Raises InputError.
 
-    beat: called whenever an upload has moved.
+    beat: called whenever an upload makes progress.
     """
     output, problem = _attempt(lambda: prepare_output(config, host, beat))
     agree(host, {"--model_revision": config.model_revision}, problem)
@@ -112,7 +113,7 @@ def prepare_together(
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What `action` returns, or how it fails: the other hosts must not wait for this one."""
+    """What `action` returns or raises: the other hosts must not be left waiting for this one."""
     try:
         return action(), None
     except Exception as error:
@@ -120,7 +121,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def prepare_output(config: Config, host: Host, beat: Callable[[], None]) -> Output:
-    """Checks where the output goes, and which model it was made with. Raises InputError."""
+    """Checks where the output goes, and chooses the model's commit. Raises InputError."""
     worker = Worker(config.machine_id, config.total_machines, host.id, host.count)
     folders = RunFolders(worker, Path(config.output_dir), config.bucket_url, config.upload_timeout)
     check_output_dir(folders.folder)
@@ -140,7 +141,7 @@ def prepare_output(config: Config, host: Host, beat: Callable[[], None]) -> Outp
 def prepare(
     config: Config, host: Host, families: Families, output: Output, commit: str | None
 ) -> Job:
-    """Checks the rest of the request. commit: of the hub model. Raises InputError."""
+    """Checks the rest of the request. commit: the hub model's. Raises InputError."""
     if config.demo:
         config = _with_demo(config, output.folders.folder, families)
     request = model_request(config)
@@ -201,20 +202,21 @@ def model_request(config: Config) -> ModelRequest:
         mesh_shape=config.mesh_shape,
         mesh_axes=config.mesh_axes,
         every_device=config.use_data_parallel,
+        keep_weights=not config.multihost,  # the hosts of a pod may need parts of them only
     )
 
 
 def _with_demo(config: Config, folder: Path, families: Families) -> Config:
-    """The configuration with the demo's model and documents, which are made in `folder`."""
+    """Makes the demo's model and documents in `folder`; returns the configuration with them."""
     family, model_config = families.of(MODEL_CONFIG)
-    build_model(family, model_request(config), model_config)  # may refuse
+    build_model(family, model_request(config), model_config)  # checks
     log.info("demo: making a tiny Qwen2 model and sample documents")
     model, documents = make_demo(folder, families)
     return replace(config, model_path=str(model), dataset_path=str(documents))
 
 
 def open_dataset(config: Config, earlier: Sequence[Mapping[str, Any]]) -> Dataset:
-    """The files or the hub data set that the flags name. Raises InputError."""
+    """Opens the files or the hub data set that the flags name. Raises InputError."""
     if config.dataset_path is not None:
         return open_local(config.dataset_path, config.text_column)
     name, split = str(config.dataset_name), str(config.dataset_split)
@@ -224,7 +226,7 @@ def open_dataset(config: Config, earlier: Sequence[Mapping[str, Any]]) -> Datase
 def open_text(
     text: HostText, storage: ActivationStorage, repairing: bool
 ) -> tuple[DocumentStream, Prefetch[Batch]]:
-    """The documents of this host, and those of their batches that are to be computed."""
+    """This host's documents, and the batches of them that are still to be computed."""
     documents = text.documents()
     if repairing:
         return documents, text.of_gaps(storage)
@@ -232,7 +234,7 @@ def open_text(
 
 
 def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
-    """What a reader should know about the contents of the output, beside their identity."""
+    """What metadata.json records about a run besides its identity."""
     return {
         "configuration": config.to_json(),
         "model": asdict(forward.model.config),
@@ -247,7 +249,7 @@ def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
 def plan_repair(
     config: Config, output: Output, identity: Identity, described: dict[str, Any]
 ) -> RepairPlanner:
-    """--repair: who finds the shards that are to be made again."""
+    """--repair: the planner that finds the shards to make again."""
     return RepairPlanner(
         Folder(str(output.folders.folder)),
         output.remote,
@@ -266,7 +268,7 @@ def open_storage(
     max_samples: int | None,
     repair: RepairPlanner | None,
 ) -> ActivationStorage:
-    """The output. Raises InputError when nothing may be added to it."""
+    """Opens the output for this run. Raises InputError if nothing may be added to it."""
     sizes = forward.model.config.sizes
     return ActivationStorage(
         output.folders.folder,

@@ -1,6 +1,6 @@
-"""The model of a stored extraction, loaded again: how --verify gets the activations of samples.
+"""Loads the model of a stored extraction again, so that --verify can recompute samples.
 
-Comparing them with what is stored is the part of reading/verify.py.
+reading/verify.py compares the results with what is stored.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from activation_extraction.model.family import Families
 from activation_extraction.model.forward import ModelRequest, prepare_model
 from activation_extraction.model.step import compile_step
 from activation_extraction.output.metadata import METADATA, identity_of
-from activation_extraction.run.agreement import Votes
-from activation_extraction.run.digests import digest_files
+from activation_extraction.run.digests import model_digest
+from activation_extraction.run.lockstep import Votes
 from activation_extraction.run.revision import recorded_commit
 from activation_extraction.text.packing import pack, samples_of
 
@@ -26,10 +26,10 @@ NO_VOTES = Votes(with_data=False, stopping=False, failed=False)
 def load_again(
     families: Families, request: ModelRequest, metadata: dict[str, Any]
 ) -> Callable[[list[np.ndarray]], list[dict[str, np.ndarray]]]:
-    """The function that recomputes samples: their token ids -> name of a hook -> (tokens, width).
+    """Returns a function: token ids of samples -> for each sample {hook name: (tokens, width)}.
 
-    request: how to compute; what to compute is read from the metadata. Raises InputError when the
-    model is not the one that was extracted from.
+    request: how to compute; the metadata says what to compute. Raises InputError if the model is
+    not the one that the stored activations came from.
     """
     identity = identity_of(metadata, METADATA)
     request = replace(
@@ -43,9 +43,10 @@ def load_again(
     )
     with device_errors():
         forward = prepare_model(families, request)
-        if digest_files(forward.checkpoint.weight_files()) != identity.model_digest:
+        if model_digest(forward.checkpoint) != identity.model_digest:
             raise InputError(
-                f"--model_path {request.model_path}: is not the model of the stored activations"
+                f"--model_path {request.model_path}: is not the model that the stored activations "
+                "came from; give that one"
             )
         step = compile_step(forward)
 

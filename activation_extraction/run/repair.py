@@ -1,8 +1,8 @@
-"""--repair: makes the shards again that --verify finds damaged or missing, and no others.
+"""--repair: remakes the shards that --verify finds damaged or missing, and no others.
 
-The JSON of the last good shard in front of a gap records where in the data to start, so that the
-same batches are formed and the same bytes stored. A shard is replaced like any other: its JSON goes
-first and comes last, so a repair that was killed leaves a gap for the next one.
+The JSON of the last good shard before a gap records where in the data to start, so the same batches
+are formed and the same bytes are stored. As always when a shard is replaced, its JSON is deleted
+first and written last, so a repair that is killed leaves a gap for the next one to find.
 """
 
 import logging
@@ -20,16 +20,16 @@ from activation_extraction.output.resume import check_same_run
 from activation_extraction.output.shard_writer import Totals
 from activation_extraction.reading.verify import check_shards
 
-# What metadata.json says when it is made anew; the next run without --repair finds what is left.
+# What a rebuilt metadata.json says at first; the next run without --repair continues from there.
 NOTHING = {"status": "interrupted", "shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
 
 log = logging.getLogger("extract_activations")
 
 
 def find_gaps(stored: Stored, good: set[int], stride: int) -> tuple[ShardRange, ...]:
-    """The gaps in a folder, as far as its metadata and its JSONs tell where they end.
+    """The gaps in a folder, each with its end if the metadata or a JSON file records it.
 
-    good: numbers of the shards that are in order. stride: number of hosts of all machines.
+    good: numbers of the intact shards. stride: the number of hosts of all machines together.
     """
     assert stored.metadata is not None
     known = max([stored.metadata["shards"], *stored.commits])
@@ -51,10 +51,9 @@ def find_gaps(stored: Stored, good: set[int], stride: int) -> tuple[ShardRange, 
 class RepairPlanner:
     """Plans the repair of one host's folder: one range of shards for each gap.
 
-    folder: the local one. remote: the folder in the bucket; None without upload. delete_local:
-    shard files do not stay here after their upload. metadata: what a run with these flags would
-    record. Looking reads every shard. Raises InputError when the folder holds nothing, or another
-    run.
+    folder: the local one. remote: the one in the bucket; None without upload. delete_local: local
+    shards are deleted after their upload. metadata: what a run with these flags would record. Its
+    methods raise InputError if the folder holds nothing, or another run.
     """
 
     folder: Folder
@@ -66,11 +65,11 @@ class RepairPlanner:
 
     @property
     def place(self) -> Folder:
-        """The folder that is repaired."""
+        """The folder to repair."""
         return self.remote or self.folder
 
     def look(self) -> StoragePlan:
-        """Reads every shard."""
+        """Reads every shard to find the damaged ones."""
         self._found = found = read_stored(self.place)
         stored = found if found.metadata is not None else self._with_new_metadata(found)
         check_same_run(self.place.url, stored, self.identity)
@@ -92,18 +91,21 @@ class RepairPlanner:
         )
 
     def look_again(self, plan: StoragePlan) -> StoragePlan:
-        """Raises InputError when somebody has changed the folder since it was checked."""
+        """Raises InputError if another process has changed the folder since it was checked."""
         now = read_stored(self.place)
         if (now.metadata, now.commits) != (self._found.metadata, self._found.commits):
-            raise InputError(f"{self.place.url}: another process has written there meanwhile")
+            raise InputError(
+                f"{self.place.url}: another process has written to it during the check; "
+                "start --repair again once that process has ended"
+            )
         if changes := self.changes():
             log.warning("recomputed values may differ in rounding: %s", changes)
         return plan
 
     def _with_new_metadata(self, found: Stored) -> Stored:
         if not found.commits:
-            raise InputError(f"{self.place.url}: holds no extraction that --repair could mend")
-        log.warning("%s/%s is damaged or missing: it is made anew", self.place.url, METADATA)
+            raise InputError(f"{self.place.url}: holds no extraction that --repair could work on")
+        log.warning("%s/%s is damaged or missing and is rebuilt", self.place.url, METADATA)
         new = {"format_version": FORMAT_VERSION, "identity": self.identity.to_json()}
         return replace(found, metadata={**self.metadata, **new, **NOTHING})
 
@@ -116,8 +118,8 @@ class RepairPlanner:
             )
 
     def _useless_copies(self, stored: Stored, good: set[int]) -> list[tuple[Folder, str]]:
-        """Files here that are of no use beside the bucket's: damaged JSONs, and shards that a run
-        would have deleted after their upload, had it not been killed."""
+        """Local files that are of no use beside those in the bucket: damaged JSON files, and shards
+        that a run would have deleted after their upload if it had not been killed."""
         if self.remote is None:
             return []
         copies = read_stored(self.folder)
@@ -128,8 +130,8 @@ class RepairPlanner:
         return [(self.folder, name) for name in sorted(useless - {METADATA})]
 
     def _unknown(self, ranges: tuple[ShardRange, ...]) -> Iterator[tuple[Folder, str]]:
-        """Shards at the end of a run that is not complete, of which nobody knows where they ended:
-        without their damaged JSON they do not exist, and the run makes them when it goes on."""
+        """Shards at the end of an unfinished run whose JSON files are damaged, so that nothing says
+        where they end. They count as not stored, and the run makes them when it continues."""
         numbers = {number_of(name) for name in self._found.damaged if name != METADATA}
         numbers -= {n for each in ranges for n in range(each.first, (each.last or 0) + 1)}
         for folder in (self.place, self.folder) if numbers else ():
@@ -138,17 +140,17 @@ class RepairPlanner:
                     yield folder, name
 
     def differing(self, made: list[Commit]) -> list[str]:
-        """A line for each shard that was made again with other bytes than it had."""
+        """A line for each remade shard whose bytes are not those that it had."""
         why = self.changes() or "with the same batch size, mesh, backend and versions"
         return [
-            f"{commit.file}: its bytes are not those that it had, its values may differ in "
+            f"{commit.file}: its bytes are not those that it had; its values may differ in "
             f"rounding: {why}"
             for commit in made
             if self._found.commits.get(commit.number, commit).sha256 != commit.sha256
         ]
 
     def changes(self) -> str:
-        """What rounds otherwise than in the run, as far as its metadata tells."""
+        """What may round differently than it did in the run, according to its metadata."""
         before = self._found.metadata
         if before is None:
             return ""
@@ -164,7 +166,7 @@ class RepairPlanner:
 
 
 def _miscounted(stored: Stored, commits: list[Commit]) -> bool:
-    """Whether a complete run has other sums in its metadata: a repair was killed."""
+    """Whether a complete run's metadata has wrong totals, because a repair was killed."""
     assert stored.metadata is not None
     sums = Totals()
     for commit in commits:

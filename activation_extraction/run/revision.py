@@ -1,4 +1,4 @@
-"""Which commit of a hub model a run uses: the one with which the extraction began, on all hosts.
+"""Which commit of a hub model a run uses: on all hosts, the one that the extraction began with.
 
 The first start records it in metadata.json, so a new commit on the hub does not stop a long run.
 """
@@ -17,11 +17,11 @@ RECORDED, NEW = "recorded", "new"
 def choose_commit(
     model_path: str, revision: str | None, where: str, metadata: Mapping[str, Any]
 ) -> tuple[str, str] | None:
-    """The commit of the hub model as this host sees it, and whether it is RECORDED or NEW.
+    """The hub model's commit as this host sees it, and whether it is RECORDED or NEW.
 
-    revision: what was asked for, None for nothing; metadata: what the output holds already, and
-    `where`; empty when the run starts anew. None for a local folder. Raises InputError when another
-    revision is asked for than the recorded one.
+    None for a local folder. revision: the one asked for, if any; metadata: what the output at
+    `where` has recorded, empty when the run starts anew. Raises InputError if the revision asked
+    for is not the recorded commit.
     """
     recorded = recorded_commit(model_path, metadata)
     # A branch may have moved on: the command that began the extraction continues it all the same.
@@ -39,7 +39,7 @@ def choose_commit(
 
 
 def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
-    """The commit that an extraction used; None when its model was another one, or a local one."""
+    """The commit that an extraction used; None if its model is another one, or a local one."""
     theirs = metadata.get("configuration", {}).get("model_path")
     if theirs != model_path or Checkpoint(model_path).local:
         return None
@@ -47,7 +47,7 @@ def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
 
 
 def same_commit(host: Host, chosen: tuple[str, str] | None) -> str | None:
-    """One commit for all hosts: a recorded one, else the first host's. All hosts must call it."""
+    """One commit for all hosts: a recorded one, else the first host's. All hosts must call this."""
     every = [text.split() for text in gather(host, " ".join(chosen or ())) if text]
     if chosen is None:
         return None

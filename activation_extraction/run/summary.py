@@ -1,4 +1,7 @@
-"""What a run tells its user: its progress, and in the end what is stored and how to go on."""
+"""What a run tells its user: its progress, and at the end what this host stored and how to go on.
+
+Totals over all machines and hosts are the subject of reading/status_table.py.
+"""
 
 from collections.abc import Iterable
 
@@ -12,7 +15,7 @@ ACTIVITIES = ("data", "compute", "copy", "store")
 
 
 def progress_of(job: Job, log_every: int) -> Progress:
-    """The bar, the lines and the metrics of this host."""
+    """This host's progress bar, progress lines and metrics."""
     devices = job.forward.rows.mesh.shape["device"]
     return Progress(
         job.text.max_samples,
@@ -26,9 +29,9 @@ def progress_of(job: Job, log_every: int) -> Progress:
 
 
 def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool, compressed: bool) -> None:
-    """What is stored; from the first host also where the time went, and how to read it.
+    """Prints what is stored; on the first host also where the time went and how to read a shard.
 
-    verbose: whether the other hosts print that, too; compressed: whether the shards are.
+    verbose: whether the other hosts print all that too; compressed: whether shards are gzipped.
     """
     storage, totals = job.storage, job.storage.totals
     if job.repair is not None:
@@ -38,7 +41,7 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool, compres
         return
     print(what_is_stored(totals, len(job.forward.hooks), job.where, complete))
     if job.text.skip_bad_rows:
-        print(f"skipped: {totals.skipped_rows:,} rows that cannot be used (--skip_bad_rows)")
+        print(f"skipped: {totals.skipped_rows:,} rows that could not be used (--skip_bad_rows)")
     if job.host.id != 0 and not verbose:
         return
     if new := totals.tokens - storage.found_tokens:
@@ -60,7 +63,7 @@ def what_is_stored(totals: Totals, hooks: int, where: str, complete: bool) -> st
 
 
 def where_the_time_went(totals: Totals, clock: Clock, tokens: int) -> str:
-    """tokens: those of this run, without earlier ones."""
+    """tokens: those of this run alone."""
     elapsed = clock.elapsed
     spent = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
     return (
@@ -77,8 +80,8 @@ def what_was_repaired(repaired: Iterable[int], where: str, complete: bool) -> st
 
 
 def continue_with(hosts: int, overwrite: bool) -> str:
-    """What to do after a failure. hosts: of the run; overwrite: whether it had --overwrite."""
-    command = "the same command" + (" without --overwrite" if overwrite else "")
+    """What to do after a failure. hosts: how many; overwrite: whether --overwrite was given."""
+    flags = " without --overwrite" if overwrite else ""
     if hosts > 1:
-        return f"start all hosts again with {command} to continue"
-    return f"{command} continues"
+        return f"to continue, start all hosts again with the same command{flags}"
+    return f"to continue, run the same command again{flags}"

@@ -1,4 +1,7 @@
-"""Documents in, packed batches out: reading data sets, tokenising, packing, and the cursor.
+"""Turns documents into packed batches.
 
-Imports no JAX. Knows nothing of the model or of what is stored.
+A batch is made in this order: files.py or hub.py opens the data, documents.py picks this host's
+rows and their text, samples.py tokenises the text and cuts it to --max_seq_length, packing.py lays
+samples out in rows, and prefetch.py does all this in the background. batch.py has the types. This
+folder imports no JAX and knows nothing of the model or of what is stored.
 """

@@ -1,6 +1,6 @@
-"""The types that text hands on: a cursor, a sample, a batch of samples, and whose samples they are.
+"""The types that `text` hands on: cursors, samples and batches.
 
-The model's step and the output know of the text room this module and workers.py, and nothing else.
+Of this folder, the model and the output know only this module and workers.py.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Cursor:
-    """A position in one worker's stream of samples, from which the stream can be continued.
+    """A position in one worker's stream of samples, from which the stream can continue.
 
-    samples: how many samples come before it. stream: the state of the documents (DocumentStream)
-    at the start of a chunk, and skip: how many samples of that chunk come before the position.
-    skipped_rows: rows before it that could not be used and were skipped.
+    samples: how many samples come before it. stream: the state of the DocumentStream at the start
+    of a chunk. skip: how many samples of that chunk come before the position. skipped_rows: how
+    many rows before it were skipped because they could not be used.
     """
 
     samples: int
@@ -40,7 +40,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Sample:
-    """One tokenised document. `cursor` continues with this sample, `next_cursor` after it."""
+    """One tokenised document. `cursor` continues at this sample, `next_cursor` after it."""
 
     sample_idx: int
     token_ids: np.ndarray  # int32, shape (tokens,)
@@ -51,7 +51,7 @@ class Sample:
 
 
 class Placed(NamedTuple):
-    """A sample and where it lies in its batch."""
+    """A sample and its place in a batch."""
 
     sample: Sample
     row: int
@@ -66,7 +66,8 @@ class Placed(NamedTuple):
 class Batch:
     """Arrays (B, T) int32 and the samples in them, in stream order.
 
-    segment_ids: 0 for padding, 1, 2, ... along each row; positions: from 0 within each sample.
+    segment_ids: 1, 2, ... for the samples of each row, 0 for padding. positions: counted from 0
+    within each sample.
     """
 
     token_ids: np.ndarray
@@ -89,5 +90,5 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """The number of real tokens; padding does not count."""
+        """The number of tokens without padding."""
         return sum(self.lengths)

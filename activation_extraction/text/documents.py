@@ -1,9 +1,9 @@
-"""Documents: the rows of one worker that have text, in a fixed order.
+"""Documents: one worker's rows that have text, in a fixed order.
 
-The stream can be continued from any state that it has reported. Rows without text are not
-documents. ARC-AGI rows are rendered by `arc_prompt`. A row that cannot be used (not JSON, no such
-column, no text in it) ends the run with its position, or is skipped. Where rows come from is the
-subject of hub.py and files.py.
+The stream can continue from any state that it has reported. Rows without text are not documents.
+ARC-AGI rows are rendered by `arc_prompt`. A row that cannot be used (not JSON, no such column, no
+text in it) is skipped, or ends the run with a message that gives its position. hub.py and files.py
+open the data sets.
 """
 
 import logging
@@ -22,10 +22,10 @@ from activation_extraction.text.workers import Worker
 
 log = logging.getLogger("extract_activations")
 
-# With fewer pieces per share than this, Parquet files are split into row groups for even shares.
+# With fewer pieces per share than this, Parquet files are split into row groups, for even shares.
 PIECES_PER_SHARE = 16
-CHECKED_ROWS = 1000  # at least one of the first so many rows must be usable
-LOGGED_ROWS = 10  # how many skipped rows are logged; there may be millions
+CHECKED_ROWS = 1000  # at least one of this many rows at the start must be usable
+LOGGED_ROWS = 10  # how many skipped rows are logged: there may be millions
 SKIP = "add --skip_bad_rows (and leave out --overwrite) to skip such rows and continue"
 
 DocId = str | int | float | None
@@ -33,7 +33,7 @@ DocId = str | int | float | None
 
 @dataclass(frozen=True)
 class Document:
-    """One row with non-empty text; `doc_id` is the row's own `id`, None when it has none."""
+    """One row with non-empty text; `doc_id` is the row's own `id`, None if it has none."""
 
     text: str
     doc_id: DocId
@@ -42,7 +42,7 @@ class Document:
 def arc_prompt(row: dict[str, Any]) -> str:
     """The prompt for an ARC-AGI task: its training pairs, then each test input to be solved.
 
-    A grid has one line per row, with spaces between the cells. The outputs of the tests are left
+    Each row of a grid is one line, with spaces between the cells. The outputs of the tests are left
     out.
 
         Example 1
@@ -75,9 +75,9 @@ class DocumentStream:
     """The documents of one worker, in order. `skipped_rows` counts the rows that were skipped.
 
     Every row belongs to exactly one worker, and a machine's rows do not depend on how many hosts
-    any machine has. Machines, and the hosts of a machine, take whole pieces (files or Parquet row
-    groups) where there are enough of them; otherwise those that share a piece take its rows in
-    turn.
+    any machine has. If there are enough pieces (files or Parquet row groups), machines take whole
+    pieces, and so do the hosts of a machine; otherwise those that share a piece take turns at its
+    rows.
     """
 
     def __init__(
@@ -95,20 +95,20 @@ class DocumentStream:
         self._skip_bad_rows = skip_bad_rows
         self.skipped_rows = 0
         self._rows = 0  # rows read from the pieces, including those of other workers
-        self._position: dict[str, Any] | None = None  # of the data set; None before the first row
+        self._position: dict[str, Any] | None = None  # the data set's; None before the first row
 
     def state(self) -> dict[str, Any]:
-        """The position after the last row that was read, as JSON."""
+        """The position after the row that was read last, as JSON."""
         return {"rows": self._rows, "skipped": self.skipped_rows, "dataset": self._position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Makes the next iteration continue where `state` was taken."""
+        """Makes the next iteration continue from where `state` was taken."""
         # A copy: the data set changes the state that it loads.
         self._rows, self._position = state["rows"], deepcopy(state["dataset"])
         self.skipped_rows = state["skipped"]
 
     def __iter__(self) -> Iterator[Document | None]:
-        """One item per row of this worker; None for a row that is skipped or has no text.
+        """Yields one item per row of this worker: None if the row is skipped or has no text.
 
         Raises RunError when reading fails, and for a row that cannot be used.
         """
@@ -133,7 +133,7 @@ class DocumentStream:
                 yield self._document(row)
 
     def _document(self, row: FileRow | dict[str, Any]) -> Document | None:
-        """The document in `row`, which was read last; None when it has none."""
+        """The document in `row`, the row that was read last; None if there is none."""
         try:
             columns = row.read() if isinstance(row, FileRow) else row
             text = _text_of(columns, self._text_column)
@@ -143,14 +143,14 @@ class DocumentStream:
                 raise RunError(f"a row cannot be used: {where}: {error}", remedy=SKIP) from error
             self.skipped_rows += 1
             level = logging.WARNING if self.skipped_rows <= LOGGED_ROWS else logging.DEBUG
-            log.log(level, "a row is skipped: %s: %s", where, error)
+            log.log(level, "skipped a row: %s: %s", where, error)
             return None
         if text is None or not text.strip():
             return None
         return Document(_valid(text), _plain(columns.get("id")))
 
     def _place(self, row: dict[str, Any]) -> str:
-        """Where the row lies that was read last of a hub data set."""
+        """The position of `row`, which was read last, in a hub data set."""
         whose = "of the data set" if self.worker == Worker() else "of the rows that this host reads"
         own_id = f", id {row['id']!r:.80}" if "id" in row else ""
         return f"row {self._rows - 1} (from 0) {whose}{own_id}"
@@ -159,9 +159,9 @@ class DocumentStream:
 def _share(
     dataset: datasets.IterableDataset, index: int, count: int
 ) -> tuple[datasets.IterableDataset, int, int]:
-    """Share `index` of `count` shares of a data set: (pieces, turn, turns).
+    """Share `index` out of `count` shares of a data set: (pieces, turn, turns).
 
-    Row n of the pieces belongs to the share when n % turns == turn.
+    Row n of the pieces belongs to the share if n % turns == turn.
     """
     if count > 1 and dataset.num_shards < PIECES_PER_SHARE * count:
         dataset = dataset.reshard()
@@ -190,12 +190,14 @@ def check_dataset(
     except RunError as error:
         raise with_remedy(error) from error
     if not read:
-        raise InputError("the data set is empty: it has no rows")
-    raise InputError(f"--skip_bad_rows: none of the first {read} rows can be used; see above")
+        raise InputError("the data set is empty: it has no rows; expected at least one with text")
+    raise InputError(
+        f"--skip_bad_rows: none of the first {read} rows can be used; the log above says why"
+    )
 
 
 def with_remedy(error: RunError) -> InputError:
-    """The same error as an InputError: it was found before anything expensive started."""
+    """The same error as an InputError, since it was found before anything expensive started."""
     return InputError(f"{error}; {error.remedy}" if error.remedy else str(error))
 
 
@@ -213,7 +215,7 @@ def _text_of(row: dict[str, Any], column: str) -> str | None:
             return arc_prompt(row)
         except (KeyError, TypeError) as error:
             raise UnusableRowError(
-                f"a row has ARC-AGI columns but no grids in them: {error!r}"
+                f"it has ARC-AGI columns but no grids in them: {error!r}"
             ) from error
     raise UnusableRowError(
         f"--text_column {column}: no such column; the columns are {', '.join(row)}"
@@ -221,7 +223,7 @@ def _text_of(row: dict[str, Any], column: str) -> str | None:
 
 
 def _valid(text: str) -> str:
-    """The text with lone surrogates replaced: JSON may contain them, UTF-8 may not."""
+    """The text with lone surrogates replaced: JSON may contain them, but UTF-8 may not."""
     try:
         text.encode()
         return text
@@ -230,5 +232,5 @@ def _valid(text: str) -> str:
 
 
 def _plain(doc_id: Any) -> DocId:
-    """The id, as text if it is a date, a decimal or the like: a shard holds plain values only."""
+    """The id, as text if it is a date, a decimal or the like: shards hold only plain values."""
     return doc_id if doc_id is None or type(doc_id) in (str, int, float) else str(doc_id)

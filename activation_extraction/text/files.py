@@ -1,6 +1,6 @@
-"""Opening text files as a stream: JSON Lines or Parquet, in a local folder or at a URL.
+"""Opens text files as a stream: JSON Lines or Parquet, in a local folder or at a URL.
 
-What the rows in them look like is the subject of rows.py.
+rows.py reads the rows in them.
 """
 
 import re
@@ -22,17 +22,18 @@ READERS = 32  # files whose sizes or footers are read at the same time
 
 
 def open_files(path: str, text_column: str) -> datasets.IterableDataset:
-    """JSON Lines or Parquet: a file, a folder (searched recursively) or a glob, local or a URL.
+    """Opens JSON Lines or Parquet: a file, a folder with all its subfolders, a glob, or a URL.
 
-    Of Parquet files only the columns that are needed are read. Raises InputError when there is no
-    such file, when both kinds are there, or when a file is not what its name says.
+    Only the needed columns of Parquet files are read. Raises InputError if there is no such file,
+    if there are files of both kinds, or if a file is not what its name says.
     """
     try:
         urls = _list_files(path)
         parquet = [url for url in urls if url.endswith(PARQUET)]
         if parquet and len(parquet) < len(urls):
             raise InputError(
-                f"--dataset_path {path}: holds both Parquet and JSON Lines; choose one"
+                f"--dataset_path {path}: holds both Parquet and JSON Lines; choose one of "
+                "them, for example with a glob such as FOLDER/*.parquet"
             )
         pieces: dict[str, Any] = {"urls": urls}
         if parquet:
@@ -41,7 +42,7 @@ def open_files(path: str, text_column: str) -> datasets.IterableDataset:
             pairs = zip(urls, counts, strict=True)
             groups = [(url, n) for url, count in pairs for n in range(count)]
             if not groups:
-                raise InputError(f"--dataset_path {path}: is empty: there are no rows in it")
+                raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
             pieces = {
                 "urls": [url for url, _ in groups],
                 "groups": [n for _, n in groups],
@@ -63,7 +64,7 @@ def _list_files(path: str) -> list[str]:
         found = fs.glob(root)
     else:
         found = fs.find(root)
-    # Hidden below the folder that was asked for: left-overs of editors and notebooks.
+    # Below the folder that was asked for, hidden files are left-overs of editors and notebooks.
     visible = [name for name in found if "/." not in name.removeprefix(root)]
     known = sorted(name for name in visible if name.endswith(PARQUET + JSON_LINES))
     if not known:
@@ -76,9 +77,9 @@ def _list_files(path: str) -> list[str]:
 
 
 def describe_files(path: str) -> list[tuple[str, int]]:
-    """Name and size in bytes of every file that `open_files` would read.
+    """The name and the size in bytes of every file that `open_files` would read.
 
-    Names begin below the folder that `path` is, or lies in, or has before its first wildcard.
+    Names are relative to the folder that `path` is, or is in, or names before its first wildcard.
     """
     fs, root = url_to_fs(path)
     folder = root if fs.isdir(root) else re.split(r"[*?[]", root)[0].rpartition("/")[0]

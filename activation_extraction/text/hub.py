@@ -1,4 +1,4 @@
-"""Opening a data set of the Hugging Face hub as a stream, at a fixed revision."""
+"""Opens a data set on the Hugging Face hub as a stream, at a fixed revision."""
 
 import datasets
 from huggingface_hub import HfApi
@@ -10,7 +10,7 @@ from activation_extraction.cli.retries import hub_requests, name_unknown
 def open_hub_dataset(
     name: str, config: str | None, split: str, revision: str | None = None
 ) -> tuple[datasets.IterableDataset, str]:
-    """A streamed data set of the hub and its revision, by default the newest one.
+    """Opens a hub data set; returns its stream and its revision, by default the newest one.
 
     Raises InputError with the hub's reason if it cannot be opened.
     """

@@ -1,7 +1,7 @@
 """Samples -> packed batches of one fixed shape.
 
-Several samples share a row; segment ids keep them apart in attention and positions restart at 0.
-A batch holds a contiguous run of samples, so what is stored is always a prefix of the stream.
+Several samples share a row; segment ids keep them apart in attention, and positions restart at 0.
+A batch holds consecutive samples, so what is stored is always a prefix of the stream.
 """
 
 from bisect import bisect_left, insort
@@ -14,16 +14,16 @@ from activation_extraction.text.batch import Batch, Cursor, Placed, Sample
 
 
 def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Sample]:
-    """Samples made of token ids alone, numbered from 0; they come from no data set."""
+    """Samples made from token ids alone, numbered from 0; they belong to no data set."""
     for number, ids in enumerate(documents):
         here, after = Cursor(number), Cursor(number + 1)
         yield Sample(number, np.asarray(ids, np.int32), "", None, here, after)
 
 
 def best_fit(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[int, int]] | None:
-    """Best-fit-decreasing bin packing: (row, start) of each length, or None when it does not fit.
+    """Best-fit-decreasing bin packing: (row, start) of each length, or None if they do not fit.
 
-    Longest first (ties in order), each into the fullest row that still has room.
+    Takes the longest first (ties in order) and puts each in the fullest row that has room.
     """
     free = [(capacity, row) for row in range(rows)]  # sorted by free space
     places: list[tuple[int, int]] = [(0, 0)] * len(lengths)
@@ -38,7 +38,7 @@ def best_fit(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[int
 
 
 def longest_run(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[int, int]]:
-    """(row, start) of each length in the longest prefix that `best_fit` fits into one batch.
+    """(row, start) of each length in the longest prefix that `best_fit` can fit into one batch.
 
     Every length must be at most `capacity`, so that at least one always fits.
     """
@@ -53,8 +53,8 @@ def longest_run(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[
 def pack(samples: Iterator[Sample], rows: int, length: int) -> Iterator[Batch]:
     """Packs samples (each at most `length` tokens) into batches of `rows` x `length` tokens.
 
-    When reading samples fails, the last ones, which do not fill a batch, are left out: packed
-    without those that follow, they would not give the same bits as in a run that reads on.
+    If reading fails, the last samples, which do not fill a batch, are left out: packed without the
+    ones that follow, they would not get the same bits as in a run that can read on.
     """
     waiting: list[Sample] = []
     total = 0

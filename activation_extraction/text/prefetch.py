@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-POLL = 0.2  # seconds between two looks at whether to stop
+POLL = 0.2  # seconds between checks whether to stop
 
 
 class Prefetch(Generic[T]):
-    """The items of an iterator, of which a background thread prepares up to `depth` in advance.
+    """Yields the items of an iterator, while a background thread prepares up to `depth` of them.
 
     An exception in the iterator is raised here when its turn comes.
     """
@@ -30,7 +30,7 @@ class Prefetch(Generic[T]):
 
     @property
     def ready(self) -> int:
-        """How many items are waiting."""
+        """How many items are ready."""
         return self._ready.qsize()
 
     def peek(self) -> T | None:
@@ -43,7 +43,7 @@ class Prefetch(Generic[T]):
         return self.until(lambda: False)
 
     def until(self, stopped: Callable[[], object]) -> Iterator[T]:
-        """The items until `stopped` returns true, which is asked several times a second."""
+        """The items, until `stopped` returns true; it is called several times a second."""
         while not stopped():
             if self._head is not None:
                 item, self._head = self._head, None

@@ -1,4 +1,4 @@
-"""The rows of JSON Lines and Parquet files, each with its position, for messages about it."""
+"""The rows of JSON Lines and Parquet files, each with its position for messages about it."""
 
 import gzip
 import json
@@ -19,14 +19,14 @@ from activation_extraction.cli.errors import RunError, one_line
 
 OTHER_COLUMNS = ("id", "train", "test")
 REPLACE = (
-    "replace the damaged file; with another size of it the run cannot continue and needs "
-    "--overwrite"
+    "replace the damaged file by an intact one; if its size changes, the run cannot continue and "
+    "needs --overwrite"
 )
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, pyarrow.ArrowException)
 
 
 class UnusableRowError(Exception):
-    """A row has no text that could be read. The message says why."""
+    """A row has no text that can be read. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class FileRow:
 
 
 def parquet_rows(urls: list[str], groups: list[int], text_column: str) -> Iterator[FileRow]:
-    """The rows of these row groups (group `groups[i]` of file `urls[i]`)."""
+    """The rows of some row groups: group `groups[i]` of file `urls[i]`."""
     for url, pairs in groupby(zip(urls, groups, strict=True), key=itemgetter(0)):
         with _naming(url), fsspec.open(url, "rb") as file:
             parquet = pyarrow.parquet.ParquetFile(file)
@@ -63,7 +63,7 @@ def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
 
 
 def json_lines(urls: list[str]) -> Iterator[FileRow]:
-    """The lines of these files that are not blank."""
+    """The lines of some files, except blank ones."""
     for url in urls:
         with _naming(url), fsspec.open(url, "rb", compression="infer") as lines:
             for number, line in enumerate(lines, start=1):
@@ -73,7 +73,7 @@ def json_lines(urls: list[str]) -> Iterator[FileRow]:
 
 @contextmanager
 def _naming(url: str) -> Iterator[None]:
-    """Adds the name of the file to whatever fails inside the block."""
+    """Adds the file's name to any error inside the block."""
     try:
         yield
     except Exception as error:  # whatever a file system or a file format may raise
@@ -84,7 +84,7 @@ def _naming(url: str) -> Iterator[None]:
 def _json_object(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.rstrip(b"\r\n"))
-    except json.JSONDecodeError as error:  # its own text would count lines once more
+    except json.JSONDecodeError as error:  # its text adds a line number of its own
         raise UnusableRowError(f"not JSON: {error.msg}, column {error.colno}") from error
     except (ValueError, RecursionError) as error:
         raise UnusableRowError(f"not JSON: {one_line(error)}") from error

@@ -1,7 +1,7 @@
-"""Documents -> samples: the first tokens of every document, and a cursor before and after each.
+"""Documents -> samples: tokenises documents, cuts them to --max_seq_length, and keeps cursors.
 
 Documents are tokenised in chunks. A cursor is the state of the stream before a chunk plus the
-number of samples to skip within it, so continuing from any sample re-reads one chunk at most.
+number of samples to skip within it, so continuing from any sample reads at most one chunk twice.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from activation_extraction.text.batch import Cursor, Sample
 from activation_extraction.text.documents import Document, DocumentStream
 
 CHUNK_ROWS = 64
-CHARACTERS_PER_TOKEN = 16  # no text made of words has more
+CHARACTERS_PER_TOKEN = 16  # ordinary text has fewer
 PREVIEW_CHARACTERS = 200
 
 
@@ -27,10 +27,10 @@ def samples(
     max_samples: int | None = None,
     start: Cursor | None = None,
 ) -> Iterator[Sample]:
-    """The samples of one worker: documents cut to their first `max_tokens` tokens.
+    """The samples of one worker: its documents, each cut to its first `max_tokens` tokens.
 
-    Stops after `max_samples` of them, counted from the beginning. `start` is a cursor of an earlier
-    iteration over the same data. Documents without a single token are not samples.
+    Stops after `max_samples` samples, counted from the beginning. start: a cursor from an earlier
+    iteration over the same data. A document without a single token gives no sample.
     """
     number = skip = 0
     if start is not None:
@@ -73,10 +73,10 @@ def samples(
 def _read(
     rows: Iterator[Document | None], documents: DocumentStream, count: int
 ) -> tuple[int, list[tuple[Document, int]], RunError | None]:
-    """Reads up to `count` rows: how many there were, and their documents.
+    """Reads up to `count` rows; returns how many there were, their documents, and any error.
 
-    With each document goes the number of rows that had been skipped by then. An error comes last:
-    the rows before it have been read.
+    Each document comes with the number of rows that had been skipped by then. After an error the
+    rows before it are still returned.
     """
     read = 0
     found: list[tuple[Document, int]] = []
@@ -91,11 +91,11 @@ def _read(
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str], max_tokens: int) -> list[list[int]]:
-    """The first `max_tokens` token ids of every text.
+    """The first `max_tokens` token ids of each text.
 
-    Of a very long text only the beginning is tokenised. Its tokens are those of the whole text up
-    to the last two words, which the cut may have changed; if those are needed, all of the text is
-    tokenised.
+    Only the beginning of a very long text is tokenised. That gives the same tokens as the whole
+    text, except in the last two words, which the cut may have changed. If those are needed, the
+    whole text is tokenised.
     """
     enough = CHARACTERS_PER_TOKEN * max_tokens
     found = tokenizer.encode_batch([text[:enough] for text in texts], add_special_tokens=False)

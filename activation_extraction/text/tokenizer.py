@@ -1,4 +1,4 @@
-"""The tokenizer of a model, loaded from its files. samples.py applies it to documents."""
+"""Loads the tokenizer of a model from its files. samples.py applies it to documents."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,11 +10,11 @@ from activation_extraction.cli.late_imports import transformers
 
 
 def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> Tokenizer:
-    """The tokenizer that transformers makes of a model's files, as the tokenizers library's.
+    """Loads the tokenizer that transformers makes of a model's files.
 
-    files: those that the model has, config.json beside them; model_path: what to call the model.
-    Raises InputError when a file is missing, is broken, or belongs to a model of another
-    vocabulary.
+    files: the model's files for its tokenizer, with config.json beside them. model_path: names the
+    model in messages. Raises InputError if a file is missing or broken, or belongs to a model with
+    another vocabulary.
     """
     paths = {path.name: path for path in files}
     for name in ("vocab.json", "merges.txt"):
@@ -32,7 +32,7 @@ def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> T
             )
             .backend_tokenizer
         )
-    except Exception as error:  # the types of what it raises are not documented
+    except Exception as error:  # transformers does not say what it raises
         raise InputError(f"{path}: the tokenizer cannot be loaded: {one_line(error)}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -40,6 +40,6 @@ def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> T
     if largest >= vocab_size:
         raise InputError(
             f"{path}: the tokenizer has token id {largest}, but vocab_size in config.json is "
-            f"{vocab_size}"
+            f"{vocab_size}; put the model's own tokenizer there"
         )
     return tokenizer

@@ -1,7 +1,7 @@
-"""The workers of a run, one for each host of each machine, and which samples are whose.
+"""The workers of a run, one for each host of each machine, and the indices of their samples.
 
-The data is split between the machines first. The hosts of a machine then split its share, so each
-machine may have another number of hosts.
+The data is first split between machines; the hosts of a machine then split its share. So machines
+may differ in their number of hosts.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Worker:
-    """Host `host` of the `hosts` of machine `machine`, which is one of `machines`."""
+    """Host `host` of `hosts`, on machine `machine` of `machines`."""
 
     machine: int = 0
     machines: int = 1
@@ -17,7 +17,7 @@ class Worker:
     hosts: int = 1
 
     def sample_idx(self, number: int) -> int:
-        """Index of this worker's sample `number`, unique over all machines and hosts."""
+        """The index of this worker's sample `number`, unique over all machines and hosts."""
         return (number * self.hosts + self.host) * self.machines + self.machine
 
     @property

@@ -10,7 +10,7 @@ import pytest
 
 from activation_extraction.cli.console import Clock
 from activation_extraction.cli.errors import RunError
-from activation_extraction.run.agreement import Agreement, one_behind
+from activation_extraction.run.lockstep import Lockstep, one_behind
 
 
 class Exchange:
@@ -42,7 +42,7 @@ class Play:
     signal_at: int | None = None
     fed: list[int | None] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
-    agreement: Agreement | None = None
+    lockstep: Lockstep | None = None
 
     def source(self):
         for number in range(self.batches):
@@ -51,13 +51,13 @@ class Play:
             yield number
 
     def run(self, exchange: Exchange) -> None:
-        steps = Agreement(
+        steps = Lockstep(
             self.source(),  # type: ignore[arg-type]
             lambda: self.signal_at is not None and len(self.fed) >= self.signal_at,
             exchange,
             Clock(),
         )
-        self.agreement = steps
+        self.lockstep = steps
 
         def started():
             for batch in steps:
@@ -94,7 +94,7 @@ def test_all_hosts_take_as_many_steps_as_the_longest_needs(counts):
         assert len(host.fed) == max(counts)
         assert host.fed == [*range(count), *[None] * (max(counts) - count)]
         assert host.stored == list(range(count))
-        assert host.agreement.complete and host.agreement.failure is None
+        assert host.lockstep.complete and host.lockstep.failure is None
 
 
 @pytest.mark.parametrize("at", range(8))
@@ -105,9 +105,9 @@ def test_a_failure_on_one_host_ends_all_at_the_same_step(what, at):
     assert len(bad.fed) == len(good.fed)
     assert bad.stored == list(range(at))  # nothing after a gap, everything before it
     assert good.stored == list(range(len(good.fed)))
-    assert "cannot be" in str(bad.agreement.failure)
+    assert "cannot be" in str(bad.lockstep.failure)
     if len(good.fed) < 8:
-        assert "another host failed" in str(good.agreement.failure)
+        assert "another host failed" in str(good.lockstep.failure)
     else:  # the failure came too late to stop anyone
         assert at >= 4
 
@@ -118,12 +118,12 @@ def test_a_signal_on_one_host_stops_all_at_the_same_step(at):
     play(asked, other)
     assert len(asked.fed) == len(other.fed) <= at + 3
     for host in (asked, other):
-        assert not host.agreement.complete and host.agreement.failure is None
+        assert not host.lockstep.complete and host.lockstep.failure is None
         assert host.stored == [batch for batch in host.fed if batch is not None]
 
 
 def test_a_defect_is_reported_with_its_traceback(caplog):
-    steps = Agreement(iter([]), lambda: False, list, Clock())
+    steps = Lockstep(iter([]), lambda: False, list, Clock())
     with caplog.at_level("ERROR", "extract_activations"):
         try:
             int("a defect")

@@ -1,8 +1,9 @@
-"""What the hosts of a run tell each other about the steps to come, so that all take the same ones.
+"""Lockstep: all hosts of a run take the same steps and end at the same one.
 
-Hosts run out of data at different times, and any of them may fail or be asked to stop. With step n
-goes what a host knows about step n + 2: whether it has a batch for it, and whether it wants to end.
-The answer comes back with the results of step n, in time for step n + 2, and nobody waits for it.
+Hosts run out of data at different times, and any of them may fail or be asked to stop. Along with
+step n, each host sends what it knows about step n + 2: whether it has a batch for it, and whether
+it wants to stop. The sum over all hosts comes back with the results of step n, in time for step
+n + 2, so no host waits for it.
 """
 
 from collections import deque
@@ -19,23 +20,25 @@ AHEAD = 2  # steps
 
 
 class Votes(NamedTuple):
-    """What one host says along with a step; summed up over the hosts, how many say so."""
+    """What one host sends along with a step. The sums over all hosts say how many agree."""
 
     with_data: bool
     stopping: bool
     failed: bool
 
 
-class Agreement:
+class Lockstep:
     """The batches of this host, one for each step that all hosts take together.
 
-    Iterating gives None where this host has no batch left but another one does. With every step the
-    host sends its `votes`; once the step is done, `learn` takes in everybody's. All hosts end at
-    the same step: when none has data, or two steps after any host failed or was asked to stop.
+    Iterating yields None when this host has no batch left but another host has one. With every step
+    the host sends its `votes`; once the step is done, `learn` takes in the sums of all votes. All
+    hosts end at the same step: when none has data, or two steps after any host failed or was asked
+    to stop.
 
     stopped: whether this host has been asked to stop. any_host: for each of several flags, whether
-    any host has set it; called once, by all hosts together. complete: whether the data came to its
-    end. failure: what failed on this host or, as far as it knows by then, on another one.
+    any host has set it; called once, by all hosts together. complete: whether the run came to the
+    end of its data. failure: what failed on this host or, once this host has learned of it, on
+    another one.
     """
 
     def __init__(
@@ -66,13 +69,13 @@ class Agreement:
             try:
                 with self._clock.measure("data"):
                     return next(self._batches, None)
-            except Exception as error:  # raised in the end, when all hosts have stopped
+            except Exception as error:  # raised at the end, once all hosts have stopped
                 self.fail(error)
         return None
 
     @property
     def votes(self) -> Votes:
-        """What goes with the step of the batch that came last."""
+        """What to send with the step of the batch that was yielded last."""
         return Votes(
             with_data=self._upcoming[-1] is not None,
             stopping=bool(self._stopped()),
@@ -80,7 +83,7 @@ class Agreement:
         )
 
     def learn(self, votes: Iterable[float]) -> None:
-        """Takes in how many hosts voted for what with a step: decides on the step two later."""
+        """Takes in how many hosts cast each vote with a step; decides on the step two later."""
         with_data, stopping, failed = (bool(count) for count in votes)
         if failed and self.failure is None:
             self.failure = elsewhere()
@@ -88,15 +91,15 @@ class Agreement:
         self._wanted.append(with_data and not stopping and not failed)
 
     def fail(self, error: Exception) -> None:
-        """Reports a failure on this host; the first one counts. A defect's traceback is logged."""
+        """Records a failure on this host; only the first counts. Logs the traceback of a bug."""
         if self.failure is None:
             self.failure = for_the_user(error)
 
 
 def one_behind(items: Iterable[T]) -> Iterator[T]:
-    """The items, each of them only when the next one has been made, or at the end.
+    """Yields each item only once the next one has been made, and the last one at the end.
 
-    Of steps that compute in the background, one is then always in flight.
+    So of steps that compute in the background, one is always in flight.
     """
     before: list[T] = []
     for item in items:

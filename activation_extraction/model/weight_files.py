@@ -1,0 +1,263 @@
+"""Weight files: safetensors on the local disk, or in a bucket or on the hub, read by ranges.
+
+Whoever reads a tensor asks for a part of it and gets its values. A file of this machine is mapped
+into memory. Of a remote file only the bytes that are asked for are downloaded, many requests at a
+time, and nothing is kept on disk.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import product
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from activation_extraction.cli.console import log
+from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.output.folder import Folder
+
+FLOAT_TYPES: dict[str, np.dtype] = {
+    "F64": np.dtype("float64"),
+    "F32": np.dtype("float32"),
+    "F16": np.dtype("float16"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+FIRST_BYTES = 2**17  # of a remote file, read at once; most headers are shorter
+LONGEST_HEADER = 10**8  # bytes, safetensors' own limit
+PIECE = 8 * 2**20  # bytes of one request
+CONNECTIONS = 16  # requests at a time, of all files together
+GAP = 2**20  # bytes between two ranges that take less time than another request
+AHEAD = 2**30  # bytes that may wait until their digest can be computed
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a safetensors file keeps a tensor: shape, dtype, and the byte at which it begins."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """The byte after its last one."""
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
+
+
+class LocalFile:
+    """A safetensors file of this machine.
+
+    name: without folders; where: for messages. `header` raises InputError, naming the file, when
+    it is not complete or holds other numbers than floats.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name, self.where = path, path.name, str(path)
+
+    @cached_property
+    def header(self) -> dict[str, TensorPlace]:
+        try:
+            with safe_open(self.path, "np"):  # checks the header, and the file's size against it
+                pass
+            with open(self.path, "rb") as file:
+                return parse_header(file.read(_header_length(file.read(8))), self.where)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{self.path}: not a complete safetensors file: {error}") from error
+
+    def read(self, tensor: str, index: Index) -> np.ndarray:
+        """A view of the file: its bytes are read when it is copied.
+
+        The file is mapped for as long as the view lives, so pages that were read do not pile up.
+        """
+        place = self.header[tensor]
+        with open(self.path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        values = np.frombuffer(mapped, place.dtype, math.prod(place.shape), place.offset)
+        return values.reshape(place.shape)[index]
+
+
+class RemoteFile:
+    """A safetensors file in a bucket or on the hub, with the attributes of `LocalFile`.
+
+    Methods raise FolderError when it cannot be read. If the store reports a digest, and every byte
+    of the file is read, the digest is compared; RunError is raised when it differs.
+    """
+
+    path = None
+
+    def __init__(self, folder: Folder, name: str, size: int) -> None:
+        """size: in bytes."""
+        self.name, self.where = name, f"{folder.url}/{name}"
+        self._folder, self._size = folder, size
+        self._reported = folder.digest(name)
+        self._check = Check(self.where, size, *self._reported) if self._reported else None
+
+    @cached_property
+    def header(self) -> dict[str, TensorPlace]:
+        start = self._fetch(0, min(FIRST_BYTES, self._size))
+        length = _header_length(start[:8])
+        if not 0 < length <= min(self._size - 8, LONGEST_HEADER):
+            raise InputError(
+                f"{self.where}: not a complete safetensors file: has {self._size:,} bytes, its "
+                f"header would have {length:,}"
+            )
+        text = start[8 : 8 + length] + self._fetch(len(start), 8 + length)
+        places = parse_header(text, self.where)
+        end = max((place.end for place in places.values()), default=8 + length)
+        if end != self._size:
+            raise InputError(
+                f"{self.where}: not a complete safetensors file: has {self._size:,} bytes, its "
+                f"header describes {end:,}"
+            )
+        if self._check:
+            self._check.add(0, start[:8] + text)
+        return places
+
+    def read(self, tensor: str, index: Index) -> np.ndarray:
+        """A new array; downloads little more than its bytes (see `blocks_of`)."""
+        place = self.header[tensor]
+        bounds = [part.indices(size)[:2] for part, size in zip(index, place.shape, strict=True)]
+        depth, blocks = blocks_of(place, bounds)
+        found = np.empty(sum(stop - start for start, stop in blocks), np.uint8)
+        pieces, filled = [], 0
+        for start, stop in blocks:
+            for first in range(start, stop, PIECE):
+                last = min(first + PIECE, stop)
+                pieces.append((first, found[filled : filled + last - first]))
+                filled += last - first
+        for _ in _connections().map(lambda piece: self._fill(*piece), pieces):
+            pass
+        lengths = [stop - start for start, stop in bounds[: depth + 1]]
+        values = found.view(place.dtype).reshape(*lengths, *place.shape[depth + 1 :])
+        return values[(slice(None),) * len(lengths) + tuple(index[depth + 1 :])]
+
+    def digest(self) -> str:
+        """Of the content: the SHA-256, or another digest that the store reports, with its name.
+
+        The whole file is read where the store reports none.
+        """
+        if self._reported:
+            algorithm, value = self._reported
+            return value if algorithm == "sha256" else f"{algorithm}:{value}"
+        log.info("%s: reading %.2g GB for their SHA-256", self.where, self._size / 1e9)
+        digest = hashlib.sha256()
+        for start in range(0, self._size, PIECE):
+            digest.update(self._fetch(start, min(start + PIECE, self._size)))
+        return digest.hexdigest()
+
+    def _fill(self, start: int, piece: np.ndarray) -> None:
+        data = self._fetch(start, start + piece.size)
+        piece[:] = np.frombuffer(data, np.uint8)
+        if self._check:
+            self._check.add(start, data)
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        if stop <= start:
+            return b""
+        data = self._folder.read(self.name, start, stop)
+        if data is None or len(data) != stop - start:
+            raise RunError(f"{self.where}: has changed while it was being read")
+        return data
+
+
+WeightFile = LocalFile | RemoteFile
+
+
+class Check:
+    """Compares the digest of a file whose bytes come in any order.
+
+    Bytes that are far ahead of the first missing one wait; if more than AHEAD have to, or some
+    bytes never come, nothing is compared.
+    """
+
+    def __init__(self, where: str, size: int, algorithm: str, expected: str) -> None:
+        """where: of the file, for the message; size: in bytes; expected: hexadecimal."""
+        self._where, self._size = where, size
+        self._algorithm, self._expected = algorithm, expected
+        self._digest = hashlib.new(algorithm, usedforsecurity=False)
+        self._next = 0  # the first byte that has not come
+        self._waiting: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    def add(self, start: int, data: bytes) -> None:
+        """Takes the bytes from `start` on. Raises RunError with the last ones if they differ."""
+        with self._lock:
+            if self._next == self._size:
+                return
+            self._waiting[start] = data
+            while self._waiting and (first := min(self._waiting)) <= self._next:
+                new = self._waiting.pop(first)[self._next - first :]
+                self._digest.update(new)
+                self._next += len(new)
+            if sum(map(len, self._waiting.values())) > AHEAD:
+                self._waiting, self._next = {}, self._size
+            elif self._next == self._size and self._digest.hexdigest() != self._expected:
+                raise RunError(
+                    f"{self._where}: its content has the {self._algorithm} "
+                    f"{self._digest.hexdigest()}, the store reports {self._expected}"
+                )
+
+
+def blocks_of(
+    place: TensorPlace, bounds: Sequence[tuple[int, int]]
+) -> tuple[int, list[tuple[int, int]]]:
+    """The ranges of bytes to read for a part of a tensor, and the axis that they run along.
+
+    bounds: (start, stop) of every axis. There is one range for each index of the axes before that
+    axis; axes after it are whole in it, because what lies between shorter ranges is downloaded
+    faster than it is asked for apart.
+    """
+    sizes = [place.dtype.itemsize * math.prod(place.shape[k + 1 :]) for k in range(len(bounds))]
+    lengths = [stop - start for start, stop in bounds]
+    axis = 0
+    while axis + 1 < len(bounds) and sizes[axis] - lengths[axis + 1] * sizes[axis + 1] >= GAP:
+        axis += 1
+    blocks = []
+    for before in product(*(range(*bound) for bound in bounds[:axis])):
+        first = place.offset + sum(k * size for k, size in zip(before, sizes, strict=False))
+        start, stop = bounds[axis]
+        blocks.append((first + start * sizes[axis], first + stop * sizes[axis]))
+    return axis, blocks
+
+
+def parse_header(text: bytes, where: str) -> dict[str, TensorPlace]:
+    """The tensors that a safetensors header describes; without the 8 bytes that give its length.
+
+    Raises InputError for text that is no such header, and for dtypes not in FLOAT_TYPES.
+    """
+    places = {}
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if entry["dtype"] not in FLOAT_TYPES:
+                raise InputError(
+                    f"{where}: tensor {name} is {entry['dtype']}; only {', '.join(FLOAT_TYPES)} "
+                    "are read (quantised checkpoints are not)"
+                )
+            offset = 8 + len(text) + entry["data_offsets"][0]
+            places[name] = TensorPlace(tuple(entry["shape"]), FLOAT_TYPES[entry["dtype"]], offset)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{where}: not a safetensors file: {error!r}") from error
+    return places
+
+
+def _header_length(first: bytes) -> int:
+    """first: a file's first 8 bytes."""
+    return int.from_bytes(first, "little")
+
+
+@cache
+def _connections() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(CONNECTIONS, "download-weights")
