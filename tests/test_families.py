@@ -152,6 +152,14 @@ def test_reading_a_configuration_leaves_it_as_it_is():
     assert raw["rope_scaling"] == dict(type="linear", factor=2.0)
 
 
+def test_yarn_makes_rows_longer_than_the_configuration_says():
+    """The cards of Qwen3 add these three fields and nothing else."""
+    rope = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+    raw, _ = RELEASED["Qwen3-8B"]
+    assert FAMILIES.config(raw).longest_row == 40960
+    assert FAMILIES.config(raw | {"rope_scaling": rope}).longest_row == 131072
+
+
 @pytest.mark.parametrize(
     "changes",
     [

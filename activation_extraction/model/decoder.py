@@ -22,14 +22,15 @@ from activation_extraction.model.mesh import Layout
 from activation_extraction.model.needed import needed_inputs
 
 Path = tuple[str, ...]  # of a parameter
-Layers = tuple[Any, Any]  # stacked parameters, and which layers slide, None where none does
+Layers = tuple[Any, Any]  # their stacked parameters, and what `Decoder.sliding` says of them
 Keep = Callable[[dict[str, Any]], Any]  # what is to be kept of a layer's intermediates
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """layer: the module, (x, rotary, segment_ids, whether it slides) -> (x, its intermediates by
-    name); example: the first three, as small as can be; sliding: which of some layers slide."""
+    """layer: the module, (x, rotary, segment_ids, slides) -> (x, its intermediates by name), where
+    `slides` says whether the layer has a window; example: smallest inputs, without `slides`;
+    sliding: says which layers of a range have a window, None if no layer of the model has one."""
 
     layer: Any
     example: Callable[[], tuple[Any, ...]]
@@ -56,7 +57,7 @@ class Decoder:
         return None if sliding is None else sliding[0]
 
     def of(self, params: Any) -> Layers:
-        """All whole layers, given their stacked parameters."""
+        """The layers that have these stacked parameters, from the first layer on."""
         return params, self.sliding(range(len(jax.tree.leaves(params)[0])))
 
     def _boxes(self) -> Any:

@@ -45,7 +45,7 @@ class HookedModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """One family of models: the place that says what is particular to it.
+    """One family of models: the place that says what it has of its own.
 
     model_type: as in config.json; models: the released ones, for messages; config: (what
     transformers makes of a config.json, what to call the file) -> the checked configuration;

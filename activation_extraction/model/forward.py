@@ -124,10 +124,9 @@ def build_model(
     Its attention is the one that its platform prefers; `try_attention` has the last word.
     """
     devices = usable_devices(request.every_device)
-    if request.length > config.max_position_embeddings:
+    if request.length > config.longest_row:
         raise InputError(
-            f"--max_seq_length {request.length}: the model has "
-            f"{config.max_position_embeddings} positions"
+            f"--max_seq_length {request.length}: the model has {config.longest_row} positions"
         )
     dtype, stored = choose_dtypes(request)
     hooks = list(choose_hooks(request, family.hooks, config.num_hidden_layers).values())

@@ -22,10 +22,10 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclasses.dataclass(frozen=True)
 class QwenConfig:
-    """Shape and constants of a dense model, mostly under the names of its config.json.
+    """The shape and constants of a dense model, mostly under the names of its config.json.
 
-    sliding_layers: those that see only the last `sliding_window` tokens. The biases and qk_norm (a
-    norm on the queries and keys of each head) are what families differ in.
+    In sliding_layers a token sees only the last `sliding_window` tokens, itself included. Families
+    differ in their biases and in qk_norm, a norm on the queries and keys of each head.
     """
 
     model_type: str
@@ -57,6 +57,11 @@ class QwenConfig:
             "F": self.intermediate_size,
             "V": self.vocab_size,
         }
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens. Configurations with YaRN often keep the number of positions without it."""
+        return max(self.max_position_embeddings, int(self.rope.factor * self.rope.trained))
 
     def sliding(self, layers: range) -> np.ndarray | None:
         """Which of these layers have a window; None when no layer of the model has one."""

@@ -23,9 +23,9 @@ BETA_FAST, BETA_SLOW = 32.0, 1.0  # YaRN's bounds, in turns over the trained con
 class Rope:
     """theta: the base of the wavelengths. rope_type: "default", "linear" or "yarn".
 
-    The rest is for scaled types: factor, how many times longer the context becomes; for YaRN,
-    attention_factor, and the bounds between which frequencies are blended, as (first, last)
-    index of a frequency.
+    The rest is for scaled types. factor: how many times longer the context becomes. For YaRN:
+    attention_factor; blended, the first and last index of the frequencies that are between left
+    and divided; trained, the tokens of the context before it became longer.
     """
 
     theta: float
@@ -33,6 +33,7 @@ class Rope:
     factor: float = 1.0
     attention_factor: float = 1.0
     blended: tuple[float, float] | None = None
+    trained: int = 0
 
     @classmethod
     def from_hf(cls, rope: Mapping[str, Any], head_dim: int, source: str) -> "Rope":
@@ -56,8 +57,9 @@ class Rope:
         factor = positive(rope, "factor", source)
         if kind == "linear":
             return cls(theta, kind, factor)
-        blended = _blended(rope, theta, head_dim, source)
-        return cls(theta, kind, factor, _attention_factor(rope, factor, source), blended)
+        trained = int(positive(rope, "original_max_position_embeddings", source))
+        blended = _blended(rope, theta, trained, head_dim, source)
+        return cls(theta, kind, factor, _attention_factor(rope, factor, source), blended, trained)
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Radians per position of each pair of dimensions, (H/2,) float32.
@@ -113,14 +115,13 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> fl
 
 
 def _blended(
-    rope: Mapping[str, Any], theta: float, head_dim: int, source: str
+    rope: Mapping[str, Any], theta: float, trained: int, head_dim: int, source: str
 ) -> tuple[float, float]:
     """Between which frequencies YaRN goes from leaving them to dividing them."""
-    length = positive(rope, "original_max_position_embeddings", source)
 
     def with_turns(turns: float) -> float:
         """The index of the frequency that turns so many times over the trained context."""
-        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     turns = [
         positive(rope, name, source) if rope.get(name) else default
