@@ -101,7 +101,7 @@ def test_a_bucket_that_cannot_be_reached_is_said_at_once(monkeypatch, lines, pau
         Folder("gs://bucket/run", patience=0.1).try_writing()
     assert said_after[0] == 0 and len(pauses) > 3
     ((_, line),) = lines
-    assert line.startswith("gs://bucket/run: uploading .write_test fails (Cannot connect to host")
+    assert line.startswith("gs://bucket/run: uploading .write_test failed (Cannot connect to host")
     assert line.endswith("; trying again for up to 0.1 s (--upload_timeout)")
 
 
@@ -114,7 +114,7 @@ def test_every_streak_of_failures_is_one_line(tmp_path, monkeypatch, lines):
         Flaky(monkeypatch, store._fs, "put_file", [TimeoutError(), ConnectionResetError("gone")])
         store.put(path)
     assert [line for _, line in lines] == 2 * [
-        f"memory://{tmp_path}/flaky: uploading file fails (TimeoutError); trying again for up to "
+        f"memory://{tmp_path}/flaky: uploading file failed (TimeoutError); trying again for up to "
         "5 s (--upload_timeout)"
     ]
 
@@ -127,4 +127,4 @@ def test_what_a_bucket_answers_is_said(monkeypatch, lines, pauses):
         with pytest.raises(FolderError, match="kept failing for"):
             Folder("gs://bucket/run", patience=0.1).try_writing()
     ((_, line),) = lines
-    assert line.startswith("gs://bucket/run: uploading .write_test fails (no, 503); trying")
+    assert line.startswith("gs://bucket/run: uploading .write_test failed (no, 503); trying")

@@ -41,7 +41,7 @@ class ResumePlanner:
         if self.remote is None or not self.delete_local:
             return plan
         # A run that was killed after an upload, before the deletion, left these behind.
-        uploaded = {c.file for c in plan.commits if c.number not in plan.waiting}
+        uploaded = {f for c in plan.commits if c.number not in plan.waiting for f in c.files}
         obsolete = [(self.folder, name) for name in local.files if name in uploaded]
         return replace(plan, obsolete=tuple(obsolete))
 
