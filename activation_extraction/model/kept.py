@@ -68,7 +68,7 @@ def take_kept(activations: Mapping[int, Array], kept: np.ndarray) -> KeptTokens:
     pieces = []
     for tokens, rows, places in _cut(kept, [shard.index[2] for shard in first]):
         put = jax.device_put(tokens, split)
-        values = {width: _take(mesh, array, put) for width, array in local.items()}
+        values = {width: take(mesh, array, put) for width, array in local.items()}
         pieces.append(Piece(values, rows, places))
     total = int(kept.sum())
     shapes = {width: (len(array), total, width) for width, array in activations.items()}
@@ -111,14 +111,17 @@ def _joined(mesh: Mesh, parts: list[Array]) -> Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def _take(mesh: Mesh, values: Array, tokens: Array) -> Array:
+def take(mesh: Mesh, values: Array, tokens: Array) -> Array:
     """Every device's tokens: (hooks, B, T, width), (devices, size) -> (hooks, all, width)."""
 
-    def take(values: Array, tokens: Array) -> Array:
-        flat = values.reshape(values.shape[0], -1, values.shape[-1])
-        return jnp.take(flat, tokens[0], axis=1, mode="clip")
+    def local(values: Array, tokens: Array) -> Array:
+        hooks, rows, length, width = values.shape
+        # Rows of one table, as of an embedding: along another axis XLA would copy all values first.
+        numbers = jnp.arange(hooks)[:, None] * (rows * length) + tokens
+        flat = jnp.take(values.reshape(-1, width), numbers.reshape(-1), axis=0, mode="clip")
+        return flat.reshape(hooks, -1, width)
 
     specs = PartitionSpec(None, None, "device"), PartitionSpec("device")
-    return jax.shard_map(take, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(None, "device"))(
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(None, "device"))(
         values, tokens
     )
