@@ -80,7 +80,7 @@ class HostText:
     max_samples: int | None
     rows: int
     length: int
-    choice: TokenChoice
+    choice: TokenChoice = TokenChoice()
 
     def documents(self) -> DocumentStream:
         """The host's share of the documents, from the beginning."""
