@@ -19,11 +19,10 @@ from extractions import (
 )
 
 import extract_activations
-from activation_extraction.cli.errors import InputError
+from activation_extraction.cli.errors import InputError, StorageError
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import AGGREGATE
 from activation_extraction.output.sealed_json import unseal
-from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.output.statistics import Statistics, merge_all
 from activation_extraction.reading import status_table
 from activation_extraction.reading.folders import read_folders

@@ -5,14 +5,14 @@ metadata.json describes the run; its `identity` must stay the same for a run to 
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from activation_extraction.output.commit import READABLE_VERSIONS, Commit
+from activation_extraction.output.commit import CLAIM, READABLE_VERSIONS, Commit
 from activation_extraction.output.folder import Folder, local_path
 from activation_extraction.output.formats import SUFFIXES
 from activation_extraction.output.identity import Identity, run_of
@@ -33,9 +33,10 @@ READERS = 32  # files read at the same time; they are small
 class Stored:
     """One host's folder: metadata (None if there is none), commits by number, file sizes.
 
-    damaged: name of each JSON file that could not be read -> why. metrics: the run's last ones.
-    url: the folder's. local: whether it is on this machine. locked: whether a process holds it;
-    None if that cannot be known.
+    damaged: name of each JSON file that could not be read -> why. metrics: the last ones of the
+    run. url: of the folder. local: whether it is a folder of this machine. locked: whether a
+    process holds it; None where that cannot be known. versions: of the shards' JSONs, where the
+    store tells any; those that only claim a place are among them, and nowhere else.
     """
 
     metadata: dict[str, Any] | None = None
@@ -46,6 +47,7 @@ class Stored:
     url: str = ""
     local: bool = True
     locked: bool | None = None
+    versions: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def identity(self) -> Identity | None:
@@ -90,6 +92,11 @@ def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
     return Identity.from_json(metadata["identity"], where)
 
 
+def is_commit(name: str) -> bool:
+    """Whether this is the name of a shard's JSON."""
+    return re.fullmatch(r"shard_\d{4,}\.json", name) is not None
+
+
 def own_files(names: Iterable[str]) -> list[str]:
     """Those of `names` that belong to an extraction, JSON files first.
 
@@ -100,8 +107,10 @@ def own_files(names: Iterable[str]) -> list[str]:
 
 
 def read_stored(folder: Folder) -> Stored:
-    """Reads all JSON files of a folder, many at a time; see `Stored.damaged` for damaged ones."""
-    files = folder.files()
+    """Reads all JSON files of a folder, many at a time; `Stored.damaged` names what is damaged."""
+    listing = folder.listing()
+    files = {name: entry.size for name, entry in listing.items()}
+    versions = {n: e.version for n, e in listing.items() if is_commit(n) and e.version is not None}
     names = [name for name in own_files(files) if name.endswith(".json") and name[0] != "."]
     damaged: dict[str, str] = {}
     metadata = None
@@ -113,13 +122,16 @@ def read_stored(folder: Folder) -> Stored:
             try:
                 if name == METADATA:
                     metadata = _read_metadata(data, f"{folder.url}/{name}")
+                elif (commit := _read_commit(data, name, f"{folder.url}/{name}")) is None:
+                    del files[name]
                 else:
-                    commit = _read_commit(data, name, f"{folder.url}/{name}")
                     commits[commit.number] = commit
             except DamagedError as error:
                 damaged[name] = str(error)
     metrics = _last_metrics(folder, files)
-    return Stored(metadata, commits, files, damaged, metrics, folder.url, folder.local)
+    return Stored(
+        metadata, commits, files, damaged, metrics, folder.url, folder.local, versions=versions
+    )
 
 
 def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
@@ -132,8 +144,12 @@ def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
     return content
 
 
-def _read_commit(data: bytes, name: str, where: str) -> Commit:
-    commit = Commit.from_json(unseal(data, where), where)
+def _read_commit(data: bytes, name: str, where: str) -> Commit | None:
+    """None for a claim."""
+    content = unseal(data, where)
+    if CLAIM in content:
+        return None
+    commit = Commit.from_json(content, where)
     if str(commit.file).split(".")[0] != name.removesuffix(".json"):
         raise DamagedError(f"{where}: describes {commit.file}, expected the shard of its own name")
     return commit
@@ -151,12 +167,14 @@ def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
     return {}
 
 
-def remove_extraction(folder: Folder) -> None:
-    """Deletes metadata, metrics, commits and shards from a folder, in this order; no other file.
+def remove_extraction(folder: Folder, keep: Collection[str] = ()) -> None:
+    """Deletes the metadata, metrics, commits and shards in a folder, in this order, no other file.
 
-    What is left after a kill cannot be continued: shards without metadata are refused.
+    keep: names of files that stay.
+
+    What is left when it is killed cannot be continued: shards without metadata are refused.
     """
-    names = own_files(folder.files())
+    names = [name for name in own_files(folder.files()) if name not in keep]
     groups = (
         [name for name in names if "shard_" not in name],
         [name for name in names if "shard_" in name and ".json" in name],

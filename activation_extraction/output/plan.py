@@ -43,11 +43,11 @@ class ShardRange:
 class StoragePlan:
     """commits: the shards that are stored and stay. waiting: numbers of those not uploaded yet.
 
-    ranges: what is to be stored, in the order of the data. obsolete: files to delete, as (folder,
-    name). settled: nothing is left to do, not even an upload or an update of metadata.json.
-    skipped_rows: those of a complete extraction, including rows after its last sample. For a
-    repair, `recorded` is the metadata, of which only the totals change, and `expected` has the
-    shards as they were, by number.
+    ranges: what is to be stored, in the order of the data. obsolete: files to delete, (folder,
+    name). settled: there is nothing to do, not even to upload or to write down. skipped_rows: those
+    of a complete extraction, after its last sample too. versions: of the JSONs in the bucket, which
+    this plan rests on. For a repair: recorded is the metadata, which stays but for its sums;
+    expected has the shards as they were, by number.
     """
 
     commits: list[Commit] = field(default_factory=list)
@@ -58,11 +58,18 @@ class StoragePlan:
     skipped_rows: int = 0
     recorded: Mapping[str, Any] | None = None
     expected: Mapping[int, Commit] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
         """Whether nothing is left to compute; some of it may wait for its upload."""
         return not self.ranges
+
+    @property
+    def first_to_store(self) -> int:
+        """Number of the first shard that is to be stored where it belongs, or would be."""
+        numbers = [*self.waiting, *(each.first for each in self.ranges)]
+        return min(numbers, default=len(self.commits) + 1)
 
     @property
     def last_sample(self) -> int:

@@ -38,7 +38,9 @@ class ResumePlanner:
         remote = None if self.remote is None else read_stored(self.remote)
         places = f"--output_dir {self.folder.url}", self.remote.url if self.remote else ""
         plan = take_up(local, remote, places, self.identity, self.max_samples)
-        if self.remote is None or not self.delete_local:
+        if remote is not None:
+            plan = replace(plan, versions=remote.versions)
+        if remote is None or not self.delete_local:
             return plan
         # A run that was killed after an upload, before the deletion, left these behind.
         uploaded = {c.file for c in plan.commits if c.number not in plan.waiting}

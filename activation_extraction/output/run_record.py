@@ -6,30 +6,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from activation_extraction.cli.errors import StorageError
 from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.commit import FORMAT_VERSION
-from activation_extraction.output.folder import Folder, reason_of
 from activation_extraction.output.folder_lock import running_system
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.metadata import METADATA, METRICS
+from activation_extraction.output.ownership import Ownership
+from activation_extraction.output.reasons import reason_of
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.shard import Key
-from activation_extraction.output.shard_writer import StorageError, Totals
+from activation_extraction.output.shard_writer import Totals
 
 SUMS = ("shards", "samples", "tokens", "bytes", "hooks")  # in metadata.json
 
 
 class RunRecord:
-    """Writes both files to `folder`, and metadata.json to `remote` as well.
+    """Writes both files to `folder`, and metadata.json to the bucket as well.
 
-    hooks: key, name and whatever else is known of each hook. owner: a name for this process. more:
-    what else the caller wants recorded. A repair keeps what is `recorded` already, except the sums.
+    ownership: the right to write to the bucket. hooks: key, name and whatever else is known of each
+    hook. owner: names this process. more: what the caller wants to be recorded. A repair keeps what
+    is `recorded` already, all but the sums.
     """
 
     def __init__(
         self,
         folder: Path,
-        remote: Folder | None,
+        ownership: Ownership | None,
         hooks: Mapping[Key, Mapping[str, Any]],
         identity: Identity,
         max_samples: int | None,
@@ -38,7 +41,8 @@ class RunRecord:
     ) -> None:
         self.recorded: Mapping[str, Any] | None = None
         self._folder = folder
-        self._remote = remote
+        self._remote = None if ownership is None else ownership.folder
+        self._ownership = ownership
         self._hooks = hooks
         self._identity = identity
         self._max_samples = max_samples
@@ -57,8 +61,8 @@ class RunRecord:
             own = ("owner", "written", *(SUMS if counted else ()))
             content |= {**self.recorded, **{name: content[name] for name in own}}
         write_bytes(self._folder / METADATA, seal(content))
-        if self._remote is not None and upload:
-            self._remote.put(self._folder / METADATA)
+        if self._ownership is not None and upload:
+            self._ownership.put_metadata(self._folder / METADATA)
 
     def _content(self, status: str, totals: Totals) -> dict[str, Any]:
         return {

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from activation_extraction.cli.errors import StorageError
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.plan import StoragePlan
 from activation_extraction.output.shard import Key, SampleRow, Shard
-from activation_extraction.output.shard_writer import ShardWriter, StorageError
+from activation_extraction.output.shard_writer import ShardWriter
 from activation_extraction.text.batch import Cursor
 
 

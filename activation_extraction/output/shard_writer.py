@@ -10,7 +10,6 @@ import hashlib
 import logging
 import shutil
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,13 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.cli.errors import RunError, for_the_user, one_line
+from activation_extraction.cli.errors import StorageError, for_the_user, one_line
 from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.commit import Commit, commit_name
-from activation_extraction.output.folder import Folder, reason_of
 from activation_extraction.output.formats import ShardFormat, write_shard
-from activation_extraction.output.metadata import METADATA, METRICS
-from activation_extraction.output.sealed_json import seal, unseal
+from activation_extraction.output.metadata import METRICS
+from activation_extraction.output.ownership import Ownership
+from activation_extraction.output.reasons import reason_of
+from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.shard import Key, Shard
 from activation_extraction.output.statistics import Statistics, merge_all
 from activation_extraction.text.batch import Cursor
@@ -44,10 +44,6 @@ NOT_FINITE = (
 )
 
 log = logging.getLogger("extract_activations")
-
-
-class StorageError(RunError):
-    """A shard could not be committed, so no later one may be; all earlier ones are safe."""
 
 
 @dataclass
@@ -81,26 +77,26 @@ class Totals:
 
 
 class ShardWriter:
-    """Writes shards to `folder` and uploads them to `remote` (None: they stay in the folder).
+    """Writes shards to `folder` and uploads them by right of `ownership` (None: they stay there).
 
     names: key of each hook in the shards -> its full name. run: digest of the run's identity.
-    `made` has the shards that this process has stored. `owner` names the process in metadata.json.
+    `made` has the shards that this process has stored.
     """
 
     def __init__(
         self,
         folder: Path,
-        remote: Folder | None,
+        ownership: Ownership | None,
         names: Mapping[Key, str],
         shard_format: ShardFormat,
         delete_local: bool,
         run: str,
     ) -> None:
-        self.owner = uuid.uuid4().hex
         self.made: list[Commit] = []
         self.failure: StorageError | None = None
         self._folder = folder
-        self._remote = remote
+        self._remote = None if ownership is None else ownership.folder
+        self._ownership = ownership
         self._names = names
         self._format = shard_format
         self._delete_local = delete_local
@@ -156,16 +152,6 @@ class ShardWriter:
         """Raises StorageError if anything in the background has failed."""
         if self.failure is not None:
             raise self.failure
-
-    def check_owner(self) -> None:
-        """Stops all but the last one to begin of several machines with the same machine_id."""
-        if self._remote is not None:
-            data = self._remote.read(METADATA)
-            if data is None or unseal(data, self._remote.url).get("owner") != self.owner:
-                raise StorageError(
-                    f"{self._remote.url}: another process has begun to write there",
-                    remedy="give each machine a --machine_id of its own, or leave it to that one",
-                )
 
     def wait(self, uploads: bool = True) -> None:
         """Waits until everything taken over is written and, with `uploads`, also uploaded.
@@ -275,16 +261,13 @@ class ShardWriter:
         self._uploading.append(self._uploader.submit(self._guard, self._upload, commit, previous))
 
     def _upload(self, commit: Commit, previous: Future[None] | None) -> None:
-        assert self._remote is not None
+        assert self._ownership is not None
         began = time.perf_counter()
-        self.check_owner()
-        self._remote.remove(commit.name)  # of a shard that this one replaces
-        self._remote.put(self._folder / commit.file)
+        self._ownership.begin_shard(self._folder / commit.file, commit.name)
         if previous is not None:
             previous.result()
         self.check()
-        self.check_owner()
-        self._remote.put(self._folder / commit.name)
+        self._ownership.commit(self._folder / commit.name)
         self.totals.upload_seconds += time.perf_counter() - began
         self._count_made(commit)
         if self._delete_local:

@@ -6,6 +6,7 @@ long because its class is the one that users call, and the order of its steps be
 """
 
 import os
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -16,20 +17,22 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.cli.errors import RunError
+from activation_extraction.cli.errors import RunError, StorageError
 from activation_extraction.output.commit import Commit
-from activation_extraction.output.folder import Folder, reason_of
+from activation_extraction.output.folder import Folder
 from activation_extraction.output.folder_lock import check_output_dir, lock_folder
 from activation_extraction.output.formats import chosen_format
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.incomplete import IncompleteSamples
 from activation_extraction.output.metadata import remove_extraction
+from activation_extraction.output.ownership import Ownership
 from activation_extraction.output.plan import Planner, StoragePlan
+from activation_extraction.output.reasons import reason_of
 from activation_extraction.output.resume import ResumePlanner
 from activation_extraction.output.run_record import RunRecord
 from activation_extraction.output.shard import DocId, Key, SampleRow
 from activation_extraction.output.shard_cutter import ShardCutter
-from activation_extraction.output.shard_writer import ShardWriter, StorageError, Totals
+from activation_extraction.output.shard_writer import ShardWriter, Totals
 from activation_extraction.text.batch import Batch, Cursor
 
 GIGABYTE = 10**9
@@ -91,9 +94,11 @@ class ActivationStorage:
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
         self._max_samples = max_samples
         check_output_dir(self.folder)
+        owner = uuid.uuid4().hex
+        self._ownership = None if remote is None else Ownership(remote, owner)
         self._writer = ShardWriter(
             self.folder,
-            remote,
+            self._ownership,
             self._names,
             chosen_format(compress),
             delete_local,
@@ -102,11 +107,11 @@ class ActivationStorage:
         facts = hook_facts or {}
         self._record = RunRecord(
             self.folder,
-            remote,
+            self._ownership,
             {key: {"key": key, "name": hooks[key], **facts.get(key, {})} for key in hooks},
             self._identity,
             max_samples,
-            self._writer.owner,
+            owner,
             metadata or {},
         )
         self._planner = planner or ResumePlanner(
@@ -188,16 +193,24 @@ class ActivationStorage:
             self._lock = lock_folder(self.folder)
             if self._overwrite:
                 remove_extraction(self._local)
-                if self._remote is not None:
-                    remove_extraction(self._remote)
-            else:
-                self._follow(self._planner.look_again(self.plan))
-                if self.plan.settled:
-                    return self._unlock()
+                if self._ownership is not None:
+                    self._ownership.clear()
+            elif not self._take_over():
+                return self._unlock()
             self._state = State.OPEN
             self._begin_writing()
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
+
+    def _take_over(self) -> bool:
+        """Looks again until nobody writes between looking and taking; False if all is settled."""
+        while True:
+            self._follow(self._planner.look_again(self.plan))
+            if self.plan.settled:
+                return False
+            plan, ownership = self.plan, self._ownership
+            if ownership is None or ownership.claim(plan.first_to_store, plan.versions):
+                return True
 
     def _begin_writing(self) -> None:
         self._write_metadata("running")  # first of all: a folder without it is refused
@@ -323,7 +336,9 @@ class ActivationStorage:
         try:
             self._cutter.finish(complete)
             self._writer.wait()
-            self._writer.check_owner()
+            if self._ownership is not None:
+                self._ownership.check()
+                self._ownership.release()
             if complete and self.plan.recorded is not None:
                 self._recount()
             self._write_metadata("complete" if complete else "interrupted", ending=complete)

@@ -10,8 +10,9 @@ from typing import Any
 from activation_extraction.cli.errors import RunError
 from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.commit import FORMAT_VERSION
-from activation_extraction.output.folder import Folder, reason_of
+from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import AGGREGATE, Stored
+from activation_extraction.output.reasons import reason_of
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.statistics import Statistics
 from activation_extraction.reading.folders import read_folders

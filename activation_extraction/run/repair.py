@@ -88,6 +88,7 @@ class RepairPlanner:
             settled=not (ranges or obsolete or anew),
             recorded=NOTHING if found.metadata is None else found.metadata,
             expected=stored.commits,
+            versions=stored.versions,
         )
 
     def look_again(self, plan: StoragePlan) -> StoragePlan:
