@@ -1,6 +1,6 @@
 """Two processes with one machine_id and one bucket: the later goes on, the earlier stops."""
 
-import json
+import os
 import subprocess
 import sys
 import threading
@@ -223,25 +223,30 @@ def test_a_file_that_is_only_created(bucket, tmp_path, size):
 def test_of_two_real_processes_the_later_one_stores_everything(
     flags,  # noqa: F811
     undisturbed,  # noqa: F811
-    bucket,
+    doors,
     tmp_path,
     check,
 ):
-    bucket.bytes_per_second = 1e6
+    """The earlier one is held in front of its third shard's JSON until the later one has begun."""
+    held = Held(doors.bucket, "shard_0003.json")
 
-    def start(name):
+    def start(name, door):
         command = [sys.executable, "extract_activations.py"]
         command += upload_flags(flags, tmp_path / name)
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        environment = os.environ | door.environment
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
-    earlier = start("a")
-    while "run/machine_000/shard_0001.json" not in bucket.objects():
-        assert earlier.poll() is None
-        time.sleep(0.05)
-    later = start("b")
-    assert "another process has begun to write there" in earlier.communicate(timeout=200)[1]
-    assert later.wait(200) == 0 and earlier.returncode == 1
-    assert uploaded(bucket) == undisturbed
-    metadata = json.loads(bucket.objects()["run/machine_000/metadata.json"])
-    assert metadata["status"] == "complete"
+    earlier, later = start("a", doors.bucket), None
+    try:
+        assert held.there.wait(100)
+        later = start("b", doors.doors["later"])
+        while ("later", "metadata.json") not in doors.journal:
+            assert later.poll() is None
+            time.sleep(0.05)
+    finally:
+        held.go.set()
+        told = [each.communicate(timeout=200)[1] for each in (earlier, later) if each is not None]
+    assert (earlier.returncode, later.returncode) == (1, 0), told
+    assert "another process has begun to write there" in told[0]
+    assert uploaded(doors.bucket) == undisturbed
     assert check("gs://bucket/run") == []
