@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 import fsspec
 import gcsfs
 import pytest
+from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
 
 # A number is the HTTP status of the answer; the others are what networks do.
@@ -59,6 +60,7 @@ class Bucket:
         self.writing = writing or threading.Lock()  # a precondition and its write are one step
         self.chance = random.Random(0)
         self.emulator_port = emulator_port
+        self.storage: Any = None  # the emulator's
         self.lock = threading.Lock()
         self._server = _Server(self)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -100,6 +102,12 @@ class Bucket:
         """Writes an object behind everybody's back."""
         query = urlencode({"uploadType": "media", "name": name})
         self._ask(f"/upload/storage/v1/b/{self.name}/o?{query}", "POST", data)
+
+    def fill(self, files: Mapping[str, bytes]) -> None:
+        """As `put`, for thousands of objects."""
+        for name, data in files.items():
+            about = objects._make_object_resource("", self.name, name, "", str(len(data)))
+            self.storage.create_file(self.name, name, data, objects._checksums(data, about))
 
     def delete(self, name: str) -> None:
         """Deletes an object behind everybody's back."""
@@ -168,8 +176,9 @@ class _Handler(BaseHTTPRequestHandler):
         bucket.before(self.command, name)
         with bucket.writing if self.command in MUTATIONS else nullcontext():
             expected = query.get("ifGenerationMatch", [None])[0]
+            kept: list[tuple[str, str]] = []
             if expected is not None and bucket.generation(name) != expected:
-                status, kept, content = 412, [], b'{"error": {"code": 412, "message": "changed"}}'
+                status, content = 412, b'{"error": {"code": 412, "message": "changed"}}'
             else:
                 status, kept, content = self._forward(bucket, body)
             bucket.after(self.command, name, status)
@@ -276,6 +285,7 @@ def gcs() -> Iterator[Bucket]:
     emulator._storage._write_config_to_file = lambda: None  # all of it, at every write
     emulator.start()
     bucket = Bucket(port)
+    bucket.storage = emulator._storage
     try:
         yield bucket
     finally:

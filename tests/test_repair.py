@@ -5,7 +5,7 @@ import shutil
 import pytest
 from pods import Pod, flags_for
 from test_cli import main
-from test_upload import bucket, uploaded  # noqa: F401  # fixture
+from test_upload import uploaded
 
 from activation_extraction.output import formats
 from activation_extraction.output.sealed_json import unseal

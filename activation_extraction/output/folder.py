@@ -105,7 +105,11 @@ class Folder(Patient):
 
     def folders(self) -> list[str]:
         """The names of the folders here, sorted."""
-        return sorted(_name(entry) for entry in self._entries() if entry["type"] == "directory")
+        return self.names("directory")
+
+    def names(self, *types: str) -> list[str]:
+        """Sorted names of what is here. types: "file", "directory"."""
+        return sorted(_name(entry) for entry in self._entries() if entry["type"] in types)
 
     def _entries(self) -> list[dict[str, Any]]:
         def look() -> list[dict[str, Any]]:

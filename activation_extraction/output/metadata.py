@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from activation_extraction.output.commit import CLAIM, READABLE_VERSIONS, Commit
-from activation_extraction.output.folder import Folder, local_path
+from activation_extraction.output.commit import CLAIM, READABLE_VERSIONS, Commit, commit_name
+from activation_extraction.output.folder import FileEntry, Folder, local_path
 from activation_extraction.output.formats import SUFFIXES
 from activation_extraction.output.identity import Identity, run_of
+from activation_extraction.output.outline import Outline
 from activation_extraction.output.sealed_json import DamagedError, unseal
+from activation_extraction.output.totals import Totals
 
 METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
@@ -36,7 +38,8 @@ class Stored:
     damaged: name of each JSON file that could not be read -> why. metrics: the last ones of the
     run. url: of the folder. local: whether it is a folder of this machine. locked: whether a
     process holds it; None where that cannot be known. versions: of the shards' JSONs, where the
-    store tells any; those that only claim a place are among them, and nowhere else.
+    store tells any; those that only claim a place are among them, and nowhere else. outline: of the
+    first shards, where their JSONs were not read; `commits` lacks these.
     """
 
     metadata: dict[str, Any] | None = None
@@ -48,6 +51,7 @@ class Stored:
     local: bool = True
     locked: bool | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    outline: Outline = field(default_factory=Outline)
 
     @cached_property
     def identity(self) -> Identity | None:
@@ -63,6 +67,14 @@ class Stored:
     def in_order(self) -> list[Commit]:
         """The commits in the order of their numbers."""
         return [self.commits[number] for number in sorted(self.commits)]
+
+    @cached_property
+    def totals(self) -> Totals:
+        """Of all shards."""
+        totals = self.outline.totals.copy()
+        for commit in self.in_order:
+            totals.add(commit)
+        return totals
 
     def has(self, commit: Commit) -> bool:
         """Whether this commit's shard is here, with its full size."""
@@ -82,8 +94,9 @@ class Stored:
         told = self.metadata or {}
         if told.get("remote") is not None and not self.in_bucket:
             return [], []
-        last = max([told.get("shards", 0), *self.commits])
-        without_json = [number for number in range(1, last + 1) if number not in self.commits]
+        known = self.outline.shards
+        last = max([told.get("shards", 0), known, *self.commits])
+        without_json = [n for n in range(known + 1, last + 1) if n not in self.commits]
         return without_json, [c.number for c in self.in_order if not self.has(c)]
 
 
@@ -106,15 +119,46 @@ def own_files(names: Iterable[str]) -> list[str]:
     return sorted(own, key=lambda name: not name.endswith(".json"))
 
 
-def read_stored(folder: Folder) -> Stored:
-    """Reads all JSON files of a folder, many at a time; `Stored.damaged` names what is damaged."""
+def read_stored(folder: Folder, brief: bool = False) -> Stored:
+    """Reads all JSON files of a folder, many at a time; `Stored.damaged` names what is damaged.
+
+    brief: in a bucket, only those that its outline does not cover.
+    """
+    if brief and not folder.local:
+        return _read_briefly(folder)
+    return _read(folder, folder.listing())
+
+
+def _read_briefly(folder: Folder) -> Stored:
+    """metadata.json first: the listing has all that it tells of, or something is missing."""
+    data = folder.read(METADATA)
     listing = folder.listing()
+    files = {name: entry.size for name, entry in listing.items()}
+    with suppress(DamagedError, KeyError, TypeError):
+        where = f"{folder.url}/{METADATA}"
+        metadata = _read_metadata(data or b"", where)
+        outline = Outline.from_json(metadata["outline"], where)
+        if outline.fits(files):
+            return _read(folder, listing, metadata, outline)
+    return _read(folder, listing)
+
+
+def _read(
+    folder: Folder,
+    listing: Mapping[str, FileEntry],
+    metadata: dict[str, Any] | None = None,
+    outline: Outline | None = None,
+) -> Stored:
+    """metadata, outline: where they are known already."""
     files = {name: entry.size for name, entry in listing.items()}
     versions = {n: e.version for n, e in listing.items() if is_commit(n) and e.version is not None}
     names = [name for name in own_files(files) if name.endswith(".json") and name[0] != "."]
     damaged: dict[str, str] = {}
-    metadata = None
     commits = {}
+    if outline is not None:
+        commits = {commit.number: commit for commit in outline.fitting_partial(files)}
+        known = {METADATA, *map(commit_name, [*range(1, outline.shards + 1), *commits])}
+        names = [name for name in names if name not in known]
     with ThreadPoolExecutor(READERS) as pool:
         for name, data in zip(names, pool.map(folder.read, names), strict=True):
             if data is None:  # deleted by a run in the meantime
@@ -128,9 +172,17 @@ def read_stored(folder: Folder) -> Stored:
                     commits[commit.number] = commit
             except DamagedError as error:
                 damaged[name] = str(error)
-    metrics = _last_metrics(folder, files)
+    metrics = dict(outline.metrics) if outline else _last_metrics(folder, files)
     return Stored(
-        metadata, commits, files, damaged, metrics, folder.url, folder.local, versions=versions
+        metadata,
+        commits,
+        files,
+        damaged,
+        metrics,
+        folder.url,
+        folder.local,
+        versions=versions,
+        outline=outline or Outline(),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder
+from activation_extraction.output.outline import Outline
 from activation_extraction.text.batch import Cursor
 
 
@@ -41,7 +42,8 @@ class ShardRange:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """commits: the shards that are stored and stay. waiting: numbers of those not uploaded yet.
+    """commits: shards that are stored and stay; `waiting`: numbers of those that the bucket lacks.
+    outline: of the bucket's first shards, whose JSONs were not read; `commits` lacks these.
 
     ranges: what is to be stored, in the order of the data. obsolete: files to delete, (folder,
     name). settled: there is nothing to do, not even to upload or to write down. skipped_rows: those
@@ -59,6 +61,7 @@ class StoragePlan:
     recorded: Mapping[str, Any] | None = None
     expected: Mapping[int, Commit] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    outline: Outline = field(default_factory=Outline)
 
     @property
     def complete(self) -> bool:
@@ -69,21 +72,41 @@ class StoragePlan:
     def first_to_store(self) -> int:
         """Number of the first shard that is to be stored where it belongs, or would be."""
         numbers = [*self.waiting, *(each.first for each in self.ranges)]
-        return min(numbers, default=len(self.commits) + 1)
+        return min(numbers, default=self.shards + 1)
+
+    @property
+    def shards(self) -> int:
+        """How many are stored and stay."""
+        return self.outline.shards + len(self.commits)
+
+    @property
+    def samples(self) -> int:
+        """How many samples these have."""
+        return self.outline.totals.samples + sum(commit.count for commit in self.commits)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens these have."""
+        return self.outline.totals.tokens + sum(commit.tokens for commit in self.commits)
+
+    @property
+    def last(self) -> Commit | None:
+        """The last of them."""
+        return next(reversed([*self.outline.recent, *self.commits]), None)
 
     @property
     def last_sample(self) -> int:
         """The `sample_idx` just before that of the first sample to store."""
         if self.ranges:
             return self.ranges[0].sample_before
-        return self.commits[-1].last if self.commits else -1
+        return -1 if self.last is None else self.last.last
 
     @property
     def cursor(self) -> Cursor | None:
         """Where in the data the first sample to store is; None at its beginning."""
         if self.ranges:
             return self.ranges[0].cursor
-        return self.commits[-1].position if self.commits else None
+        return None if self.last is None else self.last.position
 
 
 class Planner(Protocol):

@@ -12,11 +12,12 @@ from activation_extraction.output.commit import FORMAT_VERSION
 from activation_extraction.output.folder_lock import running_system
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.metadata import METADATA, METRICS
+from activation_extraction.output.outline import Outline
 from activation_extraction.output.ownership import Ownership
 from activation_extraction.output.reasons import reason_of
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.shard import Key
-from activation_extraction.output.shard_writer import Totals
+from activation_extraction.output.totals import Totals
 
 SUMS = ("shards", "samples", "tokens", "bytes", "hooks")  # in metadata.json
 
@@ -48,18 +49,28 @@ class RunRecord:
         self._max_samples = max_samples
         self._owner = owner
         self._more = more
+        self._metrics: Mapping[str, Any] = {}  # the last ones
         self.begin()
 
     def begin(self) -> None:
         """Makes the run's seconds count from now."""
         self._began = time.perf_counter()
 
-    def write(self, status: str, totals: Totals, counted: bool = True, upload: bool = True) -> None:
-        """Writes metadata.json. counted: whether `totals` cover everything that is stored."""
+    def write(
+        self,
+        status: str,
+        totals: Totals,
+        outline: Outline,
+        counted: bool = True,
+        upload: bool = True,
+    ) -> None:
+        """Writes metadata.json. counted: whether `totals` are those of all that is stored."""
         content = self._content(status, totals)
         if self.recorded is not None:
             own = ("owner", "written", *(SUMS if counted else ()))
             content |= {**self.recorded, **{name: content[name] for name in own}}
+        if self._remote is not None:
+            content["outline"] = {**outline.to_json(), "metrics": self._metrics}
         write_bytes(self._folder / METADATA, seal(content))
         if self._ownership is not None and upload:
             self._ownership.put_metadata(self._folder / METADATA)
@@ -97,6 +108,7 @@ class RunRecord:
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Appends a line to metrics.jsonl. Raises StorageError."""
+        self._metrics = metrics
         try:
             with open(self._folder / METRICS, "a") as file:
                 file.write(json.dumps(metrics) + "\n")

@@ -26,6 +26,18 @@ class SampleRow:
     text_preview: str
     doc_id: DocId
 
+    @classmethod
+    def whole(
+        cls,
+        sample_idx: int,
+        tokens: int,
+        token_ids: np.ndarray | None,
+        text_preview: str,
+        doc_id: DocId,
+    ) -> "SampleRow":
+        """A sample of so many tokens with all its positions."""
+        return cls(sample_idx, token_ids, np.arange(tokens, dtype=np.int32), text_preview, doc_id)
+
 
 @dataclass(frozen=True)
 class Shard:

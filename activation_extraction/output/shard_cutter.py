@@ -40,7 +40,7 @@ class ShardCutter:
         self._where = where
         self._ranges = list(plan.ranges)
         self._expected = plan.expected
-        self._cut_so_far = len(plan.commits)
+        self._cut_so_far = plan.shards
         self._start_at(plan.last_sample)
 
     def _start_at(self, sample_before: int) -> None:

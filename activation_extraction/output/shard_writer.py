@@ -9,11 +9,11 @@ Every queue is bounded, so a slow bucket slows the caller down. After a failure 
 import hashlib
 import logging
 import shutil
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +25,7 @@ from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.commit import Commit, commit_name
 from activation_extraction.output.formats import ShardFormat, write_shard
 from activation_extraction.output.metadata import METRICS
+from activation_extraction.output.outline import Outline
 from activation_extraction.output.ownership import Ownership
 from activation_extraction.output.reasons import reason_of
 from activation_extraction.output.sealed_json import seal
@@ -34,6 +35,7 @@ from activation_extraction.text.batch import Cursor
 
 UPLOADS = 4  # shards uploaded at the same time; up to two more wait on the disk
 METRICS_SECONDS = 300  # between uploads of metrics.jsonl
+OUTLINE_SECONDS = 10  # between uploads of metadata.json, after a commit
 
 OVERFLOW = (
     "float16 ends at 65504; start anew with --activation_dtype bfloat16 or float32 and --overwrite"
@@ -46,41 +48,12 @@ NOT_FINITE = (
 log = logging.getLogger("extract_activations")
 
 
-@dataclass
-class Totals:
-    """What is committed, including earlier runs; and this run's seconds in the background."""
-
-    shards: int = 0
-    samples: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    skipped_rows: int = 0
-    compress_seconds: float = 0.0  # what shards took besides writing
-    write_seconds: float = 0.0
-    upload_seconds: float = 0.0
-    statistics: dict[Key, Statistics] = field(default_factory=dict)
-
-    def add(self, commit: Commit) -> None:
-        """Counts a shard."""
-        self.shards += 1
-        self.samples += commit.count
-        self.tokens += commit.tokens
-        self.bytes += commit.bytes
-        self.count_skipped((commit.cursor or {}).get("skipped_rows", 0))
-        for hook in commit.hooks:
-            before = self.statistics.get(hook["key"], Statistics())
-            self.statistics[hook["key"]] = before.merge(Statistics.from_json(hook))
-
-    def count_skipped(self, rows: int) -> None:
-        """rows: how many were skipped up to some point of the data."""
-        self.skipped_rows = max(self.skipped_rows, rows)
-
-
 class ShardWriter:
     """Writes shards to `folder` and uploads them by right of `ownership` (None: they stay there).
 
     names: key of each hook in the shards -> its full name. run: digest of the run's identity.
-    `made` has the shards that this process has stored.
+    record: writes metadata.json, with the outline. `made` has the shards that this process has
+    stored.
     """
 
     def __init__(
@@ -91,6 +64,7 @@ class ShardWriter:
         shard_format: ShardFormat,
         delete_local: bool,
         run: str,
+        record: Callable[[], None],
     ) -> None:
         self.made: list[Commit] = []
         self.failure: StorageError | None = None
@@ -101,27 +75,40 @@ class ShardWriter:
         self._format = shard_format
         self._delete_local = delete_local
         self._run = run
-        self.begin([], {})
-        self._metrics_uploaded = time.monotonic()
+        self._record = record
+        self._counting = threading.Lock()
+        self.begin(Outline(), [], {})
+        self._metrics_uploaded = self._recorded = time.monotonic()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
         self._uploader = ThreadPoolExecutor(UPLOADS, thread_name_prefix="uploader")
         self._writing: Future[None] | None = None
         self._uploading: deque[Future[None]] = deque()
 
-    def begin(self, commits: Iterable[Commit], expected: Mapping[int, Commit]) -> None:
-        """Begins this run: counts only what earlier runs have stored.
+    def begin(
+        self, outline: Outline, commits: Iterable[Commit], expected: Mapping[int, Commit]
+    ) -> None:
+        """Counts what earlier runs have stored, and that alone. This one begins now.
 
-        expected: shards to make again, by number. One that gets the same bytes keeps its JSON.
+        outline: of the first shards; commits: of those after them. expected: shards that are made
+        again, by number; with the same bytes they keep their JSON.
         """
         self._began = round(time.time(), 3)
         self._expected = expected
-        self.count(commits)
+        self.count(commits, outline)
 
-    def count(self, commits: Iterable[Commit]) -> None:
-        """Makes `totals` the totals of these shards."""
-        self.totals = Totals(statistics={key: Statistics() for key in self._names})
+    def count(self, commits: Iterable[Commit], outline: Outline | None = None) -> None:
+        """Makes `totals` and `outline` those of these shards, and of those in an outline."""
+        self.outline = Outline() if outline is None else outline.whole()
+        self.totals = self.outline.totals.copy()
+        self.totals.statistics = {
+            key: self.totals.statistics.get(key, Statistics()) for key in self._names
+        }
         for commit in commits:
-            self.totals.add(commit)
+            self._add(commit)
+
+    def _add(self, commit: Commit) -> None:
+        self.totals.add(commit)
+        self.outline.add(commit)
 
     def commit(self, shard: Shard, cursor: Cursor | None, number: int, partial: bool) -> None:
         """Takes over shard `number`, once the previous one is written.
@@ -250,7 +237,7 @@ class ShardWriter:
         ]
 
     def _count_made(self, commit: Commit) -> None:
-        self.totals.add(commit)
+        self._add(commit)
         self.made.append(commit)
 
     def _submit_upload(self, commit: Commit) -> None:
@@ -268,8 +255,12 @@ class ShardWriter:
             previous.result()
         self.check()
         self._ownership.commit(self._folder / commit.name)
-        self.totals.upload_seconds += time.perf_counter() - began
-        self._count_made(commit)
+        with self._counting:  # what is recorded must not change meanwhile
+            self.totals.upload_seconds += time.perf_counter() - began
+            self._count_made(commit)
+            if time.monotonic() - self._recorded > OUTLINE_SECONDS:
+                self._record()
+                self._recorded = time.monotonic()
         if self._delete_local:
             (self._folder / commit.file).unlink(missing_ok=True)
         log.debug("%s: uploaded", commit.file)

@@ -32,7 +32,8 @@ from activation_extraction.output.resume import ResumePlanner
 from activation_extraction.output.run_record import RunRecord
 from activation_extraction.output.shard import DocId, Key, SampleRow
 from activation_extraction.output.shard_cutter import ShardCutter
-from activation_extraction.output.shard_writer import ShardWriter, Totals
+from activation_extraction.output.shard_writer import ShardWriter
+from activation_extraction.output.totals import Totals
 from activation_extraction.text.batch import Batch, Cursor
 
 GIGABYTE = 10**9
@@ -103,6 +104,7 @@ class ActivationStorage:
             chosen_format(compress),
             delete_local,
             self._identity.run,
+            lambda: self._write_record("running"),
         )
         facts = hook_facts or {}
         self._record = RunRecord(
@@ -126,7 +128,7 @@ class ActivationStorage:
         self.plan = plan
         self._record.recorded = plan.recorded
         uploaded = [commit for commit in plan.commits if commit.number not in plan.waiting]
-        self._writer.begin(uploaded, plan.expected)
+        self._writer.begin(plan.outline, uploaded, plan.expected)
         self.totals.count_skipped(plan.skipped_rows)
         stride = self._identity.total_machines * self._identity.num_hosts
         self._cutter = ShardCutter(
@@ -164,13 +166,13 @@ class ActivationStorage:
 
     @property
     def found_samples(self) -> int:
-        """Samples of earlier runs, including those that still wait for their upload."""
-        return sum(commit.count for commit in self.plan.commits)
+        """Samples of an earlier run, those that wait for their upload included."""
+        return self.plan.samples
 
     @property
     def found_tokens(self) -> int:
-        """The tokens in `found_samples`."""
-        return sum(commit.tokens for commit in self.plan.commits)
+        """Tokens of an earlier run, as `found_samples`."""
+        return self.plan.tokens
 
     @property
     def max_samples(self) -> int | None:
@@ -254,14 +256,10 @@ class ActivationStorage:
                 self._cutter.end_range()
                 return added
             if self._cutter.wants(sample.sample_idx):
-                row = SampleRow(
-                    sample.sample_idx,
-                    sample.token_ids,
-                    _positions(len(sample.token_ids)),
-                    sample.text_preview,
-                    sample.doc_id,
-                )
                 self._check_next(sample.sample_idx)
+                ids = sample.token_ids
+                known = sample.text_preview, sample.doc_id
+                row = SampleRow.whole(sample.sample_idx, len(ids), ids, *known)
                 self._cutter.add(row, {key: activations[key][where] for key in self._names})
                 added += 1
         self._cutter.cursor = batch.next_cursor
@@ -294,7 +292,7 @@ class ActivationStorage:
             )
         self._check_next(sample_idx)
         ids = None if token_ids is None else np.asarray(token_ids, np.int32)
-        row = SampleRow(int(sample_idx), ids, _positions(len(activation)), text_preview, doc_id)
+        row = SampleRow.whole(int(sample_idx), len(activation), ids, text_preview, doc_id)
         row, slices = self._incomplete.add(layer_idx, activation, row)
         if len(slices) == len(self._names):
             self._cutter.add(row, slices)
@@ -347,7 +345,7 @@ class ActivationStorage:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
         except RunError:
             with suppress(OSError):
-                self._write_metadata("failed", upload=False)
+                self._write_record("failed", upload=False)
             raise
         finally:  # after a second Ctrl-C or a failure, nothing waits for uploads
             self.close(patient=done)
@@ -370,11 +368,9 @@ class ActivationStorage:
         every = [*self.plan.commits, *self.made]
         self._writer.count(sorted(every, key=lambda commit: commit.number))
 
-    def _write_metadata(self, status: str, ending: bool = False, upload: bool = True) -> None:
-        self._record.write(status, self.totals, counted=ending, upload=upload)
-        if upload:
-            self._writer.upload_metrics()
+    def _write_metadata(self, status: str, ending: bool = False) -> None:
+        self._write_record(status, ending)
+        self._writer.upload_metrics()
 
-
-def _positions(tokens: int) -> np.ndarray:
-    return np.arange(tokens, dtype=np.int32)
+    def _write_record(self, status: str, ending: bool = False, upload: bool = True) -> None:
+        self._record.write(status, self.totals, self._writer.outline, ending, upload)
