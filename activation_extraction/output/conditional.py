@@ -53,8 +53,38 @@ class GenerationConditions:
         self._fs.call("DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=version)
 
 
+class TagConditions:
+    """S3, whose ETags are digests of what is stored: what is to be told apart must differ."""
+
+    def __init__(self, file_system: Any) -> None:
+        self._fs = file_system
+
+    def version(self, entry: dict[str, Any]) -> str:
+        return str(entry["ETag"])
+
+    def write(self, path: str, data: bytes, version: str | None) -> str:
+        expected = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
+        return str(self._call("put_object", path, Body=data, **expected)["ETag"])
+
+    def delete(self, path: str, version: str) -> None:
+        self._call("delete_object", path, IfMatch=version)
+
+    def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+        bucket, key, _ = self._fs.split_path(path)
+        self._fs.invalidate_cache(path)
+        try:
+            return self._fs.call_s3(method, Bucket=bucket, Key=key, **arguments)
+        except OSError as error:  # s3fs has no type of its own for a failed IfMatch
+            response = getattr(error.__cause__, "response", {})
+            if response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 412:
+                raise FileExistsError(path) from error
+            raise
+
+
 def conditions_of(file_system: Any, protocols: tuple[str, ...]) -> Conditions | None:
     """The conditional requests that a file system offers; None when it has none."""
     if not {"gs", "gcs"}.isdisjoint(protocols):
         return GenerationConditions(file_system)
+    if "s3" in protocols and hasattr(file_system, "call_s3"):
+        return TagConditions(file_system)
     return None

@@ -12,9 +12,9 @@ looking and writing, in which another process may begin. Where the store writes 
 - metadata.json is written on condition that it is what this process wrote before.
 - A shard file is only created; one that is there already is deleted first, by its version.
 
-So no JSON and no metadata.json of an earlier process appears once a later one owns the folder. On
-S3 a shard file of the earlier one may still arrive. In a store without such requests the owner is
-looked up before each write, and nothing more can be promised.
+So no JSON and no metadata.json of an earlier process appears once a later one owns the folder, and
+no shard file replaces one of the later. The owner is looked up before each write as well: in a
+store without such requests, or one that ignores their conditions, nothing more can be promised.
 """
 
 from collections.abc import Mapping
@@ -100,8 +100,8 @@ class Ownership:
 
     def commit(self, path: Path) -> None:
         """Uploads the JSON of a shard."""
+        self.check()
         if not self.folder.conditional:
-            self.check()
             return self.folder.put(path)
         version = self.folder.write_if(path.name, path.read_bytes(), self._versions.get(path.name))
         if version is None:
