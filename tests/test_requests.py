@@ -1,8 +1,10 @@
 """How many requests a bucket gets: they grow with what is new, not with what is stored."""
 
 import pytest
+from gcs_server import MUTATIONS
 from small_runs import Killed, content
 
+from activation_extraction.cli.errors import RunError
 from activation_extraction.output import shard_writer
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import METADATA, read_stored
@@ -77,6 +79,29 @@ def test_a_run_killed_and_continued_from_its_outline_stores_the_same(
     for name in Folder(URL).files():
         Folder(URL).fetch(name, tmp_path / "last")
     assert content(tmp_path / "last") == whole
+
+
+@pytest.mark.parametrize("at", range(1, 11))
+def test_killed_after_any_write_while_it_takes_over(run, whole, bucket, tmp_path, at):
+    """A run whose last shard was partial is continued by one that comes to `at` writes."""
+    run(tmp_path / "a", interrupt_after=9, remote=Folder(URL))
+    writes = []
+
+    def before(method, name):
+        writes.extend([name] * (method in MUTATIONS))
+        if len(writes) == at:
+            bucket.faults, bucket.rate = ("403",), 1.0
+
+    bucket.before = before
+    with pytest.raises(RunError):
+        run(tmp_path / "b", remote=Folder(URL))
+    bucket.rate, bucket.before = 0.0, lambda method, name: None
+    check_sums()
+    run(tmp_path / "c", remote=Folder(URL))
+    check_sums()
+    for name in Folder(URL).files():
+        Folder(URL).fetch(name, tmp_path / "c")
+    assert content(tmp_path / "c") == whole
 
 
 def check_sums():

@@ -23,7 +23,8 @@ class Outline:
     """The shards from 1 on, up to the first partial one.
 
     json_bytes: size of their JSONs. recent: the last of their commits, without what they say of
-    hooks. partial: the shard behind them, if it is partial. metrics: the last ones of the run.
+    hooks, and only the very last one with its cursor. partial: the shard behind them, if it is
+    partial. metrics: the last ones of the run.
     """
 
     totals: Totals = field(default_factory=Totals)
@@ -45,7 +46,8 @@ class Outline:
             return
         self.totals.add(commit)
         self.json_bytes += _json_size(commit)
-        self.recent = (*self.recent, replace(commit, hooks=[]))[-RECENT:]
+        before = (replace(each, cursor=None) for each in self.recent)
+        self.recent = (*before, replace(commit, hooks=[]))[-RECENT:]
 
     def whole(self) -> "Outline":
         """A copy that can be added to, without the partial shard, which is made again."""

@@ -1,6 +1,7 @@
 """RunRecord: what a run records about itself, in metadata.json and metrics.jsonl."""
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,6 +50,7 @@ class RunRecord:
         self._max_samples = max_samples
         self._owner = owner
         self._more = more
+        self._writing = threading.Lock()
         self._metrics: Mapping[str, Any] = {}  # the last ones
         self.begin()
 
@@ -71,7 +73,8 @@ class RunRecord:
             content |= {**self.recorded, **{name: content[name] for name in own}}
         if self._remote is not None:
             content["outline"] = {**outline.to_json(), "metrics": self._metrics}
-        write_bytes(self._folder / METADATA, seal(content))
+        with self._writing:
+            write_bytes(self._folder / METADATA, seal(content))
         if self._ownership is not None and upload:
             self._ownership.put_metadata(self._folder / METADATA)
 

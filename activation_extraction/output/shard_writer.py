@@ -258,7 +258,8 @@ class ShardWriter:
         with self._counting:  # what is recorded must not change meanwhile
             self.totals.upload_seconds += time.perf_counter() - began
             self._count_made(commit)
-            if time.monotonic() - self._recorded > OUTLINE_SECONDS:
+            due = time.monotonic() - self._recorded > OUTLINE_SECONDS
+            if due and self.failure is None:
                 self._record()
                 self._recorded = time.monotonic()
         if self._delete_local:
