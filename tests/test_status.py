@@ -334,7 +334,7 @@ def test_many_folders_and_files_are_few_reads_each(tmp_path, monkeypatch):
 
         monkeypatch.setattr(Folder, name, count)
     assert len(parts_at(tmp_path / "out")) == 40
-    assert calls.count("read") == 80 and calls.count("_entries") == 42
+    assert calls.count("read") == 80 and calls.count("_entries") == 41
 
 
 def test_durations():
