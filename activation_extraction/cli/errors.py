@@ -31,7 +31,7 @@ class RunError(Exception):
 
 
 class StorageError(RunError):
-    """A shard could not be committed, so nothing after it may be; what came before is safe."""
+    """A shard could not be committed, so no later one may be; all earlier ones are safe."""
 
 
 def for_the_user(error: Exception) -> Exception:

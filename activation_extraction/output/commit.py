@@ -9,7 +9,7 @@ from activation_extraction.text.batch import Cursor
 
 FORMAT_VERSION = 3
 CLAIM = "claimed_by"  # the only field of a JSON that holds the place of a shard's
-READABLE_VERSIONS = (2, 3)  # in version 2 the records of a pickle do not name their hook
+READABLE_VERSIONS = (2, 3)  # in version 2, pickled records do not name their hook
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from activation_extraction.output.patience import PATIENCE, FolderError, Heartbe
 # gcsfs would ask Google over gRPC for the type of every bucket, and wait minutes for an emulator.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
-# One request carries one chunk; when it takes longer the upload fails and begins again. Four at a
-# time need 0.28 MB/s.
+# Each request carries one chunk. If it takes longer than this, the upload fails and begins again.
+# Four uploads at a time need 0.28 MB/s.
 CHUNK_BYTES = 8 * 2**20
 REQUEST_SECONDS = 120
 TRIAL = ".write_test"
@@ -35,19 +35,19 @@ OBJECT_STORES = {"gs", "gcs", "s3", "s3a", "abfs", "az"}
 
 
 class TakenError(FolderError):
-    """There is a file of this name already, with other content."""
+    """A file of this name exists already, with other content."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file in a listing. version: changes with every write; None where the store tells none."""
+    """A file in a listing. version: changes with every write; None if the store has none."""
 
     size: int
     version: str | None = None
 
 
 class Folder(Patient):
-    """One folder. `patience`: seconds without progress in which what fails is tried again.
+    """One folder. patience: for how many seconds without progress a failing request is retried.
 
     beat: called whenever there is progress. `retries` counts the attempts that failed. Methods
     raise FolderError, and may be called from several threads.
@@ -89,7 +89,7 @@ class Folder(Patient):
         return Folder(f"{self.url}/{name}", self._patience, self.beat)
 
     def files(self) -> dict[str, int]:
-        """Name -> size in bytes of the files here; none when the folder does not exist."""
+        """Name -> size in bytes of the files here; empty if the folder does not exist."""
         return {name: entry.size for name, entry in self.listing().items()}
 
     def listing(self) -> dict[str, FileEntry]:
@@ -159,7 +159,7 @@ class Folder(Patient):
         return folder / name
 
     def remove(self, name: str, version: str | None = None) -> None:
-        """Deletes a file, or this version of it; nothing happens when there is none."""
+        """Deletes a file, or this version of it, if it exists."""
 
         def delete() -> None:
             with suppress(FileNotFoundError, FileExistsError):
@@ -171,7 +171,7 @@ class Folder(Patient):
         self._persist(f"deleting {name}", delete)
 
     def version(self, name: str) -> str | None:
-        """The version of a file now; None when there is no such file."""
+        """The version of a file now; None if there is no such file."""
 
         def look() -> str | None:
             self._fs.invalidate_cache()
@@ -185,8 +185,8 @@ class Folder(Patient):
     def write_if(self, name: str, data: bytes, version: str | None) -> str | None:
         """Replaces this version of a small file (None: creates it), in a store that is conditional.
 
-        Returns the new version; None when the file is not as expected, and not this data either:
-        that is a write whose answer was lost.
+        Returns the new version; None if somebody else has changed the file. If only the store's
+        answer was lost, the file holds this data already, and its version is returned.
         """
         assert self._conditions is not None
         conditions, target = self._conditions, self._file(name)
@@ -202,10 +202,10 @@ class Folder(Patient):
         return self._persist(f"writing {name}", write)
 
     def put(self, path: Path, name: str | None = None, new: bool = False) -> None:
-        """Uploads a finished local file, until the store confirms its size and checksum.
+        """Uploads a finished local file, and retries until the store confirms size and checksum.
 
-        An upload whose answer was lost is recognised, not repeated. new: raises TakenError when
-        there is a file of this name with other content; in a store that is conditional.
+        If only the store's answer was lost, the upload is not repeated. new: only creates a file,
+        in a store that is conditional; raises TakenError if there is one with other content.
         """
         name = name or path.name
         with open(path, "rb") as file:
@@ -248,9 +248,9 @@ class Folder(Patient):
         self.remove(TRIAL)
 
     def _found(self, target: str, size: int, digest: Any) -> dict[str, Any] | None:
-        """What the store says of an object of this size and MD5; None if there is another or none.
+        """What the store reports of the object, if it has this size and MD5; None otherwise.
 
-        Without a reported MD5 the object is read.
+        Reads the object if the store reports no MD5.
         """
         self._fs.invalidate_cache()
         try:

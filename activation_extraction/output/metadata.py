@@ -35,11 +35,11 @@ READERS = 32  # files read at the same time; they are small
 class Stored:
     """One host's folder: metadata (None if there is none), commits by number, file sizes.
 
-    damaged: name of each JSON file that could not be read -> why. metrics: the last ones of the
-    run. url: of the folder. local: whether it is a folder of this machine. locked: whether a
-    process holds it; None where that cannot be known. versions: of the shards' JSONs, where the
-    store tells any; those that only claim a place are among them, and nowhere else. outline: of the
-    first shards, where their JSONs were not read; `commits` lacks these.
+    damaged: name of each JSON file that could not be read -> why. metrics: the run's last ones.
+    url: the folder's. local: whether it is on this machine. locked: whether a process holds it;
+    None if that cannot be known. versions: those of the shards' JSONs, if the store has versions;
+    only here are JSONs that merely claim a shard. outline: of the first shards, if their JSONs were
+    not read; `commits` lacks these shards.
     """
 
     metadata: dict[str, Any] | None = None
@@ -120,7 +120,7 @@ def own_files(names: Iterable[str]) -> list[str]:
 
 
 def read_stored(folder: Folder, brief: bool = False) -> Stored:
-    """Reads all JSON files of a folder, many at a time; `Stored.damaged` names what is damaged.
+    """Reads all JSON files of a folder, many at a time; see `Stored.damaged` for damaged ones.
 
     brief: in a bucket, only those that its outline does not cover.
     """
@@ -220,11 +220,10 @@ def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
 
 
 def remove_extraction(folder: Folder, keep: Collection[str] = ()) -> None:
-    """Deletes the metadata, metrics, commits and shards in a folder, in this order, no other file.
+    """Deletes metadata, metrics, commits and shards from a folder, in this order; no other file.
 
-    keep: names of files that stay.
-
-    What is left when it is killed cannot be continued: shards without metadata are refused.
+    What is left after a kill cannot be continued: shards without metadata are refused. keep: names
+    of files that stay.
     """
     names = [name for name in own_files(folder.files()) if name not in keep]
     groups = (

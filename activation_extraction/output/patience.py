@@ -1,4 +1,4 @@
-"""Requests that are sent again while they fail for no lasting reason, for as long as is allowed."""
+"""Requests that are retried for a while, unless their failure is final."""
 
 import logging
 import random
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class FolderError(RunError):
-    """A folder refused a request (`final`), or kept failing for as long as it was tried again."""
+    """A folder refused a request (`final`), or kept failing until the retries were given up."""
 
     def __init__(self, message: str, final: bool, *, remedy: str | None = None) -> None:
         super().__init__(message, remedy=remedy)
@@ -28,7 +28,7 @@ class FolderError(RunError):
 
 
 class Heartbeat(Callback):
-    """fsspec calls it with every chunk that has arrived; `last` is when that was."""
+    """fsspec calls this for every chunk that has arrived; `last` is the time of the last one."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         super().__init__()
@@ -48,15 +48,15 @@ class Patient:
         self.beat = beat
         self.retries = 0
         self._patience = patience
-        self._failing = False  # since something last succeeded
+        self._failing = False  # whether a request has failed since the last success
 
     @property
     def local(self) -> bool:
-        """Whether it is a folder of this machine, where trying again is useless."""
+        """Whether it is a folder on this machine, where it is useless to try again."""
         raise NotImplementedError
 
     def _persist(self, what: str, action: Callable[[], T], heartbeat: Heartbeat | None = None) -> T:
-        """The result of `action`, tried again while it fails for no lasting reason."""
+        """The result of `action`, which is retried unless its failure is final."""
 
         def listen(reason: str) -> None:
             self._say(what, reason)
@@ -70,16 +70,16 @@ class Patient:
             gcsfs_listeners.remove(listen)
 
     def _say(self, what: str, reason: str) -> None:
-        """Warns of a request that failed; only once until something succeeds."""
+        """Warns about a failed request, once until something succeeds again."""
         if not self._failing:
             self._failing = True
             log.warning(
-                "%s: %s fails (%s); trying again for up to %g s (--upload_timeout)",
+                "%s: %s failed (%s); trying again for up to %g s (--upload_timeout)",
                 *(self.url, what, f"{reason:.200}", self._patience),
             )
 
     def _try(self, what: str, action: Callable[[], T], heartbeat: Heartbeat | None) -> T:
-        spent = 0.0  # on attempts, each from its last progress on, and on pauses between them
+        spent = 0.0  # on attempts, each since its last progress, and on the pauses between them
         pause = FIRST_PAUSE
         while True:
             began = time.monotonic()

@@ -42,14 +42,15 @@ class ShardRange:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """commits: shards that are stored and stay; `waiting`: numbers of those that the bucket lacks.
-    outline: of the bucket's first shards, whose JSONs were not read; `commits` lacks these.
+    """commits: the shards that are stored and stay. waiting: numbers of those not uploaded yet.
 
-    ranges: what is to be stored, in the order of the data. obsolete: files to delete, (folder,
-    name). settled: there is nothing to do, not even to upload or to write down. skipped_rows: those
-    of a complete extraction, after its last sample too. versions: of the JSONs in the bucket, which
-    this plan rests on. For a repair: recorded is the metadata, which stays but for its sums;
-    expected has the shards as they were, by number.
+    outline: of the bucket's first shards, if their JSONs were not read; `commits` lacks these.
+    ranges: what is to be stored, in the order of the data. obsolete: files to delete, as (folder,
+    name). settled: nothing is left to do, not even an upload or an update of metadata.json.
+    skipped_rows: those of a complete extraction, including rows after its last sample. versions:
+    those of the JSONs in the bucket when the plan was made. For a repair, `recorded` is the
+    metadata, of which only the totals change, and `expected` has the shards as they were, by
+    number.
     """
 
     commits: list[Commit] = field(default_factory=list)

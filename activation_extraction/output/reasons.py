@@ -11,12 +11,12 @@ LOCAL_AND_FINAL = {
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
 }
-# HTTP statuses of requests that may be sent again: 410 is that of a lost upload session.
+# HTTP statuses after which a request may be sent again; 410 means a lost upload session.
 WORTH_ANOTHER_TRY = {408, 409, 410, 416, 429}
 
 
 def reason_of(error: BaseException) -> tuple[str, bool]:
-    """What went wrong, in words for the user, and whether trying again is useless."""
+    """What went wrong, in words for the user, and whether it is useless to try again."""
     code = getattr(error, "code", None)
     status = int(str(code)) if str(code).isdigit() else 0
     text = one_line(error)

@@ -27,8 +27,8 @@ class RunRecord:
     """Writes both files to `folder`, and metadata.json to the bucket as well.
 
     ownership: the right to write to the bucket. hooks: key, name and whatever else is known of each
-    hook. owner: names this process. more: what the caller wants to be recorded. A repair keeps what
-    is `recorded` already, all but the sums.
+    hook. owner: a name for this process. more: what else the caller wants recorded. A repair keeps
+    what is `recorded` already, except the sums.
     """
 
     def __init__(

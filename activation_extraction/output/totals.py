@@ -11,14 +11,14 @@ from activation_extraction.output.statistics import Statistics
 
 @dataclass
 class Totals:
-    """What is committed, that of earlier runs included; seconds of this run in the background."""
+    """What is committed, including earlier runs; and this run's seconds in the background."""
 
     shards: int = 0
     samples: int = 0
     tokens: int = 0
     bytes: int = 0
     skipped_rows: int = 0
-    compress_seconds: float = 0.0  # what shards took beyond the writing
+    compress_seconds: float = 0.0  # what shards took besides writing
     write_seconds: float = 0.0
     upload_seconds: float = 0.0
     statistics: dict[Key, Statistics] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Totals:
             self.statistics[hook["key"]] = before.merge(Statistics.from_json(hook))
 
     def count_skipped(self, rows: int) -> None:
-        """rows: that were skipped in all, up to some place in the data."""
+        """rows: how many were skipped up to some point of the data."""
         self.skipped_rows = max(self.skipped_rows, rows)
 
     def copy(self) -> "Totals":
