@@ -257,6 +257,7 @@ if host == os.environ["HOST_ID"]:
         script.compile_step = broken
     if fault == "metrics":
         def full(*_):
+            from activation_extraction.cli.errors import StorageError
             raise StorageError("no room for metrics")
         ActivationStorage.record = full
     if fault in ("metrics", "slow to leave"):  # the others have nothing more to do by then

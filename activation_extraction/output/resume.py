@@ -44,7 +44,7 @@ class ResumePlanner:
             plan = replace(plan, versions=remote.versions)
         if remote is None or not self.delete_local:
             return plan
-        # A run that was killed between an upload and the deletion has left these.
+        # A run that was killed after an upload, before the deletion, left these behind.
         uploaded = {c.number for c in plan.commits if c.number not in plan.waiting}
         uploaded |= set(range(1, plan.outline.shards + 1))
         obsolete = [
@@ -112,8 +112,8 @@ def _choose_all(
         due = known + len(chosen) + 1
         if number != due:
             raise InputError(
-                f"{places[0 if remote is None else 1]}: shard {due} is missing and "
-                f"shard {number} is there; --repair makes it again"
+                f"{places[0 if remote is None else 1]}: shard {due} is missing, but "
+                f"shard {number} is there; --repair makes the missing one again"
             )
         commit, uploaded = _choose(number, local, remote, places)
         chosen.append(commit)

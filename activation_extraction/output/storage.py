@@ -166,12 +166,12 @@ class ActivationStorage:
 
     @property
     def found_samples(self) -> int:
-        """Samples of an earlier run, those that wait for their upload included."""
+        """Samples of earlier runs, including those that still wait for their upload."""
         return self.plan.samples
 
     @property
     def found_tokens(self) -> int:
-        """Tokens of an earlier run, as `found_samples`."""
+        """The tokens in `found_samples`."""
         return self.plan.tokens
 
     @property
