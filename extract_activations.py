@@ -101,7 +101,7 @@ def run(config: Config) -> int:
                 f"samples",
                 remedy=error.remedy or remedy,
             ) from error
-        print_summary(job, clock, complete, config.verbose, config.compress_shards)
+        print_summary(job, clock, complete, config.verbose)
         leave(host)
     if config.repair and complete:
         return verify(job.storage.place, None, 0)
@@ -215,7 +215,8 @@ def show_hooks(config: Config) -> int:
         checkpoint = Checkpoint(config.model_path, config.model_revision)
         model = QWEN2.config.from_file(checkpoint.file("config.json"))
     stored = choose_dtypes(model_request(config))[1]
-    print("\n".join(list_hooks(QWEN2.hooks, model, stored)))
+    rule, length = config.positions, config.max_seq_length
+    print("\n".join(list_hooks(QWEN2.hooks, model, stored, rule, length)))
     return 0
 
 
@@ -228,12 +229,15 @@ def look(config: Config) -> int:
         if config.report is not None:
             return show_report(root, config.report)
         if config.export is not None and config.export_dir is not None:
-            export(root, config.export, config.export_dir, config.hook_names)
+            export(
+                *(root, config.export, config.export_dir),
+                *(config.hook_names, config.compress_shards),
+            )
             return 0
         if not config.verify_samples:
             return verify(root, None, 0)
         use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)
-        load = partial(load_again, QWEN2, model_request(config))
+        load = partial(load_again, QWEN2, model_request(config), config.dataset_path)
         return verify(root, load, config.verify_samples)
     except FolderError as error:
         if error.final:

@@ -16,7 +16,7 @@ Environment variables become flags; flags on the command line come later and win
   extraction      LAYERS_TO_EXTRACT="12 18" ACTIVATION_TYPE, or HOOK_NAMES="GLOB ..."
   computing       DTYPE BATCH_SIZE MAX_SEQ_LENGTH MESH_TYPE TPU_MESH_CONFIG=4,4,4
                   TPU_AXIS_NAMES=data,fsdp,model STALL_TIMEOUT
-  output          OUTPUT_DIR ACTIVATION_DTYPE SHARD_SIZE_GB
+  output          OUTPUT_DIR ACTIVATION_DTYPE SHARD_FORMAT SHARD_SIZE_GB
   upload          GCS_BUCKET (turns it on) GCS_PREFIX UPLOAD_TIMEOUT
                   DELETE_LOCAL_AFTER_UPLOAD=true or false
   PYTHON          the interpreter (default: .venv/bin/python beside this script, or python3)
@@ -100,7 +100,7 @@ if [[ ${NUM_HOSTS:-} != 1 ]]; then
 fi
 for name in MODEL_PATH DTYPE DATASET_NAME DATASET_CONFIG DATASET_SPLIT DATASET_PATH TEXT_COLUMN \
     MAX_SAMPLES MACHINE_ID TOTAL_MACHINES ACTIVATION_TYPE BATCH_SIZE MAX_SEQ_LENGTH MESH_TYPE \
-    STALL_TIMEOUT OUTPUT_DIR ACTIVATION_DTYPE SHARD_SIZE_GB; do
+    STALL_TIMEOUT OUTPUT_DIR ACTIVATION_DTYPE SHARD_FORMAT SHARD_SIZE_GB; do
     flag "${name,,}" "$name"
 done
 flag mesh_shape TPU_MESH_CONFIG

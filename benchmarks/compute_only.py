@@ -17,7 +17,7 @@ import jax
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model.forward import prepare_model
-from activation_extraction.model.step import Step, compile_step
+from activation_extraction.model.step import Activations, Step, compile_step
 from activation_extraction.run.prepare import model_request
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
@@ -27,7 +27,7 @@ from qwen2_jax_with_hooks import QWEN2
 
 def seconds_of(step: Step, batches: Sequence[Batch]) -> float:
     """Of all batches; as in a run the next one is handed over while one computes."""
-    in_flight: deque[dict[int, jax.Array]] = deque()
+    in_flight: deque[Activations] = deque()
     began = time.perf_counter()
     for batch in batches:
         in_flight.append(step(batch, (False, False, False))[0])

@@ -72,7 +72,7 @@ def kill_and_resume(
 
 def shards_in(folder: Path) -> dict[str, bytes]:
     """Name -> content of the shards in a folder."""
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("shard_*.pkl.gz"))}
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("shard_*.[ps]*"))}
 
 
 def main() -> None:

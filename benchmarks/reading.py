@@ -14,7 +14,6 @@ The last line printed is one JSON object.
 
 import argparse
 import gzip
-import hashlib
 import json
 import os
 import pickle
@@ -33,11 +32,8 @@ import torch
 from isal import igzip
 
 from activation_extraction import ActivationDataset
+from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.output.identity import Identity
-from activation_extraction.output.pickle_file import read_records
-from activation_extraction.output.safetensors_file import write_shard
-from activation_extraction.output.sealed_json import seal, unseal
-from activation_extraction.output.shard import SampleRow, Shard
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.reading import shard_readers
 from benchmarks.processes import machine
@@ -56,40 +52,25 @@ def values_of(sample: int) -> np.ndarray:
     return values.astype(ml_dtypes.bfloat16)
 
 
-def store_pickles(folder: Path, samples: int) -> None:
-    identity = Identity(activation_dtype="bfloat16", max_seq_length=LENGTH)
+def store(folder: Path, shard_format: str, samples: int) -> None:
+    identity = Identity(
+        activation_dtype="bfloat16", max_seq_length=LENGTH, shard_format=shard_format
+    )
     facts: dict[int | str, dict[str, Any]] = {key: {"width": WIDTH} for key in NAMES}
     token_ids = np.arange(LENGTH, dtype=np.int32)
     with ActivationStorage(
-        folder, NAMES, shard_size_gb=0.1, identity=identity, hook_facts=facts
+        folder,
+        NAMES,
+        shard_size_gb=0.1,
+        shard_format=shard_format,
+        identity=identity,
+        hook_facts=facts,
     ) as storage:
         for sample in range(samples):
             values = values_of(sample)
             for number, key in enumerate(NAMES):
                 rolled = np.roll(values.view(np.uint16), number, axis=1).view(values.dtype)
                 storage.add_activation(key, rolled, sample, "", token_ids)
-
-
-def store_safetensors(source: Path, folder: Path) -> None:
-    """The same run in the other format."""
-    folder.mkdir()
-    (folder / "metadata.json").write_bytes((source / "metadata.json").read_bytes())
-    for path in sorted(source.glob("*.pkl.gz")):
-        records = read_records(path)
-        positions = np.arange(LENGTH, dtype=np.int32)
-        rows = [
-            SampleRow(record["sample_idx"], positions, positions, "", None) for record in records[0]
-        ]
-        slices = {key: [record["activation"] for record in each] for key, each in records.items()}
-        target = folder / path.name.replace("pkl.gz", "safetensors")
-        with open(target, "wb") as file:
-            write_shard(Shard(rows, slices), NAMES, file.write)
-        data = target.read_bytes()
-        name = path.name.replace("pkl.gz", "json")
-        content = unseal((source / name).read_bytes(), name)
-        content |= {"file": target.name, "bytes": len(data)}
-        content["sha256"] = hashlib.sha256(data).hexdigest()
-        (folder / name).write_bytes(seal(content))
 
 
 def store_for_others(folder: Path, samples: int) -> None:
@@ -179,7 +160,7 @@ def measure(root: Path, samples: int, rounds: int) -> dict[str, dict[str, int]]:
 
     Each round does everything once, so that all meet the same load.
     """
-    pickles, tensors = root / "pickles", root / "safetensors"
+    pickles, tensors = root / "pickle", root / "safetensors"
     one = samples * LENGTH * WIDTH * 2
     source = np.random.default_rng(0).integers(0, 2**16, one * HOOKS // 2, np.uint16)
     target = np.empty_like(source)
@@ -237,8 +218,8 @@ def main() -> None:
     datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        store_pickles(root / "pickles", arguments.samples)
-        store_safetensors(root / "pickles", root / "safetensors")
+        for shard_format in SHARD_FORMATS:
+            store(root / shard_format, shard_format, arguments.samples)
         store_for_others(root / "others", arguments.samples)
         rates = measure(root, arguments.samples, arguments.rounds)
         touched = touched_share(root / "safetensors")

@@ -1,4 +1,4 @@
-"""The config.json of the models that benchmarks run: Qwen2.5's, and one for trying them out."""
+"""The config.json of the models that benchmarks run: Qwen2.5's, and small ones to try them out."""
 
 from typing import Any
 
@@ -26,6 +26,7 @@ def evenly_spaced(count: int, depth: int) -> list[int]:
 
 SHAPES = {
     "tiny": _shape(64, 128, 12, 4, 2, 300, True),
+    "0.1B": _shape(640, 2560, 16, 10, 2, 32000, True),  # for a CPU that has little time
     "0.5B": _shape(896, 4864, 24, 14, 2, 151936, True),
     "1.5B": _shape(1536, 8960, 28, 12, 2, 151936, True),
     "7B": _shape(3584, 18944, 28, 28, 4, 152064, False),

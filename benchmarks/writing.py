@@ -29,7 +29,7 @@ from isal import igzip
 from activation_extraction.output.formats import GZIP_PICKLE, write_shard
 from activation_extraction.output.pickle_file import COMPRESSION_LEVEL, pickle_records, records_of
 from activation_extraction.output.shard import SampleRow, Shard
-from activation_extraction.output.statistics import Statistics
+from activation_extraction.output.statistics import sums_of
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
@@ -147,8 +147,9 @@ def parts(folder: Path, values: np.ndarray, rounds: int) -> dict[str, float]:
         ) as file:
             pickle_records(records, file)
 
+    shard = shard_of(values)
     actions: dict[str, Callable[[], object]] = {
-        "statistics": lambda: [Statistics.of(row) for layer in values for row in layer],
+        "statistics": lambda: [sums_of(each, shard.samples) for each in shard.slices.values()],
         "pickle": pickled,
         "compress at once": lambda: igzip.compress(plain, compresslevel=COMPRESSION_LEVEL),
         "pickle and compress": stream,

@@ -14,7 +14,8 @@ from activation_extraction.output.atomic_file import write_atomically
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.pickle_file import gzip_records, pickle_records
 from activation_extraction.output.sealed_json import seal, unseal
-from activation_extraction.output.statistics import Statistics, merge_all
+from activation_extraction.output.statistics import Statistics, Sums, merge_all
+from activation_extraction.output.statistics_file import pack_sums, statistics_name
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample
 from activation_extraction.text.packing import pack
@@ -128,6 +129,20 @@ def write_records(path: Path, records: Any, compress: bool = True) -> str:
     return write_atomically(path, lambda file: write(records, file))["sha256"]
 
 
+def write_sums(folder: Path, number: int, shard: Any) -> None:
+    """The statistics of every dimension that belong to these records, to which the JSON agrees."""
+    sums = {}
+    for records in shard.values():
+        of_hook = sums[records[0]["hook"]] = Sums.zeros(records[0]["activation"].shape[1])
+        for each in (record["activation"] for record in records):
+            if each.shape[1] == of_hook.sums.shape[1]:
+                of_hook.add(each, np.arange(len(each)))
+    data = pack_sums(sums)
+    (folder / statistics_name(number)).write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+    edit(folder / f"shard_{number:04d}.json", lambda content: content.update(statistics=digest))
+
+
 def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> None:
     """Changes the records of a shard; its JSON and the metadata agree, statistics included."""
     shard = load(folder, number)
@@ -144,4 +159,5 @@ def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> 
             hook |= merge_all(Statistics.of(r["activation"]) for r in records).to_json()
 
     edit(folder / f"shard_{number:04d}.json", lambda content: statistics(content, [shard]))
+    write_sums(folder, number, shard)
     edit(folder / "metadata.json", lambda content: statistics(content, every))

@@ -3,16 +3,13 @@
 import hashlib
 import zlib
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes  # noqa: F401  # gives NumPy its bfloat16
 import numpy as np
 from extractions import edit, identity_of
 
-from activation_extraction.output.pickle_file import read_records
-from activation_extraction.output.safetensors_file import write_shard
-from activation_extraction.output.shard import SampleRow, Shard
+from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.text.workers import Worker
 
@@ -24,7 +21,7 @@ HOOKS = {
 WIDTHS = dict(zip(HOOKS.values(), (16, 40, 8), strict=True))
 OTHER_WIDTH = 256  # of any other hook
 DTYPES = ("float32", "float16", "bfloat16")
-FORMATS = ("pickle", "safetensors")
+FORMATS = SHARD_FORMATS
 
 
 def tokens_of(index):
@@ -41,7 +38,16 @@ def activation_of(index, hook, dtype):
     return values.astype(dtype)
 
 
-def store(root, dtype="float32", count=20, part=(0, 0, 1, 1), finish=True, hooks=HOOKS, **options):
+def store(
+    root,
+    dtype="float32",
+    count=20,
+    part=(0, 0, 1, 1),
+    finish=True,
+    hooks=HOOKS,
+    shard_format="pickle",
+    **options,
+):
     """Writes a host's share of a run with the real storage. part: machine, host, machines, hosts.
 
     finish: False leaves the run as one that is still going on.
@@ -51,7 +57,13 @@ def store(root, dtype="float32", count=20, part=(0, 0, 1, 1), finish=True, hooks
     storage = ActivationStorage(
         root / name if machines * hosts > 1 else root,
         hooks,
-        identity=replace(identity_of(*part), activation_dtype=dtype, max_seq_length=32),
+        identity=replace(
+            identity_of(*part),
+            activation_dtype=dtype,
+            max_seq_length=32,
+            shard_format=shard_format,
+        ),
+        shard_format=shard_format,
         metadata={"configuration": {"model_path": "some/model"}, "model": {"hidden_size": 16}},
         hook_facts={key: {"width": WIDTHS.get(n, OTHER_WIDTH)} for key, n in hooks.items()},
         **({"shard_size_gb": 8e-6} | options),
@@ -70,29 +82,6 @@ def store(root, dtype="float32", count=20, part=(0, 0, 1, 1), finish=True, hooks
         storage.close()
 
 
-def to_safetensors(root):
-    """Turns the shards of a run into safetensors; every JSON file says so."""
-    for path in sorted(Path(root).rglob("shard_*.pkl*")):
-        records = read_records(path)
-        rows = [
-            SampleRow(
-                sample_idx=record["sample_idx"],
-                token_ids=record["token_ids"],
-                positions=np.arange(len(record["token_ids"]), dtype=np.int32),
-                text_preview=record["text_preview"],
-                doc_id=record["doc_id"],
-            )
-            for record in next(iter(records.values()))
-        ]
-        shard = Shard(rows, {key: [r["activation"] for r in each] for key, each in records.items()})
-        names = {key: each[0]["hook"] for key, each in records.items()}
-        target = path.with_name(path.name.split(".")[0] + ".safetensors")
-        with open(target, "wb") as file:
-            write_shard(shard, names, file.write)
-        path.unlink()
-        agree(target)
-
-
 def agree(path):
     """Makes the JSON of a shard name this file, with its size and sha256."""
     data = path.read_bytes()
@@ -109,11 +98,9 @@ def make_run(root, shard_format, dtype="float32", count=20, machines=(1,), **opt
     for machine, hosts in enumerate(machines):
         for host in range(hosts):
             part = machine, host, len(machines), hosts
-            store(root, dtype, count, part, **options)
+            store(root, dtype, count, part, shard_format=shard_format, **options)
             worker = Worker(machine, len(machines), host, hosts)
             indices += [worker.sample_idx(number) for number in range(count)]
-    if shard_format == "safetensors":
-        to_safetensors(root)
     return SimpleNamespace(root=root, dtype=dtype, format=shard_format, indices=indices)
 
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from activation_extraction.cli.errors import RunError, StorageError
+from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.output.formats import chosen_format
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.storage import ActivationStorage
@@ -49,7 +51,21 @@ def rows(tmp_path_factory):
 
 
 @pytest.fixture
-def run(byte_tokenizer, rows):
+def shard_format():
+    """Of what `run` stores; `both_formats` has a test run with each."""
+    return "pickle"
+
+
+both_formats = pytest.mark.parametrize("shard_format", SHARD_FORMATS)
+
+
+def shard_name(number, shard_format="pickle"):
+    """The name of a shard's file."""
+    return chosen_format(shard_format, True).file_name(number)
+
+
+@pytest.fixture
+def run(byte_tokenizer, rows, shard_format):
     """Runs all but the model; what is stored depends on how samples are packed, too."""
 
     def run(folder, *, kill_after=None, interrupt_after=None, max_samples=None, **options):
@@ -59,7 +75,7 @@ def run(byte_tokenizer, rows):
             HOOKS,
             identity=Identity(model_digest="tiny"),
             max_samples=max_samples,
-            **({"shard_size_gb": 1.5e-6} | options),
+            **({"shard_size_gb": 1.5e-6, "shard_format": shard_format} | options),
         )
         try:
             if place.complete:
@@ -131,6 +147,11 @@ def content(folder: Path) -> dict[str, object]:
         elif path.is_file() and path.name not in ("metadata.json", "metrics.jsonl"):
             found[path.name] = path.read_bytes()
     return found
+
+
+def shards_of(found):
+    """The number of shards in what `content` has found."""
+    return sum(name.endswith(".json") for name in found)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from extractions import write_records
 
-from benchmarks import competitors, end_to_end, gpu, peak, writing
+from benchmarks import competitors, end_to_end, gpu, hooks, peak, writing
 from benchmarks.agreement import Agreement, Disagreement
 
 pytestmark = pytest.mark.long
@@ -101,6 +101,21 @@ def test_writing(capsys, monkeypatch, tmp_path):
         assert found[dtype]["times_as_fast"] > 1
         assert 0.9 < found[dtype]["size_against_gzip"] < 1.1
         assert found[dtype]["storage_all_cores_mb_per_second"] > 1
+
+
+def test_hooks(capsys, monkeypatch):
+    monkeypatch.setattr(hooks, "fastest_product", lambda *_: 1e12)  # takes long
+    flags = ["--shape", "tiny", "--documents", "9", "--max_seq_length", "64", "--rounds", "1"]
+    hooks.main(flags)
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])["requests"]
+    assert "fastest matrix product: 1,000 GFLOP/s" in printed
+    assert list(found) == [*hooks.requests(12)]
+    per_token = {name: row["bytes_per_token"] for name, row in found.items()}
+    assert 1.8 < per_token["pairs"] / per_token["residual"] < 2.2
+    assert per_token["residual, random:0.1"] < 0.4 * per_token["residual"]
+    assert all(row["tokens_per_second"] > 0 for row in found.values())
+    assert found["residual"]["flops_per_second"] > 0
 
 
 def test_gpu_script_without_a_gpu(capsys, monkeypatch):

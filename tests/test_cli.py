@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import make_reference
 from safetensors.numpy import load_file, save_file
+from small_runs import both_formats, shard_name
 
 import extract_activations
 from activation_extraction.cli.flags import build_parser
@@ -50,19 +52,22 @@ def main(*arguments):
 
 
 @pytest.mark.long
-def test_demo_in_a_new_process_reads_back_as_it_says(tmp_path):
-    process = start("--demo", "--output_dir", tmp_path / "out")
+@both_formats
+def test_demo_in_a_new_process_reads_back_as_it_says(shard_format, tmp_path):
+    process = start("--demo", "--output_dir", tmp_path / "out", "--shard_format", shard_format)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "done: 300 samples" in out and "compress" in out and "tokens/s" in out
-    two_lines = [line.strip() for line in out.splitlines()[-2:]]
     scope: dict = {}
-    exec("\n".join(two_lines), scope)
-    assert list(scope["records"]) == [10, 11] and len(scope["records"][10]) == 300
-    assert scope["records"][11][0]["activation"].shape[1] == 128
-    metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
-    assert metadata["status"] == "complete" and metadata["samples"] == 300
-    assert metadata["hooks"][0]["name"] == "blocks.10.hook_resid_post"
+    exec(textwrap.dedent(out.split("read it with:\n")[1]), scope)
+    dataset = scope["dataset"]
+    hooks = [f"blocks.{layer}.hook_resid_post" for layer in (10, 11)]
+    assert dataset.hooks == dict.fromkeys(hooks, 128) and len(dataset) == 300
+    if shard_format == "pickle":
+        assert list(scope["records"]) == [10, 11] and len(scope["records"][10]) == 300
+        assert (dataset[299][hooks[1]] == scope["records"][11][299]["activation"]).all()
+    assert (tmp_path / "out" / shard_name(1, shard_format)).exists()
+    assert dataset.metadata["status"] == "complete" and dataset.metadata["samples"] == 300
 
 
 @pytest.mark.long
@@ -244,6 +249,11 @@ BAD_REQUESTS = {
         ["--compress_shards", "--no_compress_shards"],
         {},
         "--no_compress_shards: not allowed with argument --compress_shards",
+    ),
+    "compressed safetensors": (
+        ["--compress_shards", "--shard_format", "safetensors"],
+        {},
+        "--compress_shards: safetensors are never compressed",
     ),
     "model is nowhere": (["--model_path", "./no/such/model"], {}, "no such folder"),
     "model is a file": (["--model_path", "{}/f"], {"f": ""}, "is a file, expected a folder"),

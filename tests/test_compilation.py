@@ -61,6 +61,7 @@ def test_the_second_start_does_not_compile(extract, tmp_path):
         "metadata.json",
         "metrics.jsonl",
         "shard_0001.json",
+        "shard_0001.npz",
         "shard_0001.pkl.gz",
     ]
 

@@ -22,7 +22,7 @@ from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.folder_lock import lock_folder
 from activation_extraction.reading import export as exporting
-from activation_extraction.reading import export_formats
+from activation_extraction.reading import export_formats, export_target
 from activation_extraction.reading.dataset import ActivationDataset
 from activation_extraction.reading.export import export
 from activation_extraction.reading.torch_file import write_tensor
@@ -303,7 +303,7 @@ def test_a_target_that_another_process_writes_to_is_refused(run, tmp_path):
 
 def test_a_disk_with_too_little_room_is_refused(run, tmp_path, monkeypatch):
     usage = namedtuple("usage", "free")(200 * (128 + 32) - 1)
-    monkeypatch.setattr(exporting.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(export_target.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(InputError, match="has 0.0 GB free, needs 0.0 GB$"):
         save(run, "memmap", tmp_path / "export")
 

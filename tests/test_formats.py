@@ -1,13 +1,19 @@
 """Shard formats: each one's files are known by their names, and hold what was written."""
 
+import json
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from activation_extraction.cli.errors import RunError
+from activation_extraction.cli.output_flags import SHARD_FORMATS
+from activation_extraction.output import shard_cutter
 from activation_extraction.output.formats import FORMATS, format_of, write_shard
 from activation_extraction.output.metadata import own_files
-from activation_extraction.output.shard import SampleRow, Shard
+from activation_extraction.output.shard import SampleRow, Shard, same_content
+from activation_extraction.output.storage import ActivationStorage
 
 NAMES: dict[int | str, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_mlp_out"}
 
@@ -79,5 +85,62 @@ def test_the_lines_that_a_run_prints_read_a_shard(each, tmp_path):
     path = tmp_path / each.file_name(1)
     write_shard(path, shard_of(), NAMES, each)
     scope: dict = {}
-    exec("\n".join(each.how_to_read(str(path), False)), scope)
-    assert scope
+    lines = each.how_to_read(str(path), False)
+    exec("\n".join(lines), scope)
+    assert not lines or list(scope["records"]) == list(NAMES)
+
+
+@pytest.mark.parametrize("doc_id", [None, 7, 1.5, float("nan"), "\ud800", "ä" * 300])
+@pytest.mark.parametrize("each", FORMATS, ids=lambda each: each.suffix)
+def test_every_document_id_is_read_back(each, doc_id, tmp_path):
+    shard = shard_of()
+    rows = [replace(row, doc_id=doc_id) for row in shard.samples]
+    path = tmp_path / each.file_name(1)
+    written = write_shard(path, Shard(rows, shard.slices), NAMES, each)
+    found = each.read(path, NAMES, written["unpacked"])
+    assert [repr(row.doc_id) for row in found.samples] == [repr(doc_id)] * 2
+
+
+def test_a_shard_is_cut_before_its_texts_exceed_the_header(tmp_path, monkeypatch):
+    """Shards of few values and many texts: one header holds 100 MB at most."""
+    monkeypatch.setattr(shard_cutter, "LARGEST_TEXTS", 1000)
+    for shard_format in SHARD_FORMATS:
+        folder = tmp_path / shard_format
+        with ActivationStorage(folder, {0: "h"}, shard_format=shard_format) as storage:
+            for number in range(20):
+                values = np.zeros((1, 2), np.float32)
+                storage.add_activation(0, values, number, "ä" * 20, np.zeros(1, np.int32))
+        counts = [json.loads(p.read_text())["samples"]["count"] for p in folder.glob("shard*.json")]
+        assert sum(counts) == 20
+        assert max(counts) == 20 if shard_format == "pickle" else 1 < max(counts) < 10
+
+
+def test_safetensors_need_token_ids(tmp_path):
+    storage = ActivationStorage(tmp_path, {0: "h"}, shard_format="safetensors")
+    with pytest.raises(ValueError, match="sample 0: has no token ids"):
+        storage.add_activation(0, np.zeros((1, 2), np.float32), 0, "")
+
+
+def test_every_difference_between_two_shards_is_seen():
+    shard = shard_of()
+    assert same_content(shard, shard_of())
+    row = shard.samples[1]
+    others = [
+        replace(row, sample_idx=5),
+        replace(row, token_ids=row.token_ids + np.int32(1)),
+        replace(row, token_ids=None),
+        replace(row, positions=row.positions[::-1]),
+        replace(row, text_preview="b"),
+        replace(row, doc_id=1),
+    ]
+    changed = [replace(shard, samples=[shard.samples[0], other]) for other in others]
+    first, second = shard.slices[3]
+    slices = [
+        {**shard.slices, 3: [first, -second]},
+        {**shard.slices, 3: [first, second.astype(np.float64)]},
+        {**shard.slices, 3: [first, second[:-1]]},
+        {3: shard.slices[3]},
+    ]
+    changed += [replace(shard, slices=each) for each in slices]
+    changed.append(Shard(shard.samples[:1], {key: v[:1] for key, v in shard.slices.items()}))
+    assert not any(same_content(shard, other) for other in changed)

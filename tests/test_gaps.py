@@ -9,7 +9,16 @@ import fsspec
 import numpy as np
 import pytest
 from extractions import edit
-from small_runs import HIDDEN, HOOKS, Killed, activations, content, status
+from small_runs import (
+    HIDDEN,
+    HOOKS,
+    Killed,
+    activations,
+    both_formats,
+    content,
+    shards_of,
+    status,
+)
 from test_killed import killed_at
 
 from activation_extraction.cli.errors import InputError, StorageError
@@ -41,7 +50,7 @@ class Repaired:
 
 
 @pytest.fixture
-def run(byte_tokenizer, rows):
+def run(byte_tokenizer, rows, shard_format):
     """Runs or repairs all but the model. Shards are smaller than batches, or larger."""
 
     def run(folder, repairing=False, *, stop_after=None, identity=IDENTITY, **options):
@@ -64,7 +73,7 @@ def run(byte_tokenizer, rows):
             identity=identity,
             metadata=METADATA,
             planner=planner if repairing else None,
-            **({"shard_size_gb": 1e-6} | options),
+            **({"shard_size_gb": 1e-6, "shard_format": shard_format} | options),
         )
         try:
             batches = open_text(text, place, repairing)[1]
@@ -92,30 +101,38 @@ def shard(number, suffix="pkl.gz"):
     return f"shard_{number:04d}.{suffix}"
 
 
+def shard_of(folder, number):
+    """The file of a shard, in whichever format."""
+    (found,) = folder.glob(f"shard_{number:04d}.[ps]*")
+    return found
+
+
 def totals(folder):
     found = json.loads((folder / "metadata.json").read_bytes())
     return {name: found[name] for name in ("shards", "samples", "tokens", "bytes", "hooks")}
 
 
 DAMAGE = {
-    "both": lambda folder, n: [(folder / shard(n, s)).unlink() for s in ("json", "pkl.gz")],
-    "file": lambda folder, n: (folder / shard(n)).write_bytes(b"short"),
+    "both": lambda folder, n: [p.unlink() for p in folder.glob(f"shard_{n:04d}.*")],
+    "file": lambda folder, n: shard_of(folder, n).write_bytes(b"short"),
+    "statistics": lambda folder, n: (folder / shard(n, "npz")).unlink(),
     "JSON": lambda folder, n: (folder / shard(n, "json")).write_bytes(b"{}"),
 }
 
 
+@both_formats
 @pytest.mark.parametrize("size", [0.3e-6, 1e-6, 3e-6])
 def test_every_shard_and_every_pair_of_shards(size, run, tmp_path):
     """Smaller than a batch, and larger; bytes depend on how the samples were packed."""
     run(tmp_path / "whole", shard_size_gb=size)
     whole, counted = content(tmp_path / "whole"), totals(tmp_path / "whole")
-    numbers = range(1, len(whole) // 2 + 1)
+    numbers = range(1, shards_of(whole) + 1)
     lost = [*[(n,) for n in numbers], *combinations(numbers, 2)][:: 1 if len(numbers) < 9 else 20]
     assert len(lost) > 15
     for case, each in enumerate(lost):
         folder = tmp_path / f"{case}"
         shutil.copytree(tmp_path / "whole", folder)
-        kinds = list(DAMAGE)[case % 3 :] + list(DAMAGE)[: case % 3]
+        kinds = list(DAMAGE)[case % 4 :] + list(DAMAGE)[: case % 4]
         for number, kind in zip(each, kinds, strict=False):
             DAMAGE[kind](folder, number)
         place = run(folder, True, shard_size_gb=size)
@@ -131,13 +148,14 @@ def test_nothing_is_written_when_all_is_in_order(run, whole, tmp_path):
     assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()} == before
 
 
+@both_formats
 @pytest.mark.parametrize("place", ["local", "bucket", "bucket, local kept"])
 def test_a_repair_that_was_killed_is_repaired(run, tmp_path, monkeypatch, place):
     """Before the first change of disk or bucket, the second, ... until it is not killed."""
     memory, size = fsspec.filesystem("memory"), 4e-6
     run(tmp_path / "whole", shard_size_gb=size)
     whole = content(tmp_path / "whole")
-    last = len(whole) // 2
+    last = shards_of(whole)
     assert last > 4
     event, finished = 0, False
     while not finished:
@@ -168,7 +186,7 @@ def test_a_repair_that_was_killed_is_repaired(run, tmp_path, monkeypatch, place)
         kept = {name: data for name, data in content(found).items() if name[0] != "."}
         assert kept == whole, (event, events)
         assert status(found) == "complete" and verify(Folder(str(found)), None, 0) == 0
-        assert not (place == "bucket" and list(folder.glob("*.pkl.gz"))), (event, events)
+        assert not (place == "bucket" and list(folder.glob("shard_*.[!j]*"))), (event, events)
         run(folder, **options)
     assert event > 10
 
@@ -180,7 +198,7 @@ def test_an_interrupted_run_is_repaired_and_goes_on(lost, run, whole, tmp_path):
     run(folder, stop_after=9)
     before = content(folder)
     for each in lost:
-        DAMAGE["both"](folder, len(before) // 2 if each == "last" else each)
+        DAMAGE["both"](folder, shards_of(before) if each == "last" else each)
     run(folder, True)
     assert content(folder) == before != whole and status(folder) == "interrupted"
     run(folder)
@@ -190,7 +208,7 @@ def test_an_interrupted_run_is_repaired_and_goes_on(lost, run, whole, tmp_path):
 def test_shards_of_a_killed_run_that_end_nobody_knows_where_are_left_to_it(run, whole, tmp_path):
     folder = tmp_path / "out"
     run(folder, stop_after=9)
-    last = len(content(folder)) // 2
+    last = shards_of(content(folder))
     edit(folder / "metadata.json", lambda told: told.update(status="running", shards=0, samples=0))
     DAMAGE["JSON"](folder, last)
     DAMAGE["both"](folder, 2)

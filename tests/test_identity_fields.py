@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from activation_extraction.output.identity import Difference, Identity
+from activation_extraction.output.identity import Difference, Identity, run_of
 from activation_extraction.output.sealed_json import DamagedError
 
 ONE = Identity(
@@ -47,6 +47,27 @@ def test_every_field_is_compared(name):
     assert changed.compare_shared(ONE) == (None if turned_on or per_host else expected)
     assert (name in ONE.shared) == (not turned_on and not per_host)
     assert (changed.run == ONE.run) == turned_on
+
+
+@pytest.mark.parametrize(
+    "name,value",
+    [
+        ("shard_format", "safetensors"),
+        ("positions", "random:0.1:0"),
+        ("drop_token_ids", (5, 7)),
+    ],
+)
+def test_a_field_that_the_first_runs_did_not_record_changes_the_run_only_when_it_is_used(
+    name, value
+):
+    recorded = json.loads(json.dumps(ONE.to_json()))
+    del recorded[name]
+    assert run_of(recorded) == ONE.run
+    assert Identity.from_json(recorded, "metadata.json") == ONE
+    used = replace(ONE, **{name: value})
+    assert used.run != ONE.run and ONE.every_token
+    assert used.every_token == (name == "shard_format")
+    assert Identity.from_json(json.loads(json.dumps(used.to_json())), "metadata.json") == used
 
 
 def test_names_of_version_2_are_understood():

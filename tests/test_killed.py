@@ -17,7 +17,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import small_runs
-from small_runs import Killed, content, status
+from small_runs import Killed, both_formats, content, shard_name, status
 
 from activation_extraction.cli.errors import InputError, StorageError
 from activation_extraction.output import metadata, shard_writer
@@ -101,6 +101,7 @@ def shards_of(folder: Path) -> dict[str, object]:
     return found
 
 
+@both_formats
 @pytest.mark.parametrize(
     "place,before",
     [
@@ -108,7 +109,9 @@ def shards_of(folder: Path) -> dict[str, object]:
         *((place, "interrupted, disk lost") for place in PLACES[1:]),
     ],
 )
-def test_killed_before_every_change(run, tmp_path, monkeypatch, capsys, place, before):
+def test_killed_before_every_change(
+    run, shard_format, tmp_path, monkeypatch, capsys, place, before
+):
     """Exhaustive: before the first change, the second, ... until a run is not killed any more."""
     run = partial(run, shard_size_gb=6e-6)
     run(tmp_path / "whole")
@@ -135,10 +138,10 @@ def test_killed_before_every_change(run, tmp_path, monkeypatch, capsys, place, b
         metrics = [json.loads(line) for line in (stored / "metrics.jsonl").read_text().splitlines()]
         assert metrics[0] == {"found": 0} and (before == "nothing" or {"found": 0} != metrics[-1])
         if place == "bucket":
-            assert not list(folder.glob("*.pkl.gz")), (event, events)
+            assert not list(folder.glob("shard_*.[!j]*")), (event, events)
         elif "lost" not in before:
             assert shards_of(folder) == whole
-    assert len(whole) > 6 and event > 20
+    assert shard_name(3, shard_format) in whole and event > 20
 
 
 class Backwards(ThreadPoolExecutor):

@@ -60,6 +60,7 @@ def test_every_variable_is_a_flag_and_every_flag_is_known(through_environment):
     words |= {"MAX_SAMPLES": "7", "HOOK_NAMES": "blocks.*.hook_mlp_out blocks.1.hook_attn_out"}
     words |= {"BATCH_SIZE": "2", "MAX_SEQ_LENGTH": "64", "MESH_TYPE": "auto", "OUTPUT_DIR": "o"}
     words |= {"STALL_TIMEOUT": "9", "ACTIVATION_DTYPE": "float16", "SHARD_SIZE_GB": "0.5"}
+    words |= {"SHARD_FORMAT": "safetensors"}
     result = launch("--dry-run", **words, **(hosts if through_environment else {"NUM_HOSTS": "1"}))
     config = parse_args(shlex.split(result.stdout)[2:])
     assert config.multihost == through_environment

@@ -7,6 +7,7 @@ from pods import Pod, flags_for
 from test_cli import main
 from test_upload import uploaded
 
+from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.output import formats
 from activation_extraction.output.sealed_json import unseal
 from benchmarks.kill_and_resume import shards_in
@@ -14,9 +15,10 @@ from benchmarks.kill_and_resume import shards_in
 SHARDS = 10
 
 
-@pytest.fixture(scope="module")
-def flags(demo_inputs):
+@pytest.fixture(scope="module", params=SHARD_FORMATS)
+def flags(request, demo_inputs):
     return [
+        *("--shard_format", request.param),
         *("--model_path", demo_inputs / "model", "--layers_to_extract", 1, 3),
         *("--dataset_path", demo_inputs / "documents.parquet", "--max_seq_length", 64),
         *("--batch_size", 4, "--max_samples", 120, "--shard_size_gb", 0.0008),
@@ -51,8 +53,8 @@ def same(folder, whole):
     return shards_in(folder) == shards_in(whole) and described(folder) == described(whole)
 
 
-def name(number, suffix="pkl.gz"):
-    return f"shard_{number:04d}.{suffix}"
+def name(number):
+    return f"shard_{number:04d}.json"
 
 
 def flip(path):
@@ -61,18 +63,24 @@ def flip(path):
     path.write_bytes(data)
 
 
+def shard(out, number):
+    """The file of a shard, in whichever format."""
+    (found,) = out.glob(f"shard_{number:04d}.[ps]*")
+    return found
+
+
 def lose(out, *numbers):
     for number in numbers:
-        (out / name(number)).unlink()
-        (out / name(number, "json")).unlink()
+        for path in out.glob(f"shard_{number:04d}.*"):
+            path.unlink()
 
 
 def harm(out):
     """Every kind of damage; the numbers of the shards that are damaged."""
-    flip(out / name(1))
-    (out / name(3)).write_bytes(b"\x1f\x8b")
-    (out / name(4, "json")).unlink()
-    flip(out / name(6, "json"))
+    flip(shard(out, 1))
+    shard(out, 3).write_bytes(b"\x1f\x8b")
+    (out / name(4)).unlink()
+    flip(out / name(6))
     lose(out, 7, SHARDS)
     return {1, 3, 4, 6, 7, SHARDS}
 
@@ -99,7 +107,7 @@ def test_the_bytes_are_those_of_an_undisturbed_run(kind, flags, whole, out, monk
     capsys.readouterr()
     assert main(*flags, "--output_dir", out, "--repair") == 0
     assert same(out, whole)
-    assert {n for n in written if n.endswith(".gz")} == {name(n) for n in damaged}
+    assert set(written) == {shard(out, n).name for n in damaged}
     *_, repaired, verdict = capsys.readouterr().out.splitlines()
     assert repaired.endswith(": " + ", ".join(map(str, sorted(damaged))))
     assert verdict.startswith(f"in order: 1 folder(s), {SHARDS} shard(s), 120 samples")
@@ -111,21 +119,21 @@ def test_in_a_bucket(keep, flags, whole, bucket, tmp_path, monkeypatch, capsys):
     there = [*flags, "--upload_to_gcs", "--gcs_bucket", "bucket", "--gcs_prefix", "run", *keep]
     local = tmp_path / "local"
     assert main(*there, "--output_dir", local) == 0
-    for number, suffix in ((2, "pkl.gz"), (3, "json"), (SHARDS, "json"), (SHARDS, "pkl.gz")):
-        bucket.delete(f"run/machine_000/{name(number, suffix)}")
+    for lost in (shard(whole, 2).name, name(3), name(SHARDS), shard(whole, SHARDS).name):
+        bucket.delete(f"run/machine_000/{lost}")
     assert main("--verify", "--output_dir", "gs://bucket/run") == 1
     for output in (local, tmp_path / "fresh disk"):
         assert main(*there, "--output_dir", output, "--repair") == 0
         assert uploaded(bucket) == shards_in(whole)
-        assert bool(list(local.glob("*.pkl.gz"))) == bool(keep)
+        assert bool(shards_in(local)) == bool(keep)
         assert main("--verify", "--output_dir", "gs://bucket/run") == 0
-        bucket.delete(f"run/machine_000/{name(5)}")
+        bucket.delete(f"run/machine_000/{shard(whole, 5).name}")
     assert main(*flags, "--output_dir", tmp_path / "elsewhere", "--repair") == 2
     assert "holds no extraction" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_another_run_and_other_flags_are_refused(flags, out, capsys):
-    flip(out / name(2))
+    flip(shard(out, 2))
     before = shards_in(out)
     for more, told in (
         (["--max_seq_length", 32], "another max_seq_length: 64, now 32"),
@@ -147,7 +155,7 @@ def test_each_host_of_a_pod_repairs_its_own_folder(demo_inputs, tmp_path):
     before = [(shards_in(folder), described(folder)) for folder in folders]
     assert len(before[1][0]) > 2
     for number in (1, 3):
-        flip(folders[1] / name(number))
+        flip(shard(folders[1], number))
     pod = Pod(tmp_path, 2, 1, *flags, "--repair", "--verbose")
     assert pod.wait() == [0, 0], pod.text(1)
     assert [(shards_in(folder), described(folder)) for folder in folders] == before

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, content, status
+from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, both_formats, content, shards_of, status
 
 from activation_extraction.cli.errors import InputError, RunError, StorageError
 from activation_extraction.output import pickle_file
@@ -21,6 +21,7 @@ from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.files import open_files
 
 
+@both_formats
 def test_killed_after_every_sample_and_once_more(run, whole, tmp_path):
     total = json.loads((tmp_path / "whole/metadata.json").read_bytes())["samples"]
     assert total > 30 and len(whole) > 8
@@ -41,7 +42,7 @@ def test_resumed_at_every_sample_that_was_committed(run, tmp_path):
     """Shards of one sample each: a cursor for every sample of the data set."""
     run(tmp_path / "whole", shard_size_gb=1e-9)
     whole = content(tmp_path / "whole")
-    total = len(whole) // 2
+    total = shards_of(whole)
     for stored in range(total + 1):
         folder = tmp_path / f"stored_{stored}"
         shutil.copytree(tmp_path / "whole", folder)
@@ -66,6 +67,7 @@ def test_resumed_at_every_sample_that_was_committed(run, tmp_path):
         assert content(folder) == whole, stored
 
 
+@both_formats
 def test_interrupted_anywhere_a_partial_shard_is_made_whole(run, whole, tmp_path):
     total = json.loads((tmp_path / "whole/metadata.json").read_bytes())["samples"]
     for first in range(0, total, 3):
@@ -100,6 +102,7 @@ def test_a_complete_host_stays_so_while_others_go_on(run, whole, tmp_path):
         assert status(folder) == "complete" and content(folder) == whole
 
 
+@both_formats
 def test_max_samples_may_grow_and_not_shrink(run, whole, tmp_path):
     folder = tmp_path / "grown"
     run(folder, max_samples=7)

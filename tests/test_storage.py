@@ -153,12 +153,8 @@ def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match=r"shard_0002.*the disk is full"):
         fill(tmp_path)
     start = order.index("shard_0001.pkl.gz")
-    assert order[start : start + 4] == [
-        "shard_0001.pkl.gz",
-        "shard_0001.json",
-        "shard_0002.pkl.gz",
-        "shard_0002.json",
-    ]
+    ends = ("pkl.gz", "npz", "json")
+    assert order[start : start + 6] == [f"shard_{n:04d}.{end}" for n in (1, 2) for end in ends]
     assert [part["file"] for part in commits(tmp_path)] == ["shard_0001.pkl.gz"]
     assert json.loads((tmp_path / "metadata.json").read_text())["status"] == "failed"
 
@@ -189,6 +185,7 @@ except StorageError as error:
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "metadata.json",
         "shard_0001.json",
+        "shard_0001.npz",
         "shard_0001.pkl",
     ]
 
@@ -300,6 +297,7 @@ def test_an_existing_extraction_is_kept_unless_overwritten(tmp_path):
         "metadata.json",
         "notes.txt",
         "shard_0001.json",
+        "shard_0001.npz",
         "shard_0001.pkl.bak",
         "shard_0001.pkl.gz",
         "shard_notes.json",

@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pods import Pod
-from small_runs import HIDDEN, HOOKS
+from small_runs import HIDDEN, HOOKS, both_formats
 
 import extract_activations
 from activation_extraction.cli.errors import StorageError
 from activation_extraction.output import folder as folder_module
 from activation_extraction.output import shard_writer
 from activation_extraction.output.folder import Folder
+from activation_extraction.output.formats import format_of
 from activation_extraction.output.storage import ActivationStorage
 from benchmarks.kill_and_resume import kill_and_resume, shards_in
 
@@ -54,20 +55,24 @@ def uploaded(bucket, folder="machine_000"):
     return {
         name.removeprefix(prefix): data
         for name, data in bucket.objects().items()
-        if name.startswith(prefix) and name.endswith(".pkl.gz")
+        if name.startswith(prefix) and format_of(name.removeprefix(prefix))
     }
 
 
 @pytest.mark.long
-def test_faults_in_a_fifth_of_the_requests_lose_nothing(flags, undisturbed, bucket, tmp_path):
+@both_formats
+def test_faults_in_a_fifth_of_the_requests_lose_nothing(flags, shard_format, bucket, tmp_path):
+    flags = [*flags, "--shard_format", shard_format]
+    whole = tmp_path / "whole"
+    assert extract_activations.main([*flags, "--output_dir", str(whole)]) == 0
     bucket.rate = 0.2
     bucket.reach()
-    assert extract_activations.main(upload_flags(flags, tmp_path)) == 0
+    assert extract_activations.main(upload_flags(flags, tmp_path / "out")) == 0
     assert sum(bucket.failed.values()) > 10 and len(bucket.failed) == 6, bucket.failed
-    assert uploaded(bucket) == undisturbed and not list(tmp_path.glob("*.pkl.gz"))
+    assert uploaded(bucket) == shards_in(whole) and not shards_in(tmp_path / "out")
     metadata = json.loads(bucket.objects()["run/machine_000/metadata.json"])
     assert metadata["status"] == "complete" and metadata["samples"] == 200
-    names = {path.name for path in tmp_path.glob("*.json")}
+    names = {path.name for path in (tmp_path / "out").glob("*.json")}
     assert {f"run/machine_000/{name}" for name in names} <= set(bucket.objects())
     bucket.rate = 0
     assert extract_activations.main(["--verify", "--output_dir", "gs://bucket/run"]) == 0
@@ -316,6 +321,7 @@ import os, sys, threading, time
 import numpy as np
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.output.folder import Folder
+from activation_extraction.output.formats import format_of
 from benchmarks.processes import resident
 shard = 128 * 2**20
 storage = ActivationStorage(

@@ -18,6 +18,7 @@ from extractions import (
     open_part,
 )
 from safetensors.numpy import load_file, save_file
+from small_runs import both_formats, shard_name
 
 import extract_activations
 from activation_extraction.cli.errors import InputError
@@ -92,19 +93,22 @@ def test_one_flipped_bit_anywhere_in_a_json(name, tmp_path, check):
     assert check(tmp_path) == []
 
 
-def test_one_flipped_bit_anywhere_in_a_shard(tmp_path, check):
-    extract(tmp_path)
-    path = tmp_path / "shard_0003.pkl.gz"
+@both_formats
+def test_one_flipped_bit_anywhere_in_a_shard(shard_format, tmp_path, check):
+    extract(tmp_path, shard_format=shard_format)
+    path = tmp_path / shard_name(3, shard_format)
     whole = path.read_bytes()
     for position in {0, len(whole) - 1, *range(0, len(whole), len(whole) // 60)}:
         flip(path, position, 1 << position % 8)
         found = check(tmp_path)
-        assert found and all(p.startswith("shard_0003.pkl.gz: ") for p in found), position
+        assert found and all(p.startswith(f"{path.name}: ") for p in found), position
         path.write_bytes(whole)
     for data in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"\0"):
         path.write_bytes(data)
         (found,) = check(tmp_path)
-        assert "shard_0003.pkl.gz: has " in found
+        assert f"{path.name}: has " in found
+    path.write_bytes(whole)
+    assert check(tmp_path) == []
 
 
 @pytest.mark.parametrize(

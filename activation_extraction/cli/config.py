@@ -34,8 +34,9 @@ class Config:
     machine_from: the flag or variable that says which machine this is; None if nothing does.
     bucket_url: the folder in the bucket that gets the folders of machines and hosts; None without
     upload. compilation_cache: a folder, a URL or "off"; None means the default. mesh_type: None if
-    --mesh_shape is given instead. verify_samples: 0 without --model_path. report: the file to write
-    the report to, "" for the default one; None without --report.
+    --mesh_shape is given instead. compress_shards: false for safetensors, which are never
+    compressed. verify_samples: 0 without --model_path. report: the file to write the report to, ""
+    for the default one; None without --report.
     """
 
     model_path: str
@@ -52,6 +53,8 @@ class Config:
     activation_type: str
     hook_names: tuple[str, ...] | None
     list_hooks: bool
+    positions: str
+    drop_token_ids: tuple[int, ...]
     batch_size: int
     max_seq_length: int
     machine_id: int
@@ -73,6 +76,7 @@ class Config:
     min_free_gb: float
     activation_dtype: str
     shard_size_gb: float
+    shard_format: str
     compress_shards: bool
     overwrite: bool
     repair: bool
@@ -118,8 +122,10 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     chosen = {
         "layers_to_extract": _tuple(flags.layers_to_extract),
         "hook_names": _tuple(flags.hook_names),
+        "drop_token_ids": tuple(sorted(set(flags.drop_token_ids or ()))),
         "output_dir": os.path.expanduser(flags.output_dir),
         "bucket_url": _bucket_url(flags),
+        "compress_shards": flags.compress_shards is not False and flags.shard_format == "pickle",
         "verify_samples": flags.verify_samples if recompute else 0,
     }
     return Config(**{**given, **chosen})
@@ -255,13 +261,18 @@ def _refuse_conflicts(flags: argparse.Namespace) -> None:
                 raise InputError(f"--{flag} and --{other} cannot be used together")
     _check_hosts(flags)
     _check_places(flags)
+    if flags.compress_shards and "safetensors" in (flags.shard_format, flags.export):
+        raise InputError(
+            "--compress_shards: safetensors are never compressed, so that ranges of them can be "
+            "read; leave it out, or choose pickle"
+        )
     if flags.mesh_shape is not None and not flags.use_data_parallel:
         raise InputError("--mesh_shape and --no_data_parallel cannot be used together")
 
 
 def _refuse_values(flags: argparse.Namespace) -> None:
     """Raises InputError for values, given or default, that make no sense together."""
-    if "://" in flags.output_dir and not (flags.status or flags.verify or flags.report is not None):
+    if "://" in flags.output_dir and not _looking(flags):
         raise InputError(
             f"--output_dir {flags.output_dir}: is a URL, but shards are written to a local folder "
             "first; use --upload_to_gcs with --gcs_bucket and --gcs_prefix"

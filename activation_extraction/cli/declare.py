@@ -78,10 +78,15 @@ def add_switch(group: Any, name: str, help: str) -> None:
     group.add_argument(f"--{name}", action="store_true", help=help)
 
 
-def add_pair(group: Any, yes: str, no: str, yes_help: str, no_help: str) -> None:
-    """Adds a boolean flag as a pair of names. It is true by default."""
+def add_pair(
+    group: Any, yes: str, no: str, yes_help: str, no_help: str, default: bool | None = True
+) -> None:
+    """Adds a boolean flag as a pair of names. It is true by default; None leaves that to the
+    configuration."""
     pair = group.add_mutually_exclusive_group()
-    pair.add_argument(f"--{yes}", action="store_true", default=True, help=f"{yes_help} (default)")
+    pair.add_argument(
+        f"--{yes}", action="store_true", default=default, help=f"{yes_help} (default)"
+    )
     pair.add_argument(f"--{no}", dest=yes, action="store_false", help=no_help)
 
 

@@ -29,6 +29,7 @@ from activation_extraction.cli.output_flags import (
     add_general_flags,
     add_output_flags,
 )
+from activation_extraction.cli.positions import positions
 
 ACTIVATION_TYPES = ("residual", "mlp", "attn")
 
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_model_flags(parser)
     _add_hook_flags(parser)
+    _add_token_flags(parser)
     _add_data_flags(parser)
     _add_machine_flags(parser)
     _add_computing_flags(parser)
@@ -121,6 +123,30 @@ def _add_hook_flags(parser: argparse.ArgumentParser) -> None:
         "list_hooks",
         "list the model's hooks with all their names, widths and bytes per token, then exit; "
         "reads only config.json",
+    )
+
+
+def _add_token_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "which tokens to keep", "the model always reads whole samples; only kept tokens are stored"
+    )
+    add(
+        group,
+        "positions",
+        "all, last, first:N, last:N, every:N (0, N, 2N, ...), a slice as in Python, such as 4:-1, "
+        "or random:P, which keeps every token with probability P; random:P:SEED makes another "
+        "choice than SEED 0. Records then say the positions of their tokens",
+        type=positions,
+        metavar="RULE",
+    )
+    add(
+        group,
+        "drop_token_ids",
+        "of the tokens that --positions keeps, leave out those with these ids, such as the end of "
+        "text (default: none)",
+        type=integer(0),
+        nargs="+",
+        metavar="ID",
     )
 
 

@@ -28,13 +28,17 @@ examples:
 what is written, to --output_dir or to gs://BUCKET/PREFIX/machine_000:
   shard_0001.pkl.gz  a gzipped pickle: {layer or hook name: [record, ...]}, one record per sample,
                      with sample_idx, hook, activation (tokens, width), shape, text_preview,
-                     token_ids and doc_id
+                     token_ids and doc_id; or shard_0001.safetensors (--shard_format)
   shard_0001.json    its checksum, samples and statistics, and where in the data to continue
+  shard_0001.npz     sums for the statistics of every dimension
   metadata.json      the status, totals, configuration, model and versions of the run
   metrics.jsonl      speed and queues over time
   Each of several machines or hosts has its own folder: machine_000, machine_000_host_00, ...
 
-read a shard:
+read it:
+  from activation_extraction import ActivationDataset
+  sample = ActivationDataset("out")[7]  # its activations by hook, token_ids, text_preview, ...
+or one shard, without this program:
   import gzip, pickle
   records = pickle.loads(gzip.open("out/shard_0001.pkl.gz").read())  # {layer: [record, ...]}
 

@@ -13,7 +13,8 @@ from activation_extraction.cli.declare import (
 )
 from activation_extraction.cli.defaults import DEFAULTS
 
-EXPORT_FORMATS = ("memmap", "llamascopium")
+SHARD_FORMATS = ("pickle", "safetensors")
+EXPORT_FORMATS = (*SHARD_FORMATS, "memmap", "llamascopium")
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +50,21 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         type=gigabytes,
         metavar="GB",
     )
-    add_pair(group, "compress_shards", "no_compress_shards", "gzip the shards", "write plain .pkl")
+    add(
+        group,
+        "shard_format",
+        "pickle: a dict that Python reads without this program; safetensors: one contiguous tensor "
+        "per hook, so that one hook is read without the others, from a disk or a bucket",
+        choices=SHARD_FORMATS,
+    )
+    add_pair(
+        group,
+        "compress_shards",
+        "no_compress_shards",
+        "gzip the pickles; safetensors are never compressed",
+        "write plain .pkl files",
+        default=None,
+    )
     add_switch(
         group,
         "overwrite",
@@ -149,9 +164,10 @@ def add_checking_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--export",
         choices=EXPORT_FORMATS,
-        help="copy a finished run into the files of a trainer in --export_dir: memmap for "
-        "jkminder's dictionary_learning (crosscoders), llamascopium for Llamascopium; the same "
-        "command continues an export that was stopped; --hook_names chooses hooks (default: all)",
+        help="copy a finished run to --export_dir: pickle and safetensors make a run of such "
+        "shards; memmap makes the files of jkminder's dictionary_learning (crosscoders), "
+        "llamascopium those of Llamascopium; the same command continues an export that was "
+        "stopped; --hook_names chooses hooks (default: all)",
     )
     add(group, "export_dir", "the folder that --export writes to", type=text, metavar="FOLDER")
 

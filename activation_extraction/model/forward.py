@@ -21,6 +21,7 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.family import HookedModel, ModelFamily, WeightTable
 from activation_extraction.model.hooks import Hook, HookTable
+from activation_extraction.model.kept import KeptTokens
 from activation_extraction.model.mesh import (
     HostRows,
     Layout,
@@ -87,9 +88,15 @@ class Forward:
         keys = [str(key) for key in self.hooks]
         return "hook name" if keys == [hook.name for hook in self.hooks.values()] else keys
 
-    def receive(self, activations: Mapping[int, Array]) -> dict[Key, np.ndarray]:
-        """What the model returned for this host's rows: key in the shards -> (B, T, width)."""
-        found = self.rows.receive(activations)
+    def receive(self, activations: Mapping[int, Array] | KeptTokens) -> dict[Key, np.ndarray]:
+        """What a step returned for this host's rows, by key in the shards.
+
+        (B, T, width), or (tokens, width) of the kept tokens, row by row.
+        """
+        if isinstance(activations, KeptTokens):
+            found = activations.receive()
+        else:
+            found = self.rows.receive(activations)
         sizes = self.model.config.sizes
         views = {width: iter(arrays) for width, arrays in found.items()}
         return {key: next(views[hook.kind.width(sizes)]) for key, hook in self.hooks.items()}

@@ -17,12 +17,15 @@ from tqdm import tqdm
 from activation_extraction.cli.console import log, on_terminal
 from activation_extraction.model.compilation import watch_compiling
 from activation_extraction.model.forward import Forward
+from activation_extraction.model.kept import KeptTokens, take_kept
 from activation_extraction.model.weights import load_params
 from activation_extraction.text.batch import Batch
 
-# (batch or None, flags of this host) -> (activations {width: (hooks of that width, rows of all
-# hosts, T, width)}, number of hosts that set each flag); does not wait for the devices.
-Step = Callable[[Batch | None, Sequence[bool]], tuple[dict[int, Array], Array]]
+# {width: (hooks of that width, rows of all hosts, T, width)}, or of the batch's kept tokens alone
+Activations = dict[int, Array] | KeptTokens
+# (batch or None, flags of this host) -> (activations, number of hosts that set each flag); does not
+# wait for the devices.
+Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 
 
 def compile_step(forward: Forward) -> Step:
@@ -46,11 +49,15 @@ def compile_step(forward: Forward) -> Step:
     log.info("compiled in %.1f s%s", time.perf_counter() - began, where)
     nothing = np.zeros(shape, np.int32)
 
-    def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[dict[int, Array], Array]:
+    def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Activations, Array]:
         arrays = [nothing] * 3
         if batch is not None:
             arrays = [batch.token_ids, batch.segment_ids, batch.positions]
-        return compiled(params, *map(rows.feed, (*arrays, np.array([flags], np.int32))))
+        votes = np.array([flags], np.int32)
+        activations, votes = compiled(params, *map(rows.feed, (*arrays, votes)))
+        if batch is not None and batch.kept is not None:  # now, before the next step is in line
+            activations = take_kept(activations, batch.kept)
+        return activations, votes
 
     return step
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from activation_extraction.output.sealed_json import DamagedError, seal
+from activation_extraction.output.statistics_file import statistics_name
 from activation_extraction.text.batch import Cursor
 
 FORMAT_VERSION = 3
@@ -20,8 +21,9 @@ class Commit:
     key, name, width and statistics. cursor: where a run continues after this shard. partial: the
     shard was cut before it was full, because the data ended or the run was interrupted; a run that
     continues makes it again. run: digest of the run's identity. committed: Unix time in seconds.
-    began: when the process that wrote it began to store. unpacked: bytes before compression; None
-    if the JSON does not record it.
+    began: when the process that wrote it began to store. unpacked: bytes before compression.
+    statistics: sha256 of the file with the statistics of every dimension. The last two are None if
+    the JSON does not record them.
     """
 
     file: str
@@ -38,6 +40,7 @@ class Commit:
     committed: float
     began: float | None = None
     unpacked: int | None = None
+    statistics: str | None = None
 
     @property
     def number(self) -> int:
@@ -53,6 +56,16 @@ class Commit:
     def name(self) -> str:
         """Name of the JSON file."""
         return commit_name(self.number)
+
+    @property
+    def statistics_file(self) -> str:
+        """Name of the file with the statistics of every dimension."""
+        return statistics_name(self.number)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files beside the JSON."""
+        return (self.file,) if self.statistics is None else (self.file, self.statistics_file)
 
     @property
     def names(self) -> dict[int | str, str]:

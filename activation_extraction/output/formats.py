@@ -13,7 +13,12 @@ from activation_extraction.output.pickle_file import (
     write_gzip_pickle,
     write_pickle,
 )
-from activation_extraction.output.shard import Key, Shard
+from activation_extraction.output.safetensors_file import (
+    read_safetensors,
+    text_bytes,
+    write_safetensors,
+)
+from activation_extraction.output.shard import Key, SampleRow, Shard
 
 
 class WrittenShard(Written):
@@ -29,7 +34,9 @@ class ShardFormat:
     write: shard, names of its hooks, file -> bytes before compression. read: path, names of its
     hooks, the most bytes that it may unpack to -> shard. largest_size: size of the file, unpacked
     size in the shard's JSON -> the most bytes that it may unpack to. how_to_read: path or URL of a
-    file, whether it is in a bucket -> lines of Python that read it.
+    file, whether it is in a bucket -> lines of Python that read it without this program; none where
+    it takes more than a few. text_bytes: what the texts of a sample take where the room for them is
+    limited, to LARGEST_TEXTS in a shard.
     """
 
     suffix: str
@@ -37,6 +44,7 @@ class ShardFormat:
     read: Callable[[Path, Mapping[Key, str], int], Shard]
     largest_size: Callable[[int, int | None], int]
     how_to_read: Callable[[str, bool], tuple[str, ...]]
+    text_bytes: Callable[[SampleRow], int] = lambda row: 0
 
     def file_name(self, number: int) -> str:
         """Name of the file of shard `number`."""
@@ -55,14 +63,33 @@ def _pickle_lines(shard: str, in_bucket: bool) -> tuple[str, ...]:
 
 PICKLE = ShardFormat(".pkl", write_pickle, read_pickle, largest_size, _pickle_lines)
 GZIP_PICKLE = ShardFormat(".pkl.gz", write_gzip_pickle, read_pickle, largest_size, _pickle_lines)
-FORMATS = (PICKLE, GZIP_PICKLE)
+SAFETENSORS = ShardFormat(
+    ".safetensors",
+    write_safetensors,
+    read_safetensors,
+    lambda size, unpacked: size,
+    lambda shard, in_bucket: (),
+    text_bytes,
+)
+FORMATS = (PICKLE, GZIP_PICKLE, SAFETENSORS)
 SUFFIXES = "|".join(re.escape(each.suffix) for each in FORMATS)
 SHARD_FILE = re.compile(rf"shard_\d{{4,}}({SUFFIXES})")
 
 
-def chosen_format(compress: bool) -> ShardFormat:
-    """The format that the flags ask for."""
+def chosen_format(name: str, compress: bool) -> ShardFormat:
+    """The format that --shard_format names. compress: of pickles; safetensors never are, as ranges
+    of them are read."""
+    if name == "safetensors":
+        return SAFETENSORS
     return GZIP_PICKLE if compress else PICKLE
+
+
+def lines_of_dataset(url: str) -> tuple[str, ...]:
+    """Lines of Python that read a whole run, in any format."""
+    return (
+        "from activation_extraction import ActivationDataset",
+        f"dataset = ActivationDataset({url!r})",
+    )
 
 
 def format_of(file: str) -> ShardFormat | None:

@@ -1,7 +1,8 @@
 """Identity: what decides the content of a run's shards, and so may not change when it continues.
 
 Batch size, mesh, devices and folders may change. A mark on a field says that it differs between the
-hosts of one run (`per_host`), or that a run that continues may turn it on (`may_turn_on`).
+hosts of one run (`per_host`), that a run that continues may turn it on (`may_turn_on`), or that the
+first runs did not record it (`added`).
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 from activation_extraction.output.sealed_json import DamagedError, digest_of
 
-PER_HOST, MAY_TURN_ON = "per_host", "may_turn_on"
+PER_HOST, MAY_TURN_ON, ADDED = "per_host", "may_turn_on", "added"
 # Names of fields in format version 2.
 OLD_NAMES = {
     "model files": "model_digest",
@@ -38,7 +39,7 @@ class Identity:
     """model_digest, tokenizer_digest: SHA-256 of the files. data: the data set, or "files".
     data_revision: its commit on the hub, or a digest of the list of files. hooks: full names.
     keyed_by: what the shards call a hook: "layer", "hook name", or a list of the names that were
-    asked for. num_hosts: of this machine.
+    asked for. positions, drop_token_ids: the tokens that are kept. num_hosts: of this machine.
     """
 
     model_digest: str = ""
@@ -53,7 +54,10 @@ class Identity:
     dtype: str = ""
     activation_dtype: str = ""
     shard_size_gb: float = 1.0
+    shard_format: str = _marked(ADDED, "pickle")
     compress_shards: bool = True
+    positions: str = _marked(ADDED, "all")
+    drop_token_ids: tuple[int, ...] = _marked(ADDED, ())
     total_machines: int = 1
     num_hosts: int = _marked(PER_HOST, 1)
     machine: int = _marked(PER_HOST, 0)
@@ -65,6 +69,11 @@ class Identity:
         return run_of(self.to_json())
 
     @property
+    def every_token(self) -> bool:
+        """Whether the run keeps all tokens of its samples."""
+        return self.positions == Identity.positions and not self.drop_token_ids
+
+    @property
     def shared(self) -> dict[str, Any]:
         """The fields that are the same on all hosts of a run, as JSON."""
         content = self.to_json()
@@ -72,7 +81,7 @@ class Identity:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as metadata.json records them."""
-        return {**asdict(self), "hooks": list(self.hooks)}
+        return {name: _plain(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, content: Any, where: str) -> "Identity":
@@ -82,7 +91,8 @@ class Identity:
         """
         try:
             known = {OLD_NAMES.get(name, name): value for name, value in content.items()}
-            return cls(**{**known, "hooks": tuple(known.get("hooks", ()))})
+            tuples = {name: tuple(known.get(name, ())) for name in ("hooks", "drop_token_ids")}
+            return cls(**{**known, **tuples})
         except (TypeError, AttributeError) as error:
             raise DamagedError(f"{where}: its identity cannot be read: {error}") from error
 
@@ -112,5 +122,15 @@ def _marked_fields(*marks: str) -> set[str]:
 
 def run_of(recorded: Mapping[str, Any]) -> str:
     """Digest of the fields of a recorded identity that never change, under their recorded names."""
-    never = {name: recorded[name] for name in recorded if name not in _marked_fields(MAY_TURN_ON)}
+    turned_on, added = _marked_fields(MAY_TURN_ON), _marked_fields(ADDED)
+    never = {
+        name: value
+        for name, value in recorded.items()
+        if name not in turned_on and (name not in added or value != _plain(getattr(Identity, name)))
+    }
     return digest_of(never)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    return list(value) if isinstance(value, tuple) else value

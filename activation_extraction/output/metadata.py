@@ -24,7 +24,7 @@ METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
 AGGREGATE = "aggregated_metadata.json"
 OWN_FILES = re.compile(
-    rf"\.?(metadata\.json|metrics\.jsonl|shard_\d{{4,}}(\.json|{SUFFIXES}))(\.tmp)?"
+    rf"\.?(metadata\.json|metrics\.jsonl|shard_\d{{4,}}(\.json|\.npz|{SUFFIXES}))(\.tmp)?"
 )
 NEEDED = ("identity", "status", "max_samples", "written")  # in the metadata
 METRICS_TAIL = 4096  # bytes that hold the last line

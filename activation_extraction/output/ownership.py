@@ -17,7 +17,7 @@ no shard file replaces one of the later. The owner is looked up before each writ
 store without such requests, or one that ignores their conditions, nothing more can be promised.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from activation_extraction.cli.errors import StorageError
@@ -81,17 +81,21 @@ class Ownership:
         if data is None or unseal(data, self.folder.url).get("owner") != self.owner:
             raise self._lost()
 
-    def begin_shard(self, path: Path, json: str) -> None:
-        """Uploads a shard file, after the JSON of the shard that it replaces is gone."""
+    def begin_shard(self, paths: Iterable[Path], json: str) -> None:
+        """Uploads a shard's files, after the JSON of the shard that they replace is gone."""
         self.check()
         if not self.folder.conditional:
             self.folder.remove(json)
-            return self.folder.put(path)
-        if json in self._versions and json not in self._claimed and not self._claim(json):
+        elif json in self._versions and json not in self._claimed and not self._claim(json):
             raise self._lost()
+        for path in paths:
+            self._put_file(path)
+
+    def _put_file(self, path: Path) -> None:
+        """Uploads a file, which replaces none that a later owner has written."""
         while True:
             try:
-                return self.folder.put(path, new=True)
+                return self.folder.put(path, new=self.folder.conditional)
             except TakenError:
                 version = self.folder.version(path.name)
                 self.check()  # after looking: what a later owner has written stays

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import PickleBuffer
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from isal import igzip, igzip_threaded
@@ -37,6 +37,7 @@ class Record(TypedDict):
     text_preview: str
     token_ids: np.ndarray | None  # int32 (tokens,)
     doc_id: DocId
+    positions: NotRequired[np.ndarray]  # int32 (tokens,), where a run keeps some tokens only
 
 
 Records = dict[Key, list[Record]]
@@ -108,21 +109,33 @@ def write_gzip_pickle(shard: Shard, names: Mapping[Key, str], file: Any) -> int:
 
 def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
     """The records of a shard. names: key of each hook -> its full name."""
+    positions = shard.needs_positions
     return {
         key: [
-            {
-                "sample_idx": row.sample_idx,
-                "hook": names[key],
-                "activation": activation,
-                "shape": activation.shape,
-                "text_preview": row.text_preview,
-                "token_ids": row.token_ids,
-                "doc_id": row.doc_id,
-            }
+            _record(names[key], row, activation, positions)
             for row, activation in zip(shard.samples, slices, strict=True)
         ]
         for key, slices in shard.slices.items()
     }
+
+
+def _record(hook: str, row: SampleRow, activation: np.ndarray, positions: bool) -> Record:
+    record: Record = {
+        "sample_idx": row.sample_idx,
+        "hook": hook,
+        "activation": activation,
+        "shape": activation.shape,
+        "text_preview": row.text_preview,
+        "token_ids": row.token_ids,
+        "doc_id": row.doc_id,
+    }
+    return {**record, "positions": row.positions} if positions else record
+
+
+def positions_of(record: Record) -> np.ndarray:
+    """The position of every token of a record, int32."""
+    every = np.arange(len(record["activation"]), dtype=np.int32)
+    return np.asarray(record.get("positions", every), np.int32)
 
 
 def read_records(path: str | Path, limit: int | None = None) -> Records:
@@ -190,7 +203,7 @@ def _shard_of(records: Records) -> Shard:
         SampleRow(
             sample_idx=record["sample_idx"],
             token_ids=record["token_ids"],
-            positions=np.arange(len(record["activation"]), dtype=np.int32),
+            positions=positions_of(record),
             text_preview=record["text_preview"],
             doc_id=record["doc_id"],
         )
@@ -219,3 +232,5 @@ def _problems(
                 np.asarray(record["token_ids"]), np.asarray(row.token_ids)
             ):
                 yield f"{where}: its token ids are not those of the first hook"
+            if not np.array_equal(positions_of(record), row.positions):
+                yield f"{where}: its positions are not those of the first hook"

@@ -10,7 +10,6 @@ from typing import Any
 from activation_extraction.cli.errors import InputError
 from activation_extraction.output.commit import FORMAT_VERSION, Commit, number_of
 from activation_extraction.output.folder import Folder
-from activation_extraction.output.formats import SHARD_FILE
 from activation_extraction.output.identity import Difference, Identity
 from activation_extraction.output.metadata import METADATA, Stored, own_files, read_stored
 from activation_extraction.output.outline import Outline
@@ -49,8 +48,9 @@ class ResumePlanner:
         uploaded |= set(range(1, plan.outline.shards + 1))
         obsolete = [
             (self.folder, name)
-            for name in local.files
-            if SHARD_FILE.fullmatch(name) and number_of(name) in uploaded
+            for name in own_files(local.files)
+            if name.startswith("shard_") and not name.endswith(".json")
+            if number_of(name) in uploaded
         ]
         return replace(plan, obsolete=tuple(obsolete))
 

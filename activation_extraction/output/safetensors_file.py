@@ -2,8 +2,8 @@
 
 So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
 The file holds, in this order, `sample_idx` and `sample_offsets` (int64), `token_ids` and `position`
-(int32), and a tensor (tokens, width) per hook under the name that was asked for. The header's
-metadata has the text previews and document ids as JSON lists. The layout is described at
+(int32), and a tensor (tokens, width) per hook under the hook's full name. The header's metadata has
+the text previews and document ids as JSON lists. The layout is described at
 https://huggingface.co/docs/safetensors; the bytes depend only on the content.
 """
 
@@ -12,13 +12,14 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from activation_extraction.cli.errors import RunError
-from activation_extraction.output.shard import Key, Shard
+from activation_extraction.output.shard import Key, SampleRow, Shard
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -30,8 +31,10 @@ DTYPES: dict[str, np.dtype] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
+LARGEST_TEXTS = LARGEST_HEADER // 2  # bytes, which leaves room for the names of the hooks
 TABLE = ("sample_idx", "sample_offsets", "token_ids", "position")  # every other tensor is a hook
 FORMAT = "1"
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,10 @@ class Header:
         return [name for name in self.tensors if name not in TABLE]
 
 
-def write_shard(shard: Shard, names: Mapping[Key, str], write: Callable[[Any], Any]) -> None:
-    """Passes the file to `write` piece by piece, without copying the activations.
+def write_safetensors(shard: Shard, names: Mapping[Key, str], file: Any) -> int:
+    """Writes a shard to a file without copying the activations; returns the number of bytes.
 
-    names: key of each hook in the shard -> its name in the file.
+    names: key of each hook in the shard -> its full name.
     """
     table = {
         "sample_idx": [np.array([sample.sample_idx for sample in shard.samples], np.int64)],
@@ -73,17 +76,26 @@ def write_shard(shard: Shard, names: Mapping[Key, str], write: Callable[[Any], A
     tensors = table | {names[key]: slices for key, slices in shard.slices.items()}
     metadata = {
         "format": FORMAT,
-        "text_previews": _json([sample.text_preview for sample in shard.samples]),
-        "doc_ids": _json([sample.doc_id for sample in shard.samples]),
+        "text_previews": _json_list([sample.text_preview for sample in shard.samples]),
+        "doc_ids": _json_list([sample.doc_id for sample in shard.samples]),
     }
     layout = {
         name: (parts[0].dtype, (sum(map(len, parts)), *parts[0].shape[1:]))
         for name, parts in tensors.items()
     }
-    write(header(layout, metadata))
+    head = header(layout, metadata)
+    file.write(head)
+    size = len(head)
     for parts in tensors.values():
         for part in parts:
-            write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+            file.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+            size += part.nbytes
+    return size
+
+
+def text_bytes(row: SampleRow) -> int:
+    """The bytes that a sample's texts take in the header."""
+    return len(_json(_json_list([row.text_preview, row.doc_id])))
 
 
 def header(
@@ -108,6 +120,11 @@ def _json(content: Any) -> str:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
+def _json_list(values: list[Any]) -> str:
+    """A list in ASCII: an id may be NaN, or text that has no form in UTF-8."""
+    return json.dumps(values, separators=(",", ":"))
+
+
 def read_header(read: Callable[[int, int], bytes], size: int, where: str) -> Header:
     """Reads the header of a file of `size` bytes, by means of `read(start, stop)`.
 
@@ -123,7 +140,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, where: str) -> Hea
             raise ValueError(f"format {metadata['format']!r}, expected {FORMAT!r}")
         tensors = {name: _tensor(entry, 8 + length) for name, entry in content.items()}
         _check_layout(tensors, size)
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (*MALFORMED, struct.error) as error:
         raise RunError(f"{where}: is not a shard that can be read: {error}") from error
     return Header(tensors, metadata)
 
@@ -156,3 +173,53 @@ def _check_layout(tensors: Mapping[str, Tensor], size: int) -> None:
 def texts_of(header: Header) -> tuple[list[str], list[Any]]:
     """Text previews and document ids, one per sample."""
     return json.loads(header.metadata["text_previews"]), json.loads(header.metadata["doc_ids"])
+
+
+def read_safetensors(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
+    """Reads a shard; the activations are views of the mapped file.
+
+    names: key of each hook that it should have -> the hook's full name. limit: the most bytes that
+    it may have. Raises RunError for a file that is damaged, too large, or has other hooks.
+    """
+    size = path.stat().st_size
+    if size > limit:
+        raise RunError(f"{path.name}: has {size} bytes, more than {limit}")
+    try:
+        mapped = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+    except ValueError as error:  # an empty file
+        raise RunError(f"{path.name}: cannot be read: {error}") from error
+    head = read_header(lambda start, stop: mapped[start:stop].tobytes(), size, path.name)
+    if head.hooks != list(names.values()):
+        raise RunError(f"{path.name}: has hooks {head.hooks}, its JSON others")
+    tables = {name: _view(mapped, tensor) for name, tensor in head.tensors.items()}
+    offsets = _checked_offsets(tables, path.name)
+    try:
+        previews, doc_ids = texts_of(head)
+        rows = [
+            SampleRow(index, ids, positions, preview, doc_id)
+            for index, ids, positions, preview, doc_id in zip(
+                tables["sample_idx"].tolist(),
+                np.split(tables["token_ids"], offsets),
+                np.split(tables["position"], offsets),
+                previews,
+                doc_ids,
+                strict=True,
+            )
+        ]
+    except MALFORMED as error:
+        raise RunError(f"{path.name}: its texts cannot be read: {error}") from error
+    return Shard(rows, {key: np.split(tables[name], offsets) for key, name in names.items()})
+
+
+def _view(mapped: np.ndarray, tensor: Tensor) -> np.ndarray:
+    stop = tensor.offset + tensor.dtype.itemsize * math.prod(tensor.shape)
+    return mapped[tensor.offset : stop].view(tensor.dtype).reshape(tensor.shape)
+
+
+def _checked_offsets(tables: Mapping[str, np.ndarray], where: str) -> np.ndarray:
+    """Where the second sample begins, the third, ... Raises RunError for impossible offsets."""
+    offsets = tables["sample_offsets"]
+    ends = offsets[[0, -1]].tolist() == [0, len(tables["token_ids"])]
+    if not ends or (np.diff(offsets) < 0).any():
+        raise RunError(f"{where}: is damaged: its samples do not follow each other")
+    return offsets[1:-1]

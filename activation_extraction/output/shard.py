@@ -26,25 +26,25 @@ class SampleRow:
     text_preview: str
     doc_id: DocId
 
-    @classmethod
-    def whole(
-        cls,
-        sample_idx: int,
-        tokens: int,
-        token_ids: np.ndarray | None,
-        text_preview: str,
-        doc_id: DocId,
-    ) -> "SampleRow":
-        """A sample of so many tokens with all its positions."""
-        return cls(sample_idx, token_ids, np.arange(tokens, dtype=np.int32), text_preview, doc_id)
-
 
 @dataclass(frozen=True)
 class Shard:
-    """Samples in ascending order; `slices[key][i]` is sample i at that hook, (tokens, width)."""
+    """Samples in ascending order; `slices[key][i]` is sample i at that hook, (tokens, width).
+
+    chosen: whether the run keeps only some tokens of its samples.
+    """
 
     samples: list[SampleRow]
     slices: dict[Key, list[np.ndarray]]
+    chosen: bool = False
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether its positions do not simply count the tokens of each sample, or might not."""
+        return self.chosen or not all(
+            np.array_equal(sample.positions, np.arange(len(sample.positions)))
+            for sample in self.samples
+        )
 
     @property
     def tokens(self) -> int:
@@ -55,3 +55,26 @@ class Shard:
         """int64, shape (samples + 1,): sample i has the tokens offsets[i] to offsets[i + 1]."""
         lengths = [len(sample.positions) for sample in self.samples]
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+
+
+def same_content(one: Shard, other: Shard) -> bool:
+    """Whether two shards have the same samples, texts and values, bit by bit."""
+    return (
+        len(one.samples) == len(other.samples)
+        and list(one.slices) == list(other.slices)
+        and all(map(_same_row, one.samples, other.samples))
+        and all(all(map(_same_array, one.slices[key], other.slices[key])) for key in one.slices)
+    )
+
+
+def _same_row(one: SampleRow, other: SampleRow) -> bool:
+    texts = [(row.sample_idx, row.text_preview, repr(row.doc_id)) for row in (one, other)]
+    arrays = [(row.token_ids, row.positions) for row in (one, other)]
+    return texts[0] == texts[1] and all(map(_same_array, *arrays))
+
+
+def _same_array(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    same_form = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same_form and one.tobytes() == other.tobytes()

@@ -3,13 +3,14 @@
 It follows the ranges of a plan, and refuses samples that do not belong in them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from activation_extraction.cli.errors import StorageError
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.plan import StoragePlan
+from activation_extraction.output.safetensors_file import LARGEST_TEXTS
 from activation_extraction.output.shard import Key, SampleRow, Shard
 from activation_extraction.output.shard_writer import ShardWriter
 from activation_extraction.text.batch import Cursor
@@ -18,9 +19,11 @@ from activation_extraction.text.batch import Cursor
 class ShardCutter:
     """Hands over shards of at most `limit` bytes of activations, and at least one sample each.
 
-    stride: the difference between the indices of consecutive samples. where: names the output in
-    messages. `cursor` is where the data continues after what was handed over; whoever adds samples
-    also moves it. Methods raise StorageError as soon as a shard could not be committed.
+    text_bytes: the size of a sample's texts, of which a shard has at most LARGEST_TEXTS. chosen:
+    whether the run keeps only some tokens of its samples. stride: the difference between the
+    indices of consecutive samples. where: names the output in messages. `cursor` is where the data
+    continues after what was handed over; whoever adds samples also moves it. Methods raise
+    StorageError as soon as a shard could not be committed.
     """
 
     def __init__(
@@ -28,6 +31,8 @@ class ShardCutter:
         writer: ShardWriter,
         keys: Sequence[Key],
         limit: float,
+        text_bytes: Callable[[SampleRow], int],
+        chosen: bool,
         plan: StoragePlan,
         stride: int,
         where: str,
@@ -36,6 +41,8 @@ class ShardCutter:
         self._writer = writer
         self._keys = keys
         self._limit = limit
+        self._text_bytes = text_bytes
+        self._chosen = chosen
         self._stride = stride
         self._where = where
         self._ranges = list(plan.ranges)
@@ -50,8 +57,8 @@ class ShardCutter:
         self._empty()
 
     def _empty(self) -> None:
-        self._pending = Shard([], {key: [] for key in self._keys})
-        self._bytes = 0
+        self._pending = Shard([], {key: [] for key in self._keys}, self._chosen)
+        self._bytes = self._texts = 0
 
     @property
     def done(self) -> bool:
@@ -68,14 +75,20 @@ class ShardCutter:
         return until is not None and sample_idx >= until
 
     def add(self, row: SampleRow, slices: Mapping[Key, np.ndarray]) -> None:
-        """Adds the next sample. slices: key of every hook -> (tokens, width)."""
-        size = sum(activation.nbytes for activation in slices.values())
-        if self._pending.samples and self._bytes + size > self._limit:
+        """Adds the next sample. slices: key of every hook -> (tokens, width).
+
+        A sample without tokens counts as one token, so that a shard of them ends, too.
+        """
+        size = sum(max(len(each), 1) * each.itemsize * each.shape[1] for each in slices.values())
+        texts = self._text_bytes(row)
+        full = self._bytes + size > self._limit or self._texts + texts > LARGEST_TEXTS
+        if self._pending.samples and full:
             self._cut(partial=False)
         self._pending.samples.append(row)
         for key in self._keys:
             self._pending.slices[key].append(slices[key])
         self._bytes += size
+        self._texts += texts
         self.last_sample = row.sample_idx
 
     def end_range(self) -> None:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,7 +31,8 @@ from activation_extraction.output.ownership import Ownership
 from activation_extraction.output.reasons import reason_of
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.shard import Key, Shard
-from activation_extraction.output.statistics import Statistics, merge_all
+from activation_extraction.output.statistics import Statistics, Sums, sums_of
+from activation_extraction.output.statistics_file import pack_sums, statistics_name
 from activation_extraction.text.batch import Cursor
 
 UPLOADS = 4  # shards uploaded at the same time; up to two more wait on the disk
@@ -188,12 +190,14 @@ class ShardWriter:
 
     def _write(self, shard: Shard, cursor: Cursor | None, number: int, partial: bool) -> None:
         path = self._folder / self._format.file_name(number)
-        hooks = self._describe_hooks(shard)
+        sums = {key: self._sums(key, shard) for key in shard.slices}
+        statistics = pack_sums({self._names[key]: sums[key] for key in sums})
         began = time.perf_counter()
         announcement = self._folder / commit_name(number)
         try:
             # The JSON of a shard that this one replaces stays until this one is on the disk.
             written = write_shard(path, shard, self._names, self._format, announcement)
+            write_bytes(self._folder / statistics_name(number), statistics)
             commit = Commit(
                 file=path.name,
                 sha256=written["sha256"],
@@ -205,14 +209,15 @@ class ShardWriter:
                 tokens=shard.tokens,
                 partial=partial,
                 cursor=None if cursor is None else cursor.to_json(),
-                hooks=hooks,
+                hooks=self._describe_hooks(sums),
                 run=self._run,
                 committed=round(time.time(), 3),
                 began=self._began,
+                statistics=hashlib.sha256(statistics).hexdigest(),
             )
             expected = self._expected.get(number)
             if expected is not None and expected.sha256 == commit.sha256:
-                commit = expected
+                commit = replace(expected, statistics=commit.statistics)
             write_bytes(announcement, seal(commit.to_json()))
         except OSError as error:
             raise StorageError(f"{path}: {reason_of(error)[0]}") from error
@@ -224,16 +229,29 @@ class ShardWriter:
         else:
             self._submit_upload(commit)
 
-    def _describe_hooks(self, shard: Shard) -> list[dict[str, Any]]:
+    def _sums(self, key: Key, shard: Shard) -> Sums:
+        """Of one hook. Raises StorageError, naming the sample, for NaN or infinity."""
+        sums = sums_of(shard.slices[key], shard.samples)
+        if not sums.statistics.finite:
+            for row, activation in zip(shard.samples, shard.slices[key], strict=True):
+                if not Statistics.of(activation).finite:
+                    raise StorageError(
+                        f"sample {row.sample_idx}, hook {key}: NaN or infinite {activation.dtype} "
+                        "values",
+                        remedy=OVERFLOW if activation.dtype == np.float16 else NOT_FINITE,
+                    )
+        return sums
+
+    def _describe_hooks(self, sums: Mapping[Key, Sums]) -> list[dict[str, Any]]:
         """Key, name, width and statistics of each hook, as a commit has them."""
         return [
             {
                 "key": key,
                 "name": self._names[key],
-                "width": slices[0].shape[1],
-                **_statistics(key, shard).to_json(),
+                "width": of_hook.sums.shape[1],
+                **of_hook.statistics.to_json(),
             }
-            for key, slices in shard.slices.items()
+            for key, of_hook in sums.items()
         ]
 
     def _count_made(self, commit: Commit) -> None:
@@ -250,7 +268,8 @@ class ShardWriter:
     def _upload(self, commit: Commit, previous: Future[None] | None) -> None:
         assert self._ownership is not None
         began = time.perf_counter()
-        self._ownership.begin_shard(self._folder / commit.file, commit.name)
+        files = [self._folder / file for file in commit.files]
+        self._ownership.begin_shard(files, commit.name)
         if previous is not None:
             previous.result()
         self.check()
@@ -263,7 +282,8 @@ class ShardWriter:
                 self._record()
                 self._recorded = time.monotonic()
         if self._delete_local:
-            (self._folder / commit.file).unlink(missing_ok=True)
+            for file in commit.files:
+                (self._folder / file).unlink(missing_ok=True)
         log.debug("%s: uploaded", commit.file)
         if time.monotonic() - self._metrics_uploaded > METRICS_SECONDS:
             self.upload_metrics()
@@ -275,18 +295,3 @@ class ShardWriter:
         if self._remote is not None and path.exists():
             with TemporaryDirectory() as folder:
                 self._remote.put(Path(shutil.copyfile(path, f"{folder}/{METRICS}")))
-
-
-def _statistics(key: Key, shard: Shard) -> Statistics:
-    """Statistics of one hook in one shard. Raises StorageError for NaN or infinite values."""
-    found = []
-    for row, activation in zip(shard.samples, shard.slices[key], strict=True):
-        of_sample = Statistics.of(activation)
-        if not of_sample.finite:
-            dtype = activation.dtype
-            raise StorageError(
-                f"sample {row.sample_idx}, hook {key}: NaN or infinite {dtype} values",
-                remedy=OVERFLOW if dtype == np.float16 else NOT_FINITE,
-            )
-        found.append(of_sample)
-    return merge_all(found)

@@ -21,7 +21,7 @@ from activation_extraction.cli.errors import RunError, StorageError
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.folder_lock import check_output_dir, lock_folder
-from activation_extraction.output.formats import chosen_format
+from activation_extraction.output.formats import SAFETENSORS, chosen_format
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.incomplete import IncompleteSamples
 from activation_extraction.output.metadata import remove_extraction
@@ -49,13 +49,14 @@ class State(Enum):
 
 
 class ActivationStorage:
-    """Writes activations to `shard_0001.pkl.gz`, ... in a folder. It is a context manager.
+    """Writes activations to shards in a folder. It is a context manager.
 
     hooks: key of the hook in the shards (layer number or hook name) -> the hook's full name.
     A sample is complete when it has an activation for every key; samples must become complete in
     ascending order. `shard_size_gb` counts the activations' bytes before compression; a shard
-    holds at least one sample. metadata.json records `metadata`, and also `hook_facts`: key of a
-    hook -> what else is known of it, such as its width.
+    holds at least one sample. shard_format: "pickle", which `compress` gzips, or "safetensors".
+    metadata.json records `metadata`, and also `hook_facts`: key of a hook -> what else is known of
+    it, such as its width.
 
     An extraction that the folder or the bucket already holds is continued if its `identity` is the
     same: `cursor` says where, and samples that are stored already are skipped. With `overwrite` it
@@ -77,6 +78,7 @@ class ActivationStorage:
         output_dir: str | Path,
         hooks: Mapping[Key, str],
         shard_size_gb: float = 1.0,
+        shard_format: str = "pickle",
         compress: bool = True,
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
@@ -94,6 +96,7 @@ class ActivationStorage:
         self._overwrite = overwrite
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
         self._max_samples = max_samples
+        self.format = chosen_format(shard_format, compress)
         check_output_dir(self.folder)
         owner = uuid.uuid4().hex
         self._ownership = None if remote is None else Ownership(remote, owner)
@@ -101,7 +104,7 @@ class ActivationStorage:
             self.folder,
             self._ownership,
             self._names,
-            chosen_format(compress),
+            self.format,
             delete_local,
             self._identity.run,
             lambda: self._write_record("running"),
@@ -132,7 +135,14 @@ class ActivationStorage:
         self.totals.count_skipped(plan.skipped_rows)
         stride = self._identity.total_machines * self._identity.num_hosts
         self._cutter = ShardCutter(
-            self._writer, list(self._names), self._limit, plan, stride, self.place.url
+            self._writer,
+            list(self._names),
+            self._limit,
+            self.format.text_bytes,
+            not self._identity.every_token,
+            plan,
+            stride,
+            self.place.url,
         )
 
     @property
@@ -243,23 +253,28 @@ class ActivationStorage:
     def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> int:
         """Adds those samples of a batch that are not stored yet; returns how many they are.
 
-        activations: key of every hook -> (B, T, width); the arrays are kept, not copied, until
-        their shard is written. Raises StorageError as soon as anything in the background fails.
+        activations: key of every hook -> (B, T, width), or (tokens, width) of the batch's kept
+        tokens; the arrays are kept, not copied, until their shard is written. Raises StorageError
+        as soon as anything in the background fails.
         """
         self._writer.check()
         self.open()
         self._cutter.cursor = batch.cursor
         added = 0
-        for placed in batch.samples:
-            sample, where = placed.sample, (placed.row, slice(placed.start, placed.stop))
+        for placed, (where, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
+            sample = placed.sample
             if self._cutter.is_beyond(sample.sample_idx):
                 self._cutter.end_range()
                 return added
             if self._cutter.wants(sample.sample_idx):
+                row = SampleRow(
+                    sample.sample_idx,
+                    sample.token_ids[positions],
+                    positions,
+                    sample.text_preview,
+                    sample.doc_id,
+                )
                 self._check_next(sample.sample_idx)
-                ids = sample.token_ids
-                known = sample.text_preview, sample.doc_id
-                row = SampleRow.whole(sample.sample_idx, len(ids), ids, *known)
                 self._cutter.add(row, {key: activations[key][where] for key in self._names})
                 added += 1
         self._cutter.cursor = batch.next_cursor
@@ -278,8 +293,8 @@ class ActivationStorage:
 
         The array is kept, not copied, until its shard is written. Text, token ids and id are taken
         from the sample's first hook. Raises KeyError for an unknown hook, and ValueError for a
-        sample that is out of order, given twice or not two-dimensional, or that follows a complete
-        extraction.
+        sample that is out of order, given twice or not two-dimensional, that follows a complete
+        extraction, or that lacks the token ids which safetensors need.
         """
         self.open()
         if layer_idx not in self._names:
@@ -290,9 +305,12 @@ class ActivationStorage:
                 f"sample {sample_idx}: the activation has shape {activation.shape}, expected "
                 "(tokens, width) with as many tokens as there are token ids"
             )
+        if token_ids is None and self.format is SAFETENSORS:
+            raise ValueError(f"sample {sample_idx}: has no token ids, and safetensors need them")
         self._check_next(sample_idx)
         ids = None if token_ids is None else np.asarray(token_ids, np.int32)
-        row = SampleRow.whole(int(sample_idx), len(activation), ids, text_preview, doc_id)
+        positions = np.arange(len(activation), dtype=np.int32)
+        row = SampleRow(int(sample_idx), ids, positions, text_preview, doc_id)
         row, slices = self._incomplete.add(layer_idx, activation, row)
         if len(slices) == len(self._names):
             self._cutter.add(row, slices)

@@ -7,7 +7,7 @@ needed.
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, overload
 
@@ -16,8 +16,9 @@ import numpy as np
 from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import METADATA, Stored, identity_of
-from activation_extraction.output.statistics import Statistics
+from activation_extraction.output.statistics import Statistics, Sums
 from activation_extraction.reading.batches import Batches, BatchOptions
+from activation_extraction.reading.dimension_statistics import HookStatistics, merged_sums
 from activation_extraction.reading.folders import expected_names, read_folders
 from activation_extraction.reading.shard_readers import OpenShards, StoredHook
 from activation_extraction.reading.token_source import TokenSource
@@ -95,13 +96,27 @@ class ActivationDataset(Sequence[SampleActivations]):
         return next(iter(self._shards.hooks.values())).dtype
 
     @cached_property
-    def statistics(self) -> dict[str, Statistics]:
-        """Statistics over all that is stored, by hook. No shard is read for them."""
+    def statistics(self) -> dict[str, HookStatistics]:
+        """Statistics over all that is stored, by hook. No shard is read for them.
+
+        Those of every dimension are read from the small files beside the shards when they are
+        first asked for.
+        """
         found = dict.fromkeys(self.hooks, Statistics())
         for hook in (hook for commit in self._commits for hook in commit.hooks):
             if hook["name"] in found:
                 found[hook["name"]] = found[hook["name"]].merge(Statistics.from_json(hook))
-        return found
+        return {
+            name: HookStatistics.of_hook(found[name], partial(self._sums_of, name))
+            for name in found
+        }
+
+    def _sums_of(self, hook: str) -> Sums:
+        return self._sums[hook]
+
+    @cached_property
+    def _sums(self) -> dict[str, Sums]:
+        return merged_sums(Folder(self.url), self._shards.shards, self.hooks)
 
     @property
     def tokenizer_path(self) -> str:

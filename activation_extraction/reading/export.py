@@ -7,9 +7,7 @@ are complete and where the reading of the run goes on.
 import hashlib
 import math
 import os
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,15 +16,18 @@ from typing import Any
 from tqdm import tqdm
 
 from activation_extraction.cli.errors import InputError, RunError, one_line
+from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.folder import Folder
-from activation_extraction.output.folder_lock import lock_folder
+from activation_extraction.output.formats import chosen_format, lines_of_dataset
 from activation_extraction.output.metadata import Stored
 from activation_extraction.output.sealed_json import seal, unseal
 from activation_extraction.output.statistics import Statistics
 from activation_extraction.reading.batches import Batches
 from activation_extraction.reading.dataset import ActivationDataset
 from activation_extraction.reading.export_formats import FORMATS, Contents
+from activation_extraction.reading.export_run import export_run
+from activation_extraction.reading.export_target import check_space, local_folder, locked
 from activation_extraction.reading.folders import read_folders
 from activation_extraction.reading.status import host_states
 
@@ -45,21 +46,27 @@ class Progress:
     statistics: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def export(root: Folder, form: str, target: str, patterns: Sequence[str] | None) -> None:
+def export(
+    root: Folder, form: str, target: str, patterns: Sequence[str] | None, compress: bool = True
+) -> None:
     """Exports the run at `root` to the folder `target`, and says how to read it.
 
-    patterns: names or globs of the hooks; None: all. Raises InputError for what cannot be exported,
-    and RunError for what fails on the way: the same call then continues.
+    patterns: names or globs of the hooks; None: all. compress: of pickles. Raises InputError for
+    what cannot be exported, and RunError for what fails on the way: the same call then continues.
     """
-    source = _source(root)
+    folders = _finished(root)
     try:
         dataset = ActivationDataset(root.url)
     except ValueError as error:
         raise InputError(one_line(error)) from error
     except OSError as error:
         raise RunError(one_line(error)) from error
-    contents = _contents(dataset, form, source, _chosen(dataset, patterns))
-    with _locked(target) as folder:
+    hooks = _chosen(dataset, patterns)
+    if form in SHARD_FORMATS:
+        return _export_run(root, folders, form, target, compress, dataset, hooks)
+    contents = _contents(dataset, form, _digest(folders), hooks)
+    folder = local_folder(target)
+    with locked(folder):
         try:
             progress = _take_up(folder, contents)
             if not progress.finished:
@@ -74,18 +81,41 @@ def export(root: Folder, form: str, target: str, patterns: Sequence[str] | None)
     _print_summary(contents, folder)
 
 
-def _source(root: Folder) -> str:
-    """Digest of the run's shards. Raises InputError unless all hosts have finished."""
+def _finished(root: Folder) -> dict[str, Stored]:
+    """What the run has stored. Raises InputError unless all hosts have finished."""
     folders = read_folders(root)
     for host in host_states(folders):
         if host.state != "complete":
             where = f"{root.url}/{host.name}".rstrip("/")
             raise InputError(f"--export: {where} is {host.state}; expected a finished run")
-    return hashlib.sha256("".join(_digests(folders)).encode()).hexdigest()
+    return folders
 
 
-def _digests(folders: dict[str, Stored]) -> list[str]:
-    return [commit.sha256 for stored in folders.values() for commit in stored.in_order]
+def _digest(folders: dict[str, Stored]) -> str:
+    """Of the run's shards."""
+    every = [commit.sha256 for stored in folders.values() for commit in stored.in_order]
+    return hashlib.sha256("".join(every).encode()).hexdigest()
+
+
+def _export_run(
+    root: Folder,
+    folders: dict[str, Stored],
+    form: str,
+    target: str,
+    compress: bool,
+    dataset: ActivationDataset,
+    hooks: dict[str, int],
+) -> None:
+    """--export pickle and --export safetensors: the same run in another format."""
+    compress = compress and form == "pickle"
+    changes = {"shard_format": form, "compress_shards": compress}
+    sizes = {name: width * dataset.dtype.itemsize for name, width in hooks.items()}
+    export_run(root, folders, local_folder(target), chosen_format(form, compress), changes, sizes)
+    print(
+        f"exported: {len(dataset):,} samples, {dataset.tokens:,} tokens, {len(hooks)} hook(s), as "
+        f"{form} in {target}"
+    )
+    print("read it with:", *lines_of_dataset(target), sep="\n  ")
 
 
 def _chosen(dataset: ActivationDataset, patterns: Sequence[str] | None) -> dict[str, int]:
@@ -110,26 +140,6 @@ def _contents(
     whole = Contents(form, source, hooks, dtype, dataset.tokens, 1)
     per_chunk = max(1, CHUNK_BYTES // sum(map(whole.row_bytes, hooks)))
     return Contents(form, source, hooks, dtype, dataset.tokens, per_chunk)
-
-
-@contextmanager
-def _locked(target: str) -> Iterator[Path]:
-    """The folder of the export, which no other process may write to meanwhile."""
-    if "://" in target:
-        raise InputError(f"--export_dir {target}: is a URL; expected a local folder")
-    folder = Path(target)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder)
-    except OSError as error:
-        reason = error.strerror or one_line(error)
-        raise InputError(f"--export_dir {target}: cannot be written to: {reason}") from error
-    except RunError as error:
-        raise RunError(f"--export_dir {target}: another process is writing to it") from error
-    try:
-        yield folder
-    finally:
-        os.close(lock)
 
 
 def _take_up(folder: Path, contents: Contents) -> Progress:
@@ -169,10 +179,7 @@ def _check_space(folder: Path, contents: Contents, done: int) -> None:
     """Raises InputError when the disk has too little room for what is left."""
     left = contents.tokens - done * contents.per_chunk
     needed = left * (sum(map(contents.row_bytes, contents.hooks)) + 16 * len(contents.hooks))
-    if needed > (free := shutil.disk_usage(folder).free):
-        raise InputError(
-            f"--export_dir {folder}: has {free / 1e9:,.1f} GB free, needs {needed / 1e9:,.1f} GB"
-        )
+    check_space(folder, needed)
 
 
 def _record(folder: Path, contents: Contents, progress: Progress) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.output.folder import Folder
-from activation_extraction.output.metadata import METRICS, Stored
+from activation_extraction.output.metadata import METADATA, METRICS, Stored, identity_of
 from activation_extraction.output.reasons import reason_of
 from activation_extraction.reading.dataset import ActivationDataset
 from activation_extraction.reading.folders import read_folders
@@ -55,8 +55,8 @@ def make_report(root: Folder) -> str:
 
     folders = read_folders(root)
     commits = [commit for stored in folders.values() for commit in stored.in_order]
-    if not commits:
-        raise InputError(f"{root.url}: no shard is stored yet")
+    if not sum(commit.tokens for commit in commits):
+        raise InputError(f"{root.url}: no {'token' if commits else 'shard'} is stored yet")
     try:
         dataset = ActivationDataset(root.url)
         sample = read_sample(dataset, commits)
@@ -65,7 +65,7 @@ def make_report(root: Folder) -> str:
     except OSError as error:
         raise RunError(str(error)) from error
     run = describe(folders, dataset.metadata)
-    row = dataset.metadata["identity"]["max_seq_length"]
+    identity = identity_of(dataset.metadata, METADATA)
     speed, packed = _measured(root, folders)
     return page(
         Content(
@@ -74,7 +74,9 @@ def make_report(root: Folder) -> str:
             position_buckets(sample.position),
             analyse(sample, dataset.hooks),
             dataset.statistics,
-            lengths_of(sample.documents, run, row, packed),
+            lengths_of(sample.documents, run, identity.max_seq_length, packed)
+            if identity.every_token
+            else None,
             speed,
             find_tokenizer(dataset.metadata),
         )

@@ -206,7 +206,7 @@ def largest_tokens(norms: np.ndarray, token_ids: np.ndarray, first: np.ndarray) 
     ]
 
 
-def findings(reports: Sequence[HookReport], lengths: Lengths) -> Iterator[str]:
+def findings(reports: Sequence[HookReport], lengths: Lengths | None) -> Iterator[str]:
     """What somebody should know before training on the activations, one sentence each."""
     large = [report for report in reports if report.outliers > 0]
     if large:
@@ -229,7 +229,7 @@ def findings(reports: Sequence[HookReport], lengths: Lengths) -> Iterator[str]:
         if most_of.largest_dimension > 0.2:
             share = most_of.largest_dimension
             yield f"A single dimension of {report.name} has {share:.0%} of the variance there."
-    if lengths.cut > 0:
+    if lengths is not None and lengths.cut > 0:
         yield (
             f"{lengths.cut:.0%} of the sampled documents fill a row of {lengths.longest_row:,} "
             "tokens: they were probably cut there."

@@ -28,15 +28,15 @@ HOOK_COLUMNS += ("directions for 90 %", "effective directions", "variance of out
 
 @dataclass(frozen=True)
 class Content:
-    """All that the page shows. statistics: hook -> over all tokens; decode: None where the
-    tokenizer is not at hand."""
+    """All that the page shows. statistics: hook -> over all tokens; lengths: None where documents
+    are not stored whole; decode: None where the tokenizer is not at hand."""
 
     run: Run
     sample: TokenSample
     buckets: list[Bucket]
     hooks: list[HookReport]
     statistics: Mapping[str, Statistics]
-    lengths: Lengths
+    lengths: Lengths | None
     throughput: Throughput | None
     decode: Decode | None
 
@@ -260,6 +260,9 @@ def _token_items(content: Content, hook: HookReport) -> Iterator[str]:
 
 def _lengths(content: Content) -> str:
     lengths = content.lengths
+    if lengths is None:
+        note = "The run does not keep all tokens of its documents, so their lengths are not known."
+        return _section("lengths", "Lengths and padding", note, [])
     packed = (
         "" if lengths.packed is None else f" This run packed them: {lengths.packed:.1%} padding."
     )

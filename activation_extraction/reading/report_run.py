@@ -68,6 +68,8 @@ def _facts(
         ("Model commit", metadata.get("model_commit") or asked.get("model_revision")),
         ("Text column", identity.get("text_column")),
         ("Tokens per row", f"{identity['max_seq_length']:,}"),
+        ("Kept positions", identity.get("positions")),
+        ("Dropped token ids", ", ".join(map(str, identity.get("drop_token_ids", ())))),
         ("Computed in", identity.get("dtype")),
         ("Stored as", identity.get("activation_dtype")),
         ("Machines", identity.get("total_machines")),

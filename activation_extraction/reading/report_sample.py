@@ -86,7 +86,7 @@ def read_sample(dataset: ActivationDataset, commits: Sequence[Commit]) -> TokenS
     expected = sum(commits[s].tokens / commits[s].count * len(chosen[s]) for s in shards)
     share = min(KEPT_BYTES / token_bytes, MOST_KEPT) / max(expected, 1)
     numbers = [number for shard in shards for number in chosen[shard]]
-    longest = max(commit.tokens / commit.count for commit in commits) * token_bytes
+    longest = max(max(commit.tokens / commit.count, 1) for commit in commits) * token_bytes
     threads = int(np.clip(THREAD_BYTES / longest, 1, THREADS)) if _in_ranges(commits) else 1
 
     def read(number: int) -> _Read:
@@ -123,7 +123,7 @@ def choose_samples(
     chosen = {}
     for shard in shards:
         commit = commits[shard]
-        wanted = tokens / len(shards) / (commit.tokens / commit.count)
+        wanted = tokens / len(shards) / max(commit.tokens / commit.count, 1e-9)
         count = int(np.clip(round(wanted), 1, commit.count))
         picks = np.random.default_rng([SEED, shard]).choice(commit.count, count, replace=False)
         chosen[shard] = sorted((first[shard] + picks).tolist())

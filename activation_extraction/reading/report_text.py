@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from activation_extraction.reading.report_sample import TokenSample
 
 AROUND = 12  # tokens that are shown on each side
@@ -56,12 +58,16 @@ def passage(sample: TokenSample, token: int, decode: Decode | None) -> Passage:
     """token: its number in the sample."""
     document = sample.document_of(token)
     start, stop = max(token - AROUND, document.start), min(token + AROUND + 1, document.stop)
+    neighbours = np.diff(sample.position[start:stop]) == 1  # elsewhere, tokens were not kept
+    gaps = start + 1 + np.flatnonzero(~neighbours)
+    start = max([start, *gaps[gaps <= token].tolist()])
+    stop = min([stop, *gaps[gaps > token].tolist()])
     show = decode or _ids
     before, own, after = (
         show(sample.token_ids[slice(*span)].tolist()).translate(VISIBLE)
         for span in ((start, token), (token, token + 1), (token + 1, stop))
     )
-    before = ("… " if start > document.start else "") + before
+    before = ("… " if sample.position[start] > 0 else "") + before
     after = after + (" …" if stop < document.stop else "")
     return Passage(before, own, after, decode is not None)
 

@@ -22,7 +22,7 @@ from activation_extraction.cli.errors import RunError
 from activation_extraction.output import safetensors_file
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder
-from activation_extraction.output.pickle_file import Record, read_records
+from activation_extraction.output.pickle_file import Record, positions_of, read_records
 
 OPEN_SHARDS = 128  # that stay open, where a shard is read by ranges; one pickle stays in memory
 
@@ -160,8 +160,11 @@ class PickleReader:
                 [record["text_preview"] for record in records],
                 [record["doc_id"] for record in records],
             )
+            positions = [positions_of(record) for record in records]
             indices = [record["sample_idx"] for record in records]
             lengths = [len(ids) for ids in token_ids]
+            if [len(each) for each in positions] != lengths:
+                raise ValueError("positions and token ids differ in number")
         except (KeyError, TypeError, ValueError) as error:
             raise RunError(f"{where}: its records cannot be read: {error!r:.200}") from error
         self.samples = Samples(
@@ -173,7 +176,7 @@ class PickleReader:
                 found = part.dtype, part.shape
                 _expect(where, name, found, (hook.dtype, (length, hook.width)))
         self._token_ids = _joined(token_ids)
-        self._position = _joined([np.arange(length, dtype=np.int32) for length in lengths])
+        self._position = _joined(positions)
 
     def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         return self._token_ids[start:stop], self._position[start:stop]
@@ -186,7 +189,7 @@ class PickleReader:
             self._slices[hook][i][max(start - offsets[i], 0) : stop - offsets[i]]
             for i in range(first, last)
         ]
-        return _joined(parts)
+        return _joined(parts or [self._slices[hook][0][:0]])
 
 
 def _unpickle(folder: Folder, commit: Commit, where: str) -> dict[Any, list[Record]]:

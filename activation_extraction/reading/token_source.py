@@ -53,7 +53,7 @@ class TokenSource:
         fitting = max(fitting, 1)
         chunks: list[Chunk] = []
         for number, commit in enumerate(self._commits):
-            size = fitting if read_by_ranges(commit) else commit.tokens
+            size = fitting if read_by_ranges(commit) else max(commit.tokens, 1)
             chunks += _cut(Chunk(number, 0, commit.tokens), size)
         if options.shuffle is not None:
             order = np.random.default_rng(options.shuffle).permutation(len(chunks))
@@ -78,7 +78,7 @@ class TokenSource:
 
 def _by_sample(chunk: Chunk, offsets: np.ndarray) -> list[Chunk]:
     """A chunk cut where its samples begin."""
-    inside = offsets[(offsets > chunk.start) & (offsets < chunk.stop)].tolist()
+    inside = np.unique(offsets[(offsets > chunk.start) & (offsets < chunk.stop)]).tolist()
     ends = [*inside, chunk.stop]
     return [Chunk(chunk.shard, *span) for span in zip([chunk.start, *inside], ends, strict=True)]
 

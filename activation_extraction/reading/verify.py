@@ -27,8 +27,8 @@ WORKERS = 4  # shards read at the same time; each is unpacked in memory
 TOLERANCE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 1e-2}
 LOW_PRECISION_TOLERANCE = 5e-2  # where the model computed in low precision
 
-# Token ids of samples -> the activations of each: name of a hook -> (tokens, width).
-Recompute = Callable[[list[np.ndarray]], list[dict[str, np.ndarray]]]
+# Samples -> the activations of each, name of a hook -> (tokens, width); or why there are none.
+Recompute = Callable[[list[Chosen]], list[dict[str, np.ndarray] | str]]
 
 
 def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, count: int) -> int:
@@ -112,8 +112,10 @@ def _compare(metadata: dict[str, Any], chosen: list[Chosen], recompute: Recomput
     tolerance = TOLERANCE[identity.activation_dtype]
     if identity.dtype != "float32" or metadata["backend"] != "cpu":
         tolerance = LOW_PRECISION_TOLERANCE
-    again = recompute([sample.token_ids for sample in chosen])
-    for sample, activations in zip(chosen, again, strict=True):
+    for sample, activations in zip(chosen, recompute(chosen), strict=True):
+        if isinstance(activations, str):
+            yield f"{sample.where}: cannot be recomputed: {activations}"
+            continue
         for name, stored in zip(identity.hooks, sample.activations, strict=True):
             error = _relative_error(stored, activations[name])
             if not error <= tolerance:

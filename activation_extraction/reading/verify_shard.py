@@ -12,21 +12,34 @@ from activation_extraction.cli.errors import RunError
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.formats import format_of
+from activation_extraction.output.identity import Identity
 from activation_extraction.output.metadata import Stored
 from activation_extraction.output.pickle_file import ContentError
 from activation_extraction.output.shard import SampleRow, Shard
-from activation_extraction.output.statistics import Statistics, merge_all
+from activation_extraction.output.statistics import Sums, sums_of
+from activation_extraction.reading.dimension_statistics import read_sums
 from activation_extraction.reading.verify_folder import differing, file_path
+from activation_extraction.text.batch import Cursor
 from activation_extraction.text.workers import Worker
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A stored sample that is to be recomputed."""
+    """A stored sample that is to be recomputed.
+
+    token_ids, positions: of its stored tokens. activations: in the order of the hooks. worker: the
+    host that stored it; shard: in which of its shards. start: where in the data that begins, None
+    for the beginning of the data.
+    """
 
     where: str
+    sample_idx: int
     token_ids: np.ndarray
-    activations: list[np.ndarray]  # in the order of the hooks
+    positions: np.ndarray
+    activations: list[np.ndarray]
+    worker: Worker
+    shard: int
+    start: Cursor | None
 
 
 def check_shard(
@@ -46,10 +59,16 @@ def check_shard(
     own = scratch / (folder or "all")
     own.mkdir(exist_ok=True)
     try:
-        shard, intact = _read(store, commit, own)
+        shard, intact = read_shard(store, commit, own)
         problems = [] if intact else [f"{where}: its sha256 is not its JSON's"]
-        problems += [f"{where}: {what}" for what in _check_samples(shard, stored, commit)]
-        return problems, [] if problems else _choose(shard, wanted, where)
+        sums = None
+        if commit.statistics is not None:
+            try:
+                sums = read_sums(store, commit, _widths(stored, commit))
+            except RunError as error:
+                problems.append(f"{where}: {error}")
+        problems += [f"{where}: {what}" for what in _check_samples(shard, stored, commit, sums)]
+        return problems, [] if problems else _choose(shard, wanted, where, stored, commit)
     except ContentError as error:
         return [f"{where}: {problem}" for problem in error.problems], []
     except (RunError, OSError) as error:
@@ -68,7 +87,7 @@ def _check_size(store: Folder, stored: Stored, commit: Commit) -> str | None:
     return None if size == commit.bytes else f"has {size} bytes, its JSON says {commit.bytes}"
 
 
-def _read(store: Folder, commit: Commit, scratch: Path) -> tuple[Shard, bool]:
+def read_shard(store: Folder, commit: Commit, scratch: Path) -> tuple[Shard, bool]:
     """A shard, and whether its file has the recorded sha256. Raises RunError or OSError."""
     path = store.fetch(commit.file, scratch)
     try:
@@ -84,19 +103,34 @@ def _read(store: Folder, commit: Commit, scratch: Path) -> tuple[Shard, bool]:
             path.unlink(missing_ok=True)
 
 
-def _choose(shard: Shard, wanted: list[int], where: str) -> list[Chosen]:
+def _choose(
+    shard: Shard, wanted: list[int], where: str, stored: Stored, commit: Commit
+) -> list[Chosen]:
+    identity, before = stored.identity, stored.commits.get(commit.number - 1)
+    assert identity is not None
+    worker = Worker(identity.machine, identity.total_machines, identity.host, identity.num_hosts)
     return [
         Chosen(
-            f"{where}: sample {shard.samples[i].sample_idx}",
-            np.asarray(shard.samples[i].token_ids),
-            [slices[i] for slices in shard.slices.values()],
+            where=f"{where}: sample {shard.samples[i].sample_idx}",
+            sample_idx=shard.samples[i].sample_idx,
+            token_ids=np.asarray(shard.samples[i].token_ids),
+            positions=shard.samples[i].positions,
+            activations=[slices[i] for slices in shard.slices.values()],
+            worker=worker,
+            shard=commit.number,
+            start=None if before is None else before.position,
         )
         for i in wanted
     ]
 
 
-def _check_samples(shard: Shard, stored: Stored, commit: Commit) -> Iterator[str]:
-    """What is wrong with the samples of a shard, and with their activations."""
+def _check_samples(
+    shard: Shard, stored: Stored, commit: Commit, sums: dict[str, Sums] | None
+) -> Iterator[str]:
+    """What is wrong with the samples of a shard, and with their activations.
+
+    sums: those that are stored, by hook.
+    """
     identity, metadata = stored.identity, stored.metadata or {}
     assert identity is not None
     stride = Worker(machines=identity.total_machines, hosts=identity.num_hosts).stride
@@ -109,30 +143,40 @@ def _check_samples(shard: Shard, stored: Stored, commit: Commit) -> Iterator[str
     problems = [
         f"sample {row.sample_idx}: {problem}"
         for row in shard.samples
-        for problem in _check_row(row, identity.max_seq_length, metadata["model"]["vocab_size"])
+        for problem in _check_row(row, identity, metadata["model"]["vocab_size"])
     ]
     yield from problems
     for hook in commit.hooks if not problems else ():
-        yield from _check_hook(shard, identity.activation_dtype, metadata, hook)
+        recorded = None if sums is None else sums[hook["name"]]
+        yield from _check_hook(shard, identity.activation_dtype, metadata, hook, recorded)
 
 
-def _check_row(row: SampleRow, longest: int, vocabulary: int) -> Iterator[str]:
-    """What is wrong with the token ids of a sample."""
-    ids = np.asarray(row.token_ids)
+def _check_row(row: SampleRow, identity: Identity, vocabulary: int) -> Iterator[str]:
+    """What is wrong with the token ids and positions of a sample."""
+    ids, positions, longest = np.asarray(row.token_ids), row.positions, identity.max_seq_length
     if ids.dtype != np.int32 or ids.ndim != 1:
         yield f"token ids of dtype {ids.dtype}, shape {ids.shape}"
-    elif len(ids) != len(row.positions):
-        yield f"{len(ids)} token ids, {len(row.positions)} activations"
-    elif not 0 < len(ids) <= longest:
+    elif len(ids) != len(positions):
+        yield f"{len(ids)} token ids, {len(positions)} activations"
+    elif len(ids) > longest or (identity.every_token and not len(ids)):
         yield f"{len(ids)} tokens"
-    elif ids.min() < 0 or ids.max() >= vocabulary:
+    elif len(ids) and (ids.min() < 0 or ids.max() >= vocabulary):
         yield "token ids outside the vocabulary"
-    if not np.array_equal(row.positions, np.arange(len(row.positions))):
-        yield "its positions do not count from 0"
+    elif np.isin(ids, identity.drop_token_ids).any():
+        yield "token ids that the run drops"
+    if identity.every_token:
+        if not np.array_equal(positions, np.arange(len(positions))):
+            yield "its positions do not count from 0"
+    elif (np.diff(positions, prepend=-1, append=longest) <= 0).any():
+        yield f"its positions do not ascend from 0 to {longest - 1}"
 
 
 def _check_hook(
-    shard: Shard, dtype: str, metadata: dict[str, Any], hook: dict[str, Any]
+    shard: Shard,
+    dtype: str,
+    metadata: dict[str, Any],
+    hook: dict[str, Any],
+    recorded: Sums | None,
 ) -> Iterator[str]:
     """What is wrong with the activations at one hook. hook: as the commit describes it."""
     name, slices = f"hook {hook['key']}", shard.slices[hook["key"]]
@@ -145,11 +189,19 @@ def _check_hook(
         if str(activation.dtype) != dtype:
             problems.append(f"sample {row.sample_idx}: dtype {activation.dtype}, expected {dtype}")
     if not problems:
-        problems += differing(merge_all(map(Statistics.of, slices)), hook)
+        sums = sums_of(slices, shard.samples)
+        problems += differing(sums.statistics, hook)
+        if recorded is not None and not recorded.close_to(sums):
+            problems.append("its statistics of every dimension are not those of its activations")
     for problem in problems:
         yield f"{name}, {problem}" if problem.startswith("sample") else f"{name}: {problem}"
 
 
+def _widths(stored: Stored, commit: Commit) -> dict[str, int]:
+    """Name -> width of the hooks of a shard."""
+    return {hook["name"]: _width(hook, stored.metadata or {}) for hook in commit.hooks}
+
+
 def _width(hook: dict[str, Any], metadata: dict[str, Any]) -> int:
     """The width of a hook. JSON files from before hooks had widths have the model's hidden size."""
-    return hook.get("width", metadata["model"]["hidden_size"])
+    return hook["width"] if "width" in hook else metadata["model"]["hidden_size"]

@@ -13,6 +13,7 @@ from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.output.metadata import METADATA, identity_of
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor
+from activation_extraction.text.choice import TokenChoice
 from activation_extraction.text.documents import DocumentStream, with_remedy
 from activation_extraction.text.files import describe_files, open_files
 from activation_extraction.text.hub import open_hub_dataset
@@ -68,7 +69,7 @@ def share_of(most: int | None, host: int, hosts: int) -> int | None:
 class HostText:
     """How one host turns its share of a data set into batches of `rows` rows, `length` tokens each.
 
-    max_samples: the most samples that the host stores; None: no limit.
+    max_samples: the most samples that the host stores; None: no limit. choice: the tokens to keep.
     """
 
     dataset: Dataset
@@ -79,6 +80,7 @@ class HostText:
     max_samples: int | None
     rows: int
     length: int
+    choice: TokenChoice
 
     def documents(self) -> DocumentStream:
         """The host's share of the documents, from the beginning."""
@@ -90,7 +92,7 @@ class HostText:
     ) -> Iterator[Batch]:
         """The batches from `start` on, up to `most` samples counted from the beginning."""
         stream = samples(documents, self.tokenizer, self.length, most, start)
-        return pack(stream, self.rows, self.length)
+        return map(self.choice.mark, pack(stream, self.rows, self.length))
 
     def not_stored(self, documents: DocumentStream, storage: ActivationStorage) -> Prefetch[Batch]:
         """The batches whose samples are not stored yet, prepared in the background.

@@ -5,13 +5,18 @@ The names come from the hook table; this module only formats them.
 
 from typing import Any
 
+from activation_extraction.cli.positions import ALL, parse_positions
 from activation_extraction.model.hooks import HookTable
 
 COLUMNS = "hook", "Hugging Face module", "width", "bytes/token", "other names"
 
 
-def list_hooks(table: HookTable, config: Any, dtype: Any) -> list[str]:
-    """The lines to print. config: the model's; dtype: the type that activations are stored in."""
+def list_hooks(table: HookTable, config: Any, dtype: Any, rule: str, length: int) -> list[str]:
+    """The lines to print.
+
+    config: the model's; dtype: the type that activations are stored in; rule: --positions; length:
+    of the longest samples.
+    """
     rows: list[tuple[str, ...]] = [COLUMNS]
     for kind in table.kinds:
         width = kind.width(config.sizes)
@@ -25,7 +30,8 @@ def list_hooks(table: HookTable, config: Any, dtype: Any) -> list[str]:
         for hook, module, width, size, more in rows
     ]
     last = config.num_hidden_layers - 1
-    return [
-        *map(str.rstrip, lines),
-        f"K is the layer, from 0 to {last}; bytes are for {dtype}",
-    ]
+    lines.append(f"K is the layer, from 0 to {last}; bytes are for {dtype}")
+    if rule != ALL:
+        kept = parse_positions(rule).expected(length)
+        lines.append(f"--positions {rule} keeps about {kept:,.0f} of a sample's {length:,} tokens")
+    return [line.rstrip() for line in lines]

@@ -13,6 +13,7 @@ import jax
 
 from activation_extraction.cli.config import Config
 from activation_extraction.cli.console import log
+from activation_extraction.cli.errors import InputError
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.family import ModelFamily
 from activation_extraction.model.forward import (
@@ -40,6 +41,7 @@ from activation_extraction.run.identity import fingerprint, identity_of, package
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.revision import choose_commit, same_commit
 from activation_extraction.text.batch import Batch
+from activation_extraction.text.choice import TokenChoice
 from activation_extraction.text.documents import DocumentStream, check_dataset
 from activation_extraction.text.prefetch import Prefetch
 from activation_extraction.text.tokenizer import load_tokenizer
@@ -109,6 +111,8 @@ def prepare_together(
     assert prepared is not None
     job = prepared[0]
     log_hooks(model_request(config), job.forward.model)
+    if not job.text.choice.everything:
+        log.info("kept tokens: %s", job.text.choice)
     return job
 
 
@@ -150,6 +154,7 @@ def prepare(
     tokenizer = load_tokenizer(
         checkpoint.tokenizer_files(), checkpoint.model_path, forward.model.config.vocab_size
     )
+    choice = choose_tokens(config, forward.model.config.vocab_size)
     dataset = open_dataset(config, [metadata for _, metadata in output.earlier])
     check_dataset(dataset.rows, config.text_column, config.skip_bad_rows)
     worker = output.folders.worker
@@ -166,6 +171,7 @@ def prepare(
         max_samples=share_of(config.max_samples, worker.host, worker.hosts),
         rows=config.batch_size,
         length=config.max_seq_length,
+        choice=choice,
     )
     described = describe_run(config, forward)
     repair = plan_repair(config, output, identity, described) if config.repair else None
@@ -204,6 +210,15 @@ def model_request(config: Config) -> ModelRequest:
         every_device=config.use_data_parallel,
         keep_weights=not config.multihost,  # the hosts of a pod may need parts of them only
     )
+
+
+def choose_tokens(config: Config, vocabulary: int) -> TokenChoice:
+    """The tokens that the flags keep. Raises InputError for a token id that the model lacks."""
+    if config.drop_token_ids and (largest := config.drop_token_ids[-1]) >= vocabulary:
+        raise InputError(
+            f"--drop_token_ids {largest}: the model has token ids 0 to {vocabulary - 1}"
+        )
+    return TokenChoice(config.positions, config.drop_token_ids)
 
 
 def _with_demo(config: Config, folder: Path, family: ModelFamily) -> Config:
@@ -273,6 +288,7 @@ def open_storage(
         output.folders.folder,
         {key: hook.name for key, hook in forward.hooks.items()},
         shard_size_gb=config.shard_size_gb,
+        shard_format=config.shard_format,
         compress=config.compress_shards,
         overwrite=config.overwrite,
         metadata=described,

@@ -3,7 +3,7 @@
 reading/verify.py compares the results with what is stored.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,14 @@ import numpy as np
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.family import ModelFamily
-from activation_extraction.model.forward import ModelRequest, prepare_model
-from activation_extraction.model.step import compile_step
+from activation_extraction.model.forward import Forward, ModelRequest, prepare_model
+from activation_extraction.model.step import Step, compile_step
 from activation_extraction.output.metadata import METADATA, identity_of
+from activation_extraction.reading.verify import Recompute
+from activation_extraction.reading.verify_shard import Chosen
 from activation_extraction.run.digests import model_digest
 from activation_extraction.run.lockstep import Votes
+from activation_extraction.run.reread import OTHER_TEXT, open_texts
 from activation_extraction.run.revision import recorded_commit
 from activation_extraction.text.packing import pack, samples_of
 
@@ -24,12 +27,16 @@ NO_VOTES = Votes(with_data=False, stopping=False, failed=False)
 
 
 def load_again(
-    family: ModelFamily, request: ModelRequest, metadata: dict[str, Any]
-) -> Callable[[list[np.ndarray]], list[dict[str, np.ndarray]]]:
-    """Returns a function: token ids of samples -> for each sample {hook name: (tokens, width)}.
+    family: ModelFamily,
+    request: ModelRequest,
+    dataset_path: str | None,
+    metadata: dict[str, Any],
+) -> Recompute:
+    """Returns a function that recomputes samples.
 
-    request: how to compute; the metadata says what to compute. Raises InputError if the model is
-    not the one that the stored activations came from.
+    request: how to compute; the metadata says what to compute. dataset_path: where the data set is
+    now; None: where the run had it. It is opened only if the run did not keep all tokens. Raises
+    InputError if the model is not the one that the stored activations came from.
     """
     identity = identity_of(metadata, METADATA)
     request = replace(
@@ -48,20 +55,36 @@ def load_again(
                 f"--model_path {request.model_path}: is not the model that the stored activations "
                 "came from; give that one"
             )
+        texts = None
+        if not identity.every_token:
+            vocabulary = forward.model.config.vocab_size
+            texts = open_texts(metadata, forward.checkpoint, vocabulary, dataset_path)
         step = compile_step(forward)
 
-    def recompute(token_ids: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
-        found = []
-        for batch in pack(samples_of(token_ids), request.rows, request.length):
-            with device_errors():
-                activations = forward.receive(step(batch, NO_VOTES)[0])
-            found += [
-                {
-                    str(name): values[at.row, at.start : at.stop]
-                    for name, values in activations.items()
-                }
-                for at in batch.samples
-            ]
-        return found
+    def recompute(chosen: list[Chosen]) -> list[dict[str, np.ndarray] | str]:
+        stored = [sample.token_ids for sample in chosen]
+        whole = stored if texts is None else texts.whole(chosen)
+        known = [ids for ids in whole if ids is not None]
+        found = iter([*_compute(forward, step, known)])
+        return [
+            OTHER_TEXT
+            if ids is None
+            else {name: values[sample.positions] for name, values in next(found).items()}
+            for sample, ids in zip(chosen, whole, strict=True)
+        ]
 
     return recompute
+
+
+def _compute(
+    forward: Forward, step: Step, token_ids: Sequence[np.ndarray]
+) -> Iterator[dict[str, np.ndarray]]:
+    """The activations of samples, name of a hook -> (tokens, width)."""
+    for batch in pack(samples_of(token_ids), *forward.shape):
+        with device_errors():
+            activations = forward.receive(step(batch, NO_VOTES)[0])
+        for at in batch.samples:
+            yield {
+                str(name): values[at.row, at.start : at.stop]
+                for name, values in activations.items()
+            }

@@ -126,7 +126,8 @@ class RepairPlanner:
         copies = read_stored(self.folder)
         if copies.metadata is not None:
             check_same_run(f"--output_dir {self.folder.url}", copies, self.identity)
-        uploaded = {stored.commits[n].file for n in good} if self.delete_local else set()
+        there = good if self.delete_local else ()
+        uploaded = {file for number in there for file in stored.commits[number].files}
         useless = {name for name in copies.files if name in copies.damaged or name in uploaded}
         return [(self.folder, name) for name in sorted(useless - {METADATA})]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from activation_extraction.cli.console import Clock, Progress
 from activation_extraction.model.devices import peak_flops
-from activation_extraction.output.formats import chosen_format
+from activation_extraction.output.formats import lines_of_dataset
 from activation_extraction.output.totals import Totals
 from activation_extraction.run.prepare import Job
 
@@ -28,10 +28,10 @@ def progress_of(job: Job, log_every: int) -> Progress:
     )
 
 
-def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool, compressed: bool) -> None:
-    """Prints what is stored; on the first host also where the time went and how to read a shard.
+def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None:
+    """Prints what is stored; on the first host also where the time went and how to read it.
 
-    verbose: whether the other hosts print all that too; compressed: whether shards are gzipped.
+    verbose: whether the other hosts print all that too.
     """
     storage, totals = job.storage, job.storage.totals
     if job.repair is not None:
@@ -45,12 +45,17 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool, compres
     if job.host.id != 0 and not verbose:
         return
     if new := totals.tokens - storage.found_tokens:
-        print(where_the_time_went(totals, clock, new))
+        print(where_the_time_went(totals, clock, new, job.text.choice.everything))
     if totals.shards:
-        shards = chosen_format(compressed)
-        first = f"{job.where}/{shards.file_name(1)}"
-        lines = shards.how_to_read(first, job.folders.bucket_url is not None)
-        print("read it with:", *lines, sep="\n  ")
+        print("read it with:", *how_to_read(job), sep="\n  ")
+
+
+def how_to_read(job: Job) -> list[str]:
+    """Lines of Python: for the whole run, and for one shard without this program."""
+    in_bucket, shards = job.folders.bucket_url is not None, job.storage.format
+    lines = lines_of_dataset(job.folders.bucket_url or str(job.folders.local))
+    alone = shards.how_to_read(f"{job.where}/{shards.file_name(1)}", in_bucket)
+    return [*lines, *(["# or one shard, without this program:"] if alone else []), *alone]
 
 
 def what_is_stored(totals: Totals, hooks: int, where: str, complete: bool) -> str:
@@ -62,12 +67,13 @@ def what_is_stored(totals: Totals, hooks: int, where: str, complete: bool) -> st
     )
 
 
-def where_the_time_went(totals: Totals, clock: Clock, tokens: int) -> str:
-    """tokens: those of this run alone."""
+def where_the_time_went(totals: Totals, clock: Clock, tokens: int, every_token: bool) -> str:
+    """tokens: those of this run alone; every_token: whether samples are stored whole."""
     elapsed = clock.elapsed
+    what = "tokens" if every_token else "kept tokens"
     spent = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
     return (
-        f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} tokens/s; waiting for {spent} s; in the "
+        f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} {what}/s; waiting for {spent} s; in the "
         f"background compress {totals.compress_seconds:.1f}, write {totals.write_seconds:.1f}, "
         f"upload {totals.upload_seconds:.1f} s"
     )

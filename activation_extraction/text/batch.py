@@ -3,7 +3,7 @@
 Of this folder, the model and the output know only this module and workers.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -67,13 +67,14 @@ class Batch:
     """Arrays (B, T) int32 and the samples in them, in stream order.
 
     segment_ids: 1, 2, ... for the samples of each row, 0 for padding. positions: counted from 0
-    within each sample.
+    within each sample. kept: bool (B, T), the tokens whose activations are wanted; None for all.
     """
 
     token_ids: np.ndarray
     segment_ids: np.ndarray
     positions: np.ndarray
     samples: tuple[Placed, ...]
+    kept: np.ndarray | None = None
 
     @property
     def cursor(self) -> Cursor:
@@ -87,6 +88,24 @@ class Batch:
     def lengths(self) -> list[int]:
         """The number of tokens of each sample."""
         return [len(placed.sample.token_ids) for placed in self.samples]
+
+    def kept_tokens(self) -> Iterator[tuple[Any, np.ndarray]]:
+        """For each sample: where its kept tokens are, and their positions, int32.
+
+        Where: in an array (B, T, ...), or (tokens, ...) if only kept tokens are there, row by row.
+        """
+        if self.kept is None:
+            for sample, row, start in self.samples:
+                stop = start + len(sample.token_ids)
+                yield (row, slice(start, stop)), np.arange(stop - start, dtype=np.int32)
+            return
+        before = np.concatenate([[0], np.cumsum(self.kept)])
+        for placed in self.samples:
+            first, last = (
+                placed.row * self.kept.shape[1] + at for at in (placed.start, placed.stop)
+            )
+            positions = np.flatnonzero(self.kept[placed.row, placed.start : placed.stop])
+            yield slice(before[first], before[last]), positions.astype(np.int32)
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,87 @@
+"""--positions: a rule that says which positions of a sample are kept.
+
+This module reads the rule and knows nothing of tokens; text/choice.py applies it.
+"""
+
+import argparse
+import re
+from dataclasses import dataclass
+
+ALL = "all"
+LARGEST = 10**9
+SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(\d+)?)?")
+RANDOM = re.compile(r"random:(\d*\.?\d+(?:[eE]-?\d+)?)(?::(\d+))?")
+NAMED = re.compile(r"(first|last|every):(\d+)")
+EXPECTED = (
+    "expected all, last, first:N, last:N, every:N, random:P, random:P:SEED or a slice such as 4:-1"
+)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """A slice of a sample's positions, with Python's meaning; or a random share of them.
+
+    start, stop, step: of the slice. share: above 0 and below 1; None for a slice.
+    """
+
+    start: int | None = None
+    stop: int | None = None
+    step: int = 1
+    share: float | None = None
+    seed: int = 0
+
+    def expected(self, length: int) -> float:
+        """How many tokens of a sample of `length` tokens are kept, on average."""
+        if self.share is not None:
+            return self.share * length
+        return len(range(length)[self.start : self.stop : self.step])
+
+    def __str__(self) -> str:
+        """The rule in one spelling, which `parse_positions` reads back."""
+        if self.share is not None:
+            return f"random:{self.share!r}:{self.seed}"
+        if self == Positions():
+            return ALL
+        if self == Positions(step=self.step):
+            return f"every:{self.step}"
+        if self.start is None and self.step == 1 and (self.stop or 0) > 0:
+            return f"first:{self.stop}"
+        if self.stop is None and self.step == 1 and (self.start or 0) < 0:
+            return f"last:{-(self.start or 0)}"
+        start, stop = ("" if end is None else str(end) for end in (self.start, self.stop))
+        return f"{start}:{stop}" + (f":{self.step}" if self.step > 1 else "")
+
+
+def parse_positions(typed: str) -> Positions:
+    """Reads a rule. Raises argparse.ArgumentTypeError for anything else."""
+    if typed in (ALL, "last"):
+        return Positions(start=None if typed == ALL else -1)
+    if found := NAMED.fullmatch(typed):
+        count = _checked(typed, found[2], least=1)
+        slices = {
+            "first": (None, count, 1),
+            "last": (-count, None, 1),
+            "every": (None, None, count),
+        }
+        return Positions(*slices[found[1]])
+    if found := RANDOM.fullmatch(typed):
+        if not 0 < (share := float(found[1])) < 1:
+            raise argparse.ArgumentTypeError(f"{typed}: the share is not between 0 and 1")
+        return Positions(share=share, seed=_checked(typed, found[2] or "0"))
+    if found := SLICE.fullmatch(typed):
+        start = _checked(typed, found[1] or "0")
+        stop = None if found[2] is None else _checked(typed, found[2])
+        return Positions(start or None, stop, _checked(typed, found[3] or "1", least=1))
+    raise argparse.ArgumentTypeError(f"{typed!r} is no choice of positions; {EXPECTED}")
+
+
+def _checked(typed: str, digits: str, least: int = -LARGEST) -> int:
+    number = int(digits)
+    if not least <= number <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{typed}: expected numbers from {least} to {LARGEST}")
+    return number
+
+
+def positions(typed: str) -> str:
+    """The rule in its one spelling, for argparse."""
+    return str(parse_positions(typed))

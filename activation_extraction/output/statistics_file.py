@@ -1,0 +1,58 @@
+"""The statistics of a shard for every dimension: `shard_0001.npz`, beside the shard.
+
+It holds the sums of each hook (see `Sums`), as arrays `HOOK/FIELD` that `numpy.load` reads. They
+are too long for the shard's JSON, which has their sha256. The bytes depend on the sums alone.
+"""
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+
+import numpy as np
+
+from activation_extraction.cli.errors import RunError
+from activation_extraction.output.statistics import BUCKETS, Sums
+
+FIELDS = [field.name for field in fields(Sums)]
+
+
+def statistics_name(number: int) -> str:
+    """Name of the file of shard `number`."""
+    return f"shard_{number:04d}.npz"
+
+
+def pack_sums(sums: Mapping[str, Sums]) -> bytes:
+    """The content of the file. sums: by hook."""
+    arrays = {f"{hook}/{name}": getattr(sums[hook], name) for hook in sums for name in FIELDS}
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def unpack_sums(
+    data: bytes, sha256: str | None, hooks: Iterable[tuple[str, int]], where: str
+) -> dict[str, Sums]:
+    """The inverse of `pack_sums`, for some of the hooks: name and width.
+
+    Raises RunError when the data is not what was written. where: names the file.
+    """
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise RunError(f"{where}: is damaged: its sha256 is not the one in the shard's JSON")
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if any(each.file_size != each.compress_size for each in archive.infolist()):
+                raise ValueError("it is compressed")
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            return {hook: _sums(arrays, hook, width) for hook, width in hooks}
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise RunError(f"{where}: cannot be read: {error}") from error
+
+
+def _sums(arrays: Mapping[str, np.ndarray], hook: str, width: int) -> Sums:
+    found = [arrays[f"{hook}/{name}"] for name in FIELDS]
+    shapes = [(BUCKETS,), (BUCKETS,), (2, width), (2, width), ()]
+    if [each.shape for each in found] != shapes:
+        raise ValueError(f"{hook} has shapes {[each.shape for each in found]}, expected {shapes}")
+    return Sums(*found)

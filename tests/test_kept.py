@@ -1,0 +1,303 @@
+"""Runs that keep some tokens: what leaves the devices, is stored, verified, continued and read."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from extractions import change_shard
+from pods import Pod, stored
+from small_runs import content, set_status
+from test_cli import main, records_of
+
+from activation_extraction import ActivationDataset
+from activation_extraction.cli.config import parse_args
+from activation_extraction.model import kept as kept_module
+from activation_extraction.model.kept import take_kept
+from activation_extraction.model.mesh import host_rows
+from activation_extraction.output.pickle_file import read_pickle, read_records, write_pickle
+from activation_extraction.reading.export_formats import FORMATS
+from activation_extraction.text.choice import TokenChoice
+
+ROUNDING = 1e-5
+HOOKS = ["blocks.0.attn.hook_k", "blocks.1.hook_resid_post", "blocks.2.mlp.hook_post"]
+SHARES = {
+    "last": ["--positions", "last"],
+    "random": ["--positions", "random:0.1:3"],
+    "many": ["--drop_token_ids", "12", "14", "20"],
+    "few": ["--positions", "last", "--drop_token_ids", *map(str, range(300))],  # often none
+}
+MESHES = {
+    "one device": ["--no_data_parallel"],
+    "2d": [],
+    "pipeline": ["--mesh_shape", "2,2,2", "--mesh_axes", "pipeline,data,model"],
+    "rows that do not divide": ["--max_seq_length", "84"],
+}
+
+
+def long(name, quick):
+    """A parameter that `make test-quick` leaves out unless it is the quick one."""
+    return pytest.param(name, marks=[] if name == quick else pytest.mark.long)
+
+
+@pytest.fixture(scope="module")
+def flags(demo_inputs):
+    return [
+        *("--model_path", demo_inputs / "model", "--hook_names", *HOOKS),
+        *("--dataset_path", demo_inputs / "documents.parquet", "--max_samples", 60),
+        *("--max_seq_length", 96, "--shard_size_gb", 0.0004),
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(flags, tmp_path_factory):
+    """All tokens of the same samples, from one device."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(*flags, "--no_data_parallel", "--output_dir", folder) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def few(flags, tmp_path_factory):
+    """The run of which random tokens are kept."""
+    folder = tmp_path_factory.mktemp("few")
+    assert main(*flags, *SHARES["random"], "--output_dir", folder) == 0
+    assert len(list(folder.glob("*.pkl.gz"))) > 3
+    return folder
+
+
+def chosen(flags):
+    config = parse_args(flags)
+    return TokenChoice(config.positions, config.drop_token_ids)
+
+
+def check(folder, whole, choice, length=96):
+    """Every sample is there, with its kept tokens and the values that they have in the whole."""
+    found, expected = records_of(folder), records_of(whole)
+    assert list(found) == list(expected) == HOOKS
+    for hook in HOOKS:
+        for record, every in zip(found[hook], expected[hook], strict=True):
+            token_ids = every["token_ids"][:length]
+            positions = choice.kept(every["sample_idx"], token_ids)
+            assert record["sample_idx"] == every["sample_idx"]
+            assert record["positions"].dtype == record["token_ids"].dtype == np.int32
+            np.testing.assert_array_equal(record["positions"], positions)
+            np.testing.assert_array_equal(record["token_ids"], token_ids[positions])
+            values = every["activation"]
+            assert record["activation"].shape == (len(positions), values.shape[1])
+            assert record["shape"] == record["activation"].shape
+            error = np.abs(record["activation"] - values[positions]).max(initial=0)
+            assert error < ROUNDING * np.abs(values).max(initial=1)
+
+
+@pytest.mark.parametrize("mesh", [long(mesh, "2d") for mesh in MESHES])
+@pytest.mark.parametrize("share", [long(share, "random") for share in SHARES])
+def test_kept_tokens_have_the_values_of_the_whole(share, mesh, flags, whole, tmp_path, capsys):
+    asked = [*flags, *SHARES[share], *MESHES[mesh], "--output_dir", tmp_path]
+    assert main(*asked) == 0
+    length = 84 if "84" in MESHES[mesh] else 96
+    check(tmp_path, whole, chosen(SHARES[share]), length)
+    assert main("--verify", "--output_dir", tmp_path) == 0
+    assert "60 samples" in capsys.readouterr().out
+
+
+def test_a_run_that_keeps_everything_stores_no_positions(flags, whole, tmp_path):
+    for records in records_of(whole).values():
+        assert all("positions" not in record for record in records)
+    assert main(*flags, "--no_data_parallel", "--positions", ":", "--output_dir", tmp_path) == 0
+    assert content(tmp_path) == content(whole)
+
+
+def test_only_kept_tokens_leave_the_devices(monkeypatch):
+    """Counted in bytes: about as many as are kept, whatever the devices; and none of other rows."""
+    monkeypatch.setattr(kept_module, "PIECES", 32)
+    rows = host_rows(jax.devices())
+    values = np.random.default_rng(0).standard_normal((3, 8, 64, 5), np.float32)
+    for length in (64, 60):  # 60 tokens do not divide among eight devices
+        part = values[:, :, :length]
+        array = jax.device_put(part, rows.outgoing(length))
+        for share in (0.0, 0.03, 0.3, 1.0):
+            kept = np.random.default_rng(1).random((8, length)) < share
+            sent = take_kept({5: array}, kept)
+            copied = sum(piece.values[5].nbytes for piece in sent.pieces)
+            assert copied <= min(2.5 * share + 0.1, 1.1) * part.nbytes, (length, share)
+            np.testing.assert_array_equal(sent.receive()[5], part[:, kept])
+
+
+@pytest.mark.parametrize("changes", [[], ["--batch_size", 3, "--no_data_parallel"]])
+def test_a_run_that_was_stopped_keeps_the_same_tokens(changes, flags, few, whole, tmp_path):
+    shutil.copytree(few, tmp_path / "out")
+    for path in (tmp_path / "out").glob("shard_*"):
+        if int(path.name[6:10]) > 1:
+            path.unlink()
+    set_status(tmp_path / "out", "running")
+    asked = [*flags, *SHARES["random"], *changes, "--output_dir", tmp_path / "out"]
+    assert main(*asked) == 0
+    check(tmp_path / "out", whole, chosen(SHARES["random"]))
+    if not changes:
+        assert content(tmp_path / "out") == content(few)
+    assert main(*flags, "--positions", "random:0.1:4", "--output_dir", tmp_path / "out") == 2
+
+
+def test_a_damaged_shard_is_made_again(flags, few, tmp_path):
+    shutil.copytree(few, tmp_path / "out")
+    (tmp_path / "out/shard_0002.pkl.gz").unlink()
+    assert main(*flags, *SHARES["random"], "--repair", "--output_dir", tmp_path / "out") == 0
+    assert content(tmp_path / "out") == content(few)
+
+
+def verify(folder, demo_inputs, *more):
+    model = ["--model_path", demo_inputs / "model", "--verify_samples", 60]
+    return main("--verify", *model, *more, "--output_dir", folder)
+
+
+def test_verify_reads_the_text_again_to_recompute_kept_tokens(
+    few, demo_inputs, texts, tmp_path, capsys
+):
+    assert verify(few, demo_inputs) == 0
+    assert "60 samples recomputed; 0 problem(s)" in capsys.readouterr().out
+    other = tmp_path / "documents.parquet"
+    shutil.copy(demo_inputs / "documents.parquet", other)
+    assert verify(few, demo_inputs, "--dataset_path", other) == 0
+    assert verify(few, demo_inputs, "--dataset_path", texts([{"text": "other"}])) == 2
+    assert "holds other files than the run has read" in capsys.readouterr().err
+
+
+def edited(few, tmp_path, change):
+    """A copy of the run with a record that was changed, to which everything else agrees."""
+    shutil.copytree(few, tmp_path / "out")
+    number = len(list(few.glob("shard_*.json")))
+
+    def of_last(shard):
+        for records in shard.values():
+            record = next(r for r in reversed(records) if len(r["positions"]))
+            change(record)
+
+    change_shard(tmp_path / "out", number, of_last)
+    return tmp_path / "out"
+
+
+CHANGES = {
+    "shifted positions": (
+        lambda r: r.update(positions=r["positions"] + np.int32(1)),
+        "",
+        "the data set now gives other tokens than those that are stored",
+    ),
+    "other values": (
+        lambda r: r.update(activation=r["activation"] * np.float32(1.1)),
+        "",
+        "recomputed, it differs by 0.0",
+    ),
+    "positions that do not ascend": (
+        lambda r: r.update(positions=r["positions"][::-1] * 0),
+        "its positions do not ascend from 0 to 95",
+        "",
+    ),
+    "too few positions": (
+        lambda r: r.update(positions=r["positions"][:-1]),
+        "token ids, ",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_verify_finds_what_is_wrong_with_kept_tokens(name, few, demo_inputs, tmp_path, capsys):
+    change, by_format, by_recomputing = CHANGES[name]
+    out = edited(few, tmp_path, change)
+    assert main("--verify", "--output_dir", out) == (1 if by_format else 0)
+    assert by_format in capsys.readouterr().out
+    if by_recomputing:
+        assert verify(out, demo_inputs) == 1
+        assert by_recomputing in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("share", ["few", "random"])
+def test_what_is_kept_is_read_back(share, flags, few, tmp_path, capsys):
+    out = few
+    if share == "few":
+        out = tmp_path / "out"
+        assert main(*flags, *SHARES[share], "--output_dir", out) == 0
+    dataset, records = ActivationDataset(out), records_of(out)
+    assert len(dataset) == 60
+    assert dataset.tokens == sum(len(r["token_ids"]) for r in records[HOOKS[0]])
+    if share == "few":
+        assert sum(not len(r["token_ids"]) for r in records[HOOKS[0]]) > 20
+    for number, sample in enumerate(dataset):
+        for hook in HOOKS:
+            np.testing.assert_array_equal(sample[hook], records[hook][number]["activation"])
+        np.testing.assert_array_equal(sample.position, records[HOOKS[0]][number]["positions"])
+        np.testing.assert_array_equal(sample.token_ids, records[HOOKS[0]][number]["token_ids"])
+    every = np.concatenate([r["positions"] for r in records[HOOKS[1]]])
+    for shuffle in (None, 1):
+        batches = list(dataset.batches(50, shuffle=shuffle))
+        found = np.concatenate([batch.position for batch in batches])
+        assert sorted(found.tolist()) == sorted(every.tolist())
+    late = dataset.batches(50, skip_first=70)
+    assert sum(map(len, late)) == (every >= 70).sum()
+    assert main("--status", "--output_dir", out) == 0
+    assert f"{dataset.tokens:,}" in capsys.readouterr().out
+    assert main("--report", tmp_path / "report.html", "--output_dir", out) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert chosen(SHARES[share]).positions in page and "their lengths are not known" in page
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_kept_tokens_are_exported(form, few, tmp_path, capsys):
+    asked = ["--export", form, "--export_dir", tmp_path / "export", "--hook_names", HOOKS[1]]
+    assert main(*asked, "--output_dir", few) == 0
+    assert f"{ActivationDataset(few).tokens:,} tokens" in capsys.readouterr().out
+
+
+def test_a_run_of_which_no_token_is_kept(flags, tmp_path, capsys):
+    """Not of much use, and yet in order."""
+    out = tmp_path / "out"
+    assert main(*flags, "--positions", "2000:", "--output_dir", out) == 0
+    assert main("--verify", "--output_dir", out) == 0
+    dataset = ActivationDataset(out)
+    assert (len(dataset), dataset.tokens) == (60, 0) and dataset[7].token_ids.shape == (0,)
+    assert list(dataset.batches(10, shuffle=1)) == []
+    assert main("--report", "--output_dir", out) == 2
+    assert "no token is stored yet" in capsys.readouterr().err
+
+
+def test_a_shard_that_is_read_and_written_again_keeps_its_positions(few, whole, tmp_path):
+    names = {hook: hook for hook in HOOKS}
+    for folder in (few, whole):
+        shard = read_pickle(folder / "shard_0001.pkl.gz", names, 10**9)
+        assert not shard.chosen
+        with open(tmp_path / "again.pkl", "wb") as file:
+            write_pickle(shard, names, file)
+        found = read_records(tmp_path / "again.pkl", 10**9)
+        assert all(("positions" in r) == (folder == few) for r in found[HOOKS[0]])
+
+
+def test_the_metadata_says_what_is_kept(few):
+    metadata = json.loads((few / "metadata.json").read_text())
+    assert metadata["identity"]["positions"] == "random:0.1:3"
+    assert metadata["identity"]["drop_token_ids"] == []
+    assert metadata["tokens"] == metadata["hooks"][0]["tokens"] > 0
+    first = read_records(Path(few / "shard_0001.pkl.gz"))[HOOKS[0]]
+    assert [*first[0]][-1] == "positions"
+
+
+@pytest.mark.long
+def test_two_hosts_keep_the_tokens_of_one(flags, texts, tmp_path):
+    path = texts([{"text": f"text {n} " * (n % 30 + 1), "id": n} for n in range(40)])
+    asked = [*flags, "--dataset_path", path, "--max_samples", 40]
+    assert main(*asked, "--no_data_parallel", "--output_dir", tmp_path / "alone") == 0
+    more = [*SHARES["random"], "--output_dir", tmp_path / "out", "--batch_size", 4]
+    pod = Pod(tmp_path, 2, 4, *asked, *more, "--mesh_shape", "2,4")
+    assert pod.wait() == [0] * 2, [pod.text(i) for i in range(2)]
+    choice, expected = chosen(SHARES["random"]), records_of(tmp_path / "alone")
+    every = {(hook, r["doc_id"]): r for hook in HOOKS for r in expected[hook]}
+    for (_, hook), records in stored(tmp_path / "out").items():
+        for record in records:
+            values = every.pop((hook, record["doc_id"]))
+            positions = choice.kept(record["sample_idx"], values["token_ids"])
+            np.testing.assert_array_equal(record["positions"], positions)
+            error = np.abs(record["activation"] - values["activation"][positions]).max(initial=0)
+            assert error < ROUNDING * np.abs(values["activation"]).max()
+    assert not every

@@ -1,0 +1,123 @@
+"""Which tokens are kept: the rules of --positions, and what is left of a sample or a batch."""
+
+import numpy as np
+import pytest
+from test_cli import main
+
+from activation_extraction.cli.config import parse_args
+from activation_extraction.text.choice import TokenChoice
+from activation_extraction.text.packing import pack, samples_of
+
+SLICES = {
+    "all": slice(None),
+    "last": slice(-1, None),
+    "first:3": slice(3),
+    "last:3": slice(-3, None),
+    "every:4": slice(None, None, 4),
+    "1:": slice(1, None),
+    ":-1": slice(-1),
+    "2:9:3": slice(2, 9, 3),
+    "-5:-1": slice(-5, -1),
+    "::2": slice(None, None, 2),
+}
+BAD = {
+    "first": "'first' is no choice of positions; expected all, last, first:N",
+    "first:0": "expected numbers from 1",
+    "every:0": "expected numbers from 1",
+    "::0": "expected numbers from 1",
+    "::-1": "no choice of positions",
+    "5": "no choice of positions",
+    "random:0": "the share is not between 0 and 1",
+    "random:1": "the share is not between 0 and 1",
+    "random:0.5:x": "no choice of positions",
+    "99999999999:": "to 1000000000",
+}
+
+FIRST = [4, 8, 18, 31, 39, 42, 76, 83]  # of sample 0
+
+
+def choice_of(*flags):
+    config = parse_args(list(flags))
+    return TokenChoice(config.positions, config.drop_token_ids)
+
+
+@pytest.mark.parametrize("rule", SLICES)
+def test_slices_mean_what_they_mean_in_python(rule):
+    for length in (1, 2, 3, 8, 50):
+        kept = choice_of(f"--positions={rule}").kept(7, np.zeros(length, np.int32))
+        assert kept.dtype == np.int32
+        np.testing.assert_array_equal(kept, np.arange(length)[SLICES[rule]])
+
+
+def test_rules_that_mean_the_same_are_spelt_the_same():
+    same = [("last", "last:1", "-1:"), ("first:3", ":3", "0:3"), ("every:2", "::2"), ("all", ":")]
+    for rules in same:
+        assert len({choice_of(f"--positions={rule}") for rule in rules}) == 1
+    assert choice_of("--positions", ":").everything and choice_of().everything
+    assert str(choice_of("--positions", "random:.5")) == "positions random:0.5:0"
+    dropped = choice_of("--drop_token_ids", "9", "3", "9")
+    assert not dropped.everything and dropped.dropped == (3, 9)
+    assert str(dropped) == "positions all, without the token ids 3, 9"
+
+
+def test_a_random_choice_depends_on_sample_position_and_seed_alone():
+    """The positions are written down here: they may never change, or runs could not continue."""
+    ids = np.zeros(2000, np.int32)
+    choice = choice_of("--positions", "random:0.1")
+    found = [choice.kept(index, ids) for index in range(300)]
+    assert found[0][:8].tolist() == FIRST
+    np.testing.assert_array_equal(choice.kept(4, ids[:500]), found[4][found[4] < 500])
+    shares = np.array([len(kept) for kept in found]) / 2000
+    assert abs(shares.mean() - 0.1) < 5 * (0.1 * 0.9 / 600_000) ** 0.5
+    counts = np.bincount(np.concatenate(found), minlength=2000)
+    assert abs(counts.std() - (300 * 0.1 * 0.9) ** 0.5) < 0.5
+    both = len(np.intersect1d(found[0], found[1]))
+    assert 5 < both < 40  # about 1 % of the tokens, as of independent choices
+    other = choice_of("--positions", "random:0.1:1").kept(0, ids)
+    assert 5 < len(np.intersect1d(found[0], other)) < 40
+
+
+def test_token_ids_are_dropped_after_positions_are_counted():
+    ids = np.array([5, 9, 5, 5, 9, 7], np.int32)
+    assert choice_of("--drop_token_ids", "5").kept(0, ids).tolist() == [1, 4, 5]
+    assert choice_of("--positions", "first:3", "--drop_token_ids", "9").kept(0, ids).tolist() == [
+        0,
+        2,
+    ]
+    assert choice_of("--positions", "last", "--drop_token_ids", "7").kept(0, ids).tolist() == []
+
+
+def test_kept_tokens_are_found_in_a_batch_and_in_what_is_left_of_it():
+    chance = np.random.default_rng(0)
+    documents = [chance.integers(0, 9, n, np.int32) for n in chance.integers(1, 30, 40)]
+    choice = choice_of("--positions", "1::2", "--drop_token_ids", "3", "4")
+    number = 0
+    for batch in map(choice.mark, pack(samples_of(documents), rows=4, length=32)):
+        left = batch.token_ids[batch.kept]
+        for placed, (where, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
+            expected = choice.kept(placed.sample.sample_idx, documents[number])
+            np.testing.assert_array_equal(positions, expected)
+            np.testing.assert_array_equal(left[where], documents[number][expected])
+            number += 1
+    assert number == 40
+
+
+@pytest.mark.parametrize("rule", BAD)
+def test_bad_rules_end_with_one_line(rule, capsys):
+    assert main("--demo", f"--positions={rule}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: argument --positions: ") and BAD[rule] in line
+
+
+def test_a_token_id_that_the_model_lacks_is_refused(inputs, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(*inputs, "--drop_token_ids", 3, 2048, "--output_dir", out) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert line == "error: --drop_token_ids 2048: the model has token ids 0 to 2047"
+    assert not out.exists()
+
+
+def test_list_hooks_says_how_many_tokens_are_kept(inputs, capsys):
+    assert main(*inputs[:2], "--list_hooks", "--positions", "random:0.25") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "--positions random:0.25:0 keeps about 512 of a sample's 2,048 tokens"
