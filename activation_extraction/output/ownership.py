@@ -93,9 +93,11 @@ class Ownership:
 
     def _put_file(self, path: Path) -> None:
         """Uploads a file, which replaces none that a later owner has written."""
+        if not self.folder.conditional:
+            return self.folder.put(path)
         while True:
             try:
-                return self.folder.put(path, new=self.folder.conditional)
+                return self.folder.put(path, new=True)
             except TakenError:
                 version = self.folder.version(path.name)
                 self.check()  # after looking: what a later owner has written stays
