@@ -45,7 +45,7 @@ from qwen2_jax_with_hooks import FAMILIES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-pytest_plugins = ["small_runs"]
+pytest_plugins = ["small_runs", "gcs_server"]
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

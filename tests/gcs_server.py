@@ -1,49 +1,78 @@
 """A Google Cloud Storage that misbehaves: the emulator of gcp-storage-emulator behind a proxy.
 
 The proxy forwards each request, or fails it in one of the ways in which networks and stores fail.
+It adds what the emulator lacks: generation preconditions, and listings in pages of 1,000 names.
 `Bucket` is one bucket behind it and what a client needs in its environment to reach it.
 """
 
 import http.client
 import json
 import random
+import re
 import socket
 import struct
 import threading
 import time
+import uuid
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
+import fsspec
+import gcsfs
+import pytest
+from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
 
 # A number is the HTTP status of the answer; the others are what networks do.
 FAULTS = ("503", "429", "reset", "stall", "truncated", "lost")
 STALL_SECONDS = 3.0
 CHUNK = 65536
+PAGE = 1000  # names in one answer to a listing, as in the real store
+MUTATIONS = {"POST", "PUT", "DELETE", "PATCH"}
 
 
 class Bucket:
     """The bucket `name`. Set `rate` to have that share of the requests fail in one of `faults`;
     `bytes_per_second` slows uploads down, all together. `failed` counts what was done, `served` the
-    bytes of objects in answers."""
+    bytes of objects in answers. `asked` lists the requests: (method, name of the object). `before`
+    is called with each one before it is served, `after` also with its status. `door` opens another
+    way into the same bucket."""
 
     name = "bucket"
 
-    def __init__(self, emulator_port: int) -> None:
+    def __init__(self, emulator_port: int, writing: Any = None) -> None:
         self.rate = 0.0
         self.faults: tuple[str, ...] = FAULTS
         self.bytes_per_second: float | None = None
         self.failed: Counter[str] = Counter()
         self.requests = 0
         self.served = 0
+        self.asked: list[tuple[str, str]] = []
+        self.before: Callable[[str, str], None] = lambda method, name: None
+        self.pages: dict[str, dict[str, Any]] = {}
+        self.uploads: dict[str, str] = {}  # id of a resumable upload -> name of its object
+        self.after: Callable[[str, str, int], None] = lambda method, name, status: None
+        self.writing = writing or threading.Lock()  # a precondition and its write are one step
         self.chance = random.Random(0)
         self.emulator_port = emulator_port
+        self.storage: Any = None  # the emulator's
         self.lock = threading.Lock()
         self._server = _Server(self)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @contextmanager
+    def door(self) -> Iterator["Bucket"]:
+        """The same bucket at another address, so that requests of two clients are told apart."""
+        another = Bucket(self.emulator_port, self.writing)
+        try:
+            yield another
+        finally:
+            another.close()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -67,18 +96,33 @@ class Bucket:
         """Name -> content of everything in the bucket, straight from the emulator."""
         listing = json.loads(self._ask(f"/storage/v1/b/{self.name}/o"))
         names = [item["name"] for item in listing.get("items", [])]
-        return {
-            name: self._ask(f"/storage/v1/b/{self.name}/o/{name.replace('/', '%2F')}?alt=media")
-            for name in names
-        }
+        return {name: self._ask(f"{self._path(name)}?alt=media") for name in names}
+
+    def put(self, name: str, data: bytes) -> None:
+        """Writes an object behind everybody's back."""
+        query = urlencode({"uploadType": "media", "name": name})
+        self._ask(f"/upload/storage/v1/b/{self.name}/o?{query}", "POST", data)
+
+    def fill(self, files: Mapping[str, bytes]) -> None:
+        """As `put`, for thousands of objects."""
+        for name, data in files.items():
+            about = objects._make_object_resource("", self.name, name, "", str(len(data)))
+            self.storage.create_file(self.name, name, data, objects._checksums(data, about))
 
     def delete(self, name: str) -> None:
         """Deletes an object behind everybody's back."""
-        self._ask(f"/storage/v1/b/{self.name}/o/{name.replace('/', '%2F')}", "DELETE")
+        self._ask(self._path(name), "DELETE")
 
-    def _ask(self, path: str, method: str = "GET") -> bytes:
+    def generation(self, name: str) -> str:
+        """That of the object; "0" when there is none."""
+        return json.loads(self._ask(self._path(name)) or b"{}").get("generation", "0")
+
+    def _path(self, name: str) -> str:
+        return f"/storage/v1/b/{self.name}/o/{quote(name, safe='')}"
+
+    def _ask(self, path: str, method: str = "GET", data: bytes | None = None) -> bytes:
         connection = http.client.HTTPConnection("127.0.0.1", self.emulator_port)
-        connection.request(method, path)
+        connection.request(method, path, data)
         body = connection.getresponse().read()
         connection.close()
         return body
@@ -125,21 +169,44 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(STALL_SECONDS)
             self._reset()
             return
+        query = parse_qs(urlsplit(self.path).query)
+        session = query.get("upload_id", [""])[0]
+        name = bucket.uploads[session] if session else _object(self.path, body)
+        bucket.asked.append((self.command, name))
+        bucket.before(self.command, name)
+        with bucket.writing if self.command in MUTATIONS else nullcontext():
+            expected = query.get("ifGenerationMatch", [None])[0]
+            kept: list[tuple[str, str]] = []
+            if expected is not None and bucket.generation(name) != expected:
+                status, content = 412, b'{"error": {"code": 412, "message": "changed"}}'
+            else:
+                status, kept, content = self._forward(bucket, body)
+            bucket.after(self.command, name, status)
+        for location in (value for key, value in kept if key == "Location"):
+            bucket.uploads[parse_qs(urlsplit(location).query)["upload_id"][0]] = name
+        if fault == "lost":
+            self._reset()
+            return
+        if self.command == "GET" and not name and status == 200:
+            content = _page(bucket.pages, content, query.get("pageToken", [None])[0])
+        if "alt=media" in self.path:
+            with bucket.lock:
+                bucket.served += len(content)
+        self._answer(status, kept, content, cut=fault == "truncated")
+
+    def _forward(self, bucket: Bucket, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        """Status, headers and content of the emulator's answer."""
+        if "pageToken=" in self.path:  # a later page is kept here
+            return 200, [], b"{}"
         connection = http.client.HTTPConnection("127.0.0.1", bucket.emulator_port)
         headers = {k: v for k, v in self.headers.items() if k.lower() != "transfer-encoding"}
         connection.request(self.command, self.path, body, headers)
         response = connection.getresponse()
         content = response.read()
         connection.close()
-        if fault == "lost":
-            self._reset()
-            return
         skipped = {"content-length", "transfer-encoding", "connection", "date", "server"}
         kept = [(k, v) for k, v in response.getheaders() if k.lower() not in skipped]
-        if "alt=media" in self.path:
-            with bucket.lock:
-                bucket.served += len(content)
-        self._answer(response.status, kept, content, cut=fault == "truncated")
+        return response.status, kept, content
 
     do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = _serve
 
@@ -184,6 +251,30 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
 
+def _object(path: str, body: bytes) -> str:
+    """The name of the object that a request is about; "" for a bucket and for listings."""
+    url = urlsplit(path)
+    query = parse_qs(url.query)
+    if "name" in query:
+        return query["name"][0]
+    if url.path.startswith("/upload/"):  # the name is in the first part of the body
+        found = re.search(rb'"name": ?("(?:[^"\\\\]|\\\\.)*")', body[:4096])
+        return json.loads(found[1]) if found else ""
+    return unquote(url.path.partition("/o/")[2])
+
+
+def _page(pages: dict[str, dict[str, Any]], content: bytes, token: str | None) -> bytes:
+    """One page of a listing; the rest of it waits for the token that the page carries."""
+    listing = json.loads(content) if token is None else pages.pop(token)
+    if "items" not in listing:
+        return content
+    page = {**listing, "items": listing["items"][:PAGE]}
+    if rest := listing["items"][PAGE:]:
+        page["nextPageToken"] = uuid.uuid4().hex
+        pages[page["nextPageToken"]] = {**listing, "items": rest, "prefixes": []}
+    return json.dumps(page).encode()
+
+
 @contextmanager
 def gcs() -> Iterator[Bucket]:
     """A running store with one empty bucket."""
@@ -191,10 +282,32 @@ def gcs() -> Iterator[Bucket]:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     emulator = create_server("127.0.0.1", port, in_memory=True, default_bucket=Bucket.name)
+    emulator._storage._write_config_to_file = lambda: None  # all of it, at every write
     emulator.start()
     bucket = Bucket(port)
+    bucket.storage = emulator._storage
     try:
         yield bucket
     finally:
         bucket.close()
         emulator.stop()
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """An empty bucket; this process and its children reach it as gs://bucket."""
+    with gcs() as found:
+
+        def reach():
+            for name, value in found.environment.items():
+                monkeypatch.setenv(name, value)
+            monkeypatch.setattr(fsspec.config, "conf", {})
+            fsspec.config.set_conf_env(fsspec.config.conf)
+            gcsfs.GCSFileSystem.clear_instance_cache()
+
+        reach()
+        found.reach = reach
+        # In this process gcsfs does not wait between its own attempts.
+        monkeypatch.setattr(gcsfs.retry, "random", SimpleNamespace(random=lambda: -100.0))
+        yield found
+        gcsfs.GCSFileSystem.clear_instance_cache()

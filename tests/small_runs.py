@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from activation_extraction.cli.errors import RunError
+from activation_extraction.cli.errors import RunError, StorageError
 from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.output.formats import chosen_format
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.sealed_json import seal
-from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run import demo
 from activation_extraction.text.documents import DocumentStream

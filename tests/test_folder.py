@@ -8,7 +8,9 @@ import google.auth.exceptions
 import pytest
 
 from activation_extraction.output import folder as folder_module
+from activation_extraction.output import patience
 from activation_extraction.output.folder import Folder, FolderError
+from activation_extraction.output.reasons import reason_of
 
 
 class Flaky:
@@ -27,7 +29,7 @@ class Flaky:
 
 
 def test_what_passes_is_retried_and_what_does_not_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_module, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
     path = tmp_path / "file"
     path.write_bytes(b"content")
     store = Folder(f"memory://{tmp_path}/flaky", patience=5)
@@ -61,7 +63,7 @@ def test_deleting_what_is_not_there_asks_nothing_else(tmp_path, monkeypatch):
 
 def test_patience_counts_the_time_without_progress_only(tmp_path, monkeypatch):
     """An upload that takes longer than that is sent again as well, when it fails at its end."""
-    monkeypatch.setattr(folder_module, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
     path = tmp_path / "file"
     path.write_bytes(b"content")
     store = Folder(f"memory://{tmp_path}/long", patience=0.3)
@@ -86,12 +88,12 @@ def test_patience_counts_the_time_without_progress_only(tmp_path, monkeypatch):
 def test_a_metadata_server_out_of_reach_is_asked_again():
     unreachable = google.auth.exceptions.RefreshError("503")
     unreachable.__cause__ = google.auth.exceptions.TransportError("503")
-    assert not folder_module.reason_of(unreachable)[1]
-    assert folder_module.reason_of(google.auth.exceptions.RefreshError("invalid_grant"))[1]
+    assert not reason_of(unreachable)[1]
+    assert reason_of(google.auth.exceptions.RefreshError("invalid_grant"))[1]
 
 
 def test_an_upload_whose_answer_was_lost_is_recognised(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_module, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
     path = tmp_path / "file"
     path.write_bytes(b"content")
     store = Folder(f"memory://{tmp_path}/lost")
@@ -107,7 +109,7 @@ def test_an_upload_whose_answer_was_lost_is_recognised(tmp_path, monkeypatch):
 
 
 def test_what_arrives_damaged_is_sent_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_module, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
     path = tmp_path / "file"
     path.write_bytes(b"content")
     store = Folder(f"memory://{tmp_path}/damaged")

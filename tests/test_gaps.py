@@ -21,10 +21,9 @@ from small_runs import (
 )
 from test_killed import killed_at
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.cli.errors import InputError, StorageError
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.identity import Identity
-from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.reading.verify import verify
 from activation_extraction.run.dataset import Dataset, HostText

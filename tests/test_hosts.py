@@ -257,7 +257,8 @@ if host == os.environ["HOST_ID"]:
         script.compile_step = broken
     if fault == "metrics":
         def full(*_):
-            raise shard_writer.StorageError("no room for metrics")
+            from activation_extraction.cli.errors import StorageError
+            raise StorageError("no room for metrics")
         ActivationStorage.record = full
     if fault in ("metrics", "slow to leave"):  # the others have nothing more to do by then
         for name in ("print_summary", "continue_with"):

@@ -10,8 +10,8 @@ from small_runs import content, set_status
 
 import extract_activations
 from activation_extraction.output import shard_writer
-from activation_extraction.output.folder import reason_of
 from activation_extraction.output.pickle_file import read_records
+from activation_extraction.output.reasons import reason_of
 from activation_extraction.output.storage import ActivationStorage
 
 REFUSED = {

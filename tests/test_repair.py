@@ -5,7 +5,7 @@ import shutil
 import pytest
 from pods import Pod, flags_for
 from test_cli import main
-from test_upload import bucket, uploaded  # noqa: F401  # fixture
+from test_upload import uploaded
 
 from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.output import formats

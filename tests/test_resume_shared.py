@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, content, shards_of, status
 
-from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.cli.errors import InputError, RunError, StorageError
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.identity import Identity
-from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.output.storage import ActivationStorage
 
 

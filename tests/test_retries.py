@@ -13,7 +13,7 @@ from test_folder import Flaky
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.weights import Checkpoint
-from activation_extraction.output import folder as folder_module
+from activation_extraction.output import patience
 from activation_extraction.output.folder import Folder, FolderError
 from activation_extraction.text.hub import open_hub_dataset
 
@@ -81,7 +81,7 @@ def pauses(monkeypatch):
         found.append(seconds)
 
     monkeypatch.setattr(gcsfs.retry.asyncio, "sleep", no_time)
-    monkeypatch.setattr(folder_module, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
     gcsfs.GCSFileSystem.clear_instance_cache()
     return found
 
@@ -106,7 +106,7 @@ def test_a_bucket_that_cannot_be_reached_is_said_at_once(monkeypatch, lines, pau
 
 
 def test_every_streak_of_failures_is_one_line(tmp_path, monkeypatch, lines):
-    monkeypatch.setattr(folder_module, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
     store = Folder(f"memory://{tmp_path}/flaky", patience=5)
     path = tmp_path / "file"
     path.write_bytes(b"content")

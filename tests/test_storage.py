@@ -11,9 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.cli.errors import InputError, StorageError
 from activation_extraction.output.identity import Identity
-from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.output.statistics import Statistics, merge_all
 from activation_extraction.output.storage import ActivationStorage
 
@@ -167,7 +166,7 @@ import resource, signal, sys
 import numpy as np
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.output.identity import Identity
-from activation_extraction.output.shard_writer import StorageError
+from activation_extraction.cli.errors import StorageError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 storage = ActivationStorage({str(tmp_path)!r}, {{0: "h"}}, shard_size_gb=1e-5, compress=False)
 try:

@@ -9,44 +9,20 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-import fsspec
-import gcsfs
 import numpy as np
 import pytest
-from gcs_server import gcs
 from pods import Pod
 from small_runs import HIDDEN, HOOKS, both_formats
 
 import extract_activations
+from activation_extraction.cli.errors import StorageError
 from activation_extraction.output import folder as folder_module
 from activation_extraction.output import shard_writer
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.formats import format_of
-from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.output.storage import ActivationStorage
 from benchmarks.kill_and_resume import kill_and_resume, shards_in
-
-
-@pytest.fixture
-def bucket(monkeypatch):
-    """An empty bucket; this process and its children reach it as gs://bucket."""
-    with gcs() as found:
-
-        def reach():
-            for name, value in found.environment.items():
-                monkeypatch.setenv(name, value)
-            monkeypatch.setattr(fsspec.config, "conf", {})
-            fsspec.config.set_conf_env(fsspec.config.conf)
-            gcsfs.GCSFileSystem.clear_instance_cache()
-
-        reach()
-        found.reach = reach
-        # In this process gcsfs does not wait between its own attempts.
-        monkeypatch.setattr(gcsfs.retry, "random", SimpleNamespace(random=lambda: -100.0))
-        yield found
-        gcsfs.GCSFileSystem.clear_instance_cache()
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,10 @@ class RunError(Exception):
         self.remedy = remedy
 
 
+class StorageError(RunError):
+    """A shard could not be committed, so no later one may be; all earlier ones are safe."""
+
+
 def for_the_user(error: Exception) -> Exception:
     """The error itself if `main` knows how to report it. Any other one is a bug in this program:
     its traceback is logged, and a RunError takes its place."""

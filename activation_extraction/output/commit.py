@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from activation_extraction.output.sealed_json import DamagedError
+from activation_extraction.output.sealed_json import DamagedError, seal
 from activation_extraction.output.statistics_file import statistics_name
 from activation_extraction.text.batch import Cursor
 
 FORMAT_VERSION = 3
+CLAIM = "claimed_by"  # the only field of a JSON that holds the place of a shard's
 READABLE_VERSIONS = (2, 3)  # in version 2, pickled records do not name their hook
 
 
@@ -88,6 +89,11 @@ class Commit:
             return cls(**content.pop("samples"), **content)
         except (KeyError, TypeError) as error:
             raise DamagedError(f"{where}: fields are missing or unknown: {error}") from error
+
+
+def claim_of(owner: str) -> bytes:
+    """A file in the place of a shard's JSON, which says who is to write it. It is no commit."""
+    return seal({CLAIM: owner})
 
 
 def commit_name(number: int) -> str:

@@ -6,101 +6,47 @@ other modules.
 """
 
 import base64
-import errno
 import hashlib
-import logging
 import os
-import random
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec
-from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from activation_extraction.cli.errors import RunError, one_line
-from activation_extraction.cli.retries import gcsfs_listeners
+from activation_extraction.cli.errors import one_line
+from activation_extraction.output.conditional import conditions_of
+from activation_extraction.output.patience import PATIENCE, FolderError, Heartbeat, Patient
 
 # gcsfs would ask Google over gRPC for the type of every bucket, and wait minutes for an emulator.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
-PATIENCE = 300.0  # seconds
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts
 # Each request carries one chunk. If it takes longer than this, the upload fails and begins again.
 # Four uploads at a time need 0.28 MB/s.
 CHUNK_BYTES = 8 * 2**20
 REQUEST_SECONDS = 120
 TRIAL = ".write_test"
 OBJECT_STORES = {"gs", "gcs", "s3", "s3a", "abfs", "az"}
-LOCAL_AND_FINAL = {
-    errno.ENOSPC: "the disk is full; make room first",
-    errno.EDQUOT: "the disk quota is used up; make room first",
-    errno.EROFS: "the file system is read-only; make it writable first",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "permission denied",
-}
-# HTTP statuses after which a request may be sent again; 410 means a lost upload session.
-WORTH_ANOTHER_TRY = {408, 409, 410, 416, 429}
-
-log = logging.getLogger("extract_activations")
-T = TypeVar("T")
 
 
-class FolderError(RunError):
-    """A folder refused a request (`final`), or kept failing until the retries were given up."""
-
-    def __init__(self, message: str, final: bool, *, remedy: str | None = None) -> None:
-        super().__init__(message, remedy=remedy)
-        self.final = final
+class TakenError(FolderError):
+    """A file of this name exists already, with other content."""
 
 
-def reason_of(error: BaseException) -> tuple[str, bool]:
-    """What went wrong, in words for the user, and whether it is useless to try again."""
-    code = getattr(error, "code", None)
-    status = int(str(code)) if str(code).isdigit() else 0
-    text = one_line(error)
-    if type(error).__module__.startswith("google.auth"):
-        causes = {type(error).__name__, type(error.__cause__).__name__}  # metadata server: a cause
-        final = not getattr(error, "retryable", False) and "TransportError" not in causes
-        return (
-            f"the credentials cannot be used or have expired ({text:.200}); renew them with "
-            "`gcloud auth application-default login`, or check the service account",
-            final,
-        )
-    if status == 401:
-        return f"the credentials are missing, invalid or have expired ({text:.200})", True
-    if status == 403 or text.startswith("Forbidden"):
-        return f"permission denied ({text:.200}); needed: roles/storage.objectUser", True
-    if isinstance(error, OSError) and error.errno in LOCAL_AND_FINAL:
-        return LOCAL_AND_FINAL[error.errno], True
-    if isinstance(error, OSError) and error.strerror and status == 0:
-        text = error.strerror
-    if isinstance(error, FileNotFoundError):
-        return f"not found ({text:.200})", True
-    final = isinstance(error, ValueError | TypeError | ImportError)
-    final = final or 400 <= status < 500 and status not in WORTH_ANOTHER_TRY
-    return f"{text:.200}", final
+@dataclass(frozen=True)
+class FileEntry:
+    """A file in a listing. version: changes with every write; None if the store has none."""
+
+    size: int
+    version: str | None = None
 
 
-class _Heartbeat(Callback):
-    """fsspec calls this for every chunk that has arrived; `last` is the time of the last one."""
-
-    def __init__(self, beat: Callable[[], None]) -> None:
-        super().__init__()
-        self._beat = beat
-        self.last = time.monotonic()
-
-    def call(self, *_: Any, **__: Any) -> None:
-        self.last = time.monotonic()
-        self._beat()
-
-
-class Folder:
+class Folder(Patient):
     """One folder. patience: for how many seconds without progress a failing request is retried.
 
     beat: called whenever there is progress. `retries` counts the attempts that failed. Methods
@@ -110,11 +56,7 @@ class Folder:
     def __init__(
         self, url: str, patience: float = PATIENCE, beat: Callable[[], None] = lambda: None
     ) -> None:
-        self.url = url.rstrip("/")
-        self.beat = beat
-        self.retries = 0
-        self._patience = patience
-        self._failing = False  # whether a request has failed since the last success
+        super().__init__(url.rstrip("/"), patience, beat)
         try:
             if "://" in url:
                 self._fs, path = url_to_fs(self.url, **_options(self.url))
@@ -123,6 +65,12 @@ class Folder:
         except (ValueError, ImportError) as error:
             raise FolderError(f"{url}: {one_line(error)}", final=True) from error
         self._path = path.rstrip("/")
+        self._conditions = conditions_of(self._fs, self._protocols)
+
+    @property
+    def conditional(self) -> bool:
+        """Whether files can be written on condition that nobody else has changed them."""
+        return self._conditions is not None
 
     @property
     def local(self) -> bool:
@@ -142,13 +90,26 @@ class Folder:
 
     def files(self) -> dict[str, int]:
         """Name -> size in bytes of the files here; empty if the folder does not exist."""
+        return {name: entry.size for name, entry in self.listing().items()}
+
+    def listing(self) -> dict[str, FileEntry]:
+        """The files here by name, as `files`, with their versions."""
         return {
-            _name(entry): int(entry["size"]) for entry in self._entries() if entry["type"] == "file"
+            _name(entry): FileEntry(int(entry["size"]), self._version(entry))
+            for entry in self._entries()
+            if entry["type"] == "file"
         }
+
+    def _version(self, entry: dict[str, Any]) -> str | None:
+        return None if self._conditions is None else self._conditions.version(entry)
 
     def folders(self) -> list[str]:
         """The names of the folders here, sorted."""
-        return sorted(_name(entry) for entry in self._entries() if entry["type"] == "directory")
+        return self.names("directory")
+
+    def names(self, *types: str) -> list[str]:
+        """Sorted names of what is here. types: "file", "directory"."""
+        return sorted(_name(entry) for entry in self._entries() if entry["type"] in types)
 
     def _entries(self) -> list[dict[str, Any]]:
         def look() -> list[dict[str, Any]]:
@@ -197,42 +158,82 @@ class Folder:
         )
         return folder / name
 
-    def remove(self, name: str) -> None:
-        """Deletes a file, if it exists."""
+    def remove(self, name: str, version: str | None = None) -> None:
+        """Deletes a file, or this version of it, if it exists."""
 
         def delete() -> None:
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(self._file(name))
+            with suppress(FileNotFoundError, FileExistsError):
+                if version is None or self._conditions is None:
+                    self._fs.rm_file(self._file(name))
+                else:
+                    self._conditions.delete(self._file(name), version)
 
         self._persist(f"deleting {name}", delete)
 
-    def put(self, path: Path, name: str | None = None) -> None:
+    def version(self, name: str) -> str | None:
+        """The version of a file now; None if there is no such file."""
+
+        def look() -> str | None:
+            self._fs.invalidate_cache()
+            try:
+                return self._version(self._fs.info(self._file(name)))
+            except FileNotFoundError:
+                return None
+
+        return self._persist(f"looking at {name}", look)
+
+    def write_if(self, name: str, data: bytes, version: str | None) -> str | None:
+        """Replaces this version of a small file (None: creates it), in a store that is conditional.
+
+        Returns the new version; None if somebody else has changed the file. If only the store's
+        answer was lost, the file holds this data already, and its version is returned.
+        """
+        assert self._conditions is not None
+        conditions, target = self._conditions, self._file(name)
+
+        def write() -> str | None:
+            try:
+                return conditions.write(target, data, version)
+            except (FileExistsError, FileNotFoundError):
+                self._check_bucket()
+                found = self._found(target, len(data), hashlib.md5(data))
+                return None if found is None else conditions.version(found)
+
+        return self._persist(f"writing {name}", write)
+
+    def put(self, path: Path, name: str | None = None, new: bool = False) -> None:
         """Uploads a finished local file, and retries until the store confirms size and checksum.
 
-        If only the store's answer was lost, the upload is not repeated.
+        If only the store's answer was lost, the upload is not repeated. new: only creates a file,
+        in a store that is conditional; raises TakenError if there is one with other content.
         """
         name = name or path.name
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "md5")  # what stores report
         size = path.stat().st_size
         target = self._file(name)
-        heartbeat = _Heartbeat(self.beat)
+        heartbeat = Heartbeat(self.beat)
         attempts = 0
 
         def upload() -> None:
             nonlocal attempts
             attempts += 1
-            if attempts > 1 and self._holds(target, size, digest):
+            if attempts > 1 and self._found(target, size, digest):
                 return
-            chunks = {"chunksize": CHUNK_BYTES} if "gs" in self._protocols else {}
+            options: dict[str, Any] = {"chunksize": CHUNK_BYTES} if "gs" in self._protocols else {}
+            if new:
+                options["mode"] = "create"
             try:
                 if OBJECT_STORES.isdisjoint(self._protocols):  # those have no folders to make
                     self._fs.makedirs(self._path, exist_ok=True)
-                self._fs.put_file(str(path), target, callback=heartbeat, **chunks)
+                self._fs.put_file(str(path), target, callback=heartbeat, **options)
+            except FileExistsError as error:
+                if not self._found(target, size, digest):
+                    raise TakenError(f"{self.url}/{name}: is there already", True) from error
             except FileNotFoundError as error:
                 self._check_bucket()
                 raise ConnectionError("the upload session was lost") from error
-            if not self._holds(target, size, digest):
+            if not self._found(target, size, digest):
                 raise ConnectionError("what arrived differs from what was sent")
 
         self._persist(f"uploading {name}", upload, heartbeat)
@@ -246,22 +247,27 @@ class Folder:
             self.put(trial)
         self.remove(TRIAL)
 
-    def _holds(self, target: str, size: int, digest: Any) -> bool:
-        """Whether the stored object has this size and MD5. Reads it if the store reports no MD5."""
+    def _found(self, target: str, size: int, digest: Any) -> dict[str, Any] | None:
+        """What the store reports of the object, if it has this size and MD5; None otherwise.
+
+        Reads the object if the store reports no MD5.
+        """
         self._fs.invalidate_cache()
         try:
             found = self._fs.info(target)
         except FileNotFoundError:
-            return False
+            return None
         if found["size"] != size:
-            return False
+            return None
         reported = found.get("md5Hash")
         if reported is not None:
-            return reported == base64.b64encode(digest.digest()).decode()
-        if str(found.get("ETag", "")).strip('"') == digest.hexdigest():  # S3, uploads in one part
-            return True
-        with self._fs.open(target, "rb") as file:
-            return hashlib.file_digest(file, "md5").digest() == digest.digest()
+            same = reported == base64.b64encode(digest.digest()).decode()
+        elif str(found.get("ETag", "")).strip('"') == digest.hexdigest():  # S3, uploads in one part
+            same = True
+        else:
+            with self._fs.open(target, "rb") as file:
+                same = hashlib.file_digest(file, "md5").digest() == digest.digest()
+        return found if same else None
 
     def _check_bucket(self) -> None:
         """Raises FolderError if not just a file but the whole bucket is missing."""
@@ -275,60 +281,6 @@ class Folder:
 
     def _file(self, name: str) -> str:
         return f"{self._path}/{name}"
-
-    def _persist(
-        self, what: str, action: Callable[[], T], heartbeat: _Heartbeat | None = None
-    ) -> T:
-        """The result of `action`, which is retried unless its failure is final."""
-
-        def listen(reason: str) -> None:
-            self._say(what, reason)
-
-        gcsfs_listeners.append(listen)
-        try:
-            result = self._try(what, action, heartbeat)
-            self._failing = False
-            return result
-        finally:
-            gcsfs_listeners.remove(listen)
-
-    def _say(self, what: str, reason: str) -> None:
-        """Warns about a failed request, once until something succeeds again."""
-        if not self._failing:
-            self._failing = True
-            log.warning(
-                "%s: %s failed (%s); trying again for up to %g s (--upload_timeout)",
-                *(self.url, what, f"{reason:.200}", self._patience),
-            )
-
-    def _try(self, what: str, action: Callable[[], T], heartbeat: _Heartbeat | None) -> T:
-        spent = 0.0  # on attempts, each since its last progress, and on the pauses between them
-        pause = FIRST_PAUSE
-        while True:
-            began = time.monotonic()
-            try:
-                return action()
-            except FolderError:
-                raise
-            except Exception as error:  # whatever a file system or the network may raise
-                reason, final = reason_of(error)
-                spent += time.monotonic() - max(began, heartbeat.last if heartbeat else began)
-                if final or self.local:
-                    raise FolderError(f"{self.url}: {what}: {reason}", final=True) from error
-                if spent + pause > self._patience:
-                    raise FolderError(
-                        f"{self.url}: {what} kept failing for {spent:.0f} s "
-                        f"(--upload_timeout): {reason}",
-                        final=False,
-                    ) from error
-            self.retries += 1
-            self.beat()
-            self._say(what, reason)
-            log.debug("%s: %s: %s; trying again in %.1f s", self.url, what, reason, pause)
-            slept = pause * random.uniform(0.5, 1)
-            time.sleep(slept)
-            spent += slept
-            pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def local_path(url: str) -> str:

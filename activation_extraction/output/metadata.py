@@ -5,18 +5,20 @@ metadata.json describes the run; its `identity` must stay the same for a run to 
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from activation_extraction.output.commit import READABLE_VERSIONS, Commit
-from activation_extraction.output.folder import Folder, local_path
+from activation_extraction.output.commit import CLAIM, READABLE_VERSIONS, Commit, commit_name
+from activation_extraction.output.folder import FileEntry, Folder, local_path
 from activation_extraction.output.formats import SUFFIXES
 from activation_extraction.output.identity import Identity, run_of
+from activation_extraction.output.outline import Outline
 from activation_extraction.output.sealed_json import DamagedError, unseal
+from activation_extraction.output.totals import Totals
 
 METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
@@ -35,7 +37,9 @@ class Stored:
 
     damaged: name of each JSON file that could not be read -> why. metrics: the run's last ones.
     url: the folder's. local: whether it is on this machine. locked: whether a process holds it;
-    None if that cannot be known.
+    None if that cannot be known. versions: those of the shards' JSONs, if the store has versions;
+    only here are JSONs that merely claim a shard. outline: of the first shards, if their JSONs were
+    not read; `commits` lacks these shards.
     """
 
     metadata: dict[str, Any] | None = None
@@ -46,6 +50,8 @@ class Stored:
     url: str = ""
     local: bool = True
     locked: bool | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    outline: Outline = field(default_factory=Outline)
 
     @cached_property
     def identity(self) -> Identity | None:
@@ -61,6 +67,14 @@ class Stored:
     def in_order(self) -> list[Commit]:
         """The commits in the order of their numbers."""
         return [self.commits[number] for number in sorted(self.commits)]
+
+    @cached_property
+    def totals(self) -> Totals:
+        """Of all shards."""
+        totals = self.outline.totals.copy()
+        for commit in self.in_order:
+            totals.add(commit)
+        return totals
 
     def has(self, commit: Commit) -> bool:
         """Whether this commit's shard is here, with its full size."""
@@ -80,14 +94,20 @@ class Stored:
         told = self.metadata or {}
         if told.get("remote") is not None and not self.in_bucket:
             return [], []
-        last = max([told.get("shards", 0), *self.commits])
-        without_json = [number for number in range(1, last + 1) if number not in self.commits]
+        known = self.outline.shards
+        last = max([told.get("shards", 0), known, *self.commits])
+        without_json = [n for n in range(known + 1, last + 1) if n not in self.commits]
         return without_json, [c.number for c in self.in_order if not self.has(c)]
 
 
 def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
     """The identity that metadata.json records. Raises DamagedError if it cannot be read."""
     return Identity.from_json(metadata["identity"], where)
+
+
+def is_commit(name: str) -> bool:
+    """Whether this is the name of a shard's JSON."""
+    return re.fullmatch(r"shard_\d{4,}\.json", name) is not None
 
 
 def own_files(names: Iterable[str]) -> list[str]:
@@ -99,13 +119,46 @@ def own_files(names: Iterable[str]) -> list[str]:
     return sorted(own, key=lambda name: not name.endswith(".json"))
 
 
-def read_stored(folder: Folder) -> Stored:
-    """Reads all JSON files of a folder, many at a time; see `Stored.damaged` for damaged ones."""
-    files = folder.files()
+def read_stored(folder: Folder, brief: bool = False) -> Stored:
+    """Reads all JSON files of a folder, many at a time; see `Stored.damaged` for damaged ones.
+
+    brief: in a bucket, only those that its outline does not cover.
+    """
+    if brief and not folder.local:
+        return _read_briefly(folder)
+    return _read(folder, folder.listing())
+
+
+def _read_briefly(folder: Folder) -> Stored:
+    """metadata.json first: the listing has all that it tells of, or something is missing."""
+    data = folder.read(METADATA)
+    listing = folder.listing()
+    files = {name: entry.size for name, entry in listing.items()}
+    with suppress(DamagedError, KeyError, TypeError):
+        where = f"{folder.url}/{METADATA}"
+        metadata = _read_metadata(data or b"", where)
+        outline = Outline.from_json(metadata["outline"], where)
+        if outline.fits(files):
+            return _read(folder, listing, metadata, outline)
+    return _read(folder, listing)
+
+
+def _read(
+    folder: Folder,
+    listing: Mapping[str, FileEntry],
+    metadata: dict[str, Any] | None = None,
+    outline: Outline | None = None,
+) -> Stored:
+    """metadata, outline: where they are known already."""
+    files = {name: entry.size for name, entry in listing.items()}
+    versions = {n: e.version for n, e in listing.items() if is_commit(n) and e.version is not None}
     names = [name for name in own_files(files) if name.endswith(".json") and name[0] != "."]
     damaged: dict[str, str] = {}
-    metadata = None
     commits = {}
+    if outline is not None:
+        commits = {commit.number: commit for commit in outline.fitting_partial(files)}
+        known = {METADATA, *map(commit_name, [*range(1, outline.shards + 1), *commits])}
+        names = [name for name in names if name not in known]
     with ThreadPoolExecutor(READERS) as pool:
         for name, data in zip(names, pool.map(folder.read, names), strict=True):
             if data is None:  # deleted by a run in the meantime
@@ -113,13 +166,24 @@ def read_stored(folder: Folder) -> Stored:
             try:
                 if name == METADATA:
                     metadata = _read_metadata(data, f"{folder.url}/{name}")
+                elif (commit := _read_commit(data, name, f"{folder.url}/{name}")) is None:
+                    del files[name]
                 else:
-                    commit = _read_commit(data, name, f"{folder.url}/{name}")
                     commits[commit.number] = commit
             except DamagedError as error:
                 damaged[name] = str(error)
-    metrics = _last_metrics(folder, files)
-    return Stored(metadata, commits, files, damaged, metrics, folder.url, folder.local)
+    metrics = dict(outline.metrics) if outline else _last_metrics(folder, files)
+    return Stored(
+        metadata,
+        commits,
+        files,
+        damaged,
+        metrics,
+        folder.url,
+        folder.local,
+        versions=versions,
+        outline=outline or Outline(),
+    )
 
 
 def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
@@ -132,8 +196,12 @@ def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
     return content
 
 
-def _read_commit(data: bytes, name: str, where: str) -> Commit:
-    commit = Commit.from_json(unseal(data, where), where)
+def _read_commit(data: bytes, name: str, where: str) -> Commit | None:
+    """None for a claim."""
+    content = unseal(data, where)
+    if CLAIM in content:
+        return None
+    commit = Commit.from_json(content, where)
     if str(commit.file).split(".")[0] != name.removesuffix(".json"):
         raise DamagedError(f"{where}: describes {commit.file}, expected the shard of its own name")
     return commit
@@ -151,12 +219,13 @@ def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
     return {}
 
 
-def remove_extraction(folder: Folder) -> None:
+def remove_extraction(folder: Folder, keep: Collection[str] = ()) -> None:
     """Deletes metadata, metrics, commits and shards from a folder, in this order; no other file.
 
-    What is left after a kill cannot be continued: shards without metadata are refused.
+    What is left after a kill cannot be continued: shards without metadata are refused. keep: names
+    of files that stay.
     """
-    names = own_files(folder.files())
+    names = [name for name in own_files(folder.files()) if name not in keep]
     groups = (
         [name for name in names if "shard_" not in name],
         [name for name in names if "shard_" in name and ".json" in name],

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder
+from activation_extraction.output.outline import Outline
 from activation_extraction.text.batch import Cursor
 
 
@@ -43,11 +44,13 @@ class ShardRange:
 class StoragePlan:
     """commits: the shards that are stored and stay. waiting: numbers of those not uploaded yet.
 
+    outline: of the bucket's first shards, if their JSONs were not read; `commits` lacks these.
     ranges: what is to be stored, in the order of the data. obsolete: files to delete, as (folder,
     name). settled: nothing is left to do, not even an upload or an update of metadata.json.
-    skipped_rows: those of a complete extraction, including rows after its last sample. For a
-    repair, `recorded` is the metadata, of which only the totals change, and `expected` has the
-    shards as they were, by number.
+    skipped_rows: those of a complete extraction, including rows after its last sample. versions:
+    those of the JSONs in the bucket when the plan was made. For a repair, `recorded` is the
+    metadata, of which only the totals change, and `expected` has the shards as they were, by
+    number.
     """
 
     commits: list[Commit] = field(default_factory=list)
@@ -58,6 +61,8 @@ class StoragePlan:
     skipped_rows: int = 0
     recorded: Mapping[str, Any] | None = None
     expected: Mapping[int, Commit] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    outline: Outline = field(default_factory=Outline)
 
     @property
     def complete(self) -> bool:
@@ -65,18 +70,44 @@ class StoragePlan:
         return not self.ranges
 
     @property
+    def first_to_store(self) -> int:
+        """Number of the first shard that is to be stored where it belongs, or would be."""
+        numbers = [*self.waiting, *(each.first for each in self.ranges)]
+        return min(numbers, default=self.shards + 1)
+
+    @property
+    def shards(self) -> int:
+        """How many are stored and stay."""
+        return self.outline.shards + len(self.commits)
+
+    @property
+    def samples(self) -> int:
+        """How many samples these have."""
+        return self.outline.totals.samples + sum(commit.count for commit in self.commits)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens these have."""
+        return self.outline.totals.tokens + sum(commit.tokens for commit in self.commits)
+
+    @property
+    def last(self) -> Commit | None:
+        """The last of them."""
+        return next(reversed([*self.outline.recent, *self.commits]), None)
+
+    @property
     def last_sample(self) -> int:
         """The `sample_idx` just before that of the first sample to store."""
         if self.ranges:
             return self.ranges[0].sample_before
-        return self.commits[-1].last if self.commits else -1
+        return -1 if self.last is None else self.last.last
 
     @property
     def cursor(self) -> Cursor | None:
         """Where in the data the first sample to store is; None at its beginning."""
         if self.ranges:
             return self.ranges[0].cursor
-        return self.commits[-1].position if self.commits else None
+        return None if self.last is None else self.last.position
 
 
 class Planner(Protocol):

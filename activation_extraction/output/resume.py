@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from activation_extraction.cli.errors import InputError
-from activation_extraction.output.commit import FORMAT_VERSION, Commit
+from activation_extraction.output.commit import FORMAT_VERSION, Commit, number_of
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.identity import Difference, Identity
 from activation_extraction.output.metadata import METADATA, Stored, own_files, read_stored
+from activation_extraction.output.outline import Outline
 from activation_extraction.output.plan import ShardRange, StoragePlan
 from activation_extraction.output.sealed_json import ANEW
 
@@ -35,14 +36,22 @@ class ResumePlanner:
     def look(self) -> StoragePlan:
         """Reads the JSON files, local ones and those in the bucket."""
         local = read_stored(self.folder)
-        remote = None if self.remote is None else read_stored(self.remote)
+        remote = None if self.remote is None else read_stored(self.remote, brief=True)
         places = f"--output_dir {self.folder.url}", self.remote.url if self.remote else ""
         plan = take_up(local, remote, places, self.identity, self.max_samples)
-        if self.remote is None or not self.delete_local:
+        if remote is not None:
+            plan = replace(plan, versions=remote.versions)
+        if remote is None or not self.delete_local:
             return plan
         # A run that was killed after an upload, before the deletion, left these behind.
-        uploaded = {f for c in plan.commits if c.number not in plan.waiting for f in c.files}
-        obsolete = [(self.folder, name) for name in local.files if name in uploaded]
+        uploaded = {c.number for c in plan.commits if c.number not in plan.waiting}
+        uploaded |= set(range(1, plan.outline.shards + 1))
+        obsolete = [
+            (self.folder, name)
+            for name in own_files(local.files)
+            if name.startswith("shard_") and not name.endswith(".json")
+            if number_of(name) in uploaded
+        ]
         return replace(plan, obsolete=tuple(obsolete))
 
     def look_again(self, plan: StoragePlan) -> StoragePlan:
@@ -66,7 +75,8 @@ def take_up(
     for place, stored in zip(places, both, strict=False):
         _check_identity(place, stored, identity)
     commits, waiting = _choose_all(local, remote, places)
-    count = sum(commit.count for commit in commits)
+    outline = Outline() if remote is None else remote.outline
+    count = outline.totals.samples + sum(commit.count for commit in commits)
     if max_samples is not None and count > max_samples:
         raise InputError(
             f"--max_samples: {places[len(both) - 1]} already holds {count} samples, more than the "
@@ -77,6 +87,7 @@ def take_up(
         recorded = (stored.metadata for stored, done in zip(both, complete, strict=True) if done)
         return StoragePlan(
             commits,
+            outline=outline,
             ranges=(),
             waiting=frozenset(waiting),
             settled=complete[-1] and not waiting,
@@ -84,20 +95,24 @@ def take_up(
         )
     if commits and commits[-1].partial:
         waiting.discard(commits.pop().number)
-    rest = ShardRange(len(commits) + 1, commits[-1] if commits else None)
-    return StoragePlan(commits, (rest,), frozenset(waiting))
+    plan = StoragePlan(commits, waiting=frozenset(waiting), outline=outline)
+    return replace(plan, ranges=(ShardRange(plan.shards + 1, plan.last),))
 
 
 def _choose_all(
     local: Stored, remote: Stored | None, places: tuple[str, str]
 ) -> tuple[list[Commit], set[int]]:
-    """The valid commits, and the numbers of those that the bucket lacks."""
+    """The valid commits after the bucket's outline, and the numbers of those that it lacks."""
     chosen: list[Commit] = []
     waiting: set[int] = set()
+    known = 0 if remote is None else remote.outline.shards
     for number in sorted({*local.commits, *(remote.commits if remote else ())}):
-        if number != len(chosen) + 1:
+        if number <= known:
+            continue
+        due = known + len(chosen) + 1
+        if number != due:
             raise InputError(
-                f"{places[0 if remote is None else 1]}: shard {len(chosen) + 1} is missing, but "
+                f"{places[0 if remote is None else 1]}: shard {due} is missing, but "
                 f"shard {number} is there; --repair makes the missing one again"
             )
         commit, uploaded = _choose(number, local, remote, places)

@@ -1,35 +1,40 @@
 """RunRecord: what a run records about itself, in metadata.json and metrics.jsonl."""
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from activation_extraction.cli.errors import StorageError
 from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.commit import FORMAT_VERSION
-from activation_extraction.output.folder import Folder, reason_of
 from activation_extraction.output.folder_lock import running_system
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.metadata import METADATA, METRICS
+from activation_extraction.output.outline import Outline
+from activation_extraction.output.ownership import Ownership
+from activation_extraction.output.reasons import reason_of
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.shard import Key
-from activation_extraction.output.shard_writer import StorageError, Totals
+from activation_extraction.output.totals import Totals
 
 SUMS = ("shards", "samples", "tokens", "bytes", "hooks")  # in metadata.json
 
 
 class RunRecord:
-    """Writes both files to `folder`, and metadata.json to `remote` as well.
+    """Writes both files to `folder`, and metadata.json to the bucket as well.
 
-    hooks: key, name and whatever else is known of each hook. owner: a name for this process. more:
-    what else the caller wants recorded. A repair keeps what is `recorded` already, except the sums.
+    ownership: the right to write to the bucket. hooks: key, name and whatever else is known of each
+    hook. owner: a name for this process. more: what else the caller wants recorded. A repair keeps
+    what is `recorded` already, except the sums.
     """
 
     def __init__(
         self,
         folder: Path,
-        remote: Folder | None,
+        ownership: Ownership | None,
         hooks: Mapping[Key, Mapping[str, Any]],
         identity: Identity,
         max_samples: int | None,
@@ -38,27 +43,40 @@ class RunRecord:
     ) -> None:
         self.recorded: Mapping[str, Any] | None = None
         self._folder = folder
-        self._remote = remote
+        self._remote = None if ownership is None else ownership.folder
+        self._ownership = ownership
         self._hooks = hooks
         self._identity = identity
         self._max_samples = max_samples
         self._owner = owner
         self._more = more
+        self._writing = threading.Lock()
+        self._metrics: Mapping[str, Any] = {}  # the last ones
         self.begin()
 
     def begin(self) -> None:
         """Makes the run's seconds count from now."""
         self._began = time.perf_counter()
 
-    def write(self, status: str, totals: Totals, counted: bool = True, upload: bool = True) -> None:
-        """Writes metadata.json. counted: whether `totals` cover everything that is stored."""
+    def write(
+        self,
+        status: str,
+        totals: Totals,
+        outline: Outline,
+        counted: bool = True,
+        upload: bool = True,
+    ) -> None:
+        """Writes metadata.json. counted: whether `totals` are those of all that is stored."""
         content = self._content(status, totals)
         if self.recorded is not None:
             own = ("owner", "written", *(SUMS if counted else ()))
             content |= {**self.recorded, **{name: content[name] for name in own}}
-        write_bytes(self._folder / METADATA, seal(content))
-        if self._remote is not None and upload:
-            self._remote.put(self._folder / METADATA)
+        if self._remote is not None:
+            content["outline"] = {**outline.to_json(), "metrics": self._metrics}
+        with self._writing:
+            write_bytes(self._folder / METADATA, seal(content))
+        if self._ownership is not None and upload:
+            self._ownership.put_metadata(self._folder / METADATA)
 
     def _content(self, status: str, totals: Totals) -> dict[str, Any]:
         return {
@@ -93,6 +111,7 @@ class RunRecord:
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Appends a line to metrics.jsonl. Raises StorageError."""
+        self._metrics = metrics
         try:
             with open(self._folder / METRICS, "a") as file:
                 file.write(json.dumps(metrics) + "\n")

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from activation_extraction.cli.errors import StorageError
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.plan import StoragePlan
 from activation_extraction.output.safetensors_file import LARGEST_TEXTS
 from activation_extraction.output.shard import Key, SampleRow, Shard
-from activation_extraction.output.shard_writer import ShardWriter, StorageError
+from activation_extraction.output.shard_writer import ShardWriter
 from activation_extraction.text.batch import Cursor
 
 
@@ -46,7 +47,7 @@ class ShardCutter:
         self._where = where
         self._ranges = list(plan.ranges)
         self._expected = plan.expected
-        self._cut_so_far = len(plan.commits)
+        self._cut_so_far = plan.shards
         self._start_at(plan.last_sample)
 
     def _start_at(self, sample_before: int) -> None:

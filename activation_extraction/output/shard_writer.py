@@ -9,25 +9,27 @@ Every queue is bounded, so a slow bucket slows the caller down. After a failure 
 import hashlib
 import logging
 import shutil
+import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from activation_extraction.cli.errors import RunError, for_the_user, one_line
+from activation_extraction.cli.errors import StorageError, for_the_user, one_line
 from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.commit import Commit, commit_name
-from activation_extraction.output.folder import Folder, reason_of
 from activation_extraction.output.formats import ShardFormat, write_shard
-from activation_extraction.output.metadata import METADATA, METRICS
-from activation_extraction.output.sealed_json import seal, unseal
+from activation_extraction.output.metadata import METRICS
+from activation_extraction.output.outline import Outline
+from activation_extraction.output.ownership import Ownership
+from activation_extraction.output.reasons import reason_of
+from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.shard import Key, Shard
 from activation_extraction.output.statistics import Statistics, Sums, sums_of
 from activation_extraction.output.statistics_file import pack_sums, statistics_name
@@ -35,6 +37,7 @@ from activation_extraction.text.batch import Cursor
 
 UPLOADS = 4  # shards uploaded at the same time; up to two more wait on the disk
 METRICS_SECONDS = 300  # between uploads of metrics.jsonl
+OUTLINE_SECONDS = 10  # between uploads of metadata.json, after a commit
 
 OVERFLOW = (
     "float16 ends at 65504; start anew with --activation_dtype bfloat16 or float32 and --overwrite"
@@ -47,86 +50,67 @@ NOT_FINITE = (
 log = logging.getLogger("extract_activations")
 
 
-class StorageError(RunError):
-    """A shard could not be committed, so no later one may be; all earlier ones are safe."""
-
-
-@dataclass
-class Totals:
-    """What is committed, including earlier runs; and this run's seconds in the background."""
-
-    shards: int = 0
-    samples: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    skipped_rows: int = 0
-    compress_seconds: float = 0.0  # what shards took besides writing
-    write_seconds: float = 0.0
-    upload_seconds: float = 0.0
-    statistics: dict[Key, Statistics] = field(default_factory=dict)
-
-    def add(self, commit: Commit) -> None:
-        """Counts a shard."""
-        self.shards += 1
-        self.samples += commit.count
-        self.tokens += commit.tokens
-        self.bytes += commit.bytes
-        self.count_skipped((commit.cursor or {}).get("skipped_rows", 0))
-        for hook in commit.hooks:
-            before = self.statistics.get(hook["key"], Statistics())
-            self.statistics[hook["key"]] = before.merge(Statistics.from_json(hook))
-
-    def count_skipped(self, rows: int) -> None:
-        """rows: how many were skipped up to some point of the data."""
-        self.skipped_rows = max(self.skipped_rows, rows)
-
-
 class ShardWriter:
-    """Writes shards to `folder` and uploads them to `remote` (None: they stay in the folder).
+    """Writes shards to `folder` and uploads them by right of `ownership` (None: they stay there).
 
     names: key of each hook in the shards -> its full name. run: digest of the run's identity.
-    `made` has the shards that this process has stored. `owner` names the process in metadata.json.
+    record: writes metadata.json, with the outline. `made` has the shards that this process has
+    stored.
     """
 
     def __init__(
         self,
         folder: Path,
-        remote: Folder | None,
+        ownership: Ownership | None,
         names: Mapping[Key, str],
         shard_format: ShardFormat,
         delete_local: bool,
         run: str,
+        record: Callable[[], None],
     ) -> None:
-        self.owner = uuid.uuid4().hex
         self.made: list[Commit] = []
         self.failure: StorageError | None = None
         self._folder = folder
-        self._remote = remote
+        self._remote = None if ownership is None else ownership.folder
+        self._ownership = ownership
         self._names = names
         self._format = shard_format
         self._delete_local = delete_local
         self._run = run
-        self.begin([], {})
-        self._metrics_uploaded = time.monotonic()
+        self._record = record
+        self._counting = threading.Lock()
+        self.begin(Outline(), [], {})
+        self._metrics_uploaded = self._recorded = time.monotonic()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
         self._uploader = ThreadPoolExecutor(UPLOADS, thread_name_prefix="uploader")
         self._writing: Future[None] | None = None
         self._uploading: deque[Future[None]] = deque()
 
-    def begin(self, commits: Iterable[Commit], expected: Mapping[int, Commit]) -> None:
-        """Begins this run: counts only what earlier runs have stored.
+    def begin(
+        self, outline: Outline, commits: Iterable[Commit], expected: Mapping[int, Commit]
+    ) -> None:
+        """Counts what earlier runs have stored, and that alone. This one begins now.
 
-        expected: shards to make again, by number. One that gets the same bytes keeps its JSON.
+        outline: of the first shards; commits: of those after them. expected: shards that are made
+        again, by number; with the same bytes they keep their JSON.
         """
         self._began = round(time.time(), 3)
         self._expected = expected
-        self.count(commits)
+        self.count(commits, outline)
 
-    def count(self, commits: Iterable[Commit]) -> None:
-        """Makes `totals` the totals of these shards."""
-        self.totals = Totals(statistics={key: Statistics() for key in self._names})
+    def count(self, commits: Iterable[Commit], outline: Outline | None = None) -> None:
+        """Makes `totals` and `outline` those of these shards, and of those in an outline."""
+        self.outline = Outline() if outline is None else outline.whole()
+        self.totals = self.outline.totals.copy()
+        self.totals.statistics = {
+            key: self.totals.statistics.get(key, Statistics()) for key in self._names
+        }
         for commit in commits:
-            self.totals.add(commit)
+            self._add(commit)
+
+    def _add(self, commit: Commit) -> None:
+        self.totals.add(commit)
+        self.outline.add(commit)
 
     def commit(self, shard: Shard, cursor: Cursor | None, number: int, partial: bool) -> None:
         """Takes over shard `number`, once the previous one is written.
@@ -157,16 +141,6 @@ class ShardWriter:
         """Raises StorageError if anything in the background has failed."""
         if self.failure is not None:
             raise self.failure
-
-    def check_owner(self) -> None:
-        """Stops all but the last one to begin of several machines with the same machine_id."""
-        if self._remote is not None:
-            data = self._remote.read(METADATA)
-            if data is None or unseal(data, self._remote.url).get("owner") != self.owner:
-                raise StorageError(
-                    f"{self._remote.url}: another process has begun to write there",
-                    remedy="give each machine a --machine_id of its own, or leave it to that one",
-                )
 
     def wait(self, uploads: bool = True) -> None:
         """Waits until everything taken over is written and, with `uploads`, also uploaded.
@@ -281,7 +255,7 @@ class ShardWriter:
         ]
 
     def _count_made(self, commit: Commit) -> None:
-        self.totals.add(commit)
+        self._add(commit)
         self.made.append(commit)
 
     def _submit_upload(self, commit: Commit) -> None:
@@ -292,19 +266,21 @@ class ShardWriter:
         self._uploading.append(self._uploader.submit(self._guard, self._upload, commit, previous))
 
     def _upload(self, commit: Commit, previous: Future[None] | None) -> None:
-        assert self._remote is not None
+        assert self._ownership is not None
         began = time.perf_counter()
-        self.check_owner()
-        self._remote.remove(commit.name)  # of a shard that this one replaces
-        for file in commit.files:
-            self._remote.put(self._folder / file)
+        files = [self._folder / file for file in commit.files]
+        self._ownership.begin_shard(files, commit.name)
         if previous is not None:
             previous.result()
         self.check()
-        self.check_owner()
-        self._remote.put(self._folder / commit.name)
-        self.totals.upload_seconds += time.perf_counter() - began
-        self._count_made(commit)
+        self._ownership.commit(self._folder / commit.name)
+        with self._counting:  # what is recorded must not change meanwhile
+            self.totals.upload_seconds += time.perf_counter() - began
+            self._count_made(commit)
+            due = time.monotonic() - self._recorded > OUTLINE_SECONDS
+            if due and self.failure is None:
+                self._record()
+                self._recorded = time.monotonic()
         if self._delete_local:
             for file in commit.files:
                 (self._folder / file).unlink(missing_ok=True)

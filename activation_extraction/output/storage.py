@@ -6,6 +6,7 @@ long because its class is the one that users call, and the order of its steps be
 """
 
 import os
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -16,20 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.cli.errors import RunError
+from activation_extraction.cli.errors import RunError, StorageError
 from activation_extraction.output.commit import Commit
-from activation_extraction.output.folder import Folder, reason_of
+from activation_extraction.output.folder import Folder
 from activation_extraction.output.folder_lock import check_output_dir, lock_folder
 from activation_extraction.output.formats import SAFETENSORS, chosen_format
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.incomplete import IncompleteSamples
 from activation_extraction.output.metadata import remove_extraction
+from activation_extraction.output.ownership import Ownership
 from activation_extraction.output.plan import Planner, StoragePlan
+from activation_extraction.output.reasons import reason_of
 from activation_extraction.output.resume import ResumePlanner
 from activation_extraction.output.run_record import RunRecord
 from activation_extraction.output.shard import DocId, Key, SampleRow
 from activation_extraction.output.shard_cutter import ShardCutter
-from activation_extraction.output.shard_writer import ShardWriter, StorageError, Totals
+from activation_extraction.output.shard_writer import ShardWriter
+from activation_extraction.output.totals import Totals
 from activation_extraction.text.batch import Batch, Cursor
 
 GIGABYTE = 10**9
@@ -94,22 +98,25 @@ class ActivationStorage:
         self._max_samples = max_samples
         self.format = chosen_format(shard_format, compress)
         check_output_dir(self.folder)
+        owner = uuid.uuid4().hex
+        self._ownership = None if remote is None else Ownership(remote, owner)
         self._writer = ShardWriter(
             self.folder,
-            remote,
+            self._ownership,
             self._names,
             self.format,
             delete_local,
             self._identity.run,
+            lambda: self._write_record("running"),
         )
         facts = hook_facts or {}
         self._record = RunRecord(
             self.folder,
-            remote,
+            self._ownership,
             {key: {"key": key, "name": hooks[key], **facts.get(key, {})} for key in hooks},
             self._identity,
             max_samples,
-            self._writer.owner,
+            owner,
             metadata or {},
         )
         self._planner = planner or ResumePlanner(
@@ -124,7 +131,7 @@ class ActivationStorage:
         self.plan = plan
         self._record.recorded = plan.recorded
         uploaded = [commit for commit in plan.commits if commit.number not in plan.waiting]
-        self._writer.begin(uploaded, plan.expected)
+        self._writer.begin(plan.outline, uploaded, plan.expected)
         self.totals.count_skipped(plan.skipped_rows)
         stride = self._identity.total_machines * self._identity.num_hosts
         self._cutter = ShardCutter(
@@ -170,12 +177,12 @@ class ActivationStorage:
     @property
     def found_samples(self) -> int:
         """Samples of earlier runs, including those that still wait for their upload."""
-        return sum(commit.count for commit in self.plan.commits)
+        return self.plan.samples
 
     @property
     def found_tokens(self) -> int:
         """The tokens in `found_samples`."""
-        return sum(commit.tokens for commit in self.plan.commits)
+        return self.plan.tokens
 
     @property
     def max_samples(self) -> int | None:
@@ -198,16 +205,24 @@ class ActivationStorage:
             self._lock = lock_folder(self.folder)
             if self._overwrite:
                 remove_extraction(self._local)
-                if self._remote is not None:
-                    remove_extraction(self._remote)
-            else:
-                self._follow(self._planner.look_again(self.plan))
-                if self.plan.settled:
-                    return self._unlock()
+                if self._ownership is not None:
+                    self._ownership.clear()
+            elif not self._take_over():
+                return self._unlock()
             self._state = State.OPEN
             self._begin_writing()
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
+
+    def _take_over(self) -> bool:
+        """Looks again until nobody writes between looking and taking; False if all is settled."""
+        while True:
+            self._follow(self._planner.look_again(self.plan))
+            if self.plan.settled:
+                return False
+            plan, ownership = self.plan, self._ownership
+            if ownership is None or ownership.claim(plan.first_to_store, plan.versions):
+                return True
 
     def _begin_writing(self) -> None:
         self._write_metadata("running")  # first of all: a folder without it is refused
@@ -337,7 +352,9 @@ class ActivationStorage:
         try:
             self._cutter.finish(complete)
             self._writer.wait()
-            self._writer.check_owner()
+            if self._ownership is not None:
+                self._ownership.check()
+                self._ownership.release()
             if complete and self.plan.recorded is not None:
                 self._recount()
             self._write_metadata("complete" if complete else "interrupted", ending=complete)
@@ -346,7 +363,7 @@ class ActivationStorage:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
         except RunError:
             with suppress(OSError):
-                self._write_metadata("failed", upload=False)
+                self._write_record("failed", upload=False)
             raise
         finally:  # after a second Ctrl-C or a failure, nothing waits for uploads
             self.close(patient=done)
@@ -369,7 +386,9 @@ class ActivationStorage:
         every = [*self.plan.commits, *self.made]
         self._writer.count(sorted(every, key=lambda commit: commit.number))
 
-    def _write_metadata(self, status: str, ending: bool = False, upload: bool = True) -> None:
-        self._record.write(status, self.totals, counted=ending, upload=upload)
-        if upload:
-            self._writer.upload_metrics()
+    def _write_metadata(self, status: str, ending: bool = False) -> None:
+        self._write_record(status, ending)
+        self._writer.upload_metrics()
+
+    def _write_record(self, status: str, ending: bool = False, upload: bool = True) -> None:
+        self._record.write(status, self.totals, self._writer.outline, ending, upload)

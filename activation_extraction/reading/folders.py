@@ -17,28 +17,31 @@ from activation_extraction.output.paths import HostFolder, host_folders, names_o
 FOLDERS = 16  # read at the same time
 
 
-def read_folders(root: Folder) -> dict[str, Stored]:
+def read_folders(root: Folder, brief: bool = False) -> dict[str, Stored]:
     """What is stored in each folder, by the folder's name ("" for the output itself).
+
+    brief: see `read_stored`.
 
     Raises InputError when there is no extraction at all.
     """
-    names = list(host_folders(root.folders()))
-    if _finished_files(root.files()):
+    here = root.names("file", "directory")
+    names = list(host_folders(here))
+    if _finished_files(here):
         names.insert(0, "")
     with ThreadPoolExecutor(FOLDERS) as pool:
-        stored = list(pool.map(lambda name: _read(root.child(name)), names))
+        stored = list(pool.map(lambda name: _read(root.child(name), brief), names))
     found = {name: s for name, s in zip(names, stored, strict=True) if _finished_files(s.files)}
     if not found:
         raise InputError(f"{root.url}: holds no extraction")
     return found
 
 
-def _read(folder: Folder) -> Stored:
+def _read(folder: Folder, brief: bool) -> Stored:
     """What is stored in a folder, and whether a process holds it.
 
     Reads again when files are missing or the run seems dead: it may have written in between.
     """
-    stored = read_stored(folder)
+    stored = read_stored(folder, brief)
     locked = _locked(stored)
     if locked is not False and not any(stored.missing()):
         return replace(stored, locked=locked)

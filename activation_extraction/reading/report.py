@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.output.folder import Folder, reason_of
+from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import METADATA, METRICS, Stored, identity_of
+from activation_extraction.output.reasons import reason_of
 from activation_extraction.reading.dataset import ActivationDataset
 from activation_extraction.reading.folders import read_folders
 from activation_extraction.reading.report_analysis import analyse, position_buckets

@@ -47,7 +47,8 @@ def host_states(folders: dict[str, Stored]) -> list[HostState]:
 
 
 def _host_state(name: str, stored: Stored) -> HostState:
-    commits = stored.in_order
+    commits = [*stored.outline.recent, *stored.in_order]
+    totals = stored.totals
     pace = sign = None
     state = "damaged" if stored.files else "not started"
     if stored.metadata is not None:
@@ -60,10 +61,10 @@ def _host_state(name: str, stored: Stored) -> HostState:
         machine=place.machine,
         host=place.host or 0,
         state=state,
-        shards=len(commits),
-        samples=sum(commit.count for commit in commits),
-        tokens=sum(commit.tokens for commit in commits),
-        bytes=sum(commit.bytes for commit in commits),
+        shards=totals.shards,
+        samples=totals.samples,
+        tokens=totals.tokens,
+        bytes=totals.bytes,
         last_commit=commits[-1].committed if commits else None,
         last_sign=sign,
         tokens_per_second=None if pace is None else pace.tokens,
@@ -77,7 +78,7 @@ def _expected_end(stored: Stored, pace: "Pace | None", sign: float | None) -> fl
     most = (stored.metadata or {}).get("max_samples")
     if pace is None or sign is None or most is None:
         return None
-    return sign + (most - sum(commit.count for commit in stored.in_order)) / pace.samples
+    return sign + (most - stored.totals.samples) / pace.samples
 
 
 def _state(stored: Stored, metadata: dict[str, Any], pace: "Pace | None", sign: float) -> str:

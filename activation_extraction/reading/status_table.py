@@ -10,8 +10,9 @@ from typing import Any
 from activation_extraction.cli.errors import RunError
 from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.commit import FORMAT_VERSION
-from activation_extraction.output.folder import Folder, reason_of
+from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import AGGREGATE, Stored
+from activation_extraction.output.reasons import reason_of
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.statistics import Statistics
 from activation_extraction.reading.folders import read_folders
@@ -37,7 +38,7 @@ def show_status(root: Folder, write: bool) -> int:
 
     Returns the exit status: 1 when anything stored is damaged or missing.
     """
-    folders = read_folders(root)
+    folders = read_folders(root, brief=True)
     hosts = host_states(folders)
     total = aggregate(folders, hosts)
     _print_table(hosts, total)
@@ -71,13 +72,20 @@ def _hooks_of(folders: Iterable[Stored]) -> list[dict[str, Any]]:
     """Every hook with its statistics over all folders."""
     statistics: dict[str, Statistics] = {}
     heads: dict[str, Any] = {}
-    commits = [commit for stored in folders for commit in stored.commits.values()]
-    for hook in (hook for commit in commits for hook in commit.hooks):
-        name = hook["name"]
-        heads[name] = {key: hook[key] for key in ("key", "name", "width") if key in hook}
-        before = statistics.get(name, Statistics())
-        statistics[name] = before.merge(Statistics.from_json(hook))
+    for stored in folders:
+        told = [*(stored.metadata or {}).get("hooks", ()), *_hooks_of_commits(stored)]
+        names = {hook["key"]: hook["name"] for hook in told}
+        for hook in told:
+            head = {key: hook[key] for key in ("key", "name", "width") if key in hook}
+            heads.setdefault(hook["name"], head)
+        for key, found in stored.totals.statistics.items():
+            before = statistics.get(names[key], Statistics())
+            statistics[names[key]] = before.merge(found)
     return [{**heads[name], **statistics[name].to_json()} for name in statistics]
+
+
+def _hooks_of_commits(stored: Stored) -> list[dict[str, Any]]:
+    return [hook for commit in stored.in_order for hook in commit.hooks]
 
 
 def _print_table(hosts: list[HostState], total: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ from activation_extraction.output.formats import SHARD_FILE
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.metadata import METADATA, Stored
 from activation_extraction.output.paths import HostFolder
-from activation_extraction.output.shard_writer import Totals
 from activation_extraction.output.statistics import Statistics
+from activation_extraction.output.totals import Totals
 from activation_extraction.reading.folders import expected_names
 from activation_extraction.text.workers import Worker
 

@@ -17,7 +17,7 @@ from activation_extraction.output.identity import Identity
 from activation_extraction.output.metadata import METADATA, Stored, own_files, read_stored
 from activation_extraction.output.plan import ShardRange, StoragePlan
 from activation_extraction.output.resume import check_same_run
-from activation_extraction.output.shard_writer import Totals
+from activation_extraction.output.totals import Totals
 from activation_extraction.reading.verify import check_shards
 
 # What a rebuilt metadata.json says at first; the next run without --repair continues from there.
@@ -88,6 +88,7 @@ class RepairPlanner:
             settled=not (ranges or obsolete or anew),
             recorded=NOTHING if found.metadata is None else found.metadata,
             expected=stored.commits,
+            versions=stored.versions,
         )
 
     def look_again(self, plan: StoragePlan) -> StoragePlan:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from activation_extraction.cli.console import Clock, Progress
 from activation_extraction.model.devices import peak_flops
 from activation_extraction.output.formats import lines_of_dataset
-from activation_extraction.output.shard_writer import Totals
+from activation_extraction.output.totals import Totals
 from activation_extraction.run.prepare import Job
 
 ACTIVITIES = ("data", "compute", "copy", "store")

@@ -1,0 +1,125 @@
+"""What looking at a run in a bucket costs: `python -m benchmarks.requests`.
+
+Counts the requests of --status, and of a run that continues until it may write, over one folder
+of so many shards in the emulated bucket of the tests: once as earlier versions left it, without
+an outline in metadata.json, and once with it. Prints one table, and one JSON line at the end.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+import numpy as np
+from gcs_server import Bucket, gcs
+
+from activation_extraction.output.commit import Commit
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.metadata import METADATA, read_stored
+from activation_extraction.output.outline import Outline
+from activation_extraction.output.sealed_json import seal
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.reading.status_table import show_status
+
+ROOT, NAME = "gs://bucket/run", "machine_000"
+HOOKS: dict[int | str, str] = {n: f"blocks.{n}.hook_resid_post" for n in range(14)}
+
+
+def storage_in(folder: str, overwrite: bool = False) -> ActivationStorage:
+    """Shards of one sample, uploaded to the bucket."""
+    remote = Folder(ROOT).child(NAME)
+    return ActivationStorage(folder, HOOKS, 1e-9, overwrite=overwrite, remote=remote)
+
+
+def fill(bucket: Bucket, shards: int, outline: bool) -> None:
+    """A folder of an interrupted run of so many shards: copies of a shard that was stored."""
+    with tempfile.TemporaryDirectory() as folder:
+        storage = storage_in(folder, overwrite=True)
+        for sample in range(2):  # the first one is whole
+            for key in HOOKS:
+                storage.add_activation(key, np.ones((1, 4), np.float32), sample, "")
+        storage.finalize(complete=False)
+    stored = read_stored(storage.place)
+    shard = storage.place.read(stored.commits[1].file) or b""
+    metadata = dict(stored.metadata or {})
+    files: dict[str, bytes] = {}
+    found = Outline()
+    for number in range(1, shards + 1):
+        commit = as_number(stored.commits[1], number)
+        found.add(commit)
+        files |= {commit.file: shard, commit.name: seal(commit.to_json())}
+    metadata |= {"shards": shards, "samples": shards, "outline": found.to_json()}
+    if not outline:
+        del metadata["outline"]
+    files[METADATA] = seal(metadata)
+    bucket.fill({f"run/{NAME}/{name}": data for name, data in files.items()})
+
+
+def as_number(commit: Commit, number: int) -> Commit:
+    file = commit.file.replace("0001", f"{number:04d}")
+    return replace(commit, file=file, first=number - 1, last=number - 1)
+
+
+def status() -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        show_status(Folder(ROOT), write=False)
+
+
+def resume() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        storage = storage_in(folder)
+        storage.open()
+        storage.close()
+
+
+def count(bucket: Bucket, action: Callable[[], None]) -> dict[str, float]:
+    """Requests by kind, and seconds."""
+    bucket.asked.clear()
+    began = time.perf_counter()
+    action()
+    seconds = round(time.perf_counter() - began, 2)
+    asked = list(bucket.asked)
+    listings = sum(method == "GET" and not name for method, name in asked)
+    reads = sum(method == "GET" and bool(name) for method, name in asked)
+    writes = len(asked) - listings - reads
+    return {"listings": listings, "reads": reads, "writes": writes, "seconds": seconds}
+
+
+def measure(sizes: list[int]) -> Iterator[dict[str, Any]]:
+    for shards in sizes:
+        for outline in (False, True):
+            with gcs() as bucket:
+                os.environ |= bucket.environment
+                Folder("gs://bucket")._fs.clear_instance_cache()
+                fill(bucket, shards, outline)
+                for action in (status, resume):
+                    what = {"what": action.__name__, "shards": shards, "outline": outline}
+                    yield {**what, **count(bucket, action)}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shards", type=int, nargs="+", default=[1000, 20000])
+    rows = []
+    print("what    shards  outline  listings   reads  writes  seconds")
+    for row in measure(parser.parse_args(argv).shards):
+        rows.append(row)
+        print(
+            f"{row['what']:6}  {row['shards']:6}  {'with' if row['outline'] else 'without':7}  "
+            f"{row['listings']:8}  {row['reads']:6}  {row['writes']:6}  {row['seconds']:7.1f}"
+        )
+    print(json.dumps({"requests": rows}))
+
+
+if __name__ == "__main__":
+    main()
