@@ -131,9 +131,12 @@ def write_records(path: Path, records: Any, compress: bool = True) -> str:
 
 def write_sums(folder: Path, number: int, shard: Any) -> None:
     """The statistics of every dimension that belong to these records, to which the JSON agrees."""
+    path = folder / f"shard_{number:04d}.json"
+    content = unseal(path.read_bytes(), str(path))
     sums = {}
-    for records in shard.values():
-        of_hook = sums[records[0]["hook"]] = Sums.zeros(records[0]["activation"].shape[1])
+    for hook in content["hooks"]:
+        records = shard[hook["key"]]
+        of_hook = sums[hook["name"]] = Sums.zeros(records[0]["activation"].shape[1])
         for record in records:
             each = record["activation"]
             positions = record.get("positions", np.arange(len(each)))
@@ -142,7 +145,7 @@ def write_sums(folder: Path, number: int, shard: Any) -> None:
     data = pack_sums(sums)
     (folder / statistics_name(number)).write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
-    edit(folder / f"shard_{number:04d}.json", lambda content: content.update(statistics=digest))
+    edit(path, lambda content: content.update(statistics=digest))
 
 
 def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> None:
