@@ -20,6 +20,7 @@ from activation_extraction.model.mesh import host_rows
 from activation_extraction.output.pickle_file import read_pickle, read_records, write_pickle
 from activation_extraction.reading.export_formats import FORMATS
 from activation_extraction.text.choice import TokenChoice
+from benchmarks.kill_and_resume import shards_in
 
 ROUNDING = 1e-5
 HOOKS = ["blocks.0.attn.hook_k", "blocks.1.hook_resid_post", "blocks.2.mlp.hook_post"]
@@ -249,6 +250,18 @@ def test_kept_tokens_are_exported(form, few, tmp_path, capsys):
     asked = ["--export", form, "--export_dir", tmp_path / "export", "--hook_names", HOOKS[1]]
     assert main(*asked, "--output_dir", few) == 0
     assert f"{ActivationDataset(few).tokens:,} tokens" in capsys.readouterr().out
+
+
+def test_the_other_format_holds_the_same_kept_tokens(flags, few, tmp_path):
+    """A copy, and a run in that format; a copy of the copy has the run's own bytes."""
+    own, copy, back = (tmp_path / name for name in ("own", "copy", "back"))
+    options = [*SHARES["random"], "--shard_format", "safetensors"]
+    assert main(*flags, *options, "--output_dir", own) == 0
+    for source, form, target in ((few, "safetensors", copy), (copy, "pickle", back)):
+        export = ["--export", form, "--export_dir", target]
+        assert main("--output_dir", source, *export) == 0
+        assert main("--verify", "--output_dir", target) == 0
+    assert shards_in(own) == shards_in(copy) and shards_in(back) == shards_in(few)
 
 
 def test_a_run_of_which_no_token_is_kept(flags, tmp_path, capsys):

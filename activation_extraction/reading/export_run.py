@@ -167,7 +167,8 @@ def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
         where = f"{copy.source.url}/{commit.file}"
         raise RunError(f"{where}: its sha256 is not its JSON's", remedy="run --verify on the run")
     keys = {hook["key"]: hook["name"] for hook in copy.wanted(commit.hooks)}
-    shard = replace(shard, slices={key: shard.slices[key] for key in keys})
+    slices = {key: shard.slices[key] for key in keys}
+    shard = replace(shard, slices=slices, chosen=not copy.identity.every_token)
     if any(row.token_ids is None for row in shard.samples) and copy.shard_format is SAFETENSORS:
         raise InputError("--export safetensors: the run has no token ids")
     path = copy.target / copy.shard_format.file_name(commit.number)
