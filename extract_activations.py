@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Extracts the activations of a Qwen2 model from a stream of text. See --help and README.md.
+"""Extracts the activations of a Qwen model from a stream of text. See --help and README.md.
 
 This script is the story of a run, from the command line to the summary; the modules that it calls
 do the work. It finds everything the user can get wrong before it reads the weights.
@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-# Before the libraries are imported: `datasets` would load PyTorch wherever it is installed.
+# Before the libraries are imported: `datasets` would load PyTorch wherever it is installed, and
+# transformers would warn that it has none.
 os.environ.setdefault("USE_TORCH", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import jax
 import numpy as np
@@ -48,7 +50,7 @@ from activation_extraction.run.lockstep import Lockstep, one_behind
 from activation_extraction.run.prepare import Job, model_request, prepare_together
 from activation_extraction.run.recompute import load_again
 from activation_extraction.run.summary import continue_with, print_summary, progress_of
-from qwen2_jax_with_hooks import QWEN2
+from qwen2_jax_with_hooks import FAMILIES
 
 NO_REPAIR = "no shard needs repair"
 
@@ -85,7 +87,7 @@ def run(config: Config) -> int:
     remedy = continue_with(host.count, config.overwrite)
     with last_words(host, f"committed shards are safe; {remedy}"):
         with device_errors():
-            job = prepare_together(config, host, QWEN2, watchdog.alive)
+            job = prepare_together(config, host, FAMILIES, watchdog.alive)
         clock, signaled = Clock(), 0
         try:
             if any_host(host, [not job.storage.complete])[0]:
@@ -210,13 +212,13 @@ def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = N
 def show_hooks(config: Config) -> int:
     """--list_hooks: prints the hooks of the model that the flags name; reads only config.json."""
     if config.demo:
-        model = QWEN2.config.from_hf(MODEL_CONFIG)
+        family, model = FAMILIES.of(MODEL_CONFIG)
     else:
         checkpoint = Checkpoint(config.model_path, config.model_revision)
-        model = QWEN2.config.from_file(checkpoint.file("config.json"))
+        family, model = FAMILIES.read(checkpoint.file("config.json"))
     stored = choose_dtypes(model_request(config))[1]
     rule, length = config.positions, config.max_seq_length
-    print("\n".join(list_hooks(QWEN2.hooks, model, stored, rule, length)))
+    print("\n".join(list_hooks(family.hooks, model, stored, rule, length)))
     return 0
 
 
@@ -237,7 +239,7 @@ def look(config: Config) -> int:
         if not config.verify_samples:
             return verify(root, None, 0)
         use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)
-        load = partial(load_again, QWEN2, model_request(config), config.dataset_path)
+        load = partial(load_again, FAMILIES, model_request(config), config.dataset_path)
         return verify(root, load, config.verify_samples)
     except FolderError as error:
         if error.final:

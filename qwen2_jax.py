@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 in Flax: configuration, modules, and where each weight comes from.
+"""Dense Qwen models in Flax: their modules, and where each weight comes from.
 
 The parameter tree mirrors the names and the orientation of the Hugging Face checkpoint. Its tensor
 `model.layers.7.self_attn.q_proj.weight` becomes row 7 of `layers/self_attn/q_proj/weight`: layers
@@ -9,10 +9,15 @@ files, mesh.py shards, and qwen2_jax_with_hooks.py captures activations.
 Letters: B rows, T tokens per row, D hidden, N query heads, K key/value heads, H head size,
 F MLP width, V vocabulary, L layers.
 
-Reference: `transformers.models.qwen2.modeling_qwen2` and the Qwen2 report (arXiv:2407.10671).
+What the families differ in is said by the configuration, and by their entries in `FAMILIES` at the
+end of qwen2_jax_with_hooks.py.
+
+References: `transformers.models.qwen2.modeling_qwen2` and `qwen3.modeling_qwen3`, and the reports
+(arXiv:2407.10671, arXiv:2505.09388).
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -27,6 +32,7 @@ from activation_extraction.model.bits import from_bits
 from activation_extraction.model.decoder import Decoder, Path
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.qwen_config import QwenConfig
+from activation_extraction.model.rope import rotate
 from activation_extraction.model.weights import WeightSpec
 
 LOGICAL_AXES = {
@@ -85,42 +91,31 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv:1910.07467), computed in float32, rounded once at the end."""
+    """Root mean square norm (arXiv:1910.07467) over the axis `over`.
+
+    Computed in float32; `out` is rounded once, at the end, unless it is to stay `wide`.
+    """
 
     config: QwenConfig
     dtype: Any = jnp.float32
+    over: str = "D"
+    wide: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Out]:
-        scale = _parameter(self, "weight", "D", nn.initializers.ones)
-        wide = x.astype(jnp.float32)
+        scale = from_bits(_parameter(self, "weight", self.over, nn.initializers.ones))
+        x = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(
-            jnp.mean(wide * wide, axis=-1, keepdims=True) + self.config.rms_norm_eps
+            jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps
         )
-        normalized = wide * inverse_rms
-        out = (normalized * scale.astype(jnp.float32)).astype(self.dtype)
+        normalized = x * inverse_rms
+        out = normalized * scale.astype(jnp.float32)
+        out = out if self.wide else out.astype(self.dtype)
         return out, {"normalized": normalized, "out": out}
 
 
-def rotary_table(positions: Array, config: QwenConfig) -> tuple[Array, Array]:
-    """Cosine and sine of the rotary embedding (arXiv:2104.09864).
-
-    positions: (B, T) int32. Returns two float32 arrays (B, T, 1, H/2); the 1 stands for the heads.
-    """
-    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    angles = positions[:, :, None, None].astype(jnp.float32) / (config.rope_theta**exponents)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: Array, rotary: tuple[Array, Array]) -> Array:
-    """Rotates (B, T, heads, H) float32; dimension i pairs with i + H/2, as in Hugging Face."""
-    cos, sin = rotary
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 class SelfAttention(nn.Module):
-    """Grouped-query attention with biases on q, k and v."""
+    """Grouped-query attention, with the biases and norms that the configuration asks for."""
 
     config: QwenConfig
     dtype: Any
@@ -128,13 +123,17 @@ class SelfAttention(nn.Module):
     layout: Layout
 
     def setup(self) -> None:
-        self.q_proj = Linear(self.config, "D->NH", use_bias=True, dtype=self.dtype)
-        self.k_proj = Linear(self.config, "D->KH", use_bias=True, dtype=self.dtype)
-        self.v_proj = Linear(self.config, "D->KH", use_bias=True, dtype=self.dtype)
-        self.o_proj = Linear(self.config, "NH->D", dtype=self.dtype)
+        linear = partial(Linear, self.config, dtype=self.dtype)
+        self.q_proj = linear("D->NH", use_bias=self.config.qkv_bias)
+        self.k_proj = linear("D->KH", use_bias=self.config.qkv_bias)
+        self.v_proj = linear("D->KH", use_bias=self.config.qkv_bias)
+        self.o_proj = linear("NH->D", use_bias=self.config.o_bias)
+        if self.config.qk_norm:
+            self.q_norm = RMSNorm(self.config, self.dtype, over="H", wide=True)
+            self.k_norm = RMSNorm(self.config, self.dtype, over="H", wide=True)
 
     def __call__(
-        self, x: Array, rotary: tuple[Array, Array], segment_ids: Array
+        self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, slides: Array | None
     ) -> tuple[Array, Out]:
         queries = "batch", "query_sequence", "heads", "head_dim"
         keys = "batch", "sequence", "kv_heads", "head_dim"
@@ -143,13 +142,24 @@ class SelfAttention(nn.Module):
         q = out["q"] = constrain(self.q_proj(x), *queries)
         k = out["k"] = constrain(self.k_proj(x), *keys)
         v = out["v"] = constrain(self.v_proj(x), *keys).astype(self.dtype)
+        if self.config.qk_norm:
+            q = out["q_normed"] = self.q_norm(q)[0]
+            k = out["k_normed"] = self.k_norm(k)[0]
         q = out["rot_q"] = rotate(q, rotary)
         k = out["rot_k"] = rotate(k, rotary).astype(self.dtype)
         q = (q * self.config.head_dim**-0.5).astype(self.dtype)
         with jax.named_scope("attention"):
-            heads = out["z"] = self.layout.attend(self.attention, q, k, v, segment_ids)
+            heads = out["z"] = self._attend(slides, q, k, v, segment_ids)
         out["out"] = constrain(self.o_proj(heads).astype(self.dtype), *STREAM)
         return out["out"], out
+
+    def _attend(self, slides: Array | None, *inputs: Array) -> Array:
+        """slides: whether this layer has a window; None in a model without any."""
+        everything = partial(self.layout.attend, self.attention)
+        if slides is None:
+            return everything(*inputs)
+        windowed = partial(self.attention, window=self.config.sliding_window)
+        return jax.lax.cond(slides, partial(self.layout.attend, windowed), everything, *inputs)
 
 
 class MLP(nn.Module):
@@ -187,11 +197,11 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(self.config, self.dtype, self.layout)
 
     def __call__(
-        self, x: Array, rotary: tuple[Array, Array], segment_ids: Array
+        self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, slides: Array | None
     ) -> tuple[Array, Out]:
         out: Out = {"resid_pre": x}
         y, out["ln1"] = self.input_layernorm(x)
-        y, out["attn"] = self.self_attn(y, rotary, segment_ids)
+        y, out["attn"] = self.self_attn(y, rotary, segment_ids, slides)
         x = out["resid_mid"] = x + y
         y, out["ln2"] = self.post_attention_layernorm(x)
         y, out["mlp"] = self.mlp(y)
@@ -207,7 +217,13 @@ def decoder(config: QwenConfig, dtype: Any, attention: Attention, layout: Layout
         x = jnp.zeros((1, 1, config.hidden_size), dtype)
         return x, rotary_table(nothing, config), nothing
 
-    return Decoder(DecoderLayer(config, dtype, attention, layout, parent=None), example)
+    layer = DecoderLayer(config, dtype, attention, layout, parent=None)
+    return Decoder(layer, example, config.sliding)
+
+
+def rotary_table(positions: Array, config: QwenConfig) -> tuple[Array, Array]:
+    """Cosine and sine of the rotary embedding, for `rotate`. positions: (B, T) int32."""
+    return config.rope.table(positions, config.head_dim)
 
 
 class Qwen2(nn.Module):
@@ -233,7 +249,7 @@ class Qwen2(nn.Module):
             return layer(x, rotary, segment_ids)[0]
 
         x = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")(token_ids)
-        x = layers.scan(params, block, x)
+        x = layers.scan(layers.of(params), block, x)
         x, _ = RMSNorm(self.config, self.dtype, name="norm")(x)
         return Linear(self.config, "D->V", dtype=self.dtype, name="lm_head")(x)
 

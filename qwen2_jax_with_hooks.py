@@ -1,15 +1,11 @@
-"""The hooked model: the hook points of Qwen2, and the model that computes the values they ask for.
+"""The hooked model, which computes the values that hooks ask for, and the families of models.
 
-A hook point is a kind of hook at a layer. `HOOKS` is the table of kinds; names and meanings are
-those of TransformerLens with unprocessed weights. A norm's `hook_normalized` comes before its
-weight and `hook_out` after it; `hook_q`, `hook_k` and `hook_v` come before the rotary embedding,
-`hook_rot_q` and `hook_rot_k` after it; `hook_resid_post` of the last layer comes before the final
-norm, unlike Hugging Face's last hidden state. Values per head are flat: (tokens, heads * head
-size).
-
-To add a kind, add a row here and a line in the module of qwen2_jax.py that computes it.
+For each family, `FAMILIES` at the end says what its config.json means and which modules, weights
+and hooks it has. To add a kind of hook, add a row to a table of kinds (hook_points.py has the one
+that all families share) and a line in the module of qwen2_jax.py that computes it.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,9 +18,10 @@ from jax import Array, lax
 
 from activation_extraction.model.attention import Attention, blocked_attention
 from activation_extraction.model.capture import Buffers, Capture, Plan
-from activation_extraction.model.decoder import Decoder, Path
-from activation_extraction.model.family import ModelFamily
-from activation_extraction.model.hooks import Hook, HookKind, HookTable
+from activation_extraction.model.decoder import Decoder, Layers, Path
+from activation_extraction.model.family import Families, ModelFamily
+from activation_extraction.model.hook_points import HOOKS, block_kind
+from activation_extraction.model.hooks import Hook, HookKind
 from activation_extraction.model.mesh import Layout
 from qwen2_jax import (
     STREAM,
@@ -38,58 +35,8 @@ from qwen2_jax import (
     weight_table,
 )
 
-
-def _kind(name: str, letters: str, value: str, modules: str = "", aliases: str = "") -> HookKind:
-    """A kind that every layer has. Its names are given without their common beginnings."""
-    return HookKind(
-        f"blocks.{{}}.{name}",
-        letters,
-        value,
-        tuple(f"model.layers.{{}}.{module}" for module in modules.split()),
-        tuple(f"blocks.{{}}.{alias}" for alias in aliases.split()),
-    )
-
-
-HOOKS = HookTable(
-    (  # name, letters, intermediate, Hugging Face modules, aliases; in the order of computing
-        HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",)),
-        _kind("hook_resid_pre", "D", "resid_pre", "input", "hook_in ln1.hook_in"),
-        _kind("ln1.hook_normalized", "D", "ln1.normalized"),
-        _kind("ln1.hook_out", "D", "ln1.out", "input_layernorm.output", "attn.hook_in"),
-        _kind("attn.hook_q", "NH", "attn.q", "self_attn.q_proj.output", "attn.q.hook_out"),
-        _kind("attn.hook_k", "KH", "attn.k", "self_attn.k_proj.output", "attn.k.hook_out"),
-        _kind("attn.hook_v", "KH", "attn.v", "self_attn.v_proj.output", "attn.v.hook_out"),
-        _kind("attn.hook_rot_q", "NH", "attn.rot_q"),
-        _kind("attn.hook_rot_k", "KH", "attn.rot_k"),
-        _kind("attn.hook_z", "NH", "attn.z", "self_attn.o_proj.input", "attn.o.hook_in"),
-        _kind(
-            "hook_attn_out",
-            "D",
-            "attn.out",
-            "self_attn.output self_attn.o_proj.output",
-            "attn.hook_out",
-        ),
-        _kind("hook_resid_mid", "D", "resid_mid", "post_attention_layernorm.input", "ln2.hook_in"),
-        _kind("ln2.hook_normalized", "D", "ln2.normalized"),
-        _kind(
-            "ln2.hook_out",
-            "D",
-            "ln2.out",
-            "mlp.input post_attention_layernorm.output",
-            "mlp.hook_in",
-        ),
-        _kind("mlp.hook_pre", "F", "mlp.pre", "mlp.gate_proj.output", "mlp.gate.hook_out"),
-        _kind(
-            "mlp.hook_pre_linear", "F", "mlp.pre_linear", "mlp.up_proj.output", "mlp.in.hook_out"
-        ),
-        _kind("mlp.hook_post", "F", "mlp.post", "mlp.down_proj.input", "mlp.out.hook_in"),
-        _kind("hook_mlp_out", "D", "mlp.out", "mlp.output mlp.down_proj.output", "mlp.hook_out"),
-        _kind("hook_resid_post", "D", "resid_post", "output", "hook_out"),
-        HookKind("ln_final.hook_normalized", "D", "final.normalized", at_end=True),
-        HookKind("ln_final.hook_out", "D", "final.out", ("model.norm.output",), at_end=True),
-    )
-)
-ATTENDED = [kind.value for kind in HOOKS.kinds].index("attn.z")  # kinds from here on need attention
+VALUES = [kind.value for kind in HOOKS.kinds]
+ATTENDED = frozenset(VALUES[VALUES.index("attn.z") :])  # these kinds need attention
 
 # A kind in the loop costs each layer a write, and an exchange of what is split over devices; a
 # layer after the loop takes time to compile.
@@ -97,7 +44,7 @@ MOST_KINDS_OF_ONE_LAYER = 2
 
 
 class HookedQwen2(nn.Module):
-    """The part of Qwen2 that the hooks need. Returns the values at the hooks.
+    """The part of a model that the hooks need. Returns the values at the hooks.
 
     Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. Layers run in a loop. The last
     layer follows the loop if the hooks need only a part of it, or the final norm, or many kinds
@@ -146,8 +93,9 @@ class HookedQwen2(nn.Module):
         """The floating-point operations for samples of these lengths."""
         total = self.config.flops(self.whole_layers, lengths)
         if self.last_layer is not None:
-            attends = self.hooks[-1].order >= ATTENDED
-            total += self.config.flops_of(self.last_layer.weights, attends, lengths)
+            attends = self.hooks[-1].kind.value in ATTENDED
+            last = self.num_layers - 1, self.last_layer.weights
+            total += self.config.flops_of(*last, attends, lengths)
         return total
 
     @nn.compact
@@ -201,18 +149,20 @@ class HookedQwen2(nn.Module):
         if whole:
             with jax.named_scope("layers"):
                 keep = self._keep(inside, norm)
-                carry = self._loop(params["layers"], inside.slots, carry, keep, *inputs)
+                layers = self._layers().of(params["layers"])
+                carry = self._loop(layers, inside.slots, carry, keep, *inputs)
         x, buffers = carry
         if self.last_layer is not None:
             with jax.named_scope("last_layer"):
                 part = params.get("last_layer", {})
-                values = self._layers().part(part, self._keep(after, norm), x, *inputs)
+                keep = self._keep(after, norm)
+                values = self._layers().part(whole, part, keep, x, *inputs)
                 buffers = capture.write(buffers, values, [slots[0] for slots in after.slots])
         return capture.result(buffers)
 
     def _loop(
         self,
-        params: Any,
+        layers: Layers,
         slots: tuple[Array | np.ndarray, ...],
         carry: tuple[Array, Buffers],
         keep: Callable[[Out], list[Array]],
@@ -227,7 +177,7 @@ class HookedQwen2(nn.Module):
             x, values = layer(x, rotary, segment_ids)
             return x, self._capture().write(buffers, values, slots, *at)
 
-        return self._layers().scan(params, block, carry, slots, keep)
+        return self._layers().scan(layers, block, carry, slots, keep)
 
     def _pipelined(
         self, params: Any, embed: Embedding, norm: RMSNorm, *batch: Array
@@ -239,14 +189,15 @@ class HookedQwen2(nn.Module):
         """
         stages, capture, (rows, length) = self.stages, self._capture(), batch[0].shape
         count = self.micro_batches(rows)
-        per_stage = jax.tree.map(lambda w: w.reshape(stages, -1, *w.shape[1:]), params["layers"])
+        layers = self._layers().of(params["layers"])
+        per_stage = jax.tree.map(lambda x: x.reshape(stages, -1, *x.shape[1:]), layers)
         token_ids, segment_ids, positions = (
             x.reshape(-1, count, length).swapaxes(0, 1) for x in batch
         )
         plan, numbers = capture.plan_stages(stages, self.layers_per_stage), jnp.arange(stages)
         keep = self._keep(plan, norm)
 
-        def stage(params: Any, slots: Any, x: Array, buffers: Buffers, number: Array) -> Any:
+        def stage(layers: Layers, slots: Any, x: Array, buffers: Buffers, number: Array) -> Any:
             """number: the micro-batch's.
 
             In the bubble before the first micro-batch, a stage writes values that it will write
@@ -255,7 +206,7 @@ class HookedQwen2(nn.Module):
             """
             number = jnp.clip(number, 0, count - 1)
             inputs = rotary_table(positions[number], self.config), segment_ids[number]
-            return self._loop(params, slots, (x, buffers), keep, *inputs, number)
+            return self._loop(layers, slots, (x, buffers), keep, *inputs, number)
 
         def tick(carry: tuple[Array, Buffers], time: Array) -> tuple[Any, None]:
             x, buffers = carry
@@ -324,4 +275,36 @@ def create_model_with_hooks(
     )
 
 
-QWEN2 = ModelFamily(QwenConfig, Qwen2, create_model_with_hooks, weight_table, HOOKS)
+def _qwen2(hf: Any, source: str) -> QwenConfig:
+    return QwenConfig.from_hf(hf, source, qkv_bias=True, o_bias=False, qk_norm=False)
+
+
+QWEN2 = ModelFamily(
+    "qwen2",
+    "Qwen2, Qwen2.5, QwQ",
+    config=_qwen2,
+    whole=Qwen2,
+    hooked=create_model_with_hooks,
+    weight_table=weight_table,
+    hooks=HOOKS,
+)
+
+
+def _qwen3(hf: Any, source: str) -> QwenConfig:
+    bias = bool(hf.attention_bias)
+    return QwenConfig.from_hf(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+
+QWEN3 = dataclasses.replace(
+    QWEN2,
+    model_type="qwen3",
+    models="Qwen3, dense",
+    config=_qwen3,
+    hooks=HOOKS.after(
+        "blocks.{}.attn.hook_v",
+        block_kind("attn.hook_q_normed", "NH", "attn.q_normed", "self_attn.q_norm.output"),
+        block_kind("attn.hook_k_normed", "KH", "attn.k_normed", "self_attn.k_norm.output"),
+    ),
+)
+
+FAMILIES = Families((QWEN2, QWEN3))

@@ -22,7 +22,7 @@ from activation_extraction.run.prepare import model_request
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
 from benchmarks.inputs import tokenise
-from qwen2_jax_with_hooks import QWEN2
+from qwen2_jax_with_hooks import FAMILIES
 
 
 def seconds_of(step: Step, batches: Sequence[Batch]) -> float:
@@ -44,7 +44,7 @@ def main() -> None:
     documents = tokenise(Path(config.model_path), Path(str(config.dataset_path)), length)
     packed = list(pack(samples_of(documents), rows, length))
     full = list(pack(samples_of([[n] * length for n in range(rows)]), rows, length))
-    forward = prepare_model(QWEN2, model_request(config))
+    forward = prepare_model(FAMILIES, model_request(config))
     began = time.perf_counter()
     step = compile_step(forward)
     found = {

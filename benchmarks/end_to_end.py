@@ -31,6 +31,7 @@ from benchmarks.peak import DTYPES, best
 from benchmarks.processes import ROOT, extract, machine, run
 from benchmarks.shapes import SHAPES
 from qwen2_jax import QwenConfig
+from qwen2_jax_with_hooks import FAMILIES
 
 Row = dict[str, Any]
 # Contender -> one batch computed of so many, one document of these written of so many.
@@ -78,7 +79,7 @@ def prepare(folder: Path, given: argparse.Namespace) -> Bench:
     make_documents(documents, given.documents)
     token_ids = tokenise(model, documents, given.max_seq_length)
     (folder / "token_ids.json").write_text(json.dumps(token_ids))
-    return Bench(folder, given, QwenConfig.from_file(model / "config.json"), token_ids)
+    return Bench(folder, given, FAMILIES.read(model / "config.json")[1], token_ids)
 
 
 def measure_peaks(given: argparse.Namespace) -> dict[str, float]:

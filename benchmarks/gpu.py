@@ -38,8 +38,7 @@ from activation_extraction.run.prepare import model_request
 from benchmarks.peak import CPU_PRODUCTS, GPU_PRODUCTS, measure
 from benchmarks.processes import ROOT, machine
 from benchmarks.shapes import SHAPES, evenly_spaced
-from qwen2_jax import QwenConfig
-from qwen2_jax_with_hooks import QWEN2
+from qwen2_jax_with_hooks import FAMILIES
 
 HOOKS = 8
 ATTENTIONS = {"triton": triton_attention, **ON_GPU}
@@ -56,7 +55,7 @@ def random_params(model: HookedModel) -> dict[str, Any]:
         return values * jnp.asarray(shape[-1] ** -0.5, model.dtype)
 
     made = jax.jit(make, static_argnums=(1, 2))
-    table = QWEN2.weight_table(model)
+    table = FAMILIES.named(model.config.model_type).weight_table(model)
     return unflatten_dict(
         {path: made(number, path, spec.shape) for number, (path, spec) in enumerate(table.items())}
     )
@@ -76,11 +75,11 @@ def run_ours(shape: str, given: argparse.Namespace) -> dict[str, Row]:
 
 def run_attention(name: str, shape: str, given: argparse.Namespace) -> Row:
     """The step as the tool would compile it: seconds of compiling, TFLOP/s, with copies and not."""
-    config = QwenConfig.from_hf(SHAPES[shape])
+    family, config = FAMILIES.of(SHAPES[shape])
     layers = evenly_spaced(HOOKS, config.num_hidden_layers)
     flags = ["--dtype", "bfloat16", "--batch_size", str(given.rows), "--no_data_parallel"]
     flags += ["--max_seq_length", str(given.length), "--layers_to_extract", *map(str, layers)]
-    model, rows = build_model(QWEN2, model_request(parse_args(flags)), config)
+    model, rows = build_model(family, model_request(parse_args(flags)), config)
     model = model.clone(attention=ATTENTIONS[name])
     params = random_params(model)
     ones = jnp.ones((given.rows, given.length), jnp.int32)

@@ -22,7 +22,7 @@ from benchmarks.peak import DTYPES, best
 from benchmarks.processes import ROOT, extract, machine, run
 from benchmarks.shapes import SHAPES, evenly_spaced
 from qwen2_jax import QwenConfig
-from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
+from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
 
 Row = dict[str, Any]
 LAYERS = 8  # of which residuals and pairs are taken
@@ -51,7 +51,7 @@ def measure(
     folder: Path, given: argparse.Namespace, lengths: Sequence[int]
 ) -> dict[str, list[Row]]:
     """Request -> what each round found."""
-    config = QwenConfig.from_file(folder / "model/config.json")
+    _, config = FAMILIES.read(folder / "model/config.json")
     found: dict[str, list[Row]] = defaultdict(list)
     sizes = ["--batch_size", str(given.batch_size), "--max_seq_length", str(given.max_seq_length)]
     places = ["--model_path", str(folder / "model")]

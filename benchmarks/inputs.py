@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from activation_extraction.run import demo
-from qwen2_jax import Qwen2, QwenConfig, weight_table
+from qwen2_jax_with_hooks import FAMILIES
 
 MEDIAN_TOKENS, SPREAD, LONGEST = 620, 1.0, 2048  # of the documents' log-normal lengths
 
@@ -19,7 +19,8 @@ def make_model(folder: Path, config: dict[str, Any]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     demo.write_tokenizer(folder, [])
-    table = weight_table(Qwen2(QwenConfig.from_hf(config)))
+    family, read = FAMILIES.of(config)
+    table = family.weight_table(family.whole(read))
     if config["tie_word_embeddings"]:
         del table["lm_head", "weight"]
     demo.write_weights(folder / "model.safetensors", table.values())

@@ -29,12 +29,12 @@ from activation_extraction.model.forward import build_model
 from activation_extraction.run.prepare import model_request
 from benchmarks.shapes import SHAPES
 from qwen2_jax import QwenConfig
-from qwen2_jax_with_hooks import QWEN2
+from qwen2_jax_with_hooks import FAMILIES
 
 # Nothing opens a TPU here, so the lock that keeps processes from sharing one is not needed.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
-QWEN_7B = QwenConfig.from_hf(SHAPES["7B"])
+QWEN_7B = FAMILIES.config(SHAPES["7B"])
 EIGHT = "--layers_to_extract 6 9 12 15 18 21 24 27"
 COLLECTIVE = re.compile(
     r" ((?:ragged-)?all-to-all|all-reduce|all-gather|reduce-scatter|collective-\w+)(?:-start)?\("
@@ -269,10 +269,11 @@ def compile_for(qwen: QwenConfig, flags: str, topology: str, **how: Any) -> Comp
     """What build_model and compile_step do for these flags, with shapes in place of arrays."""
     config = parse_args(["--dtype", "bfloat16", *flags.split()])
     devices = topologies.get_topology_desc(topology, platform="tpu", **how).devices
+    family = FAMILIES.named(qwen.model_type)
     with patch.object(jax, "devices", return_value=devices):
-        model, rows = build_model(QWEN2, model_request(config), qwen)
+        model, rows = build_model(family, model_request(config), qwen)
     params = {}
-    for path, spec in QWEN2.weight_table(model).items():
+    for path, spec in family.weight_table(model).items():
         split = model.layout.sharding(spec.axes, spec.shape)
         params[path] = jax.ShapeDtypeStruct(spec.shape, model.dtype, sharding=split)
     shape = config.batch_size * rows.hosts, config.max_seq_length

@@ -2,7 +2,8 @@
 
 What is compiled is kept until the session ends, for its own tests and for the processes that they
 start. Each worker of pytest-xdist has a cache of its own, as JAX does not write entries atomically.
-torch and transformers are imported where they are used: they take seconds.
+torch is imported where it is used, which takes seconds; transformers before the tool imports it
+without torch.
 """
 
 import os
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 import pytest
+import transformers  # noqa: F401
 from cloud import Cloud
 from tokenizers import Tokenizer
 
@@ -38,11 +40,10 @@ from activation_extraction.output.folder import Folder
 from activation_extraction.reading.verify import verify
 from activation_extraction.run import demo
 from activation_extraction.text.tokenizer import load_tokenizer
-from qwen2_jax import QwenConfig
-from qwen2_jax_with_hooks import HOOKS, QWEN2
+from qwen2_jax_with_hooks import FAMILIES
 
 if TYPE_CHECKING:
-    from transformers import Qwen2ForCausalLM
+    from transformers import PreTrainedModel
 
 pytest_plugins = ["small_runs"]
 
@@ -54,6 +55,7 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(SESSION_FOLDER, ignore_errors=True)
 
 
+YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
 # hidden, MLP, layers, heads, KV heads, vocabulary, and what is special about each.
 TINY: dict[str, dict[str, Any]] = {
     "one_kv_head": dict(num_key_value_heads=1),
@@ -63,6 +65,38 @@ TINY: dict[str, dict[str, Any]] = {
     "sharded": dict(num_key_value_heads=2, tie_word_embeddings=True, vocab_size=257),
     "deep_other_theta": dict(
         num_key_value_heads=1, num_hidden_layers=7, rope_parameters={"rope_theta": 1e6}
+    ),
+    "linear": dict(
+        num_key_value_heads=4,
+        head_dim=64,
+        rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e5),
+    ),
+    "yarn_sliding": dict(
+        num_key_value_heads=2,
+        rope_parameters=YARN,
+        max_position_embeddings=256,
+        use_sliding_window=True,
+        sliding_window=21,
+        max_window_layers=2,
+    ),
+    "qwen3_tied": dict(
+        model_type="qwen3", num_key_value_heads=2, head_dim=64, tie_word_embeddings=True
+    ),
+    "qwen3_biased_yarn": dict(
+        model_type="qwen3",
+        num_key_value_heads=1,
+        head_dim=128,
+        attention_bias=True,
+        rope_parameters=YARN | dict(attention_factor=1.3, beta_fast=16.0, truncate=False),
+        max_position_embeddings=256,
+    ),
+    "qwen3_wide_heads_sliding": dict(
+        model_type="qwen3",
+        num_key_value_heads=4,
+        head_dim=256,
+        use_sliding_window=True,
+        sliding_window=70,
+        layer_types=["sliding_attention", "full_attention"] * 2,
     ),
 }
 
@@ -74,12 +108,12 @@ QUICK_REFERENCE = "two_kv_heads_tied"  # the one of `make test-quick`
 class Reference:
     """A Hugging Face model and the folder that it was saved to."""
 
-    model: "Qwen2ForCausalLM"
+    model: "PreTrainedModel"
     folder: Path
 
     @property
-    def config(self) -> QwenConfig:
-        return QwenConfig.from_file(self.folder / "config.json")
+    def config(self) -> Any:
+        return FAMILIES.read(self.folder / "config.json")[1]
 
     def hooked(self, token_ids: np.ndarray) -> dict[str, np.ndarray]:
         """Name of a hook -> (B, T, width) float32, as Hugging Face computes it on unpadded rows.
@@ -89,7 +123,8 @@ class Reference:
         import torch
 
         depth, values, handles = self.config.num_hidden_layers, {}, []
-        hooks = HOOKS.every(depth)
+        family = FAMILIES.named(self.config.model_type)
+        hooks = family.hooks.every(depth)
         for name in {name for hook in hooks for name in hook.names() if name.startswith("model.")}:
             path, side = name.rsplit(".", 1)
 
@@ -118,7 +153,8 @@ class Reference:
         found = {}
         for norm, stream in (("ln1", "hook_resid_pre"), ("ln2", "hook_resid_mid")):
             found[f"{block}{norm}.hook_normalized"] = self._normalized(values[block + stream])
-        q, k = (values[f"{block}attn.hook_{n}"] for n in "qk")
+        normed = "_normed" * self.config.qk_norm
+        q, k = (values[f"{block}attn.hook_{n}{normed}"] for n in "qk")
         q, k = (x.unflatten(2, (-1, self.config.head_dim)).transpose(1, 2) for x in (q, k))
         tables = self.model.model.rotary_emb(q, torch.arange(q.shape[2])[None])
         for name, rotated in zip("qk", apply_rotary_pos_emb(q, k, *tables), strict=True):
@@ -133,28 +169,25 @@ class Reference:
 
 
 def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) -> Reference:
-    """A random Qwen2 with weights large enough that every part of it matters, saved to `folder`.
+    """A random model with weights large enough that every part of it matters, saved to `folder`.
 
     Noise scales with the width: attention must not saturate, or rounding errors are amplified.
     """
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen2Config(
-        **(
-            dict(
-                vocab_size=211,
-                hidden_size=64,
-                intermediate_size=112,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                tie_word_embeddings=False,
-            )
-            | changes
-        )
+    usual: dict[str, Any] = dict(
+        model_type="qwen2",
+        vocab_size=211,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
     )
+    config = AutoConfig.for_model(**(usual | changes))
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.8 / config.hidden_size**0.5)
@@ -182,7 +215,7 @@ def reference(
 def demo_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the demo's `model` and `documents.parquet`, which tests must not change."""
     folder = tmp_path_factory.mktemp("demo")
-    demo.make_demo(folder, QWEN2)
+    demo.make_demo(folder, FAMILIES)
     return folder / "demo_inputs"
 
 

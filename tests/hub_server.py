@@ -29,11 +29,12 @@ _RANGE = re.compile(r"bytes=(?:(\d+)-(\d*)|-(\d+))")
 
 @dataclass
 class Hub:
-    """A running server: its address, each (method, path with query) asked of it so far, and the
-    bytes of weights that it has sent."""
+    """A running server: its address, each (method, path with query) asked of it so far, what those
+    requests were authorised with, and the bytes of weights that it has sent."""
 
     endpoint: str
     requests: list[tuple[str, str]] = field(default_factory=list)
+    authorizations: set[str | None] = field(default_factory=set)
     sent: int = 0
 
 
@@ -132,6 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.hub.requests.append((self.command, self.path))
+        self.server.hub.authorizations.add(self.headers.get("Authorization"))
         form = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
             self._route(urlsplit(self.path).path, form.decode(errors="replace"))

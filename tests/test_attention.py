@@ -1,5 +1,7 @@
 """Attention in blocks against its definition, and that against numbers worked out by hand."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,13 +20,13 @@ def attention_inputs(shape, heads, kv_heads):
 
 
 @pytest.mark.parametrize(
-    "keys,first_query,kv_heads",
+    "keys,first_query,kv_heads,window",
     [
-        *[(40, 0, 2), (300, 100, 1), (300, 100, 2), (300, 100, 4)],
-        *[pytest.param(5000, first, 2, marks=pytest.mark.long) for first in (0, 2500)],
+        *[(40, 0, 2, None), (300, 100, 1, None), (300, 100, 2, 1), (300, 100, 4, 70)],
+        *[pytest.param(5000, n, 2, n or None, marks=pytest.mark.long) for n in (0, 2500)],
     ],
 )
-def test_blocked_attention_equals_the_dense_definition(keys, first_query, kv_heads):
+def test_blocked_attention_equals_the_dense_definition(keys, first_query, kv_heads, window):
     """Rows of one segment, of several, of several and padding, of nothing; part of the queries."""
     q, k, v = attention_inputs((4, keys), 4, kv_heads)
     lengths = np.array([[0, 0, keys], [keys // 3, 1, keys], [7, keys // 2, keys // 8], [0, 0, 0]])
@@ -34,9 +36,11 @@ def test_blocked_attention_equals_the_dense_definition(keys, first_query, kv_hea
     some = slice(first_query, first_query + 200)
     inputs = q[:, some], k, v, segments[:, some], segments
     real = np.asarray(segments[:, some]) > 0
-    got = jax.jit(blocked_attention)(*inputs, first_query)
-    np.testing.assert_allclose(got[real], dense_attention(*inputs, first_query)[real], atol=2e-6)
-    known = jax.jit(blocked_attention, static_argnums=5)(*inputs, first_query)
+    blocked = partial(blocked_attention, window=window)
+    got = jax.jit(blocked)(*inputs, first_query)
+    expected = dense_attention(*inputs, first_query, window)
+    np.testing.assert_allclose(got[real], expected[real], atol=2e-6)
+    known = jax.jit(blocked, static_argnums=5)(*inputs, first_query)
     np.testing.assert_array_equal(got, known)
 
 
@@ -52,18 +56,29 @@ def test_blocked_attention_does_not_read_blocks_of_other_segments():
     assert np.isnan(got[:, :128]).all() and np.isnan(got[:, 640:]).all()
 
 
-def test_dense_attention_by_hand():
+def test_blocked_attention_does_not_read_keys_before_the_window():
+    q, k, v = attention_inputs((1, 1024), 4, 2)
+    segments = jnp.ones((1, 1024), jnp.int32)
+    k, v = (x.at[:, :512].set(jnp.nan) for x in (k, v))
+    got = np.asarray(blocked_attention(q, k, v, segments, segments, 0, window=65))
+    assert np.isfinite(got[:, 640:]).all() and np.isnan(got[:, :512]).all()
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_dense_attention_by_hand(window):
     """Two segments of one row, against plain loops."""
     chance = np.random.default_rng(2)
     q, k, v = (chance.standard_normal((1, 5, n, 4)).astype(np.float32) for n in (4, 2, 2))
     segments = np.array([[1, 1, 1, 2, 2]], np.int32)
     expected = np.zeros_like(q)
     for t in range(5):
-        seen = [s for s in range(t + 1) if segments[0, s] == segments[0, t]]
+        seen = [s for s in range(t + 1) if segments[0, s] == segments[0, t]][-(window or 9) :]
         for n in range(4):
             scores = np.array([q[0, t, n] @ k[0, s, n // 2] for s in seen])
             weights = np.exp(scores - scores.max())
             expected[0, t, n] = weights @ v[0, seen, n // 2] / weights.sum()
     np.testing.assert_allclose(
-        dense_attention(*map(jnp.asarray, (q, k, v, segments, segments)), 0), expected, atol=1e-6
+        dense_attention(*map(jnp.asarray, (q, k, v, segments, segments)), 0, window),
+        expected,
+        atol=1e-6,
     )

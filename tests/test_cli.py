@@ -131,8 +131,8 @@ BAD_MODELS = {
     "config is a list": (break_file("config.json", lambda _: b"[]"), "found list"),
     "other architecture": (edit_config(model_type="llama"), "model_type 'llama'"),
     "other activation": (edit_config(hidden_act="gelu"), "hidden_act 'gelu'"),
-    "scaled rope": (edit_config(rope_scaling={"type": "yarn"}), "rope_type 'yarn'"),
-    "no size": (edit_config(hidden_size=None), "hidden_size must be a positive integer"),
+    "scaled rope": (edit_config(rope_scaling={"type": "dynamic", "factor": 2.0}), "'dynamic'"),
+    "no size": (edit_config(hidden_size=None), "'hidden_size' expected int, got NoneType"),
     "no weights": (lambda m: (m / "model.safetensors").unlink(), "has no model.safetensors"),
     "truncated weights": (
         break_file("model.safetensors", lambda b: b[: len(b) // 2]),

@@ -13,7 +13,7 @@ from activation_extraction.model import devices
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import read_stored
 from activation_extraction.output.storage import ActivationStorage
-from qwen2_jax import QwenConfig
+from qwen2_jax_with_hooks import FAMILIES
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (DEBUG|INFO|WARNING) machine 3 host (\d|\?): .+")
 GAUGES = {
@@ -129,7 +129,7 @@ def test_the_last_line_may_be_cut_off(tmp_path):
 
 def test_operations_are_counted_from_the_shapes():
     """Against a count of every matrix product, layer by layer."""
-    config = QwenConfig.from_hf(
+    config = FAMILIES.config(
         dict(
             model_type="qwen2",
             vocab_size=100,

@@ -21,7 +21,7 @@ from activation_extraction.output.folder import Folder
 from activation_extraction.output.shard_writer import StorageError
 from activation_extraction.run import prepare
 from activation_extraction.run.hosts import Host, together
-from qwen2_jax_with_hooks import QWEN2, HookedQwen2
+from qwen2_jax_with_hooks import FAMILIES, HookedQwen2
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
         monkeypatch.setattr(prepare, "prepare", MagicMock())
         monkeypatch.setattr(prepare, defect, vanished)
         with pytest.raises(FileNotFoundError):
-            prepare.prepare_together(parse_args([]), Host(0, 2), QWEN2, lambda: None)
+            prepare.prepare_together(parse_args([]), Host(0, 2), FAMILIES, lambda: None)
         assert len(told) == 2 - phase and type(told[-1][1]) is FileNotFoundError
 
 

@@ -12,7 +12,8 @@ import extract_activations
 from activation_extraction.cli.errors import InputError
 from activation_extraction.output.pickle_file import pickle_records, read_records
 from activation_extraction.run import demo
-from qwen2_jax import Qwen2, QwenConfig, weight_table
+from qwen2_jax import Qwen2, weight_table
+from qwen2_jax_with_hooks import FAMILIES
 
 
 def make_old(folder):
@@ -44,7 +45,7 @@ def test_clipped_default_layers_are_told(texts, tmp_path, capsys):
     model.mkdir()
     (model / "config.json").write_text(json.dumps(config))
     demo.write_tokenizer(model, [])
-    weights = weight_table(Qwen2(QwenConfig.from_hf(config))).values()
+    weights = weight_table(Qwen2(FAMILIES.config(config))).values()
     demo.write_weights(model / "model.safetensors", weights)
     flags = ["--model_path", model, "--dataset_path", texts([{"text": "one"}])]
     flags += ["--output_dir", tmp_path / "out", "--max_seq_length", 16]

@@ -16,6 +16,7 @@ from conftest import make_reference
 from hub_server import serve_hub
 
 import extract_activations
+from activation_extraction.model.checkpoint import INDEX_FILE, SINGLE_FILE, TOKENIZER_FILES
 from activation_extraction.run import demo, digests
 
 pytestmark = pytest.mark.long
@@ -51,11 +52,12 @@ def hub(tmp_path, demo_inputs):
         yield server
 
 
-def run(hub, tmp_path, *arguments):
+def run(hub, tmp_path, *arguments, **environment):
     """The command line in a process whose hub is the local one."""
     return subprocess.run(
         [sys.executable, str(SCRIPT), *arguments, "--output_dir", str(tmp_path / "out")],
-        env=os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")},
+        env=os.environ
+        | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -100,6 +102,29 @@ def test_the_hub_says_what_is_in_its_weights(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(digests, "_read", lambda path: read.append(path.name) or original(path))
     assert digests.digest_files([snapshot / name for name in names]) == stored
     assert read == ["config.json"]
+
+
+def test_a_revision_is_read_with_the_token_and_then_offline(hub, tmp_path, demo_inputs):
+    """transformers reads the files that were downloaded, and asks the hub for nothing itself."""
+    tiny = tmp_path / "hub/models/org/tiny"
+    shutil.copytree(tiny, f"{tiny}@v1")
+    settings = json.loads((tiny / "tokenizer_config.json").read_text())
+    (tiny / "tokenizer.json").write_text("{")  # of main: it must not be read
+    settings["model_max_length"] = 7  # of v1: no limit to samples
+    Path(f"{tiny}@v1/tokenizer_config.json").write_text(json.dumps(settings))
+    flags = ["--model_path", "org/tiny", "--model_revision", "v1", "--max_seq_length", "64"]
+    flags += ["--dataset_path", str(demo_inputs / "documents.parquet"), "--max_samples", "3"]
+    done = run(hub, tmp_path, *flags, HF_TOKEN="hf_secret")
+    assert done.returncode == 0, done.stderr
+    assert hub.authorizations == {"Bearer hf_secret"}
+    names = {path.split("?")[0].rsplit("/", 1)[1] for _, path in hub.requests}
+    assert names <= {"config.json", SINGLE_FILE, INDEX_FILE, "v1", *TOKENIZER_FILES}
+    shard = (tmp_path / "out/shard_0001.pkl.gz").read_bytes()
+    asked = len(hub.requests)
+    done = run(hub, tmp_path, *flags, "--overwrite", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert len(hub.requests) == asked
+    assert (tmp_path / "out/shard_0001.pkl.gz").read_bytes() == shard
 
 
 @pytest.mark.parametrize(

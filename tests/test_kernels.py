@@ -51,6 +51,7 @@ def error(got, expected):
     return np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2))
 
 
+@pytest.mark.parametrize("window", [None, pytest.param(50, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "traced", [False, pytest.param(True, marks=pytest.mark.long)], ids=["known", "traced"]
@@ -63,16 +64,17 @@ def error(got, expected):
         (triton_attention, jnp.bfloat16),
     ],
 )
-def test_kernels_compute_attention(kernel, dtype, case, traced):
+def test_kernels_compute_attention(kernel, dtype, case, traced, window):
     arrays, first = inputs(case, dtype), CASES[case][2]
-    run = partial(kernel, interpret=True)
+    run = partial(kernel, window=window, interpret=True)
+    definition = partial(dense_attention, window=window)
     got = jax.jit(run)(*arrays, first) if traced else run(*arrays, first)
-    exact = dense_attention(*(x.astype(jnp.float32) for x in arrays[:3]), *arrays[3:], first)
+    exact = definition(*(x.astype(jnp.float32) for x in arrays[:3]), *arrays[3:], first)
     assert got.dtype == dtype
     if dtype == jnp.float32:
         assert error(got, exact) < 1e-6
     else:  # no worse than rounding probabilities and values once each
-        assert error(got, exact) < 1.1 * error(dense_attention(*arrays, first), exact)
+        assert error(got, exact) < 1.1 * error(definition(*arrays, first), exact)
 
 
 def test_large_scores_are_not_rounded():

@@ -22,11 +22,11 @@ from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.weights import load_params
 from benchmarks.processes import resident
-from qwen2_jax import QwenConfig, weight_table
-from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
+from qwen2_jax import weight_table
+from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
 
 folder = Path(sys.argv[1])
-config = QwenConfig.from_file(folder / "config.json")
+config = FAMILIES.read(folder / "config.json")[1]
 layout = build_layout(usable_devices(True), json.loads(sys.argv[2]), config.num_key_value_heads)
 hooks = HOOKS.of_layers([23], "residual", 24)
 table = weight_table(create_model_with_hooks(config, hooks, layout=layout))

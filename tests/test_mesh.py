@@ -42,16 +42,29 @@ ODD_HOOKS = [  # several widths, none of layer 1, and of the last layer only a p
 ]
 
 
+WINDOWS = dict(use_sliding_window=True, sliding_window=11, max_window_layers=2)
+SMALL = {
+    "1 kv head": dict(num_key_value_heads=1),
+    "2 kv heads": dict(num_key_value_heads=2),
+    "4 kv heads": dict(num_key_value_heads=4),
+    "qwen3 with windows": dict(
+        model_type="qwen3", head_dim=32, num_key_value_heads=2, attention_bias=True, **WINDOWS
+    ),
+}
+
+
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)],
-    ids=["1 kv head", "2 kv heads", "4 kv heads"],
+    params=[
+        name if name == "2 kv heads" else pytest.param(name, marks=pytest.mark.long)
+        for name in SMALL
+    ],
 )
 def small(request, tmp_path_factory):
     """A model of five layers, and its hooks' values on one device for packed rows."""
     folder = tmp_path_factory.mktemp("small")
     reference = make_reference(
-        folder, num_hidden_layers=5, intermediate_size=128, num_key_value_heads=request.param
+        folder, num_hidden_layers=5, intermediate_size=128, **SMALL[request.param]
     )
     batch = rows(reference.config.vocab_size, (8, 64))
     batch[1][:, 40:] = 2
@@ -119,7 +132,8 @@ def test_weights_are_split_and_read_only_once(small, monkeypatch):
     assert {shard.data.shape for shard in mlp.addressable_shards} == {(3, 64, 32)}
     q = params["layers"]["self_attn"]["q_proj"]["weight"]
     heads = 4 // math.gcd(kv_heads, 2)
-    assert {shard.data.shape for shard in q.addressable_shards} == {(3, heads, 16, 32)}
+    size = reference.config.head_dim
+    assert {shard.data.shape for shard in q.addressable_shards} == {(3, heads, size, 32)}
     specs = table.values()
     total = {name: 4 * math.prod(spec.hf_shape) for spec in specs for name in spec.hf_names}
     for tensor in total:

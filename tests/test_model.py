@@ -1,7 +1,6 @@
 """The model against Hugging Face transformers on torch, hook by hook."""
 
 import copy
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,8 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.groups import rows_at_once
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import load_params
-from qwen2_jax import Qwen2, QwenConfig, convert_hf_to_jax_weights, weight_table
-from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
+from qwen2_jax import Qwen2, convert_hf_to_jax_weights, weight_table
+from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
 
 TOLERANCE = 1e-4  # of the reference tensor's RMS
 ROUNDING = 1e-5  # of float32 through a few layers, as the largest error over the RMS
@@ -35,8 +34,12 @@ def rows(vocab_size, shape=(2, LENGTH)):
     return token_ids, np.ones(shape, np.int32), positions
 
 
+def hooks_of(config):
+    return FAMILIES.named(config.model_type).hooks
+
+
 def every_hook(config):
-    return HOOKS.every(config.num_hidden_layers)
+    return hooks_of(config).every(config.num_hidden_layers)
 
 
 def run(model, params, *batch):
@@ -89,7 +92,7 @@ def test_every_hook_of_every_layer_equals_hugging_face(reference: Reference):
     batch = rows(config.vocab_size)
     got = run(model, load(model, reference.folder), *batch)
     expected = reference.hooked(batch[0])
-    assert len(got) == 18 * config.num_hidden_layers + 3
+    assert len(got) == (18 + 2 * config.qk_norm) * config.num_hidden_layers + 3
     for hook, value in got.items():
         assert error_of(value, expected[hook.name]) < TOLERANCE, hook.name
 
@@ -105,6 +108,18 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(reference: Reference
     for hook, value in got.items():
         allowed = 1.25 * rms_error(rounded[hook.name], exact[hook.name])
         assert rms_error(value, exact[hook.name]) <= allowed, hook.name
+
+
+def test_weights_as_bits_are_the_same_weights(reference: Reference):
+    """On the CPU a run hands bfloat16 over as bits, those of the final norm too."""
+    config = reference.config
+    model = create_model_with_hooks(config, every_hook(config), jnp.bfloat16)
+    numbers = load(model, reference.folder, jnp.bfloat16)
+    bits = jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16), numbers)
+    batch = rows(config.vocab_size, (1, 20))
+    expected = run(model, numbers, *batch)
+    for hook, value in run(model, bits, *batch).items():
+        np.testing.assert_array_equal(value, expected[hook], err_msg=hook.name)
 
 
 def test_logits_choose_the_same_next_tokens(reference: Reference):
@@ -224,46 +239,54 @@ def test_config_of_transformers_4_and_5_agree():
         "sliding_window": None,
     }
     del v5["rope_theta"]
-    config = QwenConfig.from_hf(V4_CONFIG)
-    assert config == QwenConfig.from_hf(v5)
-    assert config.rope_theta == 1e6 and config.head_dim == 64 and config.tie_word_embeddings
+    config = FAMILIES.config(V4_CONFIG)
+    assert config == FAMILIES.config(v5)
+    assert config.rope.theta == 1e6 and config.head_dim == 64 and config.tie_word_embeddings
 
 
 @pytest.mark.parametrize(
     "change,named",
     [
-        ({"model_type": "qwen3"}, "model_type 'qwen3'"),
+        ({"model_type": "llama"}, "model_type 'llama' is not supported; supported are: qwen2"),
         ({"model_type": None}, "model_type None"),
+        ({"model_type": "qwen2_moe"}, r"supported are: qwen2 \(Qwen2.*\), qwen3 \(Qwen3, dense\)"),
+        ({"model_type": "qwen2_vl", "vision_config": {}}, "'qwen2_vl' .a model with vision inputs"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "rope_type 'llama3'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"use_sliding_window": True}, "layer 21 uses it"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer 1 uses it"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "only one flat set"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor"),
         (
-            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}},
-            "rope_type 'yarn'",
+            {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+            "factor must be a positive number",
         ),
-        ({"rope_scaling": "yarn"}, "rope_scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "su", "rope_theta": 1e6}},
+            "rope_type 'su' is not supported; default, linear and yarn are",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be a positive"),
+        ({"layer_types": ["sliding_attention"] * 24}, "layer 0 slides, but there is no window"),
+        ({"layer_types": ["linear_attention"] * 24}, "layer 0 is 'linear_attention'"),
+        ({"layer_types": ["full_attention"]}, "num_hidden_layers"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "only one flat set"),
+        ({"rope_scaling": "yarn"}, "'rope_parameters' with value 'yarn'"),
         ({"rope_theta": "abc"}, "rope_theta must be a positive number, found 'abc'"),
         ({"rope_theta": None}, "rope_theta must be a positive number, found None"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq.: quantised"),
         ({"hidden_size": 0}, "hidden_size must be a positive integer, found 0"),
-        ({"num_attention_heads": "14"}, "num_attention_heads must be a positive integer"),
+        ({"num_attention_heads": "14"}, "'num_attention_heads' expected int, got str"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
-        ({"head_dim": 63}, "head_dim 63 is odd"),
+        ({"head_dim": 63}, "even rotary dimension.* `head_dim`=63"),
     ],
 )
 def test_other_architectures_are_refused_by_name(change, named):
-    with pytest.raises(InputError, match=named):
-        QwenConfig.from_hf(V4_CONFIG | change)
+    with pytest.raises(InputError, match=named) as refused:
+        FAMILIES.config(V4_CONFIG | change)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_sliding_window_that_no_layer_uses_is_accepted():
-    QwenConfig.from_hf(V4_CONFIG | {"use_sliding_window": True, "max_window_layers": 24})
+    FAMILIES.config(V4_CONFIG | {"use_sliding_window": True, "max_window_layers": 24})
 
 
 @pytest.mark.parametrize(
@@ -299,7 +322,7 @@ def test_a_sliding_window_that_no_layer_uses_is_accepted():
     ],
 )
 def test_full_sizes_have_the_published_number_of_parameters(name, parameters, changes):
-    table = weight_table(Qwen2(QwenConfig.from_hf(V4_CONFIG | changes)))
+    table = weight_table(Qwen2(FAMILIES.config(V4_CONFIG | changes)))
     tied = {(spec.hf_names, spec.shape) for spec in table.values()}
     assert sum(int(np.prod(shape)) for _, shape in tied) == parameters, name
 
@@ -325,7 +348,7 @@ def test_true_half_billion_shape_equals_hugging_face(tmp_path):
         rope_parameters={"rope_theta": 1e6},
     )
     config = reference.config
-    assert dataclasses.asdict(config) == dataclasses.asdict(QwenConfig.from_hf(V4_CONFIG))
+    assert config == FAMILIES.config(V4_CONFIG)
     wanted = ["blocks.*.hook_resid_*", "blocks.*.hook_attn_out", "blocks.*.hook_mlp_out"]
     hooks = list(HOOKS.matching(wanted, config.num_hidden_layers).values())
     model = create_model_with_hooks(config, hooks)

@@ -22,7 +22,8 @@ from hub_server import serve_hub
 
 from activation_extraction.cli.flags import build_parser
 from activation_extraction.run import demo
-from qwen2_jax import Qwen2, QwenConfig, weight_table
+from qwen2_jax import Qwen2, weight_table
+from qwen2_jax_with_hooks import FAMILIES
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
@@ -76,7 +77,7 @@ def hub(tmp_path_factory):
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 24}
     config = {**demo.MODEL_CONFIG, **small}
     (model / "config.json").write_text(json.dumps(config))
-    weights = weight_table(Qwen2(QwenConfig.from_hf(config)))
+    weights = weight_table(Qwen2(FAMILIES.config(config)))
     demo.write_weights(model / "model.safetensors", weights.values())
     demo.write_tokenizer(model, [])
     texts = root / "datasets/HuggingFaceFW/fineweb-edu"

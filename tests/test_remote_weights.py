@@ -27,7 +27,9 @@ from activation_extraction.model.weight_files import RemoteFile
 from activation_extraction.model.weights import load_params
 from activation_extraction.output.folder import Folder
 from activation_extraction.run.digests import model_digest
-from qwen2_jax import Qwen2, QwenConfig, weight_table
+from activation_extraction.text.tokenizer import load_tokenizer
+from qwen2_jax import Qwen2, weight_table
+from qwen2_jax_with_hooks import FAMILIES
 
 
 class Counting(Folder):
@@ -58,7 +60,7 @@ def put(folder, url):
 
 def load(model_path):
     where = Checkpoint(model_path)
-    config = QwenConfig.from_file(where.file("config.json"))
+    _, config = FAMILIES.read(where.file("config.json"))
     layout = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
     return load_params(weight_table(Qwen2(config)), where, np.float32, layout), where
 
@@ -101,6 +103,16 @@ def test_a_model_at_a_url_is_the_local_one(demo_inputs, memory):
     same(found, expected)
     assert remote.commit is None and len(remote.tokenizer_files()) == len(local.tokenizer_files())
     assert model_digest(remote) == model_digest(local)  # read in full: nobody reports it
+    tokenizers = [load_tokenizer(where.tokenizer_files(), "", 2048) for where in (remote, local)]
+    assert len({tokenizer.to_str() for tokenizer in tokenizers}) == 1
+
+
+def test_a_file_that_a_bucket_no_longer_has_is_not_read(demo_inputs, memory):
+    """transformers reads what lies in the folder of copies."""
+    put(demo_inputs / "model", memory)
+    copy = Checkpoint(memory).file("tokenizer_config.json")
+    fsspec.filesystem("memory").rm(f"{memory.removeprefix('memory:/')}/tokenizer_config.json")
+    assert Checkpoint(memory).find("tokenizer_config.json") is None and not copy.exists()
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body")
@@ -145,7 +157,9 @@ from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import load_params
 from activation_extraction.output.folder import Folder
 from activation_extraction.run.digests import model_digest
-from qwen2_jax import Qwen2, QwenConfig, weight_table
+from activation_extraction.text.tokenizer import load_tokenizer
+from qwen2_jax import Qwen2, weight_table
+from qwen2_jax_with_hooks import FAMILIES
 flipped = json.loads(sys.argv[3])
 original = Folder.read
 def read(self, name, start=None, stop=None):
@@ -158,7 +172,7 @@ Folder.read = read
 if sys.argv[5:]:
     checkpoint.shutil.disk_usage = lambda path: checkpoint.shutil._ntuple_diskusage(9, 9, 9)
 found = Checkpoint("org/tiny", keep=bool(sys.argv[5:]))
-config = QwenConfig.from_file(found.file("config.json"))
+_, config = FAMILIES.read(found.file("config.json"))
 layout = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
 table = weight_table(Qwen2(config))
 try:

@@ -8,7 +8,15 @@ from functools import partial
 import jax
 import numpy as np
 from conftest import Reference, make_reference
-from test_model import ROUNDING, TOLERANCE, assert_same_but_for_rounding, error_of, load, run
+from test_model import (
+    ROUNDING,
+    TOLERANCE,
+    assert_same_but_for_rounding,
+    error_of,
+    every_hook,
+    load,
+    run,
+)
 
 import extract_activations
 from activation_extraction.cli.config import parse_args
@@ -18,7 +26,7 @@ from activation_extraction.run.hosts import Host
 from activation_extraction.run.prepare import prepare_together
 from activation_extraction.text.packing import pack, samples_of
 from extract_activations import compile_step, main
-from qwen2_jax_with_hooks import HOOKS, QWEN2, create_model_with_hooks
+from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
 
 def random_samples(lengths, vocab_size):
@@ -29,7 +37,7 @@ def random_samples(lengths, vocab_size):
 def test_packed_equals_alone(reference: Reference):
     """Every sample of a packed batch has the activations that it has as the only one."""
     config = reference.config
-    model = create_model_with_hooks(config, HOOKS.every(config.num_hidden_layers))
+    model = create_model_with_hooks(config, every_hook(config))
     params = load(model, reference.folder)
     forward = partial(run, model)
     lengths = np.random.default_rng(0).integers(1, 200, 24)
@@ -93,7 +101,7 @@ def test_devices_give_the_values_of_one_device(demo_inputs, tmp_path):
     for flags in (["--no_data_parallel"], ["--use_data_parallel"], ["--mesh_shape", "2,2,2"]):
         where = ["--max_seq_length", 96, "--output_dir", tmp_path / flags[0]]
         config = parse_args(arguments(demo_inputs, *flags, *where))
-        job = prepare_together(config, Host(), QWEN2, lambda: None)
+        job = prepare_together(config, Host(), FAMILIES, lambda: None)
         batch = job.batches.peek()
         activations, votes = compile_step(job.forward)(batch, [True, False, False])
         assert votes.tolist() == [1, 0, 0]

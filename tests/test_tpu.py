@@ -17,15 +17,36 @@ from activation_extraction.model.family import HookedModel
 from activation_extraction.model.kept import take
 from benchmarks.shapes import SHAPES
 from benchmarks.tpu_plan import ARRAY, COLLECTIVE, EIGHT, QWEN_7B, Compiled, compile_for, groups
-from qwen2_jax import QwenConfig
-from qwen2_jax_with_hooks import QWEN2
+from qwen2_jax_with_hooks import FAMILIES
 
 pytestmark = pytest.mark.long
 
 pytest.importorskip("libtpu")
 
-QWEN_HALF_B = QwenConfig.from_hf(SHAPES["0.5B"])
-QWEN_72B = QwenConfig(152064, 8192, 29568, 80, 64, 8, 128, 1e6, 1e-6, 32768, False)
+QWEN_HALF_B = FAMILIES.config(SHAPES["0.5B"])
+QWEN_72B = FAMILIES.config(
+    SHAPES["7B"]
+    | dict(
+        hidden_size=8192,
+        intermediate_size=29568,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    )
+)
+QWEN3_8B = FAMILIES.config(
+    SHAPES["7B"]
+    | dict(
+        model_type="qwen3",
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+    )
+)
 CHIPS_8, CHIPS_16 = ({"chips_per_host_bounds": (n, 4, 1)} for n in (2, 4))
 MEGACORE = {"chip_config_name": "megacore"}
 TOPOLOGIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {  # with the 2d mesh to expect
@@ -68,7 +89,7 @@ def one_layer(model: HookedModel) -> set[tuple[int, ...]]:
     """
     found, mesh = set(), model.layout.mesh
     assert mesh is not None
-    for path, spec in QWEN2.weight_table(model).items():
+    for path, spec in FAMILIES.named(model.config.model_type).weight_table(model).items():
         if path[0] == "layers" and len(spec.shape) > 2 and path[-1] == "weight":
             split = NamedSharding(mesh, model.layout.spec(spec.axes, spec.shape, without="fsdp"))
             local = split.shard_shape(spec.shape)[1:]
@@ -79,7 +100,7 @@ def one_layer(model: HookedModel) -> set[tuple[int, ...]]:
 def weights_per_chip(model: HookedModel) -> float:
     """Bytes, when every axis that should split a weight does."""
     size, total = model.layout.size, 0.0
-    for path, spec in QWEN2.weight_table(model).items():
+    for path, spec in FAMILIES.named(model.config.model_type).weight_table(model).items():
         parts = size("fsdp", "model") * (1 if "self_attn" in path else size("query"))
         parts *= size("pipeline") if path[0] == "layers" else 1
         total += 2 * math.prod(spec.shape) / parts
@@ -126,6 +147,19 @@ def test_7b_layers_reduce_twice_and_never_between_hosts(name):
     assert kinds.count("all-reduce") + kinds.count("reduce-scatter") == 2
     if compiled.model.layout.size("query") == 1:  # the rest: second halves of the two reductions
         assert kinds.count("all-gather") == len(kinds) - 2 <= 2
+
+
+def test_qwen3_8b_fits_four_hosts_of_four_chips():
+    """And nothing is sent between hosts in the loop over layers."""
+    flags = "--layers_to_extract 3 7 12 16 21 26 30 35"
+    compiled = compile_for(QWEN3_8B, flags, "v5e:4x4")
+    model, memory = compiled.model, compiled.memory
+    assert model.layout.shape == {"data": 4, "model": 4} and model.config.qk_norm
+    assert memory.argument_size_in_bytes == pytest.approx(weights_per_chip(model), rel=0.1)
+    arguments = memory.argument_size_in_bytes
+    assert arguments + memory.output_size_in_bytes + memory.temp_size_in_bytes < 16e9
+    assert memory.peak_memory_in_bytes < 16e9
+    assert not [kind for kind, crosses in collectives(compiled) if crosses]
 
 
 @pytest.mark.slow
@@ -178,6 +212,21 @@ def test_the_kernel_takes_narrow_heads_and_rows_of_any_length(dtype):
     compiled = compile_for(QWEN_HALF_B, flags, "v5e:2x4", **CHIPS_8)
     assert compiled.model.layout.size("query") == 2
     assert any("splash" in instruction.name for instruction in compiled.plan.layer_loop())
+
+
+@pytest.mark.slow
+def test_layers_with_and_without_a_window_are_in_one_loop():
+    """Both kernels are compiled, and neither holds all scores."""
+    windows = dict(use_sliding_window=True, sliding_window=4096, max_window_layers=12)
+    config = FAMILIES.config(SHAPES["0.5B"] | windows)
+    compiled = compile_for(
+        config, "--max_seq_length 8192 --batch_size 1 --layers_to_extract 10 23", "v5e:2x2"
+    )
+    found = {line for line in compiled.plan.text.splitlines() if "custom_call_target" in line}
+    kernels = {line for line in found if "splash" in line}
+    assert len(kernels) == 2 * compiled.model.layout.size("query")
+    heads = config.num_attention_heads // compiled.model.layout.size("model")
+    assert compiled.memory.temp_size_in_bytes < 2 * heads * 8192**2
 
 
 @pytest.mark.slow

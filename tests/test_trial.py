@@ -32,6 +32,14 @@ def broken(*_):
     raise NotImplementedError("no such\ninstruction")
 
 
+def ignores_the_window(*arrays, window=None):
+    return dense_attention(*arrays)
+
+
+def sees_one_key_more_than_the_window(*arrays, window=None):
+    return dense_attention(*arrays, window and window + 1)
+
+
 def all_in_one_segment(q, k, v, q_segments, k_segments, first):
     return dense_attention(q, k, v, q_segments * 0, k_segments * 0, first)
 
@@ -82,6 +90,17 @@ def test_right_attentions_stay_well_below_the_tolerance(attention, sizes):
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_attentions_are_found_out(wrong, sizes):
     assert not largest_error(wrong, SIZES[sizes], BFLOAT16) <= 1.5 * TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("length", [pytest.param(1000, marks=pytest.mark.long), 20])
+def test_a_window_is_tried_too(length):
+    sizes = Sizes.of_run(length, 2, 4, 2, 32, window=4096)
+    assert sizes.window == sizes.keys // 6
+    for right in (dense_attention, blocked_attention):
+        assert largest_error(right, sizes, BFLOAT16) < TOLERANCE["bfloat16"] / 1.5
+    for wrong in (ignores_the_window, sees_one_key_more_than_the_window):
+        assert not largest_error(wrong, sizes, BFLOAT16) <= 1.5 * TOLERANCE["bfloat16"]
+        assert choose_attention({"a": wrong, "b": dense_attention}, sizes, BFLOAT16).name == "b"
 
 
 def test_float32_may_not_be_rounded():

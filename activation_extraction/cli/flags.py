@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all flags, with their help."""
     parser = _Parser(
         prog="extract_activations.py",
-        description="Turns a Qwen2 checkpoint and a stream of text into shards of activations.",
+        description="Turns a Qwen checkpoint and a stream of text into shards of activations.",
         epilog=epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

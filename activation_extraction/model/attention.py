@@ -19,9 +19,10 @@ from activation_extraction.model.bits import from_bits, to_bits
 # Query head n reads key/value head n // (N / K). Scores are the products of q and k: q comes
 # multiplied by H**-0.5, before it was rounded. The queries are the T tokens of the row from
 # `first_query` on (an int or a traced scalar), the keys are the whole row. A token sees the tokens
-# of its own segment that are not after it. The segments of a row follow one another; padding,
-# segment 0, comes last, and what it gives means nothing.
-Attention = Callable[[Array, Array, Array, Array, Array, int | Array], Array]
+# of its own segment that are not after it; with the keyword `window` (an int) only the last so many
+# of them, itself included. The segments of a row follow one another; padding, segment 0, comes
+# last, and what it gives means nothing.
+Attention = Callable[..., Array]
 
 QUERY_BLOCK = 64
 KEY_BLOCK = 128
@@ -39,26 +40,37 @@ def einsum(equation: str, x: Array, y: Array) -> Array:
 
 
 def visible(
-    q_segments: Array, k_segments: Array, first_query: int | Array, first_key: int | Array = 0
+    q_segments: Array,
+    k_segments: Array,
+    first_query: int | Array,
+    first_key: int | Array = 0,
+    window: int | None = None,
 ) -> Array:
     """Which keys each query sees: (..., T) and (..., S) segments -> (..., T, S) bool.
 
     The queries and keys are those of their row from `first_query` and `first_key` on.
     """
-    positions = first_query + jnp.arange(q_segments.shape[-1])
-    causal = positions[:, None] >= first_key + jnp.arange(k_segments.shape[-1])
-    return causal & (q_segments[..., :, None] == k_segments[..., None, :])
+    queries = first_query + jnp.arange(q_segments.shape[-1])[:, None]
+    keys = first_key + jnp.arange(k_segments.shape[-1])
+    seen = (queries >= keys) & (q_segments[..., :, None] == k_segments[..., None, :])
+    return seen if window is None else seen & (queries - keys < window)
 
 
 def dense_attention(
-    q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array, first_query: int | Array
+    q: Array,
+    k: Array,
+    v: Array,
+    q_segments: Array,
+    k_segments: Array,
+    first_query: int | Array,
+    window: int | None = None,
 ) -> Array:
     """Attention with all (T, S) scores at once; the reference for tests. See `Attention`."""
     batch, queries, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
     scores = einsum("BTKGH,BSKH->BKGTS", grouped, k)
-    seen = visible(q_segments, k_segments, first_query)
+    seen = visible(q_segments, k_segments, first_query, window=window)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = einsum("BKGTS,BSKH->BTKGH", probabilities, v)
@@ -66,13 +78,20 @@ def dense_attention(
 
 
 def blocked_attention(
-    q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array, first_query: int | Array
+    q: Array,
+    k: Array,
+    v: Array,
+    q_segments: Array,
+    k_segments: Array,
+    first_query: int | Array,
+    window: int | None = None,
 ) -> Array:
     """Attention in blocks of queries that read only the keys they may see. See `Attention`.
 
-    For CPUs. What a block may see is a run of keys, from the beginning of its first segment to its
-    last query. One program is compiled for each of a few lengths of the run, and each block takes
-    the one it needs; blocks of nothing but padding take none. Memory grows with T, not with T * S.
+    For CPUs. What a block may see is a run of keys, from the beginning of its first segment, or of
+    its first query's window, to its last query. One program is compiled for each of a few lengths
+    of the run, and each block takes the one it needs; blocks of nothing but padding take none.
+    Memory grows with T, not with T * S.
     """
     batch, length, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -81,7 +100,7 @@ def blocked_attention(
         q_segments = jnp.pad(q_segments, ((0, 0), (0, padding)))
     per_row = (length + padding) // QUERY_BLOCK
     sizes = _run_lengths(keys)
-    choices = _choices(q_segments, k_segments, first_query, sizes)
+    choices = _choices(q_segments, k_segments, first_query, sizes, window)
     segments = q_segments.reshape(-1, QUERY_BLOCK)
     # Queries of a block and heads of a group side by side: rows of one product for each of K heads.
     grouped = to_bits(q).reshape(-1, QUERY_BLOCK, kv_heads, heads // kv_heads * head_dim)
@@ -101,7 +120,7 @@ def blocked_attention(
                     from_bits(grouped[number], q.dtype),
                     from_bits(lax.dynamic_slice(k_bits, *run_of)[0], k.dtype),
                     from_bits(lax.dynamic_slice(v_bits, *run_of)[0], v.dtype),
-                    visible(segments[number], run_segments, start, first),
+                    visible(segments[number], run_segments, start, first, window),
                 )
                 return to_bits(out)
 
@@ -124,12 +143,18 @@ def _run_lengths(keys: int) -> list[int]:
 
 
 def _choices(
-    q_segments: Array, k_segments: Array, first_query: int | Array, sizes: list[int]
+    q_segments: Array,
+    k_segments: Array,
+    first_query: int | Array,
+    sizes: list[int],
+    window: int | None,
 ) -> Array:
     """For each block, row by row: which of `sizes` it needs, counted from 1; 0 for padding."""
     firsts = q_segments[:, ::QUERY_BLOCK, None]
     begins = jnp.argmax(k_segments[:, None, :] == firsts, axis=-1)
     ends = first_query + QUERY_BLOCK * jnp.arange(1, begins.shape[1] + 1)
+    if window is not None:
+        begins = jnp.maximum(begins, ends - QUERY_BLOCK - window + 1)
     needed = jnp.searchsorted(jnp.asarray(sizes), jnp.minimum(ends, sizes[-1]) - begins) + 1
     real = q_segments.reshape(*begins.shape, QUERY_BLOCK).any(axis=-1)
     return jnp.where(real, needed, 0).reshape(-1)

@@ -31,7 +31,14 @@ from activation_extraction.output.folder import Folder, FolderError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -100,9 +107,10 @@ class Checkpoint:
     def _copy(self, name: str) -> Path | None:
         """Of a file at a URL, made anew by every process."""
         data = self._remote.read(name)
-        if data is None:
-            return None
         copy = _folder_for(self.model_path) / name
+        if data is None:
+            copy.unlink(missing_ok=True)  # transformers reads what lies in the folder
+            return None
         with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as file:
             file.write(data)
         os.replace(file.name, copy)
@@ -225,6 +233,7 @@ class Checkpoint:
             raise
 
 
+@functools.cache
 def _folder_for(url: str) -> Path:
     """A folder of this user for copies of small files."""
     folder = default_folder().parent / "models" / hashlib.sha256(url.encode()).hexdigest()[:16]

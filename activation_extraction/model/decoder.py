@@ -12,6 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
@@ -21,16 +22,19 @@ from activation_extraction.model.mesh import Layout
 from activation_extraction.model.needed import needed_inputs
 
 Path = tuple[str, ...]  # of a parameter
+Layers = tuple[Any, Any]  # their stacked parameters, and what `Decoder.sliding` says of them
 Keep = Callable[[dict[str, Any]], Any]  # what is to be kept of a layer's intermediates
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """layer: the module, (x, rotary, segment_ids) -> (x, its intermediates by name);
-    example: inputs of it, as small as can be."""
+    """layer: the module, (x, rotary, segment_ids, slides) -> (x, its intermediates by name), where
+    `slides` says whether the layer has a window; example: smallest inputs, without `slides`;
+    sliding: says which layers of a range have a window, None if no layer of the model has one."""
 
     layer: Any
     example: Callable[[], tuple[Any, ...]]
+    sliding: Callable[[range], np.ndarray | None]
 
     def init(self, key: Array, length: int) -> Any:
         """Parameters of `length` layers: those of one with a leading axis named "layers"."""
@@ -43,7 +47,18 @@ class Decoder:
         return unflatten_dict({path: every[path] for path in paths})
 
     def _init_layer(self, key: Array) -> Any:
-        return self.layer.clone(layout=Layout()).init(key, *self.example())["params"]
+        return self.layer.clone(layout=Layout()).init(key, *self._example())["params"]
+
+    def _example(self) -> tuple[Any, ...]:
+        return *self.example(), self._slides(0)
+
+    def _slides(self, layer: int) -> Any:
+        sliding = self.sliding(range(layer, layer + 1))
+        return None if sliding is None else sliding[0]
+
+    def of(self, params: Any) -> Layers:
+        """The layers that have these stacked parameters, from the first layer on."""
+        return params, self.sliding(range(len(jax.tree.leaves(params)[0])))
 
     def _boxes(self) -> Any:
         """Shapes and logical axes of one layer's parameters."""
@@ -51,7 +66,7 @@ class Decoder:
 
     def scan(
         self,
-        params: Any,
+        layers: Layers,
         body: Callable,
         carry: Any,
         per_layer: Any = None,
@@ -64,12 +79,13 @@ class Decoder:
         """
 
         def step(carry: Any, xs: Any) -> tuple[Any, None]:
-            params, per_layer = xs
-            return body(self._in_groups(self._apply(params, keep)), carry, per_layer), None
+            (params, slides), per_layer = xs
+            layer = self._in_groups(self._apply(params, slides, keep))
+            return body(layer, carry, per_layer), None
 
-        return jax.lax.scan(step, carry, (params, per_layer))[0]
+        return jax.lax.scan(step, carry, (layers, per_layer))[0]
 
-    def part(self, params: Any, keep: Keep, *inputs: Any) -> Any:
+    def part(self, number: int, params: Any, keep: Keep, *inputs: Any) -> Any:
         """What `keep` makes of the intermediates of a layer that has only some of its parameters.
 
         `keep` must not depend on the others (see `paths_for`): zeros stand for them, and what they
@@ -77,7 +93,8 @@ class Decoder:
         """
         shapes = flatten_dict(nn.meta.unbox(self._boxes()))
         every = {path: jnp.zeros(like.shape, like.dtype) for path, like in shapes.items()}
-        layer = self._apply(unflatten_dict(every | flatten_dict(params)), keep)
+        own = unflatten_dict(every | flatten_dict(params))
+        layer = self._apply(own, self._slides(number), keep)
 
         def kept(x: Array, *others: Any) -> tuple[Array, Any]:
             return x, layer(x, *others)[1]
@@ -87,14 +104,14 @@ class Decoder:
     def _in_groups(self, layer: Callable) -> Callable:
         return in_groups(layer, self.layer.layout, self.layer.dtype)
 
-    def _apply(self, params: Any, keep: Keep) -> Callable:
+    def _apply(self, params: Any, slides: Any, keep: Keep) -> Callable:
         """The layer with these parameters."""
         axes = jax.tree.map(lambda box: box.names, self._boxes(), is_leaf=_is_boxed)
         gathered = jax.tree.map(self.layer.layout.gather, params, axes)
         own = {"params": jax.tree.map(from_bits, gathered)}
 
         def layer(*inputs: Any) -> tuple[Array, Any]:
-            x, out = self.layer.apply(own, *inputs)
+            x, out = self.layer.apply(own, *inputs, slides)
             return x, keep(out)
 
         return layer
@@ -105,7 +122,7 @@ class Decoder:
         layer = self.layer.clone(layout=Layout())
 
         def compute(params: Any) -> list[Array]:
-            _, out = layer.apply({"params": unflatten_dict(params)}, *self.example())
+            _, out = layer.apply({"params": unflatten_dict(params)}, *self._example())
             return [flatten_dict(out, sep=".")[value] for value in values]
 
         needed = needed_inputs(compute, params)

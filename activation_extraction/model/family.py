@@ -1,16 +1,19 @@
-"""What the tool knows of a family of models: one object, handed in by the script.
+"""What the tool knows of a family of models: one object for each, handed in by the script.
 
 So this room computes with a family's modules without importing the files that define them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import flax.linen as nn
 
+from activation_extraction.cli.errors import InputError
 from activation_extraction.model.hooks import Hook, HookTable
 from activation_extraction.model.mesh import Layout
+from activation_extraction.model.qwen_config import complete, read_json
 from activation_extraction.model.weights import WeightSpec
 
 WeightTable = dict[tuple[str, ...], WeightSpec]
@@ -42,20 +45,54 @@ class HookedModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """One family of models.
+    """One family of models: the place that says what it has of its own.
 
-    config: the class of its configurations, with `from_file` and `from_hf`, both of which check;
+    model_type: as in config.json; models: the released ones, for messages; config: (what
+    transformers makes of a config.json, what to call the file) -> the checked configuration;
     whole: configuration -> the complete language model; hooked: (configuration, hooks, dtype,
     activation dtype, attention, layout) -> the HookedModel that computes these hooks and no more;
     weight_table: either model -> its parameters; hooks: the kinds of hooks that it has.
     """
 
-    config: Any
+    model_type: str
+    models: str
+    config: Callable[[Any, str], Any]
     whole: Callable[[Any], nn.Module]
     hooked: Callable[..., Any]
     weight_table: Callable[[Any], WeightTable]
     hooks: HookTable
 
-    def weights_of(self, raw: Mapping[str, Any]) -> Iterable[WeightSpec]:
-        """All weights of the model with this config.json."""
-        return self.weight_table(self.whole(self.config.from_hf(raw))).values()
+    def weights_of(self, config: Any) -> Iterable[WeightSpec]:
+        """All weights of the model with this configuration."""
+        return self.weight_table(self.whole(config)).values()
+
+
+@dataclass(frozen=True)
+class Families:
+    """Those that the tool supports; the model_type in a config.json says which one a model is."""
+
+    every: tuple[ModelFamily, ...]
+
+    def named(self, model_type: str) -> ModelFamily:
+        """The one of a configuration's model_type."""
+        return next(one for one in self.every if one.model_type == model_type)
+
+    def read(self, path: str | Path) -> tuple[ModelFamily, Any]:
+        """The family and configuration of the model with this config.json. Raises InputError."""
+        return self.of(read_json(path), str(path))
+
+    def of(self, raw: Mapping[str, Any], source: str = "config.json") -> tuple[ModelFamily, Any]:
+        """As `read`, from the contents of a config.json."""
+        asked = raw.get("model_type")
+        for family in self.every:
+            if family.model_type == asked:
+                return family, family.config(complete(raw, source), source)
+        vision = " (a model with vision inputs)" if "vision_config" in raw else ""
+        known = ", ".join(f"{one.model_type} ({one.models})" for one in self.every)
+        raise InputError(
+            f"{source}: model_type {asked!r}{vision} is not supported; supported are: {known}"
+        )
+
+    def config(self, raw: Mapping[str, Any]) -> Any:
+        """The configuration of the model with these contents of a config.json."""
+        return self.of(raw)[1]

@@ -19,7 +19,12 @@ from activation_extraction.cli.defaults import DEFAULT_LAYERS
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices
-from activation_extraction.model.family import HookedModel, ModelFamily, WeightTable
+from activation_extraction.model.family import (
+    Families,
+    HookedModel,
+    ModelFamily,
+    WeightTable,
+)
 from activation_extraction.model.hooks import Hook, HookTable
 from activation_extraction.model.kept import KeptTokens
 from activation_extraction.model.mesh import (
@@ -102,10 +107,10 @@ class Forward:
         return {key: next(views[hook.kind.width(sizes)]) for key, hook in self.hooks.items()}
 
 
-def prepare_model(family: ModelFamily, request: ModelRequest) -> Forward:
+def prepare_model(families: Families, request: ModelRequest) -> Forward:
     """The model on its mesh, with a checkpoint that has been checked. Raises InputError."""
     checkpoint = Checkpoint(request.model_path, request.revision, request.keep_weights)
-    config = family.config.from_file(checkpoint.file("config.json"))
+    family, config = families.read(checkpoint.file("config.json"))
     hooks = choose_hooks(request, family.hooks, config.num_hidden_layers)
     model, rows = build_model(family, request, config)
     chosen = try_attention(model, request.length)
@@ -126,10 +131,9 @@ def build_model(
     Its attention is the one that its platform prefers; `try_attention` has the last word.
     """
     devices = usable_devices(request.every_device)
-    if request.length > config.max_position_embeddings:
+    if request.length > config.longest_row:
         raise InputError(
-            f"--max_seq_length {request.length}: the model has "
-            f"{config.max_position_embeddings} positions"
+            f"--max_seq_length {request.length}: the model has {config.longest_row} positions"
         )
     dtype, stored = choose_dtypes(request)
     hooks = list(choose_hooks(request, family.hooks, config.num_hidden_layers).values())

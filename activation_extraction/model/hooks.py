@@ -82,6 +82,11 @@ class HookTable:
 
     kinds: tuple[HookKind, ...]
 
+    def after(self, name: str, *kinds: HookKind) -> "HookTable":
+        """This table with more kinds, which are computed right after the kind of this name."""
+        at = [kind.name for kind in self.kinds].index(name) + 1
+        return HookTable((*self.kinds[:at], *kinds, *self.kinds[at:]))
+
     def every(self, depth: int) -> list[Hook]:
         """All hooks of a model with `depth` layers, in their order."""
         return sorted(

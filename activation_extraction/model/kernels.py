@@ -34,6 +34,7 @@ def splash_attention(
     q_segments: Array,
     k_segments: Array,
     first_query: int | Array,
+    window: int | None = None,
     interpret: bool = False,
 ) -> Array:
     """Pallas splash attention, for TPUs. See `Attention`; `interpret` is for tests on other ones.
@@ -49,7 +50,10 @@ def splash_attention(
     )
 
     def from_query(first: int) -> Array:
-        mask = splash.CausalMask((q.shape[1], k.shape[1]), offset=first)
+        shape = q.shape[1], k.shape[1]
+        mask: Any = splash.CausalMask(shape, offset=first)
+        if window is not None:
+            mask = splash.LocalMask(shape, (window - 1, 0), offset=first)
         kernel = splash.make_splash_mha_single_device(
             splash.MultiHeadMask([mask] * q.shape[2]), block_sizes=blocks, interpret=interpret
         )
@@ -95,6 +99,7 @@ def triton_attention(
     q_segments: Array,
     k_segments: Array,
     first_query: int | Array,
+    window: int | None = None,
     interpret: bool = False,
 ) -> Array:
     """Flash attention (arXiv:2307.08691) in Pallas for Triton, for GPUs. See `Attention`.
@@ -106,7 +111,7 @@ def triton_attention(
     elsewhere.
     """
     if q.dtype == jnp.float32:
-        return blocked_attention(q, k, v, q_segments, k_segments, first_query)
+        return blocked_attention(q, k, v, q_segments, k_segments, first_query, window)
     length, head_dim = q.shape[1], q.shape[3]
     block_q, block_k = (
         min(most, max(16, pl.next_power_of_2(n)))
@@ -129,7 +134,7 @@ def triton_attention(
 
     row = pl.BlockSpec((None, keys, None, wide), of_keys)
     out = pl.pallas_call(
-        partial(_flash_kernel, block_k=block_k),
+        partial(_flash_kernel, block_k=block_k, window=window),
         grid=(queries // block_q, rows, heads),
         in_specs=[
             pl.BlockSpec((1,), lambda i, b, h: (0,)),
@@ -172,6 +177,7 @@ def _flash_kernel(
     out_ref: Any,
     *,
     block_k: int,
+    window: int | None,
 ) -> None:
     """One block of queries of one head: the running maximum, sum and values of the softmax."""
     block_q, wide = q_ref.shape
@@ -182,7 +188,7 @@ def _flash_kernel(
         out, most, total = carry
         keys = pl.ds(block * block_k, block_k)
         scores = triton.dot(q, k_ref[keys, :], trans_b=True) * LOG2_E
-        seen = visible(q_segments, k_segments_ref[keys], first, block * block_k)
+        seen = visible(q_segments, k_segments_ref[keys], first, block * block_k, window)
         scores = jnp.where(seen, scores, HIDDEN)
         new_most = jnp.maximum(most, scores.max(axis=-1))
         # Exactly 0 for what is hidden, also in a row that has seen no key so far.
@@ -203,13 +209,19 @@ def _flash_kernel(
 
 
 def cudnn_attention(
-    q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array, first_query: int | Array
+    q: Array,
+    k: Array,
+    v: Array,
+    q_segments: Array,
+    k_segments: Array,
+    first_query: int | Array,
+    window: int | None = None,
 ) -> Array:
     """cuDNN's, for GPUs. See `Attention`. It gets the segments as a mask (B, 1, T, S).
 
     float32 is left to `blocked_attention`, as in `triton_attention`.
     """
     if q.dtype == jnp.float32:
-        return blocked_attention(q, k, v, q_segments, k_segments, first_query)
-    mask = visible(q_segments, k_segments, first_query)[:, None]
+        return blocked_attention(q, k, v, q_segments, k_segments, first_query, window)
+    mask = visible(q_segments, k_segments, first_query, window=window)[:, None]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0, implementation="cudnn")

@@ -1,21 +1,34 @@
-"""QwenConfig: a Hugging Face config.json, checked for everything that would be computed wrongly.
+"""QwenConfig: what a Hugging Face config.json says of a dense model, checked.
 
-Sizes of axes and counts of operations follow from it.
+transformers fills in what a file leaves out and knows every spelling; what this tool would compute
+wrongly is refused here, by name. Sizes of axes and counts of operations follow from the result.
 """
 
+import copy
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.cli.errors import InputError
+import numpy as np
+
+from activation_extraction.cli.errors import InputError, one_line
+from activation_extraction.cli.late_imports import transformers
+from activation_extraction.model.rope import Rope, positive
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclasses.dataclass(frozen=True)
 class QwenConfig:
-    """Shape and constants of a Qwen2 model, under the names of its config.json."""
+    """The shape and constants of a dense model, mostly under the names of its config.json.
 
+    In sliding_layers a token sees only the last `sliding_window` tokens, itself included. Families
+    differ in their biases and in qk_norm, a norm on the queries and keys of each head.
+    """
+
+    model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -23,10 +36,15 @@ class QwenConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rope_theta: float
+    rope: Rope
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
+    sliding_window: int | None
+    sliding_layers: tuple[int, ...]
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -40,126 +58,148 @@ class QwenConfig:
             "V": self.vocab_size,
         }
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens. Configurations with YaRN often keep the number of positions without it."""
+        return max(self.max_position_embeddings, int(self.rope.factor * self.rope.trained))
+
+    def sliding(self, layers: range) -> np.ndarray | None:
+        """Which of these layers have a window; None when no layer of the model has one."""
+        return np.isin(layers, self.sliding_layers) if self.sliding_layers else None
+
     def flops(self, layers: int, lengths: Iterable[int]) -> float:
-        """Floating point operations of a forward pass through `layers` layers.
+        """Floating point operations of a forward pass through the first `layers` layers.
 
         lengths: tokens of each sample. Two per weight of a matrix and token, and what causal
         attention needs (arXiv:2204.02311, appendix B, without the half above the diagonal).
         """
-        heads = self.num_attention_heads * self.head_dim
-        per_token = self.hidden_size * (
+        heads, lengths = self.num_attention_heads * self.head_dim, list(lengths)
+        weights = self.hidden_size * (
             2 * heads + 2 * self.num_key_value_heads * self.head_dim + 3 * self.intermediate_size
         )
-        return layers * self.flops_of(per_token, True, lengths)
+        return sum(self.flops_of(layer, weights, True, lengths) for layer in range(layers))
 
-    def flops_of(self, weights: int, attends: bool, lengths: Iterable[int]) -> float:
+    def flops_of(self, layer: int, weights: int, attends: bool, lengths: Iterable[int]) -> float:
         """As `flops`, of one layer that uses so many weights of its matrices."""
         heads = self.num_attention_heads * self.head_dim
-        return float(sum(2 * n * (weights + attends * heads * n) for n in lengths))
+        window = self.sliding_window if layer in self.sliding_layers else None
+
+        def seen(n: int) -> int:
+            """Twice the pairs of tokens of which one sees the other."""
+            most = n if window is None else min(window, n)
+            return most * (2 * n - most)
+
+        return float(sum(2 * (weights * n + attends * heads * seen(n)) for n in lengths))
 
     @classmethod
-    def from_file(cls, path: str | Path) -> "QwenConfig":
-        """Reads a config.json. Raises InputError as `from_hf` does, and for a file without JSON."""
-        try:
-            raw = json.loads(Path(path).read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"{path}: cannot be read as JSON: {error}") from error
-        if not isinstance(raw, dict):
-            raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-        return cls.from_hf(raw, source=str(path))
+    def from_hf(cls, hf: Any, source: str, **details: bool) -> "QwenConfig":
+        """From a configuration that `complete` returned.
 
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], source: str = "config.json") -> "QwenConfig":
-        """From the contents of a config.json, in the layout of transformers 4 or 5.
-
-        Raises InputError, naming field and value, for what this model would compute wrongly:
-        another model_type or activation, sliding-window layers, scaled or partial rotary embedding.
+        details: what the family adds. Raises InputError, naming field and value, for what would be
+        computed wrongly.
         """
-        _refuse_other_architectures(raw, source)
-        rope = {**raw, **_rope_parameters(raw, source)}
-        heads = _positive_int(raw, "num_attention_heads", source)
-        hidden = _positive_int(raw, "hidden_size", source)
+        _refuse(hf, source)
+        numbers: dict[str, Any] = {name: _positive_int(hf, name, source) for name in POSITIVE}
+        head_dim = getattr(hf, "head_dim", None)
+        if head_dim is None:
+            head_dim = numbers["hidden_size"] // numbers["num_attention_heads"]
+        window, sliding = _sliding(hf, source)
         config = cls(
-            vocab_size=_positive_int(raw, "vocab_size", source),
-            hidden_size=hidden,
-            intermediate_size=_positive_int(raw, "intermediate_size", source),
-            num_hidden_layers=_positive_int(raw, "num_hidden_layers", source),
-            num_attention_heads=heads,
-            num_key_value_heads=_positive_int(raw, "num_key_value_heads", source, heads),
-            head_dim=_positive_int(raw, "head_dim", source, hidden // heads),
-            rope_theta=_positive_float(rope, "rope_theta", source, 10_000.0),
-            rms_norm_eps=_positive_float(raw, "rms_norm_eps", source, 1e-6),
-            max_position_embeddings=_positive_int(raw, "max_position_embeddings", source, 32_768),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            model_type=hf.model_type,
+            **numbers,
+            head_dim=head_dim,
+            rope=Rope.from_hf(_rope_parameters(hf, source), head_dim, source),
+            rms_norm_eps=positive(vars(hf), "rms_norm_eps", source),
+            tie_word_embeddings=bool(hf.tie_word_embeddings),
+            sliding_window=window,
+            sliding_layers=sliding,
+            **details,
         )
         if config.num_attention_heads % config.num_key_value_heads:
             raise InputError(
                 f"{source}: num_attention_heads {config.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {config.num_key_value_heads}"
             )
-        if config.head_dim % 2:
-            raise InputError(f"{source}: head_dim {config.head_dim} is odd; rotary needs it even")
+        if type(head_dim) is not int or head_dim < 2 or head_dim % 2:
+            raise InputError(f"{source}: head_dim {head_dim!r} is not a positive even number")
         return config
 
 
-def _positive_int(raw: Mapping[str, Any], field: str, source: str, default: int = 0) -> int:
-    value = raw.get(field)
-    value = default if value is None else value
+POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The contents of a config.json. Raises InputError for a file that holds no JSON object."""
+    try:
+        raw = json.loads(Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
+
+
+def complete(raw: Mapping[str, Any], source: str) -> Any:
+    """A config.json as transformers understands it, with everything that it leaves out.
+
+    raw: its contents, with a model_type that transformers knows. Raises InputError for what
+    transformers does not take.
+    """
+    try:
+        return transformers().AutoConfig.for_model(**copy.deepcopy(dict(raw)))  # it writes to it
+    except Exception as error:  # its validation raises types of its own, and whatever it runs into
+        raise InputError(f"{source}: {one_line(error)}") from error
+
+
+def _positive_int(hf: Any, field: str, source: str) -> int:
+    value = getattr(hf, field)
     if type(value) is not int or value < 1:
-        found = repr(value) if field in raw else "nothing"
-        raise InputError(f"{source}: {field} must be a positive integer, found {found}")
+        raise InputError(f"{source}: {field} must be a positive integer, found {value!r}")
     return value
 
 
-def _positive_float(raw: Mapping[str, Any], field: str, source: str, default: float) -> float:
-    value = raw.get(field, default)
-    if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise InputError(f"{source}: {field} must be a positive number, found {value!r}")
-    return float(value)
-
-
-def _rope_parameters(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """transformers 5 writes `rope_parameters`, transformers 4 `rope_scaling` beside rope_theta."""
-    merged: dict[str, Any] = {}
-    for field in ("rope_scaling", "rope_parameters"):
-        value = raw.get(field) or {}
-        if not isinstance(value, Mapping) or any(isinstance(v, Mapping) for v in value.values()):
-            raise InputError(f"{source}: {field} {value!r} is not supported, only one flat set is")
-        kind = value.get("rope_type", value.get("type", "default"))
-        if kind != "default":
-            raise InputError(f"{source}: rope_type {kind!r} is not supported, only 'default' is")
-        merged |= value
-    return merged
-
-
-def _refuse_other_architectures(raw: Mapping[str, Any], source: str) -> None:
-    rope = _rope_parameters(raw, source)
-    expected = {
-        "model_type": (raw.get("model_type"), "qwen2"),
-        "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
-        "quantization_config": (raw.get("quantization_config"), None),
-        "partial_rotary_factor": (
-            rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)),
-            1.0,
-        ),
-    }
-    for field, (found, wanted) in expected.items():
-        if found != wanted:
-            raise InputError(f"{source}: {field} {found!r} is not supported, only {wanted!r} is")
-    sliding = _sliding_layers(raw, source)
-    if sliding:
+def _refuse(hf: Any, source: str) -> None:
+    if hf.hidden_act != "silu":
+        raise InputError(f"{source}: hidden_act {hf.hidden_act!r} is not supported, only 'silu' is")
+    quantized = getattr(hf, "quantization_config", None)
+    if quantized is not None:
+        how = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         raise InputError(
-            f"{source}: sliding-window attention is not supported, and layer {sliding[0]} uses it "
-            f"(use_sliding_window, layer_types, max_window_layers)"
+            f"{source}: quantization_config ({how}): quantised checkpoints are not supported; use "
+            "the model's bfloat16, float16 or float32 weights"
         )
 
 
-def _sliding_layers(raw: Mapping[str, Any], source: str) -> list[int]:
-    kinds = raw.get("layer_types")
-    if isinstance(kinds, list):
-        return [k for k, kind in enumerate(kinds) if kind != "full_attention"]
-    if not raw.get("use_sliding_window") or raw.get("sliding_window") is None:
-        return []
-    depth = _positive_int(raw, "num_hidden_layers", source)
-    first = _positive_int(raw, "max_window_layers", source, 28)
-    return list(range(first, depth))
+def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
+    """The one set of them for all layers."""
+    rope = hf.rope_parameters
+    if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
+        raise InputError(f"{source}: rope_parameters {rope!r} is not supported, only one flat set")
+    return rope
+
+
+def _sliding(hf: Any, source: str) -> tuple[int | None, tuple[int, ...]]:
+    """The window, and the layers that have it."""
+    for layer, kind in enumerate(hf.layer_types):
+        if kind not in LAYER_TYPES:
+            known = " and ".join(LAYER_TYPES)
+            raise InputError(
+                f"{source}: layer_types: layer {layer} is {kind!r}, and only {known} are supported"
+            )
+    sliding = tuple(k for k, kind in enumerate(hf.layer_types) if kind != "full_attention")
+    if not sliding:
+        return None, ()
+    if hf.sliding_window is None:
+        raise InputError(
+            f"{source}: layer_types: layer {sliding[0]} slides, but there is no window "
+            "(use_sliding_window, sliding_window)"
+        )
+    return _positive_int(hf, "sliding_window", source), sliding

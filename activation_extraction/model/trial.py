@@ -6,6 +6,7 @@ device has in the run, and is compared with `dense_attention`. The first one tha
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -37,24 +38,40 @@ SPREAD = 1.0  # standard deviation of the scores: every key of a segment counts
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one device computes: its queries of each row, all keys, heads, head size."""
+    """What one device computes: its queries of each row, all keys, heads, head size.
+
+    window: of the layers that have one, None without such layers.
+    """
 
     queries: int
     keys: int
     heads: int
     kv_heads: int
     head_dim: int
+    window: int | None = None
 
     @classmethod
-    def of_run(cls, length: int, parts: int, heads: int, kv_heads: int, head_dim: int) -> "Sizes":
+    def of_run(
+        cls,
+        length: int,
+        parts: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        window: int | None = None,
+    ) -> "Sizes":
         """For rows of `length` tokens, or shorter ones that kernels treat alike.
 
-        parts: into which the queries of a row are split, a divisor of `length`.
+        parts: into which the queries of a row are split, a divisor of `length`. A window becomes so
+        short that it hides something.
         """
         queries = length // parts
         if queries > 2 * ALIGNMENT:
             queries = 2 * ALIGNMENT + queries % ALIGNMENT
-        return cls(queries, queries * parts, heads, kv_heads, head_dim)
+        keys = queries * parts
+        if window is not None:
+            window = min(window, max(keys // 6, 1))
+        return cls(queries, keys, heads, kv_heads, head_dim, window)
 
 
 @dataclass(frozen=True)
@@ -92,6 +109,7 @@ def try_attention(model: HookedModel, length: int) -> Choice:
         config.num_attention_heads // heads,
         config.num_key_value_heads // heads,
         config.head_dim,
+        config.sliding_window,
     )
     chosen = choose_attention(candidates, sizes, jnp.dtype(model.dtype))
     for name, why in chosen.passed_over.items():
@@ -126,8 +144,19 @@ def choose_attention(candidates: Mapping[str, Attention], sizes: Sizes, dtype: j
 def largest_error(attention: Attention, sizes: Sizes, dtype: jnp.dtype) -> float:
     """Of any token in any head: the norm of the difference to float32, over that of the value.
 
-    Every part of the queries is computed, as by the devices that share the queries of a row.
+    Every part of the queries is computed, as by the devices that share the queries of a row; with
+    and without the window, if there is one.
     """
+    error = _largest_error(attention, dense_attention, sizes, dtype)
+    if sizes.window is None:
+        return error
+    windowed, definition = (partial(f, window=sizes.window) for f in (attention, dense_attention))
+    return float(np.maximum(error, _largest_error(windowed, definition, sizes, dtype)))
+
+
+def _largest_error(
+    attention: Attention, definition: Attention, sizes: Sizes, dtype: jnp.dtype
+) -> float:
     q, k, v, segments = trial_batch(sizes, dtype)
     exact_k, exact_v = k.astype(jnp.float32), v.astype(jnp.float32)
     split = sizes.queries < sizes.keys
@@ -137,7 +166,7 @@ def largest_error(attention: Attention, sizes: Sizes, dtype: jnp.dtype) -> float
         part = slice(first, first + sizes.queries)
         queries, own = q[:, part], segments[:, part]
         got = compute(queries, k, v, own, segments, jnp.int32(first) if split else first)
-        exact = dense_attention(queries.astype(jnp.float32), exact_k, exact_v, own, segments, first)
+        exact = definition(queries.astype(jnp.float32), exact_k, exact_v, own, segments, first)
         real = np.asarray(own) > 0
         wanted, found = (np.asarray(x, np.float64)[real] for x in (exact, got))
         norms = np.linalg.norm(wanted, axis=-1)

@@ -39,7 +39,8 @@ class WeightSpec:
 
     A parameter whose first axis is "layers" stacks one tensor per layer (zeros for layers that the
     checkpoint does not have: a block of zeros changes nothing); others have one tensor.
-    The checkpoint keeps (heads, head_dim) as one flat dimension; all else has the same layout.
+    The checkpoint keeps (heads, head_dim) as one flat dimension; all else has the same layout, and
+    so has head_dim alone.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +56,7 @@ class WeightSpec:
         """Shape of each checkpoint tensor."""
         merged: list[int] = []
         for axis, size in zip(self.axes, self.shape, strict=True):
-            if axis == "head_dim":
+            if axis == "head_dim" and merged:
                 merged[-1] *= size
             elif axis != "layers":
                 merged.append(size)
@@ -85,7 +86,7 @@ class WeightSpec:
             return np.zeros(wanted, np.float32)
         merged: list[tuple[int, int]] = []
         for axis, size, (start, stop) in zip(axes, shape, bounds, strict=True):
-            if axis != "head_dim":
+            if axis != "head_dim" or not merged:
                 merged.append((start, stop))
             elif (start, stop) == (0, size):
                 merged[-1] = (merged[-1][0] * size, merged[-1][1] * size)

@@ -18,17 +18,21 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 from safetensors.numpy import save_file
-from tokenizers import models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from activation_extraction.model.checkpoint import SINGLE_FILE
-from activation_extraction.model.family import ModelFamily
+from activation_extraction.model.family import Families
 from activation_extraction.model.weights import WeightSpec
-from activation_extraction.text.tokenizer import qwen2_tokenizer
 
 VOCAB_SIZE = 2048
 DOCUMENTS = 300
 MEDIAN_SENTENCES, SPREAD = 6, 0.8  # of the documents' log-normal lengths
 END_OF_TEXT = "<|endoftext|>"
+# How Qwen2 splits text before byte-level BPE (the pattern in its tokenizer.json).
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 MODEL_CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -49,11 +53,8 @@ MODEL_CONFIG = {
 }
 
 
-def make_demo(output: Path, family: ModelFamily) -> tuple[Path, Path]:
-    """Makes the model's folder and the documents in `output`/demo_inputs; returns their paths.
-
-    family: the family of the model that MODEL_CONFIG describes.
-    """
+def make_demo(output: Path, families: Families) -> tuple[Path, Path]:
+    """Makes the model's folder and the documents in `output`/demo_inputs; returns their paths."""
     folder = output / "demo_inputs"
     model, documents = folder / "model", folder / "documents.parquet"
     model.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,8 @@ def make_demo(output: Path, family: ModelFamily) -> tuple[Path, Path]:
     write_documents(documents, paragraphs)
     write_tokenizer(model, paragraphs)
     (model / "config.json").write_text(json.dumps(MODEL_CONFIG, indent=2) + "\n")
-    write_weights(model / SINGLE_FILE, family.weights_of(MODEL_CONFIG))
+    family, config = families.of(MODEL_CONFIG)
+    write_weights(model / SINGLE_FILE, family.weights_of(config))
     return model, documents
 
 
@@ -99,7 +101,15 @@ def write_documents(path: Path, paragraphs: list[str]) -> None:
 
 def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
     """Writes a byte-level BPE that splits words as Qwen2's does, trained on the sample text."""
-    tokenizer = qwen2_tokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[END_OF_TEXT],

@@ -15,7 +15,7 @@ from activation_extraction.run.dataset import Dataset
 from activation_extraction.run.digests import digest_files, model_digest
 from activation_extraction.text.workers import Worker
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "datasets")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets")
 MODEL_FILES = ("qwen2_jax.py", "qwen2_jax_with_hooks.py")
 # Fields of the configuration that may differ between the hosts of a run.
 OWN_SETTINGS = {

@@ -15,7 +15,7 @@ from activation_extraction.cli.config import Config
 from activation_extraction.cli.console import log
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.compilation import use_compilation_cache
-from activation_extraction.model.family import ModelFamily
+from activation_extraction.model.family import Families
 from activation_extraction.model.forward import (
     Forward,
     ModelRequest,
@@ -91,7 +91,7 @@ class Output:
 
 
 def prepare_together(
-    config: Config, host: Host, family: ModelFamily, beat: Callable[[], None]
+    config: Config, host: Host, families: Families, beat: Callable[[], None]
 ) -> Job:
     """Checks the request here and compares it with the other hosts'. Raises InputError.
 
@@ -103,7 +103,7 @@ def prepare_together(
     commit = same_commit(host, output.commit)
 
     def compared() -> tuple[Job, dict[str, Any]]:
-        job = prepare(config, host, family, output, commit)
+        job = prepare(config, host, families, output, commit)
         return job, fingerprint(config, job.forward, job.identity)
 
     prepared, problem = _attempt(compared)
@@ -143,13 +143,13 @@ def prepare_output(config: Config, host: Host, beat: Callable[[], None]) -> Outp
 
 
 def prepare(
-    config: Config, host: Host, family: ModelFamily, output: Output, commit: str | None
+    config: Config, host: Host, families: Families, output: Output, commit: str | None
 ) -> Job:
     """Checks the rest of the request. commit: the hub model's. Raises InputError."""
     if config.demo:
-        config = _with_demo(config, output.folders.folder, family)
+        config = _with_demo(config, output.folders.folder, families)
     request = model_request(config)
-    forward = prepare_model(family, replace(request, revision=commit or request.revision))
+    forward = prepare_model(families, replace(request, revision=commit or request.revision))
     checkpoint = forward.checkpoint
     tokenizer = load_tokenizer(
         checkpoint.tokenizer_files(), checkpoint.model_path, forward.model.config.vocab_size
@@ -221,11 +221,12 @@ def choose_tokens(config: Config, vocabulary: int) -> TokenChoice:
     return TokenChoice(config.positions, config.drop_token_ids)
 
 
-def _with_demo(config: Config, folder: Path, family: ModelFamily) -> Config:
+def _with_demo(config: Config, folder: Path, families: Families) -> Config:
     """Makes the demo's model and documents in `folder`; returns the configuration with them."""
-    build_model(family, model_request(config), family.config.from_hf(MODEL_CONFIG))  # checks
+    family, model_config = families.of(MODEL_CONFIG)
+    build_model(family, model_request(config), model_config)  # checks
     log.info("demo: making a tiny Qwen2 model and sample documents")
-    model, documents = make_demo(folder, family)
+    model, documents = make_demo(folder, families)
     return replace(config, model_path=str(model), dataset_path=str(documents))
 
 

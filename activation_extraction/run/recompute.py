@@ -11,7 +11,7 @@ import numpy as np
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.devices import device_errors
-from activation_extraction.model.family import ModelFamily
+from activation_extraction.model.family import Families
 from activation_extraction.model.forward import Forward, ModelRequest, prepare_model
 from activation_extraction.model.step import Step, compile_step
 from activation_extraction.output.metadata import METADATA, identity_of
@@ -27,7 +27,7 @@ NO_VOTES = Votes(with_data=False, stopping=False, failed=False)
 
 
 def load_again(
-    family: ModelFamily,
+    families: Families,
     request: ModelRequest,
     dataset_path: str | None,
     metadata: dict[str, Any],
@@ -49,7 +49,7 @@ def load_again(
         length=identity.max_seq_length,
     )
     with device_errors():
-        forward = prepare_model(family, request)
+        forward = prepare_model(families, request)
         if model_digest(forward.checkpoint) != identity.model_digest:
             raise InputError(
                 f"--model_path {request.model_path}: is not the model that the stored activations "

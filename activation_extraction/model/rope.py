@@ -1,0 +1,134 @@
+"""The rotary embedding (arXiv:2104.09864), plain or scaled to contexts longer than the trained one.
+
+Frequencies follow `transformers.modeling_rope_utils`, in float32 as there. Linear scaling divides
+them all by the factor; YaRN (arXiv:2309.00071) divides those that turn slowly, leaves those that
+turn fast, and multiplies the rotated queries and keys by an attention factor.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from activation_extraction.cli.errors import InputError
+
+BETA_FAST, BETA_SLOW = 32.0, 1.0  # YaRN's bounds, in turns over the trained context
+
+
+@dataclass(frozen=True)
+class Rope:
+    """theta: the base of the wavelengths. rope_type: "default", "linear" or "yarn".
+
+    The rest is for scaled types. factor: how many times longer the context becomes. For YaRN:
+    attention_factor; blended, the first and last index of the frequencies that are between left
+    and divided; trained, the tokens of the context before it became longer.
+    """
+
+    theta: float
+    rope_type: str = "default"
+    factor: float = 1.0
+    attention_factor: float = 1.0
+    blended: tuple[float, float] | None = None
+    trained: int = 0
+
+    @classmethod
+    def from_hf(cls, rope: Mapping[str, Any], head_dim: int, source: str) -> "Rope":
+        """From the `rope_parameters` of a configuration that transformers has completed.
+
+        Raises InputError, naming field and value, for any other type and for missing numbers.
+        """
+        kind = rope.get("rope_type")
+        if kind not in ("default", "linear", "yarn"):
+            raise InputError(
+                f"{source}: rope_type {kind!r} is not supported; default, linear and yarn are"
+            )
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise InputError(
+                f"{source}: partial_rotary_factor {rope['partial_rotary_factor']!r} is not "
+                "supported, only 1.0 is"
+            )
+        theta = positive(rope, "rope_theta", source)
+        if kind == "default":
+            return cls(theta)
+        factor = positive(rope, "factor", source)
+        if kind == "linear":
+            return cls(theta, kind, factor)
+        trained = int(positive(rope, "original_max_position_embeddings", source))
+        blended = _blended(rope, theta, trained, head_dim, source)
+        return cls(theta, kind, factor, _attention_factor(rope, factor, source), blended, trained)
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Radians per position of each pair of dimensions, (H/2,) float32.
+
+        NumPy's own float32 power is not good to the last bit, which a late position multiplies.
+        """
+        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        plain = 1 / (self.theta ** exponents.astype(np.float64)).astype(np.float32)
+        stretched = plain / np.float32(self.factor)
+        if self.blended is None:
+            return stretched
+        first, last = self.blended
+        ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(first)) / (last - first)
+        ramp = np.clip(ramp, 0, 1).astype(np.float32)
+        return stretched * ramp + plain * (1 - ramp)
+
+    def table(self, positions: Array, head_dim: int) -> tuple[Array, Array]:
+        """Cosine and sine, both times the attention factor.
+
+        positions: (B, T) int32. Two float32 arrays (B, T, 1, H/2), the 1 standing for heads.
+        """
+        angles = positions[:, :, None, None].astype(jnp.float32) * self.frequencies(head_dim)
+        return jnp.cos(angles) * self.attention_factor, jnp.sin(angles) * self.attention_factor
+
+
+def rotate(x: Array, rotary: tuple[Array, Array]) -> Array:
+    """Rotates (B, T, heads, H) float32; dimension i pairs with i + H/2, as in Hugging Face."""
+    cos, sin = rotary
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def positive(fields: Mapping[str, Any], field: str, source: str) -> float:
+    """A number above 0. Raises InputError."""
+    value: Any = fields.get(field)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise InputError(f"{source}: {field} must be a positive number, found {value!r}")
+    return float(value)
+
+
+def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> float:
+    """As given, or else what YaRN's paper suggests for this factor."""
+    if rope.get("attention_factor") is not None:
+        return positive(rope, "attention_factor", source)
+
+    def suggested(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        scale, of_all = (positive(rope, name, source) for name in ("mscale", "mscale_all_dim"))
+        return suggested(scale) / suggested(of_all)
+    return suggested(1.0)
+
+
+def _blended(
+    rope: Mapping[str, Any], theta: float, trained: int, head_dim: int, source: str
+) -> tuple[float, float]:
+    """Between which frequencies YaRN goes from leaving them to dividing them."""
+
+    def with_turns(turns: float) -> float:
+        """The index of the frequency that turns so many times over the trained context."""
+        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    turns = [
+        positive(rope, name, source) if rope.get(name) else default
+        for name, default in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW))
+    ]
+    first, last = map(with_turns, turns)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    return first, last + 0.001 * (first == last)

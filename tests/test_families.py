@@ -1,0 +1,276 @@
+"""Families of models: what each has of its own, against transformers, and every released size."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import YARN, Reference, make_reference
+from pods import Pod, flags_for
+from test_hosts import check_union, stored_alone
+from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, run
+from test_run import random_samples
+
+from activation_extraction.cli.errors import InputError
+from activation_extraction.model.rope import Rope
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.run import demo
+from activation_extraction.text.packing import pack
+from extract_activations import main
+from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
+
+LENGTHS = 90, 150, 1, 60
+
+
+def test_documents_of_a_packed_row_are_those_that_transformers_computes_alone(
+    reference: Reference,
+):
+    """Longer and shorter ones than a window; the last layer too."""
+    config = reference.config
+    model = create_model_with_hooks(config, every_hook(config))
+    params = load(model, reference.folder)
+    samples = random_samples(LENGTHS, config.vocab_size)
+    (batch,) = pack(samples, rows=1, length=sum(LENGTHS) + 3)
+    packed = run(model, params, batch.token_ids, batch.segment_ids, batch.positions)
+    assert len(batch.samples) == len(LENGTHS)
+    for at in batch.samples:
+        alone = reference.hooked(at.sample.token_ids[None])
+        for hook, value in packed.items():
+            got = value[:, at.start : at.stop]
+            assert error_of(got, alone[hook.name]) < TOLERANCE, hook.name
+
+
+def test_the_families_differ_in_their_hooks():
+    qwen3 = FAMILIES.named("qwen3").hooks
+    names = [kind.name.removeprefix("blocks.{}.") for kind in qwen3.kinds]
+    assert [name for name in names if name.startswith("attn.")][:7] == [
+        *["attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_q_normed"],
+        *["attn.hook_k_normed", "attn.hook_rot_q", "attn.hook_rot_k"],
+    ]
+    assert len(qwen3.kinds) == len(HOOKS.kinds) + 2
+    (hook,) = qwen3.matching(["model.layers.2.self_attn.k_norm.output"], 4).values()
+    assert hook.name == "blocks.2.attn.hook_k_normed"
+    with pytest.raises(InputError, match="matches no hook"):
+        HOOKS.matching(["blocks.0.attn.hook_q_normed"], 4)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory) -> Reference:
+    folder = tmp_path_factory.mktemp("qwen3")
+    return make_reference(folder, model_type="qwen3", num_key_value_heads=2, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    "kind,parts",
+    [
+        ("attn.hook_q", {"input_layernorm", "q_proj"}),
+        ("attn.hook_q_normed", {"input_layernorm", "q_proj", "q_norm"}),
+        ("attn.hook_rot_k", {"input_layernorm", "k_proj", "k_norm"}),
+    ],
+)
+def test_a_norm_of_heads_is_loaded_only_where_a_hook_needs_it(qwen3, kind, parts):
+    (hook,) = hooks_of(qwen3.config).matching([f"blocks.2.{kind}"], 4).values()
+    model = create_model_with_hooks(qwen3.config, [hook])
+    assert {path[-2] for path in model.last_layer.paths} == parts
+    size = qwen3.config.sizes
+    matrices = (parts & {"q_proj", "k_proj"}) == {"q_proj"}
+    heads = size["N"] if matrices else size["K"]
+    assert model.last_layer.weights == heads * size["H"] * size["D"]
+
+
+@pytest.fixture(scope="module")
+def qwen3_inputs(demo_inputs, tmp_path_factory) -> Path:
+    """As demo_inputs, with a Qwen3 model of five layers of which two have a window."""
+    folder = tmp_path_factory.mktemp("qwen3-inputs")
+    shutil.copytree(demo_inputs, folder, dirs_exist_ok=True)
+    window = dict(use_sliding_window=True, sliding_window=9, max_window_layers=3)
+    raw = {**demo.MODEL_CONFIG, "model_type": "qwen3", "head_dim": 64, **window}
+    raw |= {"num_hidden_layers": 5}
+    family, config = FAMILIES.of(raw)
+    (folder / "model/config.json").write_text(json.dumps(raw))
+    demo.write_weights(folder / "model/model.safetensors", family.weights_of(config))
+    return folder
+
+
+STORED = "--hook_names", "blocks.1.attn.hook_k_normed", "blocks.4.hook_resid_post"
+
+
+def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(qwen3_inputs, tmp_path, capsys):
+    model = ["--model_path", str(qwen3_inputs / "model")]
+    assert main(["--list_hooks", *model]) == 0
+    listed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    normed = ["blocks.K.attn.hook_q_normed", "model.layers.K.self_attn.q_norm.output"]
+    assert [*normed, "256", "1,024"] in listed
+    flags = flags_for(qwen3_inputs, tmp_path, "--max_samples", 9, hooks=STORED)
+    assert main([*map(str, flags)]) == 0
+    metadata = json.loads((tmp_path / "metadata.json").read_text())
+    assert metadata["model"]["model_type"] == "qwen3" and metadata["model"]["qk_norm"]
+    (k_normed, _) = metadata["hooks"]
+    assert (k_normed["heads"], k_normed["head_size"], k_normed["width"]) == (2, 64, 128)
+    verify = ["--verify", "--verify_samples", "3", "--output_dir", str(tmp_path)]
+    assert main([*verify, *model]) == 0
+    assert "3 samples recomputed; 0 problem(s)" in capsys.readouterr().out
+
+
+def test_a_run_that_failed_continues_to_the_same_bytes(qwen3_inputs, tmp_path, monkeypatch):
+    more = "--shard_size_gb", 3e-5, "--batch_size", 4, "--max_samples", 60
+
+    def extract(folder):
+        flags = flags_for(qwen3_inputs, folder, *more, hooks=STORED)
+        status = main([*map(str, flags)])
+        return status, {path.name: path.read_bytes() for path in folder.glob("shard_*.pkl.gz")}
+
+    status, whole = extract(tmp_path / "whole")
+    assert status == 0 and len(whole) > 3
+    add_batch, batches = ActivationStorage.add_batch, iter(range(100))
+
+    def fail(*arguments):
+        if next(batches) == 3:
+            raise OSError("the disk is gone")
+        return add_batch(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ActivationStorage, "add_batch", fail)
+        status, part = extract(tmp_path / "cut")
+    assert status == 1 and 0 < len(part) < len(whole)
+    assert extract(tmp_path / "cut") == (0, whole)
+
+
+@pytest.mark.long
+def test_two_hosts_store_what_one_device_computes(qwen3_inputs, tmp_path):
+    alone = stored_alone(qwen3_inputs, tmp_path / "alone", STORED)
+    flags = flags_for(qwen3_inputs, tmp_path / "out", hooks=STORED)
+    pod = Pod(tmp_path, 2, 4, *flags)
+    assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
+    check_union(tmp_path / "out", alone, {"machine_000_host_00", "machine_000_host_01"})
+
+
+def test_reading_a_configuration_leaves_it_as_it_is():
+    raw = dict(model_type="qwen3", rope_scaling=dict(type="linear", factor=2.0))
+    assert FAMILIES.config(raw).rope == Rope(1e4, "linear", 2.0)
+    assert raw["rope_scaling"] == dict(type="linear", factor=2.0)
+
+
+def test_yarn_makes_rows_longer_than_the_configuration_says():
+    """The cards of Qwen3 add these three fields and nothing else."""
+    rope = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+    raw, _ = RELEASED["Qwen3-8B"]
+    assert FAMILIES.config(raw).longest_row == 40960
+    assert FAMILIES.config(raw | {"rope_scaling": rope}).longest_row == 131072
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(rope_type="linear", factor=3.0),
+        YARN,
+        YARN | dict(factor=1.0),
+        YARN | dict(beta_fast=4.0, beta_slow=2.0),
+        YARN | dict(mscale=1.2, mscale_all_dim=0.7),
+        YARN | dict(attention_factor=0.9, truncate=False),
+        YARN | dict(original_max_position_embeddings=32768, rope_theta=5e6),
+    ],
+)
+def test_frequencies_are_those_of_transformers(changes):
+    from transformers import AutoConfig
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    rope = dict(rope_type="default", rope_theta=1e4) | changes
+    hf = AutoConfig.for_model("qwen3", head_dim=64, rope_parameters=rope)
+    expected = Qwen3RotaryEmbedding(hf)
+    got = Rope.from_hf(hf.rope_parameters, 64, "config.json")
+    frequencies = got.frequencies(64)
+    assert frequencies.dtype == np.float32
+    # Radians at the last position.
+    np.testing.assert_allclose(
+        32768 * frequencies, 32768 * expected.inv_freq.numpy(), rtol=0, atol=1e-3
+    )
+    assert got.attention_factor == pytest.approx(expected.attention_scaling, rel=1e-12)
+
+
+def test_a_window_leaves_operations_out():
+    base = dict(model_type="qwen3", hidden_size=64, num_hidden_layers=2, head_dim=32)
+    window = dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    whole, windowed = (FAMILIES.config(base | more) for more in ({}, window))
+    heads = whole.num_attention_heads * 32
+    assert whole.flops(1, [10, 3]) == windowed.flops(1, [10, 3])
+    # Two products of two operations each, for all pairs that are further apart than the window.
+    less = whole.flops(2, [10]) - windowed.flops(2, [10])
+    assert less == 2 * 2 * heads * (10 - 4) ** 2 / 2
+
+
+def qwen(model_type, hidden, mlp, layers, heads, kv_heads, tied=False, vocabulary=151936, **more):
+    """A config.json."""
+    return {
+        "model_type": model_type,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": tied,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "rope_scaling": None,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        **more,
+    }
+
+
+QWEN3 = dict(head_dim=128, attention_bias=False, max_window_layers=36)
+THINKING = dict(max_position_embeddings=262144, rope_theta=5e6)
+RELEASED = {  # with the number of parameters that is published, in 10**9
+    "Qwen2.5-3B": (qwen("qwen2", 2048, 11008, 36, 16, 2, True), 3.09),
+    "Qwen2.5-14B": (qwen("qwen2", 5120, 13824, 48, 40, 8, vocabulary=152064), 14.7),
+    "Qwen2.5-32B": (qwen("qwen2", 5120, 27648, 64, 40, 8, vocabulary=152064), 32.5),
+    "Qwen3-0.6B": (qwen("qwen3", 1024, 3072, 28, 16, 8, True, **QWEN3), 0.6),
+    "Qwen3-1.7B": (qwen("qwen3", 2048, 6144, 28, 16, 8, True, **QWEN3), 1.7),
+    "Qwen3-4B": (qwen("qwen3", 2560, 9728, 36, 32, 8, True, **QWEN3), 4.0),
+    "Qwen3-4B-Thinking": (qwen("qwen3", 2560, 9728, 36, 32, 8, True, **QWEN3 | THINKING), 4.0),
+    "Qwen3-8B": (qwen("qwen3", 4096, 12288, 36, 32, 8, **QWEN3), 8.2),
+    "Qwen3-14B": (qwen("qwen3", 5120, 17408, 40, 40, 8, **QWEN3), 14.8),
+    "Qwen3-32B": (qwen("qwen3", 5120, 25600, 64, 64, 8, **QWEN3), 32.8),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_sizes_have_exactly_the_tensors_of_transformers(name):
+    """Shapes alone: nothing is allocated on either side."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw, billions = RELEASED[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+    expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    if raw["tie_word_embeddings"]:
+        del expected["lm_head.weight"]
+    family, config = FAMILIES.of(raw)
+    specs = list(family.weights_of(config))
+    for spec in specs:
+        spec.check(expected, name)
+    assert {key for spec in specs for key in spec.hf_names} == expected.keys()
+    total = sum(int(np.prod(shape)) for shape in expected.values())
+    assert total / 1e9 == pytest.approx(billions, rel=0.015)
+
+
+def test_rows_of_a_model_with_windows_are_read_in_groups_too(tmp_path):
+    """As on one CPU, where a layer takes a few rows at a time."""
+    import jax
+
+    from activation_extraction.model.mesh import build_layout
+
+    window = dict(use_sliding_window=True, sliding_window=300, max_window_layers=1)
+    reference = make_reference(tmp_path, num_hidden_layers=2, num_key_value_heads=2, **window)
+    config, batch = reference.config, rows(reference.config.vocab_size, (4, 1024))
+    values = []
+    for layout in (build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1), None):
+        model = create_model_with_hooks(config, every_hook(config), layout=layout)
+        values.append(run(model, load(model, reference.folder), *batch))
+    for hook, value in values[0].items():
+        assert error_of(value, values[1][hook]) < TOLERANCE, hook.name

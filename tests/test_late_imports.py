@@ -1,0 +1,48 @@
+"""What is imported only where it is needed, in processes of their own."""
+
+import subprocess
+import sys
+
+import pytest
+from cloud import REPOSITORY
+
+RUN = """
+import sys
+from extract_activations import main
+status = main(sys.argv[1:])
+print(status, *(name in sys.modules for name in ("transformers", "torch")))
+"""
+
+
+def run(*arguments):
+    """The last line: the exit status, and whether transformers and PyTorch are loaded."""
+    command = [sys.executable, "-c", RUN, *map(str, arguments)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1], done.stderr
+
+
+@pytest.mark.parametrize("look", ["--status", "--verify"])
+def test_looking_at_what_is_stored_does_without_transformers(look, tmp_path):
+    assert run(look, "--output_dir", tmp_path)[0].split()[1:] == ["False", "False"]
+
+
+def test_a_model_is_read_by_transformers_without_pytorch(demo_inputs, tmp_path):
+    """PyTorch is installed here; loading it would take seconds. Nothing is said about it."""
+    pytest.importorskip("torch")
+    model = ["--model_path", demo_inputs / "model"]
+    assert run("--list_hooks", *model) == ("0 True False", "")
+    flags = ["--dataset_path", demo_inputs / "documents.parquet", "--max_samples", 1]
+    out, log = run(*model, *flags, "--max_seq_length", 32, "--output_dir", tmp_path / "out")
+    assert out == "0 True False" and "PyTorch" not in log
+
+
+def test_what_transformers_refuses_is_one_line(demo_inputs, tmp_path):
+    """Of its own words too."""
+    model = tmp_path / "model"
+    model.mkdir()
+    text = (demo_inputs / "model/config.json").read_text()
+    (model / "config.json").write_text(text.replace('"hidden_size": 128', '"hidden_size": "128"'))
+    out, log = run("--list_hooks", "--model_path", model)
+    assert out == "2 True False" and len(log.splitlines()) == 1
+    assert f"{model}/config.json: " in log and "'hidden_size' expected int, got str" in log
