@@ -27,7 +27,12 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
-from activation_extraction.model.attention import Attention, blocked_attention, einsum
+from activation_extraction.model.attention import (
+    Attention,
+    attention_pattern,
+    blocked_attention,
+    einsum,
+)
 from activation_extraction.model.bits import from_bits
 from activation_extraction.model.decoder import Decoder, Path
 from activation_extraction.model.mesh import Layout
@@ -44,6 +49,7 @@ LOGICAL_AXES = {
     "V": "vocab",
 }
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
+# Where one is a function, it is computed when somebody calls that.
 Out = dict[str, Any]  # a module's intermediates by name; those of its parts are nested
 
 
@@ -149,17 +155,22 @@ class SelfAttention(nn.Module):
         k = out["rot_k"] = rotate(k, rotary).astype(self.dtype)
         q = (q * self.config.head_dim**-0.5).astype(self.dtype)
         with jax.named_scope("attention"):
-            heads = out["z"] = self._attend(slides, q, k, v, segment_ids)
+            attend = partial(_attend, self.layout, self.config.sliding_window, slides)
+            out["pattern"] = partial(attend, attention_pattern, q, k, k, segment_ids)
+            heads = out["z"] = attend(self.attention, q, k, v, segment_ids)
         out["out"] = constrain(self.o_proj(heads).astype(self.dtype), *STREAM)
         return out["out"], out
 
-    def _attend(self, slides: Array | None, *inputs: Array) -> Array:
-        """slides: whether this layer has a window; None in a model without any."""
-        everything = partial(self.layout.attend, self.attention)
-        if slides is None:
-            return everything(*inputs)
-        windowed = partial(self.attention, window=self.config.sliding_window)
-        return jax.lax.cond(slides, partial(self.layout.attend, windowed), everything, *inputs)
+
+def _attend(
+    layout: Layout, window: int | None, slides: Array | None, attention: Attention, *inputs: Array
+) -> Array:
+    """slides: whether this layer has the window; None in a model without any."""
+    everything = partial(layout.attend, attention)
+    if slides is None:
+        return everything(*inputs)
+    windowed = partial(layout.attend, partial(attention, window=window))
+    return jax.lax.cond(slides, windowed, everything, *inputs)
 
 
 class MLP(nn.Module):

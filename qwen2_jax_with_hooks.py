@@ -36,7 +36,7 @@ from qwen2_jax import (
 )
 
 VALUES = [kind.value for kind in HOOKS.kinds]
-ATTENDED = frozenset(VALUES[VALUES.index("attn.z") :])  # these kinds need attention
+ATTENDED = frozenset(VALUES[VALUES.index("attn.pattern") :])  # these kinds need attention
 
 # A kind in the loop costs each layer a write, and an exchange of what is split over devices; a
 # layer after the loop takes time to compile.
@@ -124,16 +124,17 @@ class HookedQwen2(nn.Module):
     def _layers(self) -> Decoder:
         return decoder(self.config, self.dtype, self.attention, self.layout)
 
-    def _capture(self) -> Capture:
-        return Capture(self.hooks, self.config.sizes, self.activation_dtype, self.layout)
+    def _capture(self, length: int) -> Capture:
+        sizes = self.config.sizes | {"S": length}
+        return Capture(self.hooks, sizes, self.activation_dtype, self.layout)
 
-    def _keep(self, plan: Plan, norm: RMSNorm) -> Callable[[Out], list[Array]]:
+    def _keep(self, capture: Capture, plan: Plan, norm: RMSNorm) -> Callable[[Out], list[Array]]:
         """The function that picks what is captured from a layer's intermediates."""
 
         def keep(out: Out) -> list[Array]:
             if any(_is_final(kind) for kind in plan.kinds):
                 out = out | {"final": norm(out["resid_post"])[1]}
-            return self._capture().bits_of(plan.kinds, out)
+            return capture.bits_of(plan.kinds, out)
 
         return keep
 
@@ -142,26 +143,27 @@ class HookedQwen2(nn.Module):
     ) -> dict[int, Array]:
         """Runs a loop over the whole layers, then what is needed of the last one."""
         token_ids, segment_ids, positions = batch
-        capture, whole = self._capture(), self.whole_layers
+        capture, whole = self._capture(token_ids.shape[1]), self.whole_layers
         inside, after = capture.plan(range(whole)), capture.plan(range(whole, self.num_layers))
         carry = embed(token_ids), capture.buffers([inside, after], token_ids.shape)
         inputs = rotary_table(positions, self.config), segment_ids
         if whole:
             with jax.named_scope("layers"):
-                keep = self._keep(inside, norm)
+                keep = self._keep(capture, inside, norm)
                 layers = self._layers().of(params["layers"])
-                carry = self._loop(layers, inside.slots, carry, keep, *inputs)
+                carry = self._loop(capture, layers, inside.slots, carry, keep, *inputs)
         x, buffers = carry
         if self.last_layer is not None:
             with jax.named_scope("last_layer"):
                 part = params.get("last_layer", {})
-                keep = self._keep(after, norm)
+                keep = self._keep(capture, after, norm)
                 values = self._layers().part(whole, part, keep, x, *inputs)
                 buffers = capture.write(buffers, values, [slots[0] for slots in after.slots])
         return capture.result(buffers)
 
     def _loop(
         self,
+        capture: Capture,
         layers: Layers,
         slots: tuple[Array | np.ndarray, ...],
         carry: tuple[Array, Buffers],
@@ -175,7 +177,7 @@ class HookedQwen2(nn.Module):
         def block(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
             x, buffers = carry
             x, values = layer(x, rotary, segment_ids)
-            return x, self._capture().write(buffers, values, slots, *at)
+            return x, capture.write(buffers, values, slots, *at)
 
         return self._layers().scan(layers, block, carry, slots, keep)
 
@@ -187,7 +189,8 @@ class HookedQwen2(nn.Module):
         At tick t, stage s works on micro-batch t - s, so M micro-batches take M + stages - 1 ticks.
         Each stage captures the hooks of its own layers.
         """
-        stages, capture, (rows, length) = self.stages, self._capture(), batch[0].shape
+        stages, (rows, length) = self.stages, batch[0].shape
+        capture = self._capture(length)
         count = self.micro_batches(rows)
         layers = self._layers().of(params["layers"])
         per_stage = jax.tree.map(lambda x: x.reshape(stages, -1, *x.shape[1:]), layers)
@@ -195,7 +198,7 @@ class HookedQwen2(nn.Module):
             x.reshape(-1, count, length).swapaxes(0, 1) for x in batch
         )
         plan, numbers = capture.plan_stages(stages, self.layers_per_stage), jnp.arange(stages)
-        keep = self._keep(plan, norm)
+        keep = self._keep(capture, plan, norm)
 
         def stage(layers: Layers, slots: Any, x: Array, buffers: Buffers, number: Array) -> Any:
             """number: the micro-batch's.
@@ -206,7 +209,7 @@ class HookedQwen2(nn.Module):
             """
             number = jnp.clip(number, 0, count - 1)
             inputs = rotary_table(positions[number], self.config), segment_ids[number]
-            return self._loop(layers, slots, (x, buffers), keep, *inputs, number)
+            return self._loop(capture, layers, slots, (x, buffers), keep, *inputs, number)
 
         def tick(carry: tuple[Array, Buffers], time: Array) -> tuple[Any, None]:
             x, buffers = carry

@@ -66,15 +66,39 @@ def dense_attention(
     window: int | None = None,
 ) -> Array:
     """Attention with all (T, S) scores at once; the reference for tests. See `Attention`."""
-    batch, queries, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
-    grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
-    scores = einsum("BTKGH,BSKH->BKGTS", grouped, k)
     seen = visible(q_segments, k_segments, first_query, window=window)
+    out = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, seen).astype(v.dtype), v)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def attention_pattern(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_segments: Array,
+    k_segments: Array,
+    first_query: int | Array,
+    window: int | None = None,
+) -> Array:
+    """How much each head of a token attends to the tokens of its segment: (B, T, N, S), like q.
+
+    Column j belongs to the token at position j of the query's own segment, wherever in the row that
+    lies; what the query does not see is 0. Takes what `Attention` takes, and makes no use of v.
+    """
+    seen = visible(q_segments, k_segments, first_query, window=window)
+    pattern = jnp.moveaxis(_probabilities(q, k, seen), 3, 1)  # BTKGS
+    pattern = pattern.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
+    same = q_segments[..., :, None] == k_segments[..., None, :]
+    columns = jnp.argmax(same, axis=-1)[..., None] + jnp.arange(k.shape[1])  # other segments have 0
+    return jnp.take_along_axis(pattern, columns[:, :, None] % k.shape[1], axis=-1)
+
+
+def _probabilities(q: Array, k: Array, seen: Array) -> Array:
+    """Of every key for every query, BKGTS float32. seen: BTS."""
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = einsum("BTKGH,BSKH->BKGTS", grouped, k)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = einsum("BKGTS,BSKH->BTKGH", probabilities, v)
-    return out.reshape(batch, queries, heads, head_dim).astype(q.dtype)
+    return jax.nn.softmax(scores, axis=-1)
 
 
 def blocked_attention(

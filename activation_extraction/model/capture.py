@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
 from jax import Array, lax
 
+from activation_extraction.model.decoder import intermediate
 from activation_extraction.model.hooks import Hook, HookKind
 from activation_extraction.model.mesh import Layout
 
@@ -31,8 +31,8 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Capture:
-    """hooks: in their order; sizes: letter -> size, from the model's configuration; dtype: of the
-    values as they are stored."""
+    """hooks: in their order; sizes: letter -> size, from the model's configuration, and of S, the
+    tokens of a row; dtype: of the values as they are stored."""
 
     hooks: tuple[Hook, ...]
     sizes: Mapping[str, int]
@@ -91,8 +91,7 @@ class Capture:
 
     def bits_of(self, kinds: Iterable[HookKind], out: dict[str, Any]) -> list[Array]:
         """The values of these kinds, (B, T, width), from a layer's intermediates."""
-        every = flatten_dict(out, sep=".")
-        values = [every[kind.value] for kind in kinds]
+        values = [intermediate(out, kind.value) for kind in kinds]
         return [_bits(x.reshape(*x.shape[:2], -1).astype(self.dtype)) for x in values]
 
     def write(

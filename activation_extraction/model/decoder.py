@@ -123,7 +123,7 @@ class Decoder:
 
         def compute(params: Any) -> list[Array]:
             _, out = layer.apply({"params": unflatten_dict(params)}, *self._example())
-            return [flatten_dict(out, sep=".")[value] for value in values]
+            return [intermediate(out, value) for value in values]
 
         needed = needed_inputs(compute, params)
         return frozenset(path for path, used in zip(sorted(params), needed, strict=True) if used)
@@ -135,6 +135,12 @@ class Decoder:
             path: math.prod(box.value.shape) if path[-1] == "weight" and len(box.names) > 1 else 0
             for path, box in boxes.items()
         }
+
+
+def intermediate(out: dict[str, Any], name: str) -> Array:
+    """One of a layer's intermediates, by its dotted name."""
+    value = flatten_dict(out, sep=".")[name]
+    return value() if callable(value) else value
 
 
 def _is_boxed(x: Any) -> bool:

@@ -5,7 +5,7 @@ be wrong is found here, before a weight is read. Compiling and running is step.p
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ from activation_extraction.model.mesh import (
 from activation_extraction.model.mesh_shape import choose_shape, smallest_model_axis
 from activation_extraction.model.trial import Choice, candidates_for, try_attention
 from activation_extraction.model.weights import check_tensors
+
+MOST_BYTES_OF_A_ROW = 32 * 2**20  # at a hook whose width grows with the row
 
 Key = int | str  # of a hook in the shards: its layer, or its name
 
@@ -86,6 +88,11 @@ class Forward:
         return self.model.layout
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Letter -> size, with S for the tokens of a row."""
+        return self.model.config.sizes | {"S": self.shape[1]}
+
+    @property
     def keyed_by(self) -> str | list[str]:
         """What the keys in the shards are: all of them, where hooks have other names there."""
         if all(isinstance(key, int) for key in self.hooks):
@@ -102,7 +109,7 @@ class Forward:
             found = activations.receive()
         else:
             found = self.rows.receive(activations)
-        sizes = self.model.config.sizes
+        sizes = self.sizes
         views = {width: iter(arrays) for width, arrays in found.items()}
         return {key: next(views[hook.kind.width(sizes)]) for key, hook in self.hooks.items()}
 
@@ -136,12 +143,27 @@ def build_model(
             f"--max_seq_length {request.length}: the model has {config.longest_row} positions"
         )
     dtype, stored = choose_dtypes(request)
+    sizes = config.sizes | {"S": request.length}
     hooks = list(choose_hooks(request, family.hooks, config.num_hidden_layers).values())
+    check_growing(hooks, sizes, stored)
     alone = family.hooked(config, hooks, dtype, stored)
     rows = host_rows(devices)
     layout = choose_layout(family, request, alone, devices, rows.hosts)
     attention = next(iter(candidates_for(devices[0].platform).values()))
     return family.hooked(config, hooks, dtype, stored, attention, layout), rows
+
+
+def check_growing(hooks: Sequence[Hook], sizes: dict[str, int], dtype: Any) -> None:
+    """Raises InputError for a hook that is too wide because rows are long."""
+    length = sizes["S"]
+    for hook in hooks:
+        each = hook.kind.width(sizes) * jnp.dtype(dtype).itemsize
+        if hook.kind.grows and each * length > MOST_BYTES_OF_A_ROW:
+            raise InputError(
+                f"--hook_names {hook.name}: takes {each:,} bytes per token and {each * length:,} "
+                f"per row with --max_seq_length {length}; at most {MOST_BYTES_OF_A_ROW:,} per row "
+                "are stored; choose a smaller --max_seq_length"
+            )
 
 
 def choose_layout(
@@ -151,7 +173,8 @@ def choose_layout(
     config, total_rows = alone.config, request.rows * hosts
     smallest_model = 1
     if request.mesh_type == "auto":
-        widths = sum(hook.kind.width(config.sizes) for hook in alone.hooks)
+        sizes = config.sizes | {"S": request.length}
+        widths = sum(hook.kind.width(sizes) for hook in alone.hooks)
         smallest_model = smallest_model_axis(
             len(devices),
             total_rows,
@@ -196,7 +219,7 @@ def choose_hooks(request: ModelRequest, table: HookTable, depth: int) -> dict[Ke
 
 def log_hooks(request: ModelRequest, model: HookedModel) -> None:
     """Logs what is stored of every token, and how many bytes that takes."""
-    depth, sizes = model.config.num_hidden_layers, model.config.sizes
+    depth, sizes = model.config.num_hidden_layers, model.config.sizes | {"S": request.length}
     default = request.layers is None and request.hook_names is None
     if default and depth <= DEFAULT_LAYERS[-1]:
         log.info(

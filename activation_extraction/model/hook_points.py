@@ -6,6 +6,8 @@ unprocessed weights. A norm's `hook_normalized` comes before its weight and `hoo
 the rotary embedding; `hook_rot_q` and `hook_rot_k` come after both; `hook_resid_post` of the last
 layer comes before the final norm, unlike Hugging Face's last hidden state. Values per head are
 flat: (tokens, heads * head size).
+`hook_pattern` is (tokens, heads * tokens of a row): how much each head attends to position 0 of the
+token's own sample, to position 1 and so on; 0 for positions that the token does not see.
 """
 
 from activation_extraction.model.hooks import HookKind, HookTable
@@ -35,6 +37,7 @@ HOOKS = HookTable(
         block_kind("attn.hook_v", "KH", "attn.v", "self_attn.v_proj.output", "attn.v.hook_out"),
         block_kind("attn.hook_rot_q", "NH", "attn.rot_q"),
         block_kind("attn.hook_rot_k", "KH", "attn.rot_k"),
+        block_kind("attn.hook_pattern", "NS", "attn.pattern"),
         block_kind("attn.hook_z", "NH", "attn.z", "self_attn.o_proj.input", "attn.o.hook_in"),
         block_kind(
             "hook_attn_out",

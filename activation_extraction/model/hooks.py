@@ -22,7 +22,8 @@ class HookKind:
 
     name: the canonical one, aliases: other ones of TransformerLens, modules: inputs and outputs of
     Hugging Face modules; "{}" stands for the layer, and without it the kind exists once in a model.
-    letters: the axes of one token's value, as in the model file; their sizes give the width.
+    letters: the axes of one token's value, as in the model file, and S for the tokens of a row;
+    their sizes give the width. Kinds with S are large, and have to be asked for by name.
     value: the intermediate of a layer that is captured. at_end: of a kind that exists once, whether
     it belongs to the last layer; else it belongs to the first.
     """
@@ -37,6 +38,11 @@ class HookKind:
     def width(self, sizes: Mapping[str, int]) -> int:
         """Numbers per token. sizes: letter -> size, from the model's configuration."""
         return math.prod(sizes[letter] for letter in self.letters)
+
+    @property
+    def grows(self) -> bool:
+        """Whether the width grows with the row."""
+        return "S" in self.letters
 
     def layers(self, depth: int) -> range:
         """The layers of a model that have a hook of this kind."""
@@ -62,6 +68,12 @@ class Hook(NamedTuple):
         """The Hugging Face module's input or output, None where no module has it."""
         return self.kind.modules[0].format(self.layer) if self.kind.modules else None
 
+    def matching(self, pattern: str) -> list[str]:
+        """Its names that a glob matches; none for a large kind whose own name the glob lacks."""
+        if self.kind.grows and pattern.rpartition(".")[2] != self.name.rpartition(".")[2]:
+            return []
+        return [name for name in self.names() if fnmatchcase(name, pattern)]
+
     def names(self) -> Iterator[str]:
         """Every name, the canonical one first."""
         for name in (self.kind.name, *self.kind.aliases, *self.kind.modules):
@@ -73,6 +85,8 @@ class Hook(NamedTuple):
         found["width"] = self.kind.width(sizes)
         if "H" in self.kind.letters:
             found |= {"heads": sizes[self.kind.letters[0]], "head_size": sizes["H"]}
+        if self.kind.grows:
+            found |= {"heads": sizes[self.kind.letters[0]], "keys": sizes["S"]}
         return found
 
 
@@ -87,12 +101,16 @@ class HookTable:
         at = [kind.name for kind in self.kinds].index(name) + 1
         return HookTable((*self.kinds[:at], *kinds, *self.kinds[at:]))
 
-    def every(self, depth: int) -> list[Hook]:
-        """All hooks of a model with `depth` layers, in their order."""
+    def every(self, depth: int, growing: bool = False) -> list[Hook]:
+        """All hooks of a model with `depth` layers, in their order.
+
+        growing: also those that have to be asked for by name.
+        """
         return sorted(
             Hook(layer, order, kind)
             for order, kind in enumerate(self.kinds)
             for layer in kind.layers(depth)
+            if growing or not kind.grows
         )
 
     def of_layers(self, layers: Sequence[int], activation_type: str, depth: int) -> list[Hook]:
@@ -115,8 +133,8 @@ class HookTable:
         for pattern in patterns:
             found = {
                 hook: names[0]
-                for hook in self.every(depth)
-                if (names := [name for name in hook.names() if fnmatchcase(name, pattern)])
+                for hook in self.every(depth, growing=True)
+                if (names := hook.matching(pattern))
             }
             if not found:
                 raise InputError(

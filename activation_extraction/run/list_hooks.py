@@ -18,8 +18,9 @@ def list_hooks(table: HookTable, config: Any, dtype: Any, rule: str, length: int
     of the longest samples.
     """
     rows: list[tuple[str, ...]] = [COLUMNS]
+    letters = config.sizes | {"S": length}
     for kind in table.kinds:
-        width = kind.width(config.sizes)
+        width = kind.width(letters)
         module, *others = kind.modules or ("",)
         names = (text.format("K") for text in (kind.name, module))
         more = ", ".join(name.format("K") for name in (*kind.aliases, *others))

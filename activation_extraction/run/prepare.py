@@ -284,7 +284,7 @@ def open_storage(
     repair: RepairPlanner | None,
 ) -> ActivationStorage:
     """Opens the output for this run. Raises InputError if nothing may be added to it."""
-    sizes = forward.model.config.sizes
+    sizes = forward.sizes
     return ActivationStorage(
         output.folders.folder,
         {key: hook.name for key, hook in forward.hooks.items()},
