@@ -1,7 +1,8 @@
 """What the user types and sees.
 
-flags.py and output_flags.py declare the flags and report a value that is missing or malformed.
-config.py adds environment variables and defaults, and refuses flags that do not fit together.
+flags.py and output_flags.py list the flags; declare.py parses their values and words what is wrong
+with one. config.py adds environment variables and defaults, and refuses flags that do not fit
+together.
 console.py shows progress and takes signals; errors.py defines the two kinds of failure. This folder
 imports no JAX and nothing from the other folders.
 """

@@ -1,8 +1,8 @@
 """What runs on the devices, from a checkpoint to the compiled step.
 
-checkpoint.py reads safetensors files and weights.py makes parameters of them; mesh.py spreads
-arrays over devices; attention.py defines which token sees which, and kernels.py computes the same
-faster; capture.py collects what the hooks ask for; forward.py checks and assembles all that, and
-step.py compiles it. The model family (its configuration, modules, weight table and hooks) is handed
-in. This folder knows nothing of files of activations, of other hosts, or of the loop over batches.
+checkpoint.py finds a model's files, weight_files.py reads tensors from them, and weights.py makes
+parameters of these; mesh.py spreads arrays over devices; attention.py defines which token sees
+which, and kernels.py computes the same faster; hook_points.py lists the hooks and capture.py
+collects their values; forward.py checks and assembles all that, and step.py compiles it. The model
+families (configuration, modules, weight table, hooks) are handed in. This folder knows nothing of files of activations, of other hosts, or of the loop over batches.
 """
