@@ -2,8 +2,8 @@
 
 extract_activations.py, beside this package, is the story of a run. The folders here hold its parts:
 `run` knows them all; `model`, `text` and `output` share only a few types; `reading` reads what
-`output` wrote; `cli` is what the user types and sees. Each folder's `__init__.py` names the files to
-begin with.
+`output` wrote; `cli` is what the user types and sees. Each folder's `__init__.py` names the files
+to begin with.
 
 `ActivationDataset` reads what a run has stored. It is imported when it is first used, so importing
 this package costs nothing, and reading needs neither JAX nor PyTorch.

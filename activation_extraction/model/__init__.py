@@ -4,5 +4,6 @@ checkpoint.py finds a model's files, weight_files.py reads tensors from them, an
 parameters of these; mesh.py spreads arrays over devices; attention.py defines which token sees
 which, and kernels.py computes the same faster; hook_points.py lists the hooks and capture.py
 collects their values; forward.py checks and assembles all that, and step.py compiles it. The model
-families (configuration, modules, weight table, hooks) are handed in. This folder knows nothing of files of activations, of other hosts, or of the loop over batches.
+families (configuration, modules, weight table, hooks) are handed in. This folder knows nothing of
+files of activations, of other hosts, or of the loop over batches.
 """
