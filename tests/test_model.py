@@ -50,7 +50,8 @@ def run(model, params, *batch):
 def by_hook(model, found):
     """What a model returned, as hook -> value."""
     arrays = {width: iter(np.asarray(of_width)) for width, of_width in found.items()}
-    values = {h: next(arrays[h.kind.width(model.config.sizes)]) for h in model.hooks}
+    sizes = model.config.sizes | {"S": next(iter(found.values())).shape[2]}
+    values = {hook: next(arrays[hook.kind.width(sizes)]) for hook in model.hooks}
     assert not [left for of_width in arrays.values() for left in of_width]
     return values
 

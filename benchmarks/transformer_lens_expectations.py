@@ -1,0 +1,145 @@
+"""Writes what TransformerLens finds at our hooks in tiny models; tests compare with that file.
+
+Runs in an interpreter of its own (benchmarks/requirements.txt), without JAX:
+
+    .venv/competitors/bin/python -m benchmarks.transformer_lens_expectations
+
+The file in tests/ was made with transformer-lens 4.3.0, transformers 5.23.0, torch 2.13.0 and
+numpy 2.4.6; it also names its versions. TransformerLens's bridge runs with unprocessed weights. It
+has every hook of our table under its canonical name and its aliases; this program stops if it
+lacks one, or if an alias has other values.
+
+The file holds, for each model, its config.json, its weights below the output layer, the token ids
+of one row, an array (tokens, width) in float32 for each hook, and which aliases each hook has.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformer_lens.model_bridge import TransformerBridge
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from activation_extraction.model.hook_points import HOOKS, block_kind
+from activation_extraction.model.hooks import Hook
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "tests/transformer_lens_expectations.npz"
+PACKAGES = ("transformer-lens", "transformers", "torch", "numpy")
+SEED = 0
+TOKENS = 7
+USUAL: dict[str, Any] = dict(
+    vocab_size=13,
+    hidden_size=16,
+    intermediate_size=14,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    tie_word_embeddings=False,
+)
+YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=4)
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2_tied": dict(model_type="qwen2", num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen2_wide_heads": dict(
+        model_type="qwen2",
+        num_key_value_heads=2,
+        head_dim=6,
+        rms_norm_eps=1e-2,
+        rope_parameters={"rope_theta": 1e6},
+    ),
+    "qwen3": dict(model_type="qwen3", num_key_value_heads=4, head_dim=6),
+    "qwen3_biased_yarn_sliding": dict(
+        model_type="qwen3",
+        num_key_value_heads=1,
+        head_dim=8,
+        attention_bias=True,
+        rope_parameters=YARN,
+        max_position_embeddings=16,
+        use_sliding_window=True,
+        sliding_window=3,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+}
+# The bridge gives these as (heads, tokens, ...), and other values per head as (tokens, heads, ...).
+HEADS_FIRST = ("hook_pattern", "hook_q_normed", "hook_k_normed")
+# The model's table has these rows for Qwen3; it is beside the model, which needs JAX.
+NORMED = HOOKS.after(
+    "blocks.{}.attn.hook_v",
+    block_kind("attn.hook_q_normed", "NH", ""),
+    block_kind("attn.hook_k_normed", "KH", ""),
+)
+
+
+def hooks_of(model_type: str) -> list[Hook]:
+    """Every hook that we have in a model."""
+    table = NORMED if model_type == "qwen3" else HOOKS
+    return table.every(USUAL["num_hidden_layers"], growing=True)
+
+
+def tiny_model(changes: dict[str, Any], chance: np.random.Generator) -> Any:
+    """A random model in which every weight matters, those of norms and biases too.
+
+    The weights are also exact in bfloat16, which halves the file.
+    """
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(USUAL | changes))).eval()
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            values = chance.standard_normal(tuple(parameter.shape)) / USUAL["hidden_size"] ** 0.5
+            values += name.endswith("norm.weight")
+            parameter.copy_(torch.from_numpy(values).bfloat16())
+    return model
+
+
+def flat(name: str, values: torch.Tensor) -> np.ndarray:
+    """The hook's values of the only row, as (tokens, width)."""
+    row = values[0].transpose(0, 1) if name.endswith(HEADS_FIRST) else values[0]
+    return row.reshape(TOKENS, -1).numpy()
+
+
+def expectations(model: Any, token_ids: np.ndarray) -> Iterator[tuple[str, np.ndarray, list[str]]]:
+    """(canonical name, values, aliases) of each hook. Raises if an alias has other values."""
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        model.save_pretrained(folder)
+        bridge = TransformerBridge.boot_transformers(folder, hf_model=model, dtype=torch.float32)
+        _, cache = bridge.run_with_cache(torch.from_numpy(token_ids[None]))
+    for hook in hooks_of(model.config.model_type):
+        values = flat(hook.name, cache[hook.name])
+        aliases = [alias.format(hook.layer) for alias in hook.kind.aliases]
+        for alias in aliases:
+            np.testing.assert_array_equal(flat(alias, cache[alias]), values, alias)
+        yield hook.name, values, aliases
+
+
+def contents() -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of the file by name; texts are arrays without axes."""
+    yield "versions", np.array(json.dumps({name: version(name) for name in PACKAGES}))
+    for number, (title, changes) in enumerate(MODELS.items()):
+        chance = np.random.default_rng((SEED, number))
+        model = tiny_model(changes, chance)
+        token_ids = chance.integers(0, USUAL["vocab_size"], TOKENS)
+        yield f"{title}/config", np.array(model.config.to_json_string())
+        yield f"{title}/token_ids", token_ids
+        for name, tensor in model.model.state_dict().items():
+            yield f"{title}/weights/model.{name}", tensor.clone().numpy()
+        aliases = {}
+        for name, values, aliases[name] in expectations(model, token_ids):
+            yield f"{title}/hooks/{name}", values
+        yield f"{title}/aliases", np.array(json.dumps(aliases))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=FILE)
+    given = parser.parse_args()
+    arrays: dict[str, Any] = dict(contents())
+    np.savez_compressed(given.output, **arrays)
+    print(f"{given.output}: {given.output.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
