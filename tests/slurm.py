@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,13 +19,13 @@ ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={own}/munge.socket
 SlurmUser=root
 SlurmdUser=root
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
+StateSaveLocation={own}/state
+SlurmdSpoolDir={own}/spool-%n
+SlurmctldPidFile={own}/slurmctld.pid
+SlurmdPidFile={own}/slurmd-%n.pid
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -75,7 +76,9 @@ class Slurm:
             time.sleep(0.2)
 
     def ended(self) -> bool:
-        return not self.command("squeue", "--noheader")
+        jobs = self.command("squeue", "--noheader", "--format=%i %r")
+        assert "launch failed" not in jobs, jobs
+        return not jobs
 
     def skip_delay(self, job: str) -> None:
         """A job that is requeued waits for two minutes; this one no longer."""
@@ -89,21 +92,29 @@ class Slurm:
 
 @contextmanager
 def run_slurm(folder: Path, nodes: int) -> Iterator[Slurm]:
-    """A cluster of so many nodes, whose jobs share what CPUs there are."""
+    """A cluster of so many nodes, whose jobs share what CPUs there are.
+
+    Jobs log to `folder`. Slurm's own files lie elsewhere: paths of sockets have to be short.
+    """
+    with tempfile.TemporaryDirectory(prefix="slurm_") as own:
+        yield from _run_slurm(folder, Path(own), nodes)
+
+
+def _run_slurm(folder: Path, own: Path, nodes: int) -> Iterator[Slurm]:
     slurm = Slurm(folder)
     host = socket.gethostname()
-    lines = [CONFIGURATION.format(host=host, port=free_port(), folder=folder)]
+    lines = [CONFIGURATION.format(host=host, port=free_port(), own=own)]
     names = [f"127.0.0.{number}" for number in range(1, nodes + 1)]
     for name in names:
         lines.append(f"NodeName={name} NodeHostname={host} Port={free_port()} CPUs=4\n")
     lines.append("PartitionName=all Nodes=ALL Default=YES State=UP\n")
     (folder / "slurm.conf").write_text("".join(lines))
-    (folder / "state").mkdir()
-    key = folder / "munge.key"
+    (own / "state").mkdir()
+    key = own / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o600)
-    files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
-    munged = ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files]
+    files = [f"--{name}-file={own}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    munged = ["munged", "--foreground", "--force", f"--socket={own}/munge.socket", *files]
     nodes_daemons = [["slurmd", "-D", "-N", name] for name in names]
     daemons: list[subprocess.Popen[bytes]] = []
     try:
@@ -113,7 +124,7 @@ def run_slurm(folder: Path, nodes: int) -> Iterator[Slurm]:
                     subprocess.Popen(command, env=slurm.environment, stdout=log, stderr=log)
                 )
             if command is munged:
-                slurm.wait((folder / "munge.socket").exists, 20)
+                slurm.wait((own / "munge.socket").exists, 20)
         slurm.wait(lambda: idle(slurm) == nodes, 60)
         yield slurm
         slurm.command("scancel", "--user=root")
