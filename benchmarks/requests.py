@@ -28,6 +28,7 @@ from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import METADATA, read_stored
 from activation_extraction.output.outline import Outline
 from activation_extraction.output.sealed_json import seal
+from activation_extraction.output.statistics_file import statistics_name
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.reading.status_table import show_status
 
@@ -51,6 +52,7 @@ def fill(bucket: Bucket, shards: int, outline: bool) -> None:
         storage.finalize(complete=False)
     stored = read_stored(storage.place)
     shard = storage.place.read(stored.commits[1].file) or b""
+    sums = storage.place.read(statistics_name(1)) or b""
     metadata = dict(stored.metadata or {})
     files: dict[str, bytes] = {}
     found = Outline()
@@ -58,6 +60,7 @@ def fill(bucket: Bucket, shards: int, outline: bool) -> None:
         commit = as_number(stored.commits[1], number)
         found.add(commit)
         files |= {commit.file: shard, commit.name: seal(commit.to_json())}
+        files[statistics_name(number)] = sums
     metadata |= {"shards": shards, "samples": shards, "outline": found.to_json()}
     if not outline:
         del metadata["outline"]

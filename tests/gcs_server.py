@@ -7,6 +7,7 @@ It adds what the emulator lacks: generation preconditions, and listings in pages
 
 import http.client
 import json
+import os
 import random
 import re
 import socket
@@ -21,6 +22,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
+
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # as output/folder.py
 
 import fsspec
 import gcsfs
