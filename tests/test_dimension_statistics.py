@@ -1,7 +1,11 @@
 """Statistics of every dimension: those of the stored tokens, with and without attention sinks."""
 
+import gc
+import hashlib
 import json
 import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import numpy as np
@@ -74,10 +78,25 @@ def test_while_a_run_goes_on_and_where_it_is_too_small_for_sinks_alone(tmp_path)
 
 
 def unpack_and_pack(sums):
-    import hashlib
-
     data = pack_sums({"h": sums})
     return unpack_sums(data, hashlib.sha256(data).hexdigest(), [("h", 3)], "")["h"]
+
+
+def test_threads_may_read_at_a_time():
+    """The garbage collector lets another thread run in the middle of parsing."""
+    sums = Sums.zeros(3)
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    callback = lambda phase, info: sum(range(100))  # noqa: E731
+    gc.callbacks.append(callback)
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(1)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert len(list(pool.map(unpack_and_pack, [sums] * 50))) == 50
+    finally:
+        gc.callbacks.remove(callback)
+        gc.set_threshold(*threshold)
+        sys.setswitchinterval(interval)
 
 
 def test_sums_of_two_halves_add_up():

@@ -6,6 +6,8 @@ are too long for the shard's JSON, which has their sha256. The bytes depend on t
 
 import hashlib
 import io
+import os
+import threading
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -16,6 +18,16 @@ from activation_extraction.cli.errors import RunError
 from activation_extraction.output.statistics import BUCKETS, Sums
 
 FIELDS = [field.name for field in fields(Sums)]
+
+# numpy.load parses headers with `ast`. In CPython before 3.11.8 and 3.12.2 two threads that do so
+# at a time now and then raise SystemError (python/cpython#106905). A fork waits for the lock, so
+# that the child does not find it taken.
+_one_parses = threading.Lock()
+os.register_at_fork(
+    before=_one_parses.acquire,
+    after_in_parent=_one_parses.release,
+    after_in_child=_one_parses.release,
+)
 
 
 def statistics_name(number: int) -> str:
@@ -44,7 +56,7 @@ def unpack_sums(
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if any(each.file_size != each.compress_size for each in archive.infolist()):
                 raise ValueError("it is compressed")
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        with _one_parses, np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             return {hook: _sums(arrays, hook, width) for hook, width in hooks}
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise RunError(f"{where}: cannot be read: {error}") from error
