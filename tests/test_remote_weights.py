@@ -268,9 +268,10 @@ def test_each_of_four_hosts_downloads_only_its_layers(hub, tmp_path, demo_inputs
         (lambda data: data[:-5], "its header describes"),
         (lambda data: b"\xff" * 8 + data[8:], "its header would have"),
         (lambda data: data[:8] + b"[" + data[9:], "not a safetensors file"),
+        (lambda data: data.replace(b"[128]", b"[127]", 1), "size does not follow from its shape"),
         (None, "has no model.safetensors"),
     ],
-    ids=["cut short", "length", "text", "missing"],
+    ids=["cut short", "length", "text", "shape", "missing"],
 )
 def test_a_broken_remote_file_is_named(demo_inputs, memory, tmp_path, break_it, message):
     put(demo_inputs / "model", memory)

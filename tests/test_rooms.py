@@ -18,7 +18,7 @@ ARROWS = {
     "text": ("cli",),
     "output": ("cli", *SHARED),
     "reading": ("cli", "output", *SHARED),
-    "model": ("cli", "output.folder", *SHARED),
+    "model": ("cli", "output.folder", "output.safetensors_header", *SHARED),
     "run": ("cli", "text", "output", "model", "reading"),
 }
 WITHOUT_JAX = ("cli", "text", "output", "reading")

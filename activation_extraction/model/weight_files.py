@@ -12,47 +12,26 @@ import mmap
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from activation_extraction.cli.console import log
 from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.output.folder import Folder
+from activation_extraction.output.safetensors_header import LARGEST_HEADER, Tensor
 
-FLOAT_TYPES: dict[str, np.dtype] = {
-    "F64": np.dtype("float64"),
-    "F32": np.dtype("float32"),
-    "F16": np.dtype("float16"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 FIRST_BYTES = 2**17  # of a remote file, read at once; most headers are shorter
-LONGEST_HEADER = 10**8  # bytes, safetensors' own limit
 PIECE = 8 * 2**20  # bytes of one request
 CONNECTIONS = 16  # requests at a time, of all files together
 GAP = 2**20  # bytes between two ranges that take less time than another request
 AHEAD = 2**30  # bytes that may wait until their digest can be computed
 
 Index = tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class TensorPlace:
-    """Where a safetensors file keeps a tensor: shape, dtype, and the byte at which it begins."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    offset: int
-
-    @property
-    def end(self) -> int:
-        """The byte after its last one."""
-        return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
 
 class LocalFile:
@@ -66,7 +45,7 @@ class LocalFile:
         self.path, self.name, self.where = path, path.name, str(path)
 
     @cached_property
-    def header(self) -> dict[str, TensorPlace]:
+    def header(self) -> dict[str, Tensor]:
         try:
             with safe_open(self.path, "np"):  # checks the header, and the file's size against it
                 pass
@@ -104,10 +83,10 @@ class RemoteFile:
         self._check = Check(self.where, size, *self._reported) if self._reported else None
 
     @cached_property
-    def header(self) -> dict[str, TensorPlace]:
+    def header(self) -> dict[str, Tensor]:
         start = self._fetch(0, min(FIRST_BYTES, self._size))
         length = _header_length(start[:8])
-        if not 0 < length <= min(self._size - 8, LONGEST_HEADER):
+        if not 0 < length <= min(self._size - 8, LARGEST_HEADER):
             raise InputError(
                 f"{self.where}: not a complete safetensors file: has {self._size:,} bytes, its "
                 f"header would have {length:,}"
@@ -210,7 +189,7 @@ class Check:
 
 
 def blocks_of(
-    place: TensorPlace, bounds: Sequence[tuple[int, int]]
+    place: Tensor, bounds: Sequence[tuple[int, int]]
 ) -> tuple[int, list[tuple[int, int]]]:
     """The ranges of bytes to read for a part of a tensor, and the axis that they run along.
 
@@ -231,7 +210,7 @@ def blocks_of(
     return axis, blocks
 
 
-def parse_header(text: bytes, where: str) -> dict[str, TensorPlace]:
+def parse_header(text: bytes, where: str) -> dict[str, Tensor]:
     """The tensors that a safetensors header describes; without the 8 bytes that give its length.
 
     Raises InputError for text that is no such header, and for dtypes not in FLOAT_TYPES.
@@ -246,8 +225,7 @@ def parse_header(text: bytes, where: str) -> dict[str, TensorPlace]:
                     f"{where}: tensor {name} is {entry['dtype']}; only {', '.join(FLOAT_TYPES)} "
                     "are read (quantised checkpoints are not)"
                 )
-            offset = 8 + len(text) + entry["data_offsets"][0]
-            places[name] = TensorPlace(tuple(entry["shape"]), FLOAT_TYPES[entry["dtype"]], offset)
+            places[name] = Tensor.from_json(entry, 8 + len(text))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{where}: not a safetensors file: {error!r}") from error
     return places

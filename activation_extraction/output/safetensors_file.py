@@ -3,8 +3,7 @@
 So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
 The file holds, in this order, `sample_idx` and `sample_offsets` (int64), `token_ids` and `position`
 (int32), and a tensor (tokens, width) per hook under the hook's full name. The header's metadata has
-the text previews and document ids as JSON lists. The layout is described at
-https://huggingface.co/docs/safetensors; the bytes depend only on the content.
+the text previews and document ids as JSON lists. The bytes depend only on the content.
 """
 
 import json
@@ -15,39 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from activation_extraction.cli.errors import RunError
+from activation_extraction.output.safetensors_header import DTYPES, LARGEST_HEADER, Tensor
 from activation_extraction.output.shard import Key, SampleRow, Shard
 
-DTYPES: dict[str, np.dtype] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
-}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 LARGEST_TEXTS = LARGEST_HEADER // 2  # bytes, which leaves room for the names of the hooks
 TABLE = ("sample_idx", "sample_offsets", "token_ids", "position")  # every other tensor is a hook
 FORMAT = "1"
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """Where a file keeps a tensor: its dtype, its shape, and its first byte in the file."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def row_bytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -138,28 +115,18 @@ def read_header(read: Callable[[int, int], bytes], size: int, where: str) -> Hea
         metadata = content.pop("__metadata__")
         if metadata["format"] != FORMAT:
             raise ValueError(f"format {metadata['format']!r}, expected {FORMAT!r}")
-        tensors = {name: _tensor(entry, 8 + length) for name, entry in content.items()}
+        tensors = {n: Tensor.from_json(entry, 8 + length) for n, entry in content.items()}
         _check_layout(tensors, size)
     except (*MALFORMED, struct.error) as error:
         raise RunError(f"{where}: is not a shard that can be read: {error}") from error
     return Header(tensors, metadata)
 
 
-def _tensor(entry: Mapping[str, Any], start: int) -> Tensor:
-    begin, end = entry["data_offsets"]
-    tensor = Tensor(DTYPES[entry["dtype"]], tuple(entry["shape"]), start + begin)
-    if any(type(size) is not int or size < 0 for size in tensor.shape):
-        raise ValueError(f"shape {tensor.shape}")
-    if end - begin != tensor.dtype.itemsize * math.prod(tensor.shape):
-        raise ValueError("a tensor's size does not follow from its shape")
-    return tensor
-
-
 def _check_layout(tensors: Mapping[str, Tensor], size: int) -> None:
     """Raises ValueError unless the tensors fill the file and agree about samples and tokens."""
-    ends = [t.offset + t.dtype.itemsize * math.prod(t.shape) for t in tensors.values()]
-    if max(ends) != size:
-        raise ValueError(f"{size} bytes, its tensors end at {max(ends)}")
+    end = max(tensor.end for tensor in tensors.values())
+    if end != size:
+        raise ValueError(f"{size} bytes, its tensors end at {end}")
     samples, tokens = tensors["sample_idx"].shape, tensors["token_ids"].shape
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if shapes["sample_offsets"] != (samples[0] + 1,) or shapes["position"] != tokens:
@@ -212,8 +179,7 @@ def read_safetensors(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
 
 
 def _view(mapped: np.ndarray, tensor: Tensor) -> np.ndarray:
-    stop = tensor.offset + tensor.dtype.itemsize * math.prod(tensor.shape)
-    return mapped[tensor.offset : stop].view(tensor.dtype).reshape(tensor.shape)
+    return mapped[tensor.offset : tensor.end].view(tensor.dtype).reshape(tensor.shape)
 
 
 def _checked_offsets(tables: Mapping[str, np.ndarray], where: str) -> np.ndarray:
