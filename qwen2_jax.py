@@ -31,55 +31,14 @@ from activation_extraction.model.attention import (
     Attention,
     attention_pattern,
     blocked_attention,
-    einsum,
 )
 from activation_extraction.model.bits import from_bits
 from activation_extraction.model.decoder import Decoder, Path
+from activation_extraction.model.layers import STREAM, Linear, Out, RMSNorm, parameter
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.qwen_config import QwenConfig
 from activation_extraction.model.rope import rotate
 from activation_extraction.model.weights import WeightSpec
-
-LOGICAL_AXES = {
-    "D": "embed",
-    "N": "heads",
-    "K": "kv_heads",
-    "H": "head_dim",
-    "F": "mlp",
-    "V": "vocab",
-}
-STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
-# Where one is a function, it is computed when somebody calls that.
-Out = dict[str, Any]  # a module's intermediates by name; those of its parts are nested
-
-
-class Linear(nn.Module):
-    """A projection named by its letters: `D->NH` maps (B, T, D) to (B, T, N, H).
-
-    The weight has the checkpoint's orientation, output axes first. Products accumulate in float32,
-    the bias is added in float32, and so is the result: the caller rounds once, when it stores it.
-    """
-
-    config: QwenConfig
-    mapping: str
-    use_bias: bool = False
-    dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        inputs, outputs = self.mapping.split("->")
-        weight = _parameter(self, "weight", outputs + inputs, nn.initializers.normal(0.02))
-        y = einsum(f"BT{inputs},{outputs}{inputs}->BT{outputs}", x, weight)
-        if self.use_bias:
-            y += _parameter(self, "bias", outputs, nn.initializers.zeros).astype(jnp.float32)
-        return y
-
-
-def _parameter(module: Any, name: str, letters: str, init: Callable[..., Array]) -> Array:
-    """Declares a weight; its shape and logical axes follow from its letters."""
-    axes = tuple(LOGICAL_AXES[letter] for letter in letters)
-    shape = tuple(module.config.sizes[letter] for letter in letters)
-    return module.param(name, nn.with_logical_partitioning(init, axes), shape, module.dtype)
 
 
 class Embedding(nn.Module):
@@ -91,33 +50,9 @@ class Embedding(nn.Module):
 
     @nn.compact
     def __call__(self, token_ids: Array) -> Array:
-        table = _parameter(self, "weight", "VD", nn.initializers.normal(0.02))
+        table = parameter(self, "weight", "VD", nn.initializers.normal(0.02))
         table = self.layout.gather(table, ("vocab", "embed"))
         return self.layout.constrain(from_bits(table[token_ids]), *STREAM)
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv:1910.07467) over the axis `over`.
-
-    Computed in float32; `out` is rounded once, at the end, unless it is to stay `wide`.
-    """
-
-    config: QwenConfig
-    dtype: Any = jnp.float32
-    over: str = "D"
-    wide: bool = False
-
-    @nn.compact
-    def __call__(self, x: Array) -> tuple[Array, Out]:
-        scale = from_bits(_parameter(self, "weight", self.over, nn.initializers.ones))
-        x = x.astype(jnp.float32)
-        inverse_rms = jax.lax.rsqrt(
-            jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps
-        )
-        normalized = x * inverse_rms
-        out = normalized * scale.astype(jnp.float32)
-        out = out if self.wide else out.astype(self.dtype)
-        return out, {"normalized": normalized, "out": out}
 
 
 class SelfAttention(nn.Module):

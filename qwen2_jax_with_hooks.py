@@ -22,14 +22,12 @@ from activation_extraction.model.decoder import Decoder, Layers, Path
 from activation_extraction.model.family import Families, ModelFamily
 from activation_extraction.model.hook_points import HOOKS, block_kind
 from activation_extraction.model.hooks import Hook, HookKind
+from activation_extraction.model.layers import STREAM, Out, RMSNorm
 from activation_extraction.model.mesh import Layout
+from activation_extraction.model.qwen_config import QwenConfig
 from qwen2_jax import (
-    STREAM,
     Embedding,
-    Out,
     Qwen2,
-    QwenConfig,
-    RMSNorm,
     decoder,
     rotary_table,
     weight_table,
@@ -125,7 +123,7 @@ class HookedQwen2(nn.Module):
         return decoder(self.config, self.dtype, self.attention, self.layout)
 
     def _capture(self, length: int) -> Capture:
-        sizes = self.config.sizes | {"S": length}
+        sizes = self.config.sizes_with(length)
         return Capture(self.hooks, sizes, self.activation_dtype, self.layout)
 
     def _keep(self, capture: Capture, plan: Plan, norm: RMSNorm) -> Callable[[Out], list[Array]]:

@@ -25,12 +25,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from activation_extraction.model.qwen_config import QwenConfig
 from benchmarks.agreement import Agreement, Disagreement
 from benchmarks.inputs import make_documents, make_model, tokenise
 from benchmarks.peak import DTYPES, best
 from benchmarks.processes import ROOT, extract, machine, run
 from benchmarks.shapes import SHAPES
-from qwen2_jax import QwenConfig
 from qwen2_jax_with_hooks import FAMILIES
 
 Row = dict[str, Any]

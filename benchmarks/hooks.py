@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from activation_extraction.model.qwen_config import QwenConfig
 from benchmarks.inputs import make_documents, make_model, tokenise
 from benchmarks.peak import DTYPES, best
 from benchmarks.processes import ROOT, extract, machine, run
 from benchmarks.shapes import SHAPES, evenly_spaced
-from qwen2_jax import QwenConfig
 from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
 
 Row = dict[str, Any]

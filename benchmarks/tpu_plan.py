@@ -26,9 +26,9 @@ from jax.experimental import topologies
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.forward import build_model
+from activation_extraction.model.qwen_config import QwenConfig
 from activation_extraction.run.prepare import model_request
 from benchmarks.shapes import SHAPES
-from qwen2_jax import QwenConfig
 from qwen2_jax_with_hooks import FAMILIES
 
 # Nothing opens a TPU here, so the lock that keeps processes from sharing one is not needed.

@@ -90,7 +90,7 @@ class Forward:
     @property
     def sizes(self) -> dict[str, int]:
         """Letter -> size, with S for the tokens of a row."""
-        return self.model.config.sizes | {"S": self.shape[1]}
+        return self.model.config.sizes_with(self.shape[1])
 
     @property
     def keyed_by(self) -> str | list[str]:
@@ -143,7 +143,7 @@ def build_model(
             f"--max_seq_length {request.length}: the model has {config.longest_row} positions"
         )
     dtype, stored = choose_dtypes(request)
-    sizes = config.sizes | {"S": request.length}
+    sizes = config.sizes_with(request.length)
     hooks = list(choose_hooks(request, family.hooks, config.num_hidden_layers).values())
     check_growing(hooks, sizes, stored)
     alone = family.hooked(config, hooks, dtype, stored)
@@ -173,7 +173,7 @@ def choose_layout(
     config, total_rows = alone.config, request.rows * hosts
     smallest_model = 1
     if request.mesh_type == "auto":
-        sizes = config.sizes | {"S": request.length}
+        sizes = config.sizes_with(request.length)
         widths = sum(hook.kind.width(sizes) for hook in alone.hooks)
         smallest_model = smallest_model_axis(
             len(devices),
@@ -219,7 +219,7 @@ def choose_hooks(request: ModelRequest, table: HookTable, depth: int) -> dict[Ke
 
 def log_hooks(request: ModelRequest, model: HookedModel) -> None:
     """Logs what is stored of every token, and how many bytes that takes."""
-    depth, sizes = model.config.num_hidden_layers, model.config.sizes | {"S": request.length}
+    depth, sizes = model.config.num_hidden_layers, model.config.sizes_with(request.length)
     default = request.layers is None and request.hook_names is None
     if default and depth <= DEFAULT_LAYERS[-1]:
         log.info(

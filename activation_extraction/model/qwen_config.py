@@ -58,6 +58,10 @@ class QwenConfig:
             "V": self.vocab_size,
         }
 
+    def sizes_with(self, length: int) -> dict[str, int]:
+        """`sizes`, and S: the tokens of a row, which is a width of some hooks."""
+        return self.sizes | {"S": length}
+
     @property
     def longest_row(self) -> int:
         """Tokens. Configurations with YaRN often keep the number of positions without it."""

@@ -18,7 +18,7 @@ def list_hooks(table: HookTable, config: Any, dtype: Any, rule: str, length: int
     of the longest samples.
     """
     rows: list[tuple[str, ...]] = [COLUMNS]
-    letters = config.sizes | {"S": length}
+    letters = config.sizes_with(length)
     for kind in table.kinds:
         width = kind.width(letters)
         module, *others = kind.modules or ("",)

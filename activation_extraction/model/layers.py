@@ -1,0 +1,81 @@
+"""What the modules of every family are made of: parameters, projections and norms.
+
+The letters are those of qwen2_jax.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from activation_extraction.model.attention import einsum
+from activation_extraction.model.bits import from_bits
+from activation_extraction.model.qwen_config import QwenConfig
+
+LOGICAL_AXES = {
+    "D": "embed",
+    "N": "heads",
+    "K": "kv_heads",
+    "H": "head_dim",
+    "F": "mlp",
+    "V": "vocab",
+}
+STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
+# Where one is a function, it is computed when somebody calls that.
+Out = dict[str, Any]  # a module's intermediates by name; those of its parts are nested
+
+
+def parameter(module: Any, name: str, letters: str, init: Callable[..., Array]) -> Array:
+    """Declares a weight; its shape and logical axes follow from its letters."""
+    axes = tuple(LOGICAL_AXES[letter] for letter in letters)
+    shape = tuple(module.config.sizes[letter] for letter in letters)
+    return module.param(name, nn.with_logical_partitioning(init, axes), shape, module.dtype)
+
+
+class Linear(nn.Module):
+    """A projection named by its letters: `D->NH` maps (B, T, D) to (B, T, N, H).
+
+    The weight has the checkpoint's orientation, output axes first. Products accumulate in float32,
+    the bias is added in float32, and so is the result: the caller rounds once, when it stores it.
+    """
+
+    config: QwenConfig
+    mapping: str
+    use_bias: bool = False
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        inputs, outputs = self.mapping.split("->")
+        weight = parameter(self, "weight", outputs + inputs, nn.initializers.normal(0.02))
+        y = einsum(f"BT{inputs},{outputs}{inputs}->BT{outputs}", x, weight)
+        if self.use_bias:
+            y += parameter(self, "bias", outputs, nn.initializers.zeros).astype(jnp.float32)
+        return y
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (arXiv:1910.07467) over the axis `over`.
+
+    Computed in float32; `out` is rounded once, at the end, unless it is to stay `wide`.
+    """
+
+    config: QwenConfig
+    dtype: Any = jnp.float32
+    over: str = "D"
+    wide: bool = False
+
+    @nn.compact
+    def __call__(self, x: Array) -> tuple[Array, Out]:
+        scale = from_bits(parameter(self, "weight", self.over, nn.initializers.ones))
+        x = x.astype(jnp.float32)
+        inverse_rms = jax.lax.rsqrt(
+            jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps
+        )
+        normalized = x * inverse_rms
+        out = normalized * scale.astype(jnp.float32)
+        out = out if self.wide else out.astype(self.dtype)
+        return out, {"normalized": normalized, "out": out}
