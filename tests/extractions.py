@@ -3,7 +3,7 @@
 import gzip
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from activation_extraction.output.atomic_file import write_atomically
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.pickle_file import gzip_records, pickle_records
 from activation_extraction.output.sealed_json import seal, unseal
-from activation_extraction.output.statistics import Statistics, Sums, merge_all
+from activation_extraction.output.statistics import Statistics, Sums
 from activation_extraction.output.statistics_file import pack_sums, statistics_name
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample
@@ -166,3 +166,11 @@ def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> 
     edit(folder / f"shard_{number:04d}.json", lambda content: statistics(content, [shard]))
     write_sums(folder, number, shard)
     edit(folder / "metadata.json", lambda content: statistics(content, every))
+
+
+def merge_all(parts: Iterable[Statistics]) -> Statistics:
+    """Statistics of all parts together, merged from left to right."""
+    total = Statistics()
+    for part in parts:
+        total = total.merge(part)
+    return total

@@ -1,9 +1,6 @@
 """What ActivationDataset reads from a bucket, and how few bytes it touches for one hook of many."""
 
-import fsspec
-import gcsfs
 import pytest
-from gcs_server import gcs
 from runs_to_read import (
     FORMATS,
     assert_same,
@@ -17,19 +14,6 @@ from runs_to_read import (
 from activation_extraction import ActivationDataset
 from activation_extraction.output.folder import Folder
 from activation_extraction.reading import shard_readers
-
-
-@pytest.fixture
-def bucket(monkeypatch):
-    """An empty bucket, which this process reaches as gs://bucket."""
-    with gcs() as found:
-        for name, value in found.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(fsspec.config, "conf", {})
-        fsspec.config.set_conf_env(fsspec.config.conf)
-        gcsfs.GCSFileSystem.clear_instance_cache()
-        yield found
-        gcsfs.GCSFileSystem.clear_instance_cache()
 
 
 def upload(run, url):

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from cloud import REPOSITORY
-from extractions import edit
+from extractions import edit, merge_all
 from runs_to_read import (
     DTYPES,
     FORMATS,
@@ -28,7 +28,7 @@ from runs_to_read import (
 )
 
 from activation_extraction import ActivationDataset
-from activation_extraction.output.statistics import Statistics, merge_all
+from activation_extraction.output.statistics import Statistics
 from activation_extraction.reading import shard_readers
 
 FIRST = next(iter(WIDTHS))

@@ -8,11 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import fsspec
-import gcsfs
 import jax
 import numpy as np
 import pytest
-from gcs_server import gcs
 from hub_server import serve_hub
 from pods import Pod, flags_for, stored
 from safetensors import safe_open
@@ -116,25 +114,19 @@ def test_a_file_that_a_bucket_no_longer_has_is_not_read(demo_inputs, memory):
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body")
-def test_a_bucket_that_fails_is_asked_again(demo_inputs, monkeypatch, tmp_path):
-    with gcs() as bucket:
-        for name, value in bucket.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(fsspec.config, "conf", {})
-        fsspec.config.set_conf_env(fsspec.config.conf)
-        gcsfs.GCSFileSystem.clear_instance_cache()
-        put(demo_inputs / "model", "gs://bucket/models/tiny")
-        served = bucket.served
-        monkeypatch.setattr(weight_files, "PIECE", 2**18)
-        bucket.rate, bucket.faults = 0.05, ("503", "reset", "truncated")
-        found, remote = load("gs://bucket/models/tiny")
-        bucket.rate = 0.0
-        same(found, load(str(demo_inputs / "model"))[0])
-        assert sum(bucket.failed.values()) > 3
-        digest = model_digest(remote)  # by the bucket's MD5: without reading
-        size = (demo_inputs / "model/model.safetensors").stat().st_size
-        assert bucket.served - served < 2.5 * size
-        assert digest != model_digest(load(str(demo_inputs / "model"))[1])
+def test_a_bucket_that_fails_is_asked_again(demo_inputs, monkeypatch, bucket):
+    put(demo_inputs / "model", "gs://bucket/models/tiny")
+    served = bucket.served
+    monkeypatch.setattr(weight_files, "PIECE", 2**18)
+    bucket.rate, bucket.faults = 0.05, ("503", "reset", "truncated")
+    found, remote = load("gs://bucket/models/tiny")
+    bucket.rate = 0.0
+    same(found, load(str(demo_inputs / "model"))[0])
+    assert sum(bucket.failed.values()) > 3
+    digest = model_digest(remote)  # by the bucket's MD5: without reading
+    size = (demo_inputs / "model/model.safetensors").stat().st_size
+    assert bucket.served - served < 2.5 * size
+    assert digest != model_digest(load(str(demo_inputs / "model"))[1])
 
 
 @pytest.fixture

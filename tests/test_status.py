@@ -15,6 +15,7 @@ from extractions import (
     edit,
     extract,
     folder_name,
+    merge_all,
     open_part,
 )
 
@@ -23,7 +24,7 @@ from activation_extraction.cli.errors import InputError, StorageError
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import AGGREGATE
 from activation_extraction.output.sealed_json import unseal
-from activation_extraction.output.statistics import Statistics, merge_all
+from activation_extraction.output.statistics import Statistics
 from activation_extraction.reading import status_table
 from activation_extraction.reading.folders import read_folders
 from activation_extraction.reading.status import host_states

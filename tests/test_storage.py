@@ -10,10 +10,11 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from extractions import merge_all
 
 from activation_extraction.cli.errors import InputError, StorageError
 from activation_extraction.output.identity import Identity
-from activation_extraction.output.statistics import Statistics, merge_all
+from activation_extraction.output.statistics import Statistics
 from activation_extraction.output.storage import ActivationStorage
 
 HOOKS = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}

@@ -97,7 +97,7 @@ class Config:
     @property
     def looking(self) -> bool:
         """Whether to look at what is stored instead of extracting."""
-        return self.status or self.verify or self.report is not None or self.export is not None
+        return _looking(self)
 
     @property
     def location(self) -> str:
@@ -172,7 +172,7 @@ def _fill_from_engine(flags: argparse.Namespace) -> None:
         _fill(flags, "machine_id", number)
 
 
-def _looking(flags: argparse.Namespace) -> bool:
+def _looking(flags: argparse.Namespace | Config) -> bool:
     """Whether a flag asks to look at what is stored instead of extracting."""
     looks = (flags.status, flags.verify, flags.report is not None, flags.export is not None)
     return any(looks)

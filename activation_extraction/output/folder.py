@@ -9,7 +9,7 @@ import base64
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,9 +145,8 @@ class Folder(Patient):
         found = self._persist(f"looking at {name}", lambda: self._fs.info(self._file(name)))
         if found.get("lfs"):  # the hub's
             return "sha256", found["lfs"]["sha256"]
-        if "md5Hash" in found:  # Google's, unless the object was composed of others
-            return "md5", base64.b64decode(found["md5Hash"]).hex()
-        return None
+        md5 = _google_md5(found)
+        return None if md5 is None else ("md5", md5)
 
     def fetch(self, name: str, folder: Path) -> Path:
         """The local path of a whole file: of the file itself, or of a copy in `folder`."""
@@ -259,9 +258,9 @@ class Folder(Patient):
             return None
         if found["size"] != size:
             return None
-        reported = found.get("md5Hash")
+        reported = _google_md5(found)
         if reported is not None:
-            same = reported == base64.b64encode(digest.digest()).decode()
+            same = reported == digest.hexdigest()
         elif str(found.get("ETag", "")).strip('"') == digest.hexdigest():  # S3, uploads in one part
             same = True
         else:
@@ -281,6 +280,11 @@ class Folder(Patient):
 
     def _file(self, name: str) -> str:
         return f"{self._path}/{name}"
+
+
+def _google_md5(found: Mapping[str, Any]) -> str | None:
+    """Of an object, in hexadecimal; None for one that is composed of others, or not Google's."""
+    return base64.b64decode(found["md5Hash"]).hex() if "md5Hash" in found else None
 
 
 def local_path(url: str) -> str:

@@ -26,6 +26,8 @@ AGGREGATE = "aggregated_metadata.json"
 OWN_FILES = re.compile(
     rf"\.?(metadata\.json|metrics\.jsonl|shard_\d{{4,}}(\.json|\.npz|{SUFFIXES}))(\.tmp)?"
 )
+# What metadata.json says of a folder in which nothing is counted yet, beside its status.
+NOTHING = {"shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
 NEEDED = ("identity", "status", "max_samples", "written")  # in the metadata
 METRICS_TAIL = 4096  # bytes that hold the last line
 READERS = 32  # files read at the same time; they are small

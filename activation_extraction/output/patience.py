@@ -3,6 +3,7 @@
 import logging
 import random
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -40,7 +41,7 @@ class Heartbeat(Callback):
         self._beat()
 
 
-class Patient:
+class Patient(ABC):
     """Sends requests to the folder `url`; see `Folder` for the rest."""
 
     def __init__(self, url: str, patience: float, beat: Callable[[], None]) -> None:
@@ -51,9 +52,9 @@ class Patient:
         self._failing = False  # whether a request has failed since the last success
 
     @property
+    @abstractmethod
     def local(self) -> bool:
         """Whether it is a folder on this machine, where it is useless to try again."""
-        raise NotImplementedError
 
     def _persist(self, what: str, action: Callable[[], T], heartbeat: Heartbeat | None = None) -> T:
         """The result of `action`, which is retried unless its failure is final."""

@@ -132,7 +132,7 @@ class Statistics:
     def of(cls, activation: np.ndarray) -> "Statistics":
         """Statistics of a (tokens, width) array of any float dtype, computed in float64."""
         sums = Sums.zeros(activation.shape[1])
-        sums.add(activation, np.arange(1, len(activation) + 1))
+        sums.add(activation, np.arange(1, len(activation) + 1))  # the result is that of any others
         return sums.statistics
 
     @property
@@ -165,11 +165,3 @@ class Statistics:
     def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
         """The inverse of `to_json`; ignores other keys."""
         return cls(**{field.name: content[field.name] for field in fields(cls)})
-
-
-def merge_all(parts: Iterable[Statistics]) -> Statistics:
-    """Statistics of all parts together, merged from left to right."""
-    total = Statistics()
-    for part in parts:
-        total = total.merge(part)
-    return total

@@ -24,15 +24,13 @@ from activation_extraction.output.folder import Folder
 from activation_extraction.output.folder_lock import running_system
 from activation_extraction.output.formats import SAFETENSORS, ShardFormat, write_shard
 from activation_extraction.output.identity import Identity
-from activation_extraction.output.metadata import METADATA, METRICS, Stored, read_stored
+from activation_extraction.output.metadata import METADATA, METRICS, NOTHING, Stored, read_stored
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.shard import same_content
 from activation_extraction.output.statistics import sums_of
 from activation_extraction.output.statistics_file import pack_sums
 from activation_extraction.reading.export_target import check_space, locked
 from activation_extraction.reading.verify_shard import read_shard
-
-NOT_YET = {"status": "running", "shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ def _copy_folder(copy: _Copy, token_bytes: int, bar: Any) -> None:
         return
     check_space(copy.target, token_bytes * sum(commit.tokens for commit in missing))
     content = copy.metadata
-    write_bytes(copy.target / METADATA, seal({**content, **NOT_YET}))
+    write_bytes(copy.target / METADATA, seal({**content, "status": "running", **NOTHING}))
     for commit in copy.stored.in_order:
         if commit.number not in done:
             done[commit.number] = _copy_shard(copy, commit)

@@ -37,20 +37,33 @@ class Dataset:
     content: str
 
 
-def open_local(path: str, text_column: str) -> Dataset:
-    """Opens the files at --dataset_path. Raises InputError."""
+def open_dataset(
+    path: str | None,
+    name: str | None,
+    subset: str | None,
+    split: str | None,
+    text_column: str,
+    earlier: Iterable[Mapping[str, Any]],
+) -> Dataset:
+    """Opens the files at `path`, or else the hub data set with this name, subset and split.
+
+    earlier: the metadata that the output already holds; a hub data set is opened at the revision
+    that it records. Raises InputError.
+    """
+    if path is not None:
+        return _open_local(path, text_column)
+    return _open_from_hub(str(name), subset, str(split), earlier)
+
+
+def _open_local(path: str, text_column: str) -> Dataset:
     rows = open_files(path, text_column)
     described = json.dumps(describe_files(path))
     return Dataset(rows, "files", hashlib.sha256(described.encode()).hexdigest())
 
 
-def open_from_hub(
+def _open_from_hub(
     name: str, subset: str | None, split: str, earlier: Iterable[Mapping[str, Any]]
 ) -> Dataset:
-    """Opens a hub data set at the revision that the extraction began with. Raises InputError.
-
-    earlier: the metadata that the output already holds; empty when the run starts anew.
-    """
     source = " ".join(filter(None, (name, subset, split)))
     revision = None
     for metadata in earlier:

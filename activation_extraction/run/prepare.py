@@ -4,7 +4,7 @@ The cheapest checks come first, and no weight is read here. The hosts of a pod c
 have found before they go on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,10 +29,8 @@ from activation_extraction.output.identity import Identity
 from activation_extraction.output.run_folders import RunFolders, check_siblings, find_metadata
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run.dataset import (
-    Dataset,
     HostText,
-    open_from_hub,
-    open_local,
+    open_dataset,
     share_of,
 )
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
@@ -155,7 +153,9 @@ def prepare(
         checkpoint.tokenizer_files(), checkpoint.model_path, forward.model.config.vocab_size
     )
     choice = choose_tokens(config, forward.model.config.vocab_size)
-    dataset = open_dataset(config, [metadata for _, metadata in output.earlier])
+    source = config.dataset_path, config.dataset_name, config.dataset_config, config.dataset_split
+    earlier = [metadata for _, metadata in output.earlier]
+    dataset = open_dataset(*source, config.text_column, earlier)
     check_dataset(dataset.rows, config.text_column, config.skip_bad_rows)
     worker = output.folders.worker
     identity = identity_of(config, forward, dataset, worker)
@@ -228,14 +228,6 @@ def _with_demo(config: Config, folder: Path, families: Families) -> Config:
     log.info("demo: making a tiny Qwen2 model and sample documents")
     model, documents = make_demo(folder, families)
     return replace(config, model_path=str(model), dataset_path=str(documents))
-
-
-def open_dataset(config: Config, earlier: Sequence[Mapping[str, Any]]) -> Dataset:
-    """Opens the files or the hub data set that the flags name. Raises InputError."""
-    if config.dataset_path is not None:
-        return open_local(config.dataset_path, config.text_column)
-    name, split = str(config.dataset_name), str(config.dataset_split)
-    return open_from_hub(name, config.dataset_config, split, earlier)
 
 
 def open_text(

@@ -14,14 +14,14 @@ from activation_extraction.cli.errors import InputError
 from activation_extraction.output.commit import FORMAT_VERSION, Commit, number_of
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.identity import Identity
-from activation_extraction.output.metadata import METADATA, Stored, own_files, read_stored
+from activation_extraction.output.metadata import METADATA, NOTHING, Stored, own_files, read_stored
 from activation_extraction.output.plan import ShardRange, StoragePlan
 from activation_extraction.output.resume import check_same_run
 from activation_extraction.output.totals import Totals
 from activation_extraction.reading.verify import check_shards
 
 # What a rebuilt metadata.json says at first; the next run without --repair continues from there.
-NOTHING = {"status": "interrupted", "shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
+REBUILT = {"status": "interrupted", **NOTHING}
 
 log = logging.getLogger("extract_activations")
 
@@ -86,7 +86,7 @@ class RepairPlanner:
             ranges,
             obsolete=obsolete,
             settled=not (ranges or obsolete or anew),
-            recorded=NOTHING if found.metadata is None else found.metadata,
+            recorded=REBUILT if found.metadata is None else found.metadata,
             expected=stored.commits,
             versions=stored.versions,
         )
@@ -108,7 +108,7 @@ class RepairPlanner:
             raise InputError(f"{self.place.url}: holds no extraction that --repair could work on")
         log.warning("%s/%s is damaged or missing and is rebuilt", self.place.url, METADATA)
         new = {"format_version": FORMAT_VERSION, "identity": self.identity.to_json()}
-        return replace(found, metadata={**self.metadata, **new, **NOTHING})
+        return replace(found, metadata={**self.metadata, **new, **REBUILT})
 
     def _refuse_moved(self, stored: Stored) -> None:
         moved = (stored.metadata or {}).get("remote")

@@ -17,7 +17,7 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.metadata import METADATA, identity_of
 from activation_extraction.reading.verify_shard import Chosen
-from activation_extraction.run.dataset import Dataset, open_from_hub, open_local
+from activation_extraction.run.dataset import Dataset, open_dataset
 from activation_extraction.run.digests import digest_files
 from activation_extraction.text.choice import TokenChoice
 from activation_extraction.text.documents import DocumentStream
@@ -89,11 +89,8 @@ def open_texts(
             "activations"
         )
     path = dataset_path or asked["dataset_path"]
-    if path is not None:
-        dataset = open_local(path, identity.text_column)
-    else:
-        name, split = asked["dataset_name"], asked["dataset_split"]
-        dataset = open_from_hub(name, asked["dataset_config"], split, [metadata])
+    source = path, asked["dataset_name"], asked["dataset_config"], asked["dataset_split"]
+    dataset = open_dataset(*source, identity.text_column, [metadata])
     if (dataset.name, dataset.content) != (identity.data, identity.data_revision):
         raise InputError(f"--dataset_path {path}: holds other files than the run has read")
     return Texts(dataset, load_tokenizer(files, checkpoint.model_path, vocabulary), identity)
