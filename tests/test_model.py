@@ -1,6 +1,7 @@
 """The model against Hugging Face transformers on torch, hook by hook."""
 
 import copy
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,13 @@ def every_hook(config):
 
 def run(model, params, *batch):
     """Hook -> its value, NumPy."""
-    return by_hook(model, jax.jit(model.apply)({"params": params}, *batch))
+    return by_hook(model, compiled(model)({"params": params}, *batch))
+
+
+@functools.cache
+def compiled(model):
+    """Traced once for all batches of a shape."""
+    return jax.jit(model.apply)
 
 
 def by_hook(model, found):
@@ -130,7 +137,7 @@ def test_logits_choose_the_same_next_tokens(reference: Reference):
     model = Qwen2(config)
     params = load(model, reference.folder)
     batch = rows(config.vocab_size)
-    logits = np.asarray(jax.jit(model.apply)({"params": params}, *batch))
+    logits = np.asarray(compiled(model)({"params": params}, *batch))
     with torch.no_grad():
         expected = reference.model(torch.tensor(batch[0], dtype=torch.long)).logits.numpy()
     assert error_of(logits, expected) < TOLERANCE
