@@ -23,7 +23,7 @@ os.environ |= {
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,13 +195,19 @@ def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) ->
     return Reference(model, folder)
 
 
-@pytest.fixture(
-    scope="session",
-    params=[
+def references(*names: str) -> pytest.MarkDecorator:
+    """For a test of a few tiny models instead of all."""
+    return pytest.mark.parametrize("reference", _marked(names), indirect=True)
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    return [
         pytest.param(name, marks=[] if name == QUICK_REFERENCE else pytest.mark.long)
-        for name in TINY
-    ],
-)
+        for name in names
+    ]
+
+
+@pytest.fixture(scope="session", params=_marked(TINY))
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Reference:

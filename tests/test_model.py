@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import Reference, make_reference
+from conftest import Reference, make_reference, references
 from flax.traverse_util import flatten_dict
 
 from activation_extraction.cli.errors import InputError
@@ -118,6 +118,7 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(reference: Reference
         assert rms_error(value, exact[hook.name]) <= allowed, hook.name
 
 
+@references("two_kv_heads_tied", "qwen3_biased_yarn")
 def test_weights_as_bits_are_the_same_weights(reference: Reference):
     """On the CPU a run hands bfloat16 over as bits, those of the final norm too."""
     config = reference.config

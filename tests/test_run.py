@@ -7,7 +7,7 @@ from functools import partial
 
 import jax
 import numpy as np
-from conftest import Reference, make_reference
+from conftest import Reference, make_reference, references
 from test_model import (
     ROUNDING,
     TOLERANCE,
@@ -34,8 +34,12 @@ def random_samples(lengths, vocab_size):
     return samples_of([chance.integers(0, vocab_size, n) for n in lengths])
 
 
+@references("two_kv_heads_tied", "qwen3_wide_heads_sliding")
 def test_packed_equals_alone(reference: Reference):
-    """Every sample of a packed batch has the activations that it has as the only one."""
+    """Every sample of a packed batch has the activations that it has as the only one.
+
+    test_families.py compares packed rows of every tiny model with transformers.
+    """
     config = reference.config
     model = create_model_with_hooks(config, every_hook(config))
     params = load(model, reference.folder)
