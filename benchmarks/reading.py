@@ -4,16 +4,20 @@ It stores a run of 14 hooks in both formats and reads it back while the page cac
 prints MB/s of activations, by the clock and per second of a core:
 
 - shuffled batches of all hooks from safetensors, beside a copy of the same bytes in memory;
-- shuffled batches of all hooks from gzip pickles, beside isal's decompression alone, and beside
-  `pickle.load(gzip.open(...))`;
+- shuffled batches of all hooks from gzip pickles, beside isal's decompression alone, beside that
+  and the sha256 of the same files, and beside `pickle.load(gzip.open(...))`;
 - one hook of the 14: from safetensors, from one torch.save file per sample, and from a `datasets`
   folder read as SAELens reads it. For safetensors the bytes that are touched are counted.
 
-The last line printed is one JSON object.
+Shares are medians over the rounds, with the least and the largest one: what is compared follows
+each other in a round, so that other processes disturb both alike. By the clock, reading pickles may
+exceed isal alone, since it uses several threads. Where no other core is free, the share per second
+of a core counts. The last line printed is one JSON object.
 """
 
 import argparse
 import gzip
+import hashlib
 import json
 import os
 import pickle
@@ -22,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import datasets
@@ -42,7 +46,18 @@ HOOKS, WIDTH, LENGTH, BATCH = 14, 896, 512, 512
 BUFFER = 4 * BATCH
 NAMES: dict[int | str, str] = {layer: f"blocks.{layer}.hook_resid_post" for layer in range(HOOKS)}
 ONE = NAMES[HOOKS // 2]
+BY = ("clock", "core")
 SIZES = np.random.default_rng(0).lognormal(0.0, 0.5, WIDTH).astype(np.float32)
+
+
+class Rate(NamedTuple):
+    """MB per second, and per second of a core."""
+
+    clock: float
+    core: float
+
+
+Rates = dict[str, list[Rate]]  # of every round, by what is read
 
 
 def values_of(sample: int) -> np.ndarray:
@@ -128,6 +143,14 @@ def decompress(folder: Path) -> None:
                 pass
 
 
+def decompress_and_hash(folder: Path) -> None:
+    """What reading gzip pickles takes at the least, as it checks their sha256."""
+    decompress(folder)
+    for path in folder.glob("*.pkl.gz"):
+        with open(path, "rb") as file:
+            hashlib.file_digest(file, "sha256")
+
+
 def unpickle(folder: Path) -> None:
     for path in sorted(folder.glob("*.pkl.gz")):
         with gzip.open(path) as file:
@@ -155,11 +178,8 @@ def touched_share(folder: Path) -> float:
     return touched / (dataset.tokens * WIDTH * 2)
 
 
-def measure(root: Path, samples: int, rounds: int) -> dict[str, dict[str, int]]:
-    """MB/s, by the clock and per second of a core, by what is read.
-
-    Each round does everything once, so that all meet the same load.
-    """
+def measure(root: Path, samples: int, rounds: int) -> Rates:
+    """Each round does everything once, so that all meet the same load."""
     pickles, tensors = root / "pickle", root / "safetensors"
     one = samples * LENGTH * WIDTH * 2
     source = np.random.default_rng(0).integers(0, 2**16, one * HOOKS // 2, np.uint16)
@@ -176,6 +196,7 @@ def measure(root: Path, samples: int, rounds: int) -> dict[str, dict[str, int]]:
         "memory copy": lambda: whole(HOOKS * one, np.copyto, target, source),
         "safetensors, shuffled": lambda: read_on(every),
         "safetensors, in order": lambda: read_on(every, None),
+        "isal and sha256": lambda: whole(HOOKS * one, decompress_and_hash, pickles),
         "isal alone": lambda: whole(HOOKS * one, decompress, pickles),
         "gzip pickles, shuffled": lambda: whole(HOOKS * one, read_batches, pickled),
         "gzip pickles, in order": lambda: whole(HOOKS * one, read_batches, pickled, None),
@@ -184,30 +205,37 @@ def measure(root: Path, samples: int, rounds: int) -> dict[str, dict[str, int]]:
         "one hook, torch.load per sample": lambda: whole(one, read_torch_files, root / "others"),
         "one hook, datasets": lambda: whole(one, read_datasets, root / "others"),
     }
-    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
+    rates: Rates = {name: [] for name in actions}
     for _ in range(rounds):
         for name, action in actions.items():
             rates[name].append(timed(action()))
-    return {
-        name: {
-            "clock": round(statistics.median(clock for clock, _ in each)),
-            "core": round(statistics.median(core for _, core in each)),
-        }
-        for name, each in rates.items()
-    }
+    return rates
 
 
-def timed(steps: Iterator[int]) -> tuple[float, float]:
+def timed(steps: Iterator[int]) -> Rate:
     """MB per second, and per second of a core, of what follows the first step."""
     next(steps)
     clock, core = time.perf_counter(), time.process_time()
     size = next(steps)
     seconds = time.perf_counter() - clock, time.process_time() - core
-    return size / seconds[0] / 1e6, size / seconds[1] / 1e6
+    return Rate(size / seconds[0] / 1e6, size / seconds[1] / 1e6)
 
 
-def share(rates: dict[str, dict[str, int]], what: str, whole: str) -> float:
-    return round(rates[what]["clock"] / rates[whole]["clock"], 3)
+def medians(rates: Rates) -> dict[str, dict[str, int]]:
+    return {
+        name: {by: round(statistics.median(getattr(rate, by) for rate in each)) for by in BY}
+        for name, each in rates.items()
+    }
+
+
+def shares(rates: Rates, what: str, whole: str) -> dict[str, list[float]]:
+    """Median, least and largest share in a round, by the clock and per second of a core."""
+    found = {}
+    for by in BY:
+        pairs = zip(rates[what], rates[whole], strict=True)
+        each = [getattr(one, by) / getattr(other, by) for one, other in pairs]
+        found[by] = [round(f(each), 3) for f in (statistics.median, min, max)]
+    return found
 
 
 def main() -> None:
@@ -223,13 +251,15 @@ def main() -> None:
         store_for_others(root / "others", arguments.samples)
         rates = measure(root, arguments.samples, arguments.rounds)
         touched = touched_share(root / "safetensors")
+    typical = medians(rates)
     print("  MB/s  MB/s of a core")
-    for name, rate in rates.items():
+    for name, rate in typical.items():
         print(f"{rate['clock']:>6,} {rate['core']:>6,}  {name}")
     result = {
-        "mb_per_second": rates,
-        "shuffled_of_memory_copy": share(rates, "safetensors, shuffled", "memory copy"),
-        "gzip_pickles_of_isal": share(rates, "gzip pickles, shuffled", "isal alone"),
+        "mb_per_second": typical,
+        "shuffled_of_memory_copy": shares(rates, "safetensors, shuffled", "memory copy"),
+        "gzip_pickles_of_isal": shares(rates, "gzip pickles, shuffled", "isal alone"),
+        "isal_and_sha256_of_isal": shares(rates, "isal and sha256", "isal alone"),
         "one_hook_touched": touched,
         "load": os.getloadavg()[0],
         "machine": machine(),
