@@ -38,17 +38,31 @@ def test_a_folder_of_an_earlier_version_is_read_as_before(bucket, capsys):
         assert (found["reads"] > 30) == (not outline)
     brief, full = printed
     assert brief.totals == full.totals and len(full.commits) == 30 and not brief.commits
-    assert brief.missing() == full.missing() == ([], [])
+    assert brief.missing() == full.missing() == ([], [], [])
     assert list(brief.outline.recent)[-1].cursor == full.in_order[-1].cursor
 
 
-@pytest.mark.parametrize("lost", ["shard_0007.json", "shard_0007.pkl.gz"])
-def test_what_is_missing_is_seen(bucket, lost):
+@pytest.mark.parametrize(
+    "lost,seen",
+    [
+        ("shard_0007.json", ([7], [], [])),
+        ("shard_0007.pkl.gz", ([], [7], [])),
+        ("shard_0007.npz", ([], [], [7])),
+    ],
+)
+def test_what_is_missing_is_seen(bucket, lost, seen):
     fill(bucket, 30, outline=True)
     bucket.delete(f"run/{NAME}/{lost}")
-    assert read_stored(Folder(URL), brief=True).missing() == (
-        ([7], []) if lost.endswith(".json") else ([], [7])
-    )
+    assert read_stored(Folder(URL), brief=True).missing() == seen
+
+
+def test_a_partial_shard_without_statistics_is_seen(run, bucket, tmp_path):
+    run(tmp_path, interrupt_after=9, remote=Folder(URL))
+    partial = read_stored(Folder(URL), brief=True)
+    assert partial.outline.partial and partial.missing() == ([], [], [])
+    bucket.delete(f"run/{NAME}/{partial.outline.partial.statistics_file}")
+    number = partial.outline.partial.number
+    assert read_stored(Folder(URL), brief=True).missing() == ([], [], [number])
 
 
 def test_an_outline_that_claims_too_much_is_not_believed(bucket):

@@ -88,18 +88,24 @@ class Stored:
         remote = (self.metadata or {}).get("remote") or ""
         return not self.local or local_path(remote) == local_path(self.url)
 
-    def missing(self) -> tuple[list[int], list[int]]:
-        """Numbers of the shards without a JSON, and of those without a file of the right size.
+    def missing(self) -> tuple[list[int], list[int], list[int]]:
+        """Numbers of the shards without a JSON, of those without a file of the right size, and of
+        those without their statistics file.
 
-        Both are empty if the shards go to a bucket, since they may be deleted after their upload.
+        All are empty if the shards go to a bucket, since they may be deleted after their upload.
         """
         told = self.metadata or {}
         if told.get("remote") is not None and not self.in_bucket:
-            return [], []
+            return [], [], []
         known = self.outline.shards
         last = max([told.get("shards", 0), known, *self.commits])
         without_json = [n for n in range(known + 1, last + 1) if n not in self.commits]
-        return without_json, [c.number for c in self.in_order if not self.has(c)]
+        without_file = [c.number for c in self.in_order if not self.has(c)]
+        without_statistics = [c.number for c in self.in_order if self._lacks_statistics(c)]
+        return without_json, without_file, without_statistics
+
+    def _lacks_statistics(self, commit: Commit) -> bool:
+        return commit.statistics is not None and commit.statistics_file not in self.files
 
 
 def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:

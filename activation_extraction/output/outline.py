@@ -12,6 +12,7 @@ from typing import Any
 from activation_extraction.output.commit import Commit, commit_name
 from activation_extraction.output.formats import format_of
 from activation_extraction.output.sealed_json import seal
+from activation_extraction.output.statistics_file import statistics_name
 from activation_extraction.output.totals import Totals
 
 RECENT = 21  # commits that show how fast a host is now
@@ -22,13 +23,14 @@ SUMS = ("shards", "samples", "tokens", "bytes", "skipped_rows")
 class Outline:
     """The shards from 1 on, up to the first partial one.
 
-    json_bytes: size of their JSONs. recent: the last of their commits, without what they say of
-    hooks, and only the very last one with its cursor. partial: the shard behind them, if it is
-    partial. metrics: the last ones of the run.
+    json_bytes: size of their JSONs. statistics: how many have a statistics file. recent: the
+    last of their commits, without what they say of hooks, and only the very last one with its
+    cursor. partial: the shard behind them, if it is partial. metrics: the last ones of the run.
     """
 
     totals: Totals = field(default_factory=Totals)
     json_bytes: int = 0
+    statistics: int = 0
     recent: tuple[Commit, ...] = ()
     partial: Commit | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -46,6 +48,7 @@ class Outline:
             return
         self.totals.add(commit)
         self.json_bytes += _json_size(commit)
+        self.statistics += commit.statistics is not None
         before = (replace(each, cursor=None) for each in self.recent)
         self.recent = (*before, replace(commit, hooks=[]))[-RECENT:]
 
@@ -54,10 +57,13 @@ class Outline:
         return replace(self, totals=self.totals.copy(), partial=None)
 
     def fits(self, files: Mapping[str, int]) -> bool:
-        """Whether a listing has these shards and their JSONs: all names, and the sum of sizes."""
+        """Whether a listing has these shards and the files beside them: all names, and the sum of
+        the sizes of shards and of JSONs."""
         numbers = range(1, self.shards + 1)
-        return self._adds_up(files, [commit_name(n) for n in numbers], self.json_bytes) and (
-            self._adds_up(files, self._shard_files(), self.totals.bytes)
+        return (
+            self._adds_up(files, [commit_name(n) for n in numbers], self.json_bytes)
+            and self._adds_up(files, self._shard_files(), self.totals.bytes)
+            and sum(statistics_name(n) in files for n in numbers) == self.statistics
         )
 
     def _shard_files(self) -> list[str]:
@@ -69,9 +75,11 @@ class Outline:
         return len(there) == self.shards and sum(there) == size
 
     def fitting_partial(self, files: Mapping[str, int]) -> list[Commit]:
-        """The partial shard, if a listing has it and its JSON."""
+        """The partial shard, if a listing has it and the files beside it."""
         commit = self.partial
         if commit is None or files.get(commit.file) != commit.bytes:
+            return []
+        if any(file not in files for file in commit.files):
             return []
         return [commit] if files.get(commit.name) == _json_size(commit) else []
 
@@ -80,6 +88,7 @@ class Outline:
         return {
             **{name: getattr(self.totals, name) for name in SUMS},
             "json_bytes": self.json_bytes,
+            "statistics": self.statistics,
             "hooks": [{"key": k, **s.to_json()} for k, s in self.totals.statistics.items()],
             "recent": [commit.to_json() for commit in self.recent],
             "partial": None if self.partial is None else self.partial.to_json(),
@@ -95,6 +104,7 @@ class Outline:
         return cls(
             totals,
             content["json_bytes"],
+            content["statistics"],
             tuple(Commit.from_json(commit, where) for commit in content["recent"]),
             None if partial is None else Commit.from_json(partial, where),
             content["metrics"],

@@ -97,13 +97,16 @@ def problems_of(stored: Stored) -> list[str]:
     problems = list(stored.damaged.values())
     if stored.metadata is None and METADATA not in stored.damaged:
         problems.append(f"{stored.url}/{METADATA}: is missing")
-    without_json, without_file = stored.missing()
+    without_json, without_file, without_statistics = stored.missing()
     unread = {number_of(name) for name in stored.damaged if name != METADATA}
     if lost := [number for number in without_json if number not in unread]:
         problems.append(f"{stored.url}: shards are missing: {_ranges(lost)}")
     if without_file:
         numbers = _ranges(without_file)
         problems.append(f"{stored.url}: shard files are missing or cut short: {numbers}")
+    if without_statistics:
+        numbers = _ranges(without_statistics)
+        problems.append(f"{stored.url}: statistics files are missing: {numbers}")
     return problems
 
 
