@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import fsspec
 import numpy as np
 import pytest
-from extractions import HOOKS, extract, open_part
+from extractions import HOOKS, change_shard, extract, open_part
 from small_runs import Killed, shard_name
 from test_killed import killed_at
 
@@ -21,7 +21,7 @@ from activation_extraction.output.folder_lock import lock_folder
 from activation_extraction.output.formats import format_of
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.reading import export_target
+from activation_extraction.reading import export_run, export_target
 from activation_extraction.reading.export import export
 from activation_extraction.reading.status_table import show_status
 from benchmarks.kill_and_resume import shards_in
@@ -177,6 +177,27 @@ def test_a_run_without_token_ids_stays_a_pickle(tmp_path):
         storage.add_activation(0, np.zeros((1, 2), np.float32), 0, "")
     with pytest.raises(InputError, match="the run has no token ids"):
         save(tmp_path / "run", "safetensors", tmp_path / "copy")
+
+
+def test_a_shard_with_too_many_texts_stays_a_pickle(run, tmp_path, monkeypatch, capsys):
+    """It is named before anything of it is written. The shards before it stay exported."""
+    target, second = tmp_path / "copy", run / HOSTS[0] / shard_name(2)
+    change_shard(
+        run / HOSTS[0], 2, lambda shard: [r[1].update(doc_id="x" * 1000) for r in shard.values()]
+    )
+    monkeypatch.setattr(export_run, "LARGEST_TEXTS", 1000)
+    command = ["--output_dir", str(run), "--export", "safetensors", "--export_dir", str(target)]
+    assert extract_activations.main(command) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: --export safetensors: {second}: the ids and text previews of ")
+    assert " take 1,0" in error and "--export memmap" in error
+    kept = target / HOSTS[0]
+    assert sorted(shards_in(kept)) == [shard_name(1, "safetensors")]
+    assert not list(kept.glob("*0002*")) and not list(kept.glob(".*"))
+    monkeypatch.setattr(export_run, "LARGEST_TEXTS", 2000)
+    time = (kept / "shard_0001.json").stat().st_mtime_ns
+    same(save(run, "safetensors", target), run)
+    assert (kept / "shard_0001.json").stat().st_mtime_ns == time
 
 
 def test_the_command_line_copies_from_a_bucket(run, tmp_path, capsys):

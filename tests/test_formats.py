@@ -1,13 +1,14 @@
 """Shard formats: each one's files are known by their names, and hold what was written."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from activation_extraction.cli.errors import RunError
+from activation_extraction.cli.errors import RunError, StorageError
 from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.output import shard_cutter
 from activation_extraction.output.formats import FORMATS, format_of, write_shard
@@ -113,6 +114,25 @@ def test_a_shard_is_cut_before_its_texts_exceed_the_header(tmp_path, monkeypatch
         counts = [json.loads(p.read_text())["samples"]["count"] for p in folder.glob("shard*.json")]
         assert sum(counts) == 20
         assert max(counts) == 20 if shard_format == "pickle" else 1 < max(counts) < 10
+
+
+def test_a_sample_whose_texts_exceed_the_header_is_named(tmp_path, monkeypatch):
+    """The samples before it are stored."""
+    monkeypatch.setattr(shard_cutter, "LARGEST_TEXTS", 1000)
+    for shard_format in SHARD_FORMATS:
+        folder, values = tmp_path / shard_format, np.zeros((1, 2), np.float32)
+        expected = nullcontext()
+        if shard_format == "safetensors":
+            expected = pytest.raises(
+                StorageError, match="^sample 2: its id and text .* 1,0.. bytes"
+            )
+        with expected:
+            with ActivationStorage(folder, {0: "h"}, shard_format=shard_format) as storage:
+                for number, length in enumerate((0, 900, 1000, 0)):
+                    ids, doc_id = np.zeros(1, np.int32), "x" * length
+                    storage.add_activation(0, values, number, "text", ids, doc_id)
+        counts = [json.loads(p.read_text())["samples"]["count"] for p in folder.glob("shard*.json")]
+        assert sum(counts) == (2 if shard_format == "safetensors" else 4)
 
 
 def test_safetensors_need_token_ids(tmp_path):

@@ -77,10 +77,18 @@ class ShardCutter:
     def add(self, row: SampleRow, slices: Mapping[Key, np.ndarray]) -> None:
         """Adds the next sample. slices: key of every hook -> (tokens, width).
 
-        A sample without tokens counts as one token, so that a shard of them ends, too.
+        A sample without tokens counts as one token, so that a shard of them ends, too. One whose
+        texts exceed what a shard may have is refused.
         """
         size = sum(max(len(each), 1) * each.itemsize * each.shape[1] for each in slices.values())
         texts = self._text_bytes(row)
+        if texts > LARGEST_TEXTS:
+            raise StorageError(
+                f"sample {row.sample_idx}: its id and text preview take {texts:,} bytes; a "
+                f"safetensors shard has room for {LARGEST_TEXTS:,}",
+                remedy="shorten the row's id, or start anew with --shard_format pickle and "
+                "--overwrite",
+            )
         full = self._bytes + size > self._limit or self._texts + texts > LARGEST_TEXTS
         if self._pending.samples and full:
             self._cut(partial=False)

@@ -25,8 +25,9 @@ from activation_extraction.output.folder_lock import running_system
 from activation_extraction.output.formats import SAFETENSORS, ShardFormat, write_shard
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.metadata import METADATA, METRICS, NOTHING, Stored, read_stored
+from activation_extraction.output.safetensors_file import LARGEST_TEXTS
 from activation_extraction.output.sealed_json import seal
-from activation_extraction.output.shard import same_content
+from activation_extraction.output.shard import Shard, same_content
 from activation_extraction.output.statistics import sums_of
 from activation_extraction.output.statistics_file import pack_sums
 from activation_extraction.reading.export_target import check_space, locked
@@ -157,6 +158,20 @@ def _take_up(copy: _Copy) -> Stored:
     return found
 
 
+def _check_fits(copy: _Copy, commit: Commit, shard: Shard) -> None:
+    """Raises InputError for a shard that the copy's format cannot hold."""
+    if any(row.token_ids is None for row in shard.samples) and copy.shard_format is SAFETENSORS:
+        raise InputError("--export safetensors: the run has no token ids")
+    texts = sum(map(copy.shard_format.text_bytes, shard.samples))
+    if texts > LARGEST_TEXTS:
+        raise InputError(
+            f"--export safetensors: {copy.source.url}/{commit.file}: the ids and text previews of "
+            f"its {commit.count:,} samples take {texts:,} bytes; a safetensors shard has room for "
+            f"{LARGEST_TEXTS:,}; use the pickles, give --export memmap or --export llamascopium, "
+            "or store the run anew with --shard_format safetensors, which makes smaller shards"
+        )
+
+
 def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
     """Writes one shard, reads it back, and then writes its JSON."""
     with TemporaryDirectory() as scratch:
@@ -167,8 +182,7 @@ def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
     keys = {hook["key"]: hook["name"] for hook in copy.wanted(commit.hooks)}
     slices = {key: shard.slices[key] for key in keys}
     shard = replace(shard, slices=slices, chosen=not copy.identity.every_token)
-    if any(row.token_ids is None for row in shard.samples) and copy.shard_format is SAFETENSORS:
-        raise InputError("--export safetensors: the run has no token ids")
+    _check_fits(copy, commit, shard)
     path = copy.target / copy.shard_format.file_name(commit.number)
     written = write_shard(path, shard, keys, copy.shard_format, copy.target / commit.name)
     sums = {keys[key]: sums_of(shard.slices[key], shard.samples) for key in keys}
