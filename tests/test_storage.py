@@ -138,10 +138,15 @@ def test_a_shard_is_read_without_jax(tmp_path, dtype):
 
 def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
     """The JSON is the commit: when it cannot be written, the run fails and totals do not count."""
-    import activation_extraction.output.shard_writer as module
+    from activation_extraction.output import shard_writer, statistics_file
 
     order = []
-    for name in ("write_shard", "write_bytes"):
+    writers = (
+        (shard_writer, "write_shard"),
+        (statistics_file, "write_bytes"),
+        (shard_writer, "write_bytes"),
+    )
+    for module, name in writers:
         original = getattr(module, name)
 
         def spy(path, *args, original=original):

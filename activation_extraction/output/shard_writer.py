@@ -32,7 +32,7 @@ from activation_extraction.output.reasons import reason_of
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.shard import Key, Shard
 from activation_extraction.output.statistics import Statistics, Sums, sums_of
-from activation_extraction.output.statistics_file import pack_sums, statistics_name
+from activation_extraction.output.statistics_file import write_sums
 from activation_extraction.text.batch import Cursor
 
 UPLOADS = 4  # shards uploaded at the same time; up to two more wait on the disk
@@ -191,13 +191,13 @@ class ShardWriter:
     def _write(self, shard: Shard, cursor: Cursor | None, number: int, partial: bool) -> None:
         path = self._folder / self._format.file_name(number)
         sums = {key: self._sums(key, shard) for key in shard.slices}
-        statistics = pack_sums({self._names[key]: sums[key] for key in sums})
+        by_name = {self._names[key]: of_hook for key, of_hook in sums.items()}
         began = time.perf_counter()
         announcement = self._folder / commit_name(number)
         try:
             # The JSON of a shard that this one replaces stays until this one is on the disk.
             written = write_shard(path, shard, self._names, self._format, announcement)
-            write_bytes(self._folder / statistics_name(number), statistics)
+            statistics = write_sums(self._folder, number, by_name)
             commit = Commit(
                 file=path.name,
                 sha256=written["sha256"],
@@ -213,7 +213,7 @@ class ShardWriter:
                 run=self._run,
                 committed=round(time.time(), 3),
                 began=self._began,
-                statistics=hashlib.sha256(statistics).hexdigest(),
+                statistics=statistics,
             )
             expected = self._expected.get(number)
             if expected is not None and expected.sha256 == commit.sha256:

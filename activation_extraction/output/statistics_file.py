@@ -11,10 +11,12 @@ import threading
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 
 from activation_extraction.cli.errors import RunError
+from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.statistics import BUCKETS, Sums
 
 FIELDS = [field.name for field in fields(Sums)]
@@ -41,6 +43,13 @@ def pack_sums(sums: Mapping[str, Sums]) -> bytes:
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()
+
+
+def write_sums(folder: Path, number: int, sums: Mapping[str, Sums]) -> str:
+    """Writes the file of shard `number` and returns its sha256. sums: by hook. Raises OSError."""
+    data = pack_sums(sums)
+    write_bytes(folder / statistics_name(number), data)
+    return hashlib.sha256(data).hexdigest()
 
 
 def unpack_sums(

@@ -29,7 +29,7 @@ from activation_extraction.output.safetensors_file import LARGEST_TEXTS
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.shard import Shard, same_content
 from activation_extraction.output.statistics import sums_of
-from activation_extraction.output.statistics_file import pack_sums
+from activation_extraction.output.statistics_file import write_sums
 from activation_extraction.reading.export_target import check_space, locked
 from activation_extraction.reading.verify_shard import read_shard
 
@@ -186,8 +186,6 @@ def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
     path = copy.target / copy.shard_format.file_name(commit.number)
     written = write_shard(path, shard, keys, copy.shard_format, copy.target / commit.name)
     sums = {keys[key]: sums_of(shard.slices[key], shard.samples) for key in keys}
-    statistics = pack_sums(sums)
-    write_bytes(copy.target / commit.statistics_file, statistics)
     made = replace(
         commit,
         file=path.name,
@@ -196,7 +194,7 @@ def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
         unpacked=written["unpacked"],
         hooks=copy.wanted(commit.hooks),
         run=copy.identity.run,
-        statistics=hashlib.sha256(statistics).hexdigest(),
+        statistics=write_sums(copy.target, commit.number, sums),
     )
     again, intact = read_shard(Folder(str(copy.target)), made, copy.target)
     if not intact or not same_content(again, shard):
