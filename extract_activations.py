@@ -218,7 +218,7 @@ def show_hooks(config: Config) -> int:
         family, model = FAMILIES.read(checkpoint.file("config.json"))
     stored = choose_dtypes(model_request(config))[1]
     rule, length = config.positions, config.max_seq_length
-    print("\n".join(list_hooks(family.hooks, model, stored, rule, length)))
+    print("\n".join(list_hooks(family.hooks_of(model), model, stored, rule, length)))
     return 0
 
 

@@ -164,7 +164,8 @@ def decoder(config: QwenConfig, dtype: Any, attention: Attention, layout: Layout
         return x, rotary_table(nothing, config), nothing
 
     layer = DecoderLayer(config, dtype, attention, layout, parent=None)
-    return Decoder(layer, example, config.sliding)
+    modules = dict.fromkeys(config.layer_types, layer)
+    return Decoder(modules, config.layer_types, example, config.sliding)
 
 
 def rotary_table(positions: Array, config: QwenConfig) -> tuple[Array, Array]:
@@ -214,15 +215,19 @@ def weight_table(model: nn.Module) -> dict[Path, WeightSpec]:
         path: WeightSpec(
             shape=boxed.value.shape,
             axes=boxed.names,
-            hf_names=_hf_names(path, model.whole_layers, model.config.tie_word_embeddings),
+            hf_names=_hf_names(path, model),
         )
         for path, boxed in flatten_dict(abstract["params"]).items()
     }
 
 
-def _hf_names(path: Path, whole_layers: int, tied: bool) -> tuple[str, ...]:
+def _hf_names(path: Path, model: nn.Module) -> tuple[str, ...]:
+    whole_layers, tied = model.whole_layers, model.config.tie_word_embeddings
     if path[0] == "layers":
-        return tuple(f"model.layers.{k}.{'.'.join(path[1:])}" for k in range(whole_layers))
+        types = model.config.layer_types
+        mixed = len(set(types)) > 1  # then the second part of the path is the layer's type
+        own = [k for k in range(whole_layers) if not mixed or types[k] == path[1]]
+        return tuple(f"model.layers.{k}.{'.'.join(path[1 + mixed :])}" for k in own)
     if path[0] == "last_layer":
         return (f"model.layers.{whole_layers}.{'.'.join(path[1:])}",)
     if path[0] == "lm_head":

@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from activation_extraction.model.attention import Attention, blocked_attention
 from activation_extraction.model.capture import Buffers, Capture, Plan
-from activation_extraction.model.decoder import Decoder, Layers, Path
+from activation_extraction.model.decoder import Decoder, Layers, Path, check_stages, stage_length
 from activation_extraction.model.family import Families, ModelFamily
 from activation_extraction.model.hook_points import HOOKS, block_kind
 from activation_extraction.model.hooks import Hook, HookKind
@@ -77,11 +77,14 @@ class HookedQwen2(nn.Module):
         last = {hook.kind for hook in self.hooks if hook.layer == self.num_layers - 1}
         others = {hook.kind for hook in self.hooks if hook.layer < self.num_layers - 1}
         apart = len(last - others) > MOST_KINDS_OF_ONE_LAYER
-        return _last_layer(self.config, frozenset(kind.value for kind in last), apart)
+        values = frozenset(kind.value for kind in last)
+        return _last_layer(self.config, self.num_layers - 1, values, apart)
 
     @property
     def layers_per_stage(self) -> int:
-        return -(-self.whole_layers // self.stages)
+        length = stage_length(self.config.layer_types[: self.whole_layers], self.stages)
+        assert length is not None  # as create_model_with_hooks has checked
+        return length
 
     def micro_batches(self, rows: int) -> int:
         """How many pass through the pipeline in a step, each one row per data-parallel device."""
@@ -106,11 +109,11 @@ class HookedQwen2(nn.Module):
         norm = RMSNorm(self.config, self.dtype, name="norm")
         params, layers = {}, self._layers()
         if self.whole_layers:
-            count = self.stages * self.layers_per_stage
-            params["layers"] = self.param("layers", layers.init, count)
+            length = self.layers_per_stage
+            params["layers"] = self.param("layers", layers.init, length, self.stages)
         if self.last_layer is not None and self.last_layer.paths:
-            paths = self.last_layer.paths
-            params["last_layer"] = self.param("last_layer", layers.init_part, paths)
+            which = self.whole_layers, self.last_layer.paths
+            params["last_layer"] = self.param("last_layer", layers.init_part, *which)
         if self.is_initializing():
             x = embed(token_ids)
             if any(_is_final(hook.kind) for hook in self.hooks):
@@ -235,17 +238,20 @@ class LastLayer(NamedTuple):
 
 
 @functools.cache
-def _last_layer(config: QwenConfig, values: frozenset[str], apart: bool) -> LastLayer | None:
-    """The part of the last layer that hooks with these values need; None if it runs in the loop.
+def _last_layer(
+    config: QwenConfig, number: int, values: frozenset[str], apart: bool
+) -> LastLayer | None:
+    """The part of this layer that hooks with these values need; None if it runs in the loop.
 
     apart: whether it must follow the loop even if all of it is needed.
     """
     layers = decoder(config, jnp.float32, blocked_attention, Layout())
     final = any(value.startswith("final.") for value in values)
-    paths = layers.paths_for({"resid_post"} if final else values)
-    if not (apart or final) and paths == layers.paths_for({"resid_post"}):
+    paths = layers.paths_for(number, {"resid_post"} if final else values)
+    if not (apart or final) and paths == layers.paths_for(number, {"resid_post"}):
         return None
-    return LastLayer(paths, sum(layers.matrix_sizes()[path] for path in paths))
+    sizes = layers.matrix_sizes(number)
+    return LastLayer(paths, sum(sizes[path] for path in paths))
 
 
 def create_model_with_hooks(
@@ -260,11 +266,13 @@ def create_model_with_hooks(
 
     dtype: the type of weights and matrix products (float32 or bfloat16; sums are float32).
     activation_dtype: the type of the result, by default `dtype`. layout: the mesh to run on, by
-    default one device. Raises ValueError without hooks.
+    default one device. Raises ValueError without hooks, and InputError for a pipeline that cannot
+    have equal stages.
     """
     if not hooks:
         raise ValueError("hooks: is empty; give at least one hook")
     layout = layout or Layout()
+    check_stages(config.layer_types[: max(hooks).layer + 1], layout.size("pipeline"))
     return HookedQwen2(
         config,
         tuple(sorted(set(hooks))),

@@ -124,7 +124,7 @@ class Reference:
 
         depth, values, handles = self.config.num_hidden_layers, {}, []
         family = FAMILIES.named(self.config.model_type)
-        hooks = family.hooks.every(depth)
+        hooks = family.hooks_of(self.config).every(depth)
         for name in {name for hook in hooks for name in hook.names() if name.startswith("model.")}:
             path, side = name.rsplit(".", 1)
 

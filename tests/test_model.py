@@ -36,7 +36,7 @@ def rows(vocab_size, shape=(2, LENGTH)):
 
 
 def hooks_of(config):
-    return FAMILIES.named(config.model_type).hooks
+    return FAMILIES.named(config.model_type).hooks_of(config)
 
 
 def every_hook(config):

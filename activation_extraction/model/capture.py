@@ -90,9 +90,20 @@ class Capture:
         return {width: self.layout.constrain(bits, *axes) for width, bits in empty.items()}
 
     def bits_of(self, kinds: Iterable[HookKind], out: dict[str, Any]) -> list[Array]:
-        """The values of these kinds, (B, T, width), from a layer's intermediates."""
-        values = [intermediate(out, kind.value) for kind in kinds]
-        return [_bits(x.reshape(*x.shape[:2], -1).astype(self.dtype)) for x in values]
+        """The values of these kinds, (B, T, width), from a layer's intermediates.
+
+        Zeros for a kind that the layer's type lacks; they are overwritten like any value that
+        nobody asked for.
+        """
+        shape = out["resid_pre"].shape[:2]
+
+        def value(kind: HookKind) -> Array:
+            x = intermediate(out, kind.value)
+            if x is None:
+                return jnp.zeros((*shape, kind.width(self.sizes)), self.dtype)
+            return x.reshape(*shape, -1).astype(self.dtype)
+
+        return [_bits(value(kind)) for kind in kinds]
 
     def write(
         self, buffers: Buffers, values: Iterable[Array], slots: Iterable[Any], *at: Array

@@ -1,12 +1,15 @@
-"""A stack of equal layers as pure functions of their parameters.
+"""A stack of layers as pure functions of their parameters.
 
-The parameters of whole layers are stacked and run in one loop; a layer of which only a part is
-needed has parameters of its own. What a layer computes is the model file's part.
+Layers are of one type or of a few. The parameters of whole layers are stacked, those of each type
+apart, and all layers run in one loop; a layer of which only a part is needed has parameters of its
+own. What a layer computes is the model file's part.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import flax.linen as nn
@@ -16,6 +19,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
+from activation_extraction.cli.errors import InputError
 from activation_extraction.model.bits import from_bits
 from activation_extraction.model.groups import in_groups
 from activation_extraction.model.mesh import Layout
@@ -28,26 +32,43 @@ Keep = Callable[[dict[str, Any]], Any]  # what is to be kept of a layer's interm
 
 @dataclass(frozen=True)
 class Decoder:
-    """layer: the module, (x, rotary, segment_ids, slides) -> (x, its intermediates by name), where
-    `slides` says whether the layer has a window; example: smallest inputs, without `slides`;
-    sliding: says which layers of a range have a window, None if no layer of the model has one."""
+    """modules: type of layer -> its module, (x, rotary, segment_ids, slides) -> (x, its
+    intermediates by name), where `slides` says whether the layer has a window; types: of every
+    layer of the model; example: smallest inputs, without `slides`; sliding: says which layers of a
+    range have a window, None if no layer of the model has one.
 
-    layer: Any
+    The stacked parameters of a model with one type of layer are those of one layer with a leading
+    axis named "layers". With several types they are a dict: type -> the same for its layers.
+    """
+
+    modules: Mapping[str, Any]
+    types: tuple[str, ...]
     example: Callable[[], tuple[Any, ...]]
     sliding: Callable[[range], np.ndarray | None]
 
-    def init(self, key: Array, length: int) -> Any:
-        """Parameters of `length` layers: those of one with a leading axis named "layers"."""
-        stacked = jax.vmap(self._init_layer)(jax.random.split(key, length))
+    @property
+    def mixed(self) -> bool:
+        """Whether the model has layers of several types."""
+        return len(set(self.types)) > 1
+
+    def init(self, key: Array, length: int, stages: int = 1) -> Any:
+        """Parameters of the first `length` layers, and of as many of the same types per stage."""
+        types = self.types[:length]
+        stacks = {t: self._init_stack(t, key, stages * types.count(t)) for t in set(types)}
+        return stacks if self.mixed else stacks[types[0]]
+
+    def _init_stack(self, type_: str, key: Array, count: int) -> Any:
+        one = partial(self._init_layer, type_)
+        stacked = jax.vmap(one)(jax.random.split(key, count))
         return nn.meta.add_axis(stacked, 0, {nn.meta.PARTITION_NAME: "layers"})
 
-    def init_part(self, key: Array, paths: frozenset[Path]) -> Any:
+    def init_part(self, key: Array, number: int, paths: frozenset[Path]) -> Any:
         """Parameters of one layer, those at `paths` alone."""
-        every = flatten_dict(self._init_layer(key))
+        every = flatten_dict(self._init_layer(self.types[number], key))
         return unflatten_dict({path: every[path] for path in paths})
 
-    def _init_layer(self, key: Array) -> Any:
-        return self.layer.clone(layout=Layout()).init(key, *self._example())["params"]
+    def _init_layer(self, type_: str, key: Array) -> Any:
+        return self.modules[type_].clone(layout=Layout()).init(key, *self._example())["params"]
 
     def _example(self) -> tuple[Any, ...]:
         return *self.example(), self._slides(0)
@@ -58,11 +79,16 @@ class Decoder:
 
     def of(self, params: Any) -> Layers:
         """The layers that have these stacked parameters, from the first layer on."""
-        return params, self.sliding(range(len(jax.tree.leaves(params)[0])))
+        return params, self.sliding(range(self._count(params)))
 
-    def _boxes(self) -> Any:
-        """Shapes and logical axes of one layer's parameters."""
-        return jax.eval_shape(self._init_layer, jax.random.key(0))
+    def _count(self, params: Any) -> int:
+        """How many layers have these stacked parameters."""
+        stacks = params.values() if self.mixed else [params]
+        return sum(len(jax.tree.leaves(stack)[0]) for stack in stacks)
+
+    def _boxes(self, type_: str) -> Any:
+        """Shapes and logical axes of the parameters of one layer of this type."""
+        return jax.eval_shape(partial(self._init_layer, type_), jax.random.key(0))
 
     def scan(
         self,
@@ -77,13 +103,35 @@ class Decoder:
         `layer_k(x, rotary, segment_ids)` is layer k with its parameters; it returns the stream and
         what `keep` makes of its intermediates. Returns the last carry.
         """
+        params, slides = layers
+        this, one = params, partial(self._one, self.types[0])
+        if self.mixed:
+            this, one = self._numbers(params), partial(self._one_of_several, params)
 
         def step(carry: Any, xs: Any) -> tuple[Any, None]:
-            (params, slides), per_layer = xs
-            layer = self._in_groups(self._apply(params, slides, keep))
-            return body(layer, carry, per_layer), None
+            (this, slides), per_layer = xs
+            return body(one(this, slides, keep), carry, per_layer), None
 
-        return jax.lax.scan(step, carry, (layers, per_layer))[0]
+        return jax.lax.scan(step, carry, ((this, slides), per_layer))[0]
+
+    def _numbers(self, stacks: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Of every layer in these stacks: which one it is in, and its row there."""
+        names, types = sorted(stacks), self.types[: self._count(stacks)]
+        rows = [types[:layer].count(type_) for layer, type_ in enumerate(types)]
+        return np.array([*map(names.index, types)], np.int32), np.array(rows, np.int32)
+
+    def _one_of_several(self, stacks: Any, this: Any, slides: Any, keep: Keep) -> Callable:
+        """The layer in this stack and row: the only weights that are read."""
+        stack, row = this
+
+        def run(type_: str, *inputs: Any) -> Any:
+            params = jax.tree.map(lambda x: _row(x, row), stacks[type_])
+            return self._one(type_, params, slides, keep)(*inputs)
+
+        return partial(jax.lax.switch, stack, [partial(run, type_) for type_ in sorted(stacks)])
+
+    def _one(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
+        return self._in_groups(self._apply(type_, params, slides, keep))
 
     def part(self, number: int, params: Any, keep: Keep, *inputs: Any) -> Any:
         """What `keep` makes of the intermediates of a layer that has only some of its parameters.
@@ -91,10 +139,11 @@ class Decoder:
         `keep` must not depend on the others (see `paths_for`): zeros stand for them, and what they
         enter is in no compiled program.
         """
-        shapes = flatten_dict(nn.meta.unbox(self._boxes()))
+        type_ = self.types[number]
+        shapes = flatten_dict(nn.meta.unbox(self._boxes(type_)))
         every = {path: jnp.zeros(like.shape, like.dtype) for path, like in shapes.items()}
         own = unflatten_dict(every | flatten_dict(params))
-        layer = self._apply(own, self._slides(number), keep)
+        layer = self._apply(type_, own, self._slides(number), keep)
 
         def kept(x: Array, *others: Any) -> tuple[Array, Any]:
             return x, layer(x, *others)[1]
@@ -102,45 +151,84 @@ class Decoder:
         return self._in_groups(kept)(*inputs)[1]
 
     def _in_groups(self, layer: Callable) -> Callable:
-        return in_groups(layer, self.layer.layout, self.layer.dtype)
+        module = self.modules[self.types[0]]
+        return in_groups(layer, module.layout, module.dtype)
 
-    def _apply(self, params: Any, slides: Any, keep: Keep) -> Callable:
-        """The layer with these parameters."""
-        axes = jax.tree.map(lambda box: box.names, self._boxes(), is_leaf=_is_boxed)
-        gathered = jax.tree.map(self.layer.layout.gather, params, axes)
+    def _apply(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
+        """The layer of this type with these parameters."""
+        module = self.modules[type_]
+        axes = jax.tree.map(lambda box: box.names, self._boxes(type_), is_leaf=_is_boxed)
+        gathered = jax.tree.map(module.layout.gather, params, axes)
         own = {"params": jax.tree.map(from_bits, gathered)}
 
         def layer(*inputs: Any) -> tuple[Array, Any]:
-            x, out = self.layer.apply(own, *inputs, slides)
+            x, out = module.apply(own, *inputs, slides)
             return x, keep(out)
 
         return layer
 
-    def paths_for(self, values: Iterable[str]) -> frozenset[Path]:
-        """The parameters that these intermediates of a layer depend on."""
-        params = flatten_dict(nn.meta.unbox(self._boxes()))
-        layer = self.layer.clone(layout=Layout())
+    def paths_for(self, number: int, values: Iterable[str]) -> frozenset[Path]:
+        """The parameters that these intermediates of this layer depend on."""
+        type_ = self.types[number]
+        params = flatten_dict(nn.meta.unbox(self._boxes(type_)))
+        layer = self.modules[type_].clone(layout=Layout())
 
-        def compute(params: Any) -> list[Array]:
+        def compute(params: Any) -> list[Array | None]:
             _, out = layer.apply({"params": unflatten_dict(params)}, *self._example())
             return [intermediate(out, value) for value in values]
 
         needed = needed_inputs(compute, params)
         return frozenset(path for path, used in zip(sorted(params), needed, strict=True) if used)
 
-    def matrix_sizes(self) -> dict[Path, int]:
-        """The weights of one layer in each parameter that is a matrix, 0 for the others."""
-        boxes = flatten_dict(self._boxes(), is_leaf=lambda _, x: _is_boxed(x))
+    def matrix_sizes(self, number: int) -> dict[Path, int]:
+        """The weights of this layer in each parameter that is a matrix, 0 for the others."""
+        boxes = self._boxes(self.types[number])
+        boxes = flatten_dict(boxes, is_leaf=lambda _, x: _is_boxed(x))
         return {
             path: math.prod(box.value.shape) if path[-1] == "weight" and len(box.names) > 1 else 0
             for path, box in boxes.items()
         }
 
 
-def intermediate(out: dict[str, Any], name: str) -> Array:
-    """One of a layer's intermediates, by its dotted name."""
-    value = flatten_dict(out, sep=".")[name]
+def stage_length(types: Sequence[str], stages: int) -> int | None:
+    """Layers per pipeline stage, so that all stages have the same sequence of types.
+
+    types: of the layers that run. The last stages may be filled up; None if some stage had to be
+    filled up completely for this.
+    """
+    count = len(types)
+    shortest = -(-count // stages)
+    for length in range(shortest, count + 1):
+        repeats = all(type_ == types[layer % length] for layer, type_ in enumerate(types))
+        if repeats and -(-count // length) == -(-count // shortest):
+            return length
+    return None
+
+
+def check_stages(types: Sequence[str], stages: int) -> None:
+    """Raises InputError where `stage_length` finds none. types: of the layers that run."""
+    if stage_length(types, stages) is None:
+        raise InputError(
+            f"--mesh_shape: {stages} pipeline stages cannot have the same sequence of layers: "
+            f"layers 0 to {len(types) - 1} are {_runs(types)}; "
+            "choose another number of stages, or a mesh without the axis pipeline"
+        )
+
+
+def _runs(types: Sequence[str], most: int = 6) -> str:
+    """Such as "1 dense, 3 sparse"."""
+    runs = [f"{len([*group])} {type_}" for type_, group in groupby(types)]
+    return ", ".join(runs[:most]) + (", ..." if len(runs) > most else "")
+
+
+def intermediate(out: dict[str, Any], name: str) -> Array | None:
+    """One of a layer's intermediates, by its dotted name; None if it has none of this name."""
+    value = flatten_dict(out, sep=".").get(name)
     return value() if callable(value) else value
+
+
+def _row(stack: Array, row: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(stack, row, keepdims=False)
 
 
 def _is_boxed(x: Any) -> bool:

@@ -52,6 +52,8 @@ class ModelFamily:
     whole: configuration -> the complete language model; hooked: (configuration, hooks, dtype,
     activation dtype, attention, layout) -> the HookedModel that computes these hooks and no more;
     weight_table: either model -> its parameters; hooks: the kinds of hooks that it has.
+
+    A configuration says of every layer which type it is of: `layer_types`.
     """
 
     model_type: str
@@ -61,6 +63,10 @@ class ModelFamily:
     hooked: Callable[..., Any]
     weight_table: Callable[[Any], WeightTable]
     hooks: HookTable
+
+    def hooks_of(self, config: Any) -> HookTable:
+        """The hooks of the model with this configuration."""
+        return self.hooks.of(config.layer_types)
 
     def weights_of(self, config: Any) -> Iterable[WeightSpec]:
         """All weights of the model with this configuration."""

@@ -118,7 +118,7 @@ def prepare_model(families: Families, request: ModelRequest) -> Forward:
     """The model on its mesh, with a checkpoint that has been checked. Raises InputError."""
     checkpoint = Checkpoint(request.model_path, request.revision, request.keep_weights)
     family, config = families.read(checkpoint.file("config.json"))
-    hooks = choose_hooks(request, family.hooks, config.num_hidden_layers)
+    hooks = choose_hooks(request, family.hooks_of(config), config.num_hidden_layers)
     model, rows = build_model(family, request, config)
     chosen = try_attention(model, request.length)
     model = model.clone(attention=chosen.attention)
@@ -144,7 +144,7 @@ def build_model(
         )
     dtype, stored = choose_dtypes(request)
     sizes = config.sizes_with(request.length)
-    hooks = list(choose_hooks(request, family.hooks, config.num_hidden_layers).values())
+    hooks = list(choose_hooks(request, family.hooks_of(config), config.num_hidden_layers).values())
     check_growing(hooks, sizes, stored)
     alone = family.hooked(config, hooks, dtype, stored)
     rows = host_rows(devices)

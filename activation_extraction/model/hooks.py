@@ -7,7 +7,7 @@ output of a Hugging Face module. Which kinds there are is a table of the model f
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -25,7 +25,8 @@ class HookKind:
     letters: the axes of one token's value, as in the model file, and S for the tokens of a row;
     their sizes give the width. Kinds with S are large, and have to be asked for by name.
     value: the intermediate of a layer that is captured. at_end: of a kind that exists once, whether
-    it belongs to the last layer; else it belongs to the first.
+    it belongs to the last layer; else it belongs to the first. types: the types of layers that have
+    it, as the model's configuration calls them; empty where all have it.
     """
 
     name: str
@@ -34,6 +35,7 @@ class HookKind:
     modules: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     at_end: bool = False
+    types: tuple[str, ...] = ()
 
     def width(self, sizes: Mapping[str, int]) -> int:
         """Numbers per token. sizes: letter -> size, from the model's configuration."""
@@ -44,10 +46,10 @@ class HookKind:
         """Whether the width grows with the row."""
         return "S" in self.letters
 
-    def layers(self, depth: int) -> range:
-        """The layers of a model that have a hook of this kind."""
+    def layers(self, depth: int, types: Sequence[str] = ()) -> Sequence[int]:
+        """The layers of a model that have a hook of this kind. types: of each layer."""
         if "{}" in self.name:
-            return range(depth)
+            return [k for k in range(depth) if not (self.types and types) or types[k] in self.types]
         return range(depth - 1, depth) if self.at_end else range(1)
 
 
@@ -92,14 +94,23 @@ class Hook(NamedTuple):
 
 @dataclass(frozen=True)
 class HookTable:
-    """The kinds of hooks of a model family, in the order in which a layer computes them."""
+    """The kinds of hooks of a model family, in the order in which a layer computes them.
+
+    types: of each layer of a model, where that decides which kinds the layer has.
+    """
 
     kinds: tuple[HookKind, ...]
+    types: tuple[str, ...] = ()
 
     def after(self, name: str, *kinds: HookKind) -> "HookTable":
         """This table with more kinds, which are computed right after the kind of this name."""
         at = [kind.name for kind in self.kinds].index(name) + 1
-        return HookTable((*self.kinds[:at], *kinds, *self.kinds[at:]))
+        return replace(self, kinds=(*self.kinds[:at], *kinds, *self.kinds[at:]))
+
+    def of(self, types: Sequence[str]) -> "HookTable":
+        """The hooks of a model with layers of these types."""
+        kinds = [kind for kind in self.kinds if not kind.types or {*kind.types} & {*types}]
+        return HookTable(tuple(kinds), tuple(types))
 
     def every(self, depth: int, growing: bool = False) -> list[Hook]:
         """All hooks of a model with `depth` layers, in their order.
@@ -109,7 +120,7 @@ class HookTable:
         return sorted(
             Hook(layer, order, kind)
             for order, kind in enumerate(self.kinds)
-            for layer in kind.layers(depth)
+            for layer in kind.layers(depth, self.types)
             if growing or not kind.grows
         )
 
@@ -137,9 +148,20 @@ class HookTable:
                 if (names := hook.matching(pattern))
             }
             if not found:
-                raise InputError(
-                    f"--hook_names {pattern}: matches no hook of a model with layers 0 to "
-                    f"{depth - 1}; --list_hooks shows their names"
-                )
+                raise self._nothing(pattern, depth)
             asked = found | asked
         return {asked[hook]: hook for hook in sorted(asked)}
+
+    def _nothing(self, pattern: str, depth: int) -> InputError:
+        """For a glob that matches nothing."""
+        elsewhere = HookTable(self.kinds).every(depth, growing=True)
+        for hook in elsewhere:
+            if hook.matching(pattern):
+                return InputError(
+                    f"--hook_names {pattern}: layer {hook.layer} is of type "
+                    f"{self.types[hook.layer]} and has no such hook; --list_hooks shows their names"
+                )
+        return InputError(
+            f"--hook_names {pattern}: matches no hook of a model with layers 0 to "
+            f"{depth - 1}; --list_hooks shows their names"
+        )

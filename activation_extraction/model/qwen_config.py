@@ -58,6 +58,11 @@ class QwenConfig:
             "V": self.vocab_size,
         }
 
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """Of every layer: what it is made of."""
+        return ("dense",) * self.num_hidden_layers
+
     def sizes_with(self, length: int) -> dict[str, int]:
         """`sizes`, and S: the tokens of a row, which is a width of some hooks."""
         return self.sizes | {"S": length}

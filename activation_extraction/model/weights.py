@@ -155,7 +155,7 @@ def load_params(
 ) -> dict[str, Any]:
     """Reads every parameter straight into its shards, layer by layer (of all stages at once).
 
-    The order is that of the files, where it can be, so that they are read from beginning to end.
+    Stacked ones come in the order of the files, which are thus read from beginning to end.
 
     A process reads only the parts that its devices hold, each once, with several threads. Besides
     what the devices have in the end it holds no more than its parts of READERS tensors (of every
@@ -164,10 +164,9 @@ def load_params(
     """
     stages = layout.size("pipeline")
     whole = {path: spec for path, spec in table.items() if not spec.stacked}
-    stacked = _in_file_order({p: spec for p, spec in table.items() if spec.stacked}, checkpoint)
-    length = min((spec.shape[0] for spec in stacked.values()), default=0) // stages
-    tensors = next(iter(stacked.values())).hf_names if stacked else ()
-    order = sorted(range(length), key=lambda k: _place(checkpoint, tensors[k:]))
+    stacked = {path: spec for path, spec in table.items() if spec.stacked}
+    rows = [(path, k) for path, spec in stacked.items() for k in range(spec.shape[0] // stages)]
+    rows.sort(key=lambda row: _place(checkpoint, stacked[row[0]].hf_names[row[1] :]))
 
     def load(spec: WeightSpec, numbers: range) -> jax.Array:
         shape, axes = spec.shape, spec.axes
@@ -188,9 +187,9 @@ def load_params(
 
     def jobs() -> Iterator[tuple[WeightSpec, range]]:
         yield from ((spec, range(0)) for spec in whole.values())
-        for k in order:
-            layers = range(k, stages * length, length)  # layer k of every stage
-            yield from ((spec, layers) for spec in stacked.values())
+        for path, k in rows:
+            spec = stacked[path]
+            yield spec, range(k, spec.shape[0], spec.shape[0] // stages)  # row k of every stage
 
     with ThreadPoolExecutor(READERS, "read-weights") as pool:
         arrays = _ahead(pool, load, jobs())
@@ -199,21 +198,13 @@ def load_params(
             params[path] = next(arrays)
             progress(params[path].nbytes)
         stacks = _empty_stacks(stacked, layout, np.uint16 if as_bits else dtype)
-        for k in order:
-            for path in stacked:
-                row = next(arrays)
-                progress(row.nbytes)
-                # Waiting, because rows would otherwise queue up in front of the devices.
-                stacks[path] = jax.block_until_ready(_put_layer(stacks[path], row, np.int32(k)))
-                del row  # it counts among those in flight
+        for path, k in rows:
+            row = next(arrays)
+            progress(row.nbytes)
+            # Waiting, because rows would otherwise queue up in front of the devices.
+            stacks[path] = jax.block_until_ready(_put_layer(stacks[path], row, np.int32(k)))
+            del row  # it counts among those in flight
     return unflatten_dict(params | stacks)
-
-
-def _in_file_order(
-    table: Mapping[tuple[str, ...], WeightSpec], checkpoint: Checkpoint
-) -> dict[tuple[str, ...], WeightSpec]:
-    """Parameters in the order of their first tensors."""
-    return dict(sorted(table.items(), key=lambda item: _place(checkpoint, item[1].hf_names)))
 
 
 def _place(checkpoint: Checkpoint, tensors: Sequence[str]) -> tuple[bool, str, int]:

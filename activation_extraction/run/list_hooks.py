@@ -3,6 +3,7 @@
 The names come from the hook table; this module only formats them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from activation_extraction.cli.positions import ALL, parse_positions
@@ -17,12 +18,14 @@ def list_hooks(table: HookTable, config: Any, dtype: Any, rule: str, length: int
     config: the model's; dtype: the type that activations are stored in; rule: --positions; length:
     of the longest samples.
     """
+    depth = config.num_hidden_layers
     rows: list[tuple[str, ...]] = [COLUMNS]
     letters = config.sizes_with(length)
     for kind in table.kinds:
         width = kind.width(letters)
         module, *others = kind.modules or ("",)
-        names = (text.format("K") for text in (kind.name, module))
+        names = [text.format("K") for text in (kind.name, module)]
+        names[0] += _only(kind.layers(depth, table.types), depth) if "{}" in kind.name else ""
         more = ", ".join(name.format("K") for name in (*kind.aliases, *others))
         rows.append((*names, f"{width:,}", f"{width * dtype.itemsize:,}", more))
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -30,9 +33,20 @@ def list_hooks(table: HookTable, config: Any, dtype: Any, rule: str, length: int
         f"{hook:{sizes[0]}}  {module:{sizes[1]}}  {width:>{sizes[2]}}  {size:>{sizes[3]}}  {more}"
         for hook, module, width, size, more in rows
     ]
-    last = config.num_hidden_layers - 1
-    lines.append(f"K is the layer, from 0 to {last}; bytes are for {dtype}")
+    lines.append(f"K is the layer, from 0 to {depth - 1}; bytes are for {dtype}")
     if rule != ALL:
         kept = parse_positions(rule).expected(length)
         lines.append(f"--positions {rule} keeps about {kept:,.0f} of a sample's {length:,} tokens")
     return [line.rstrip() for line in lines]
+
+
+def _only(layers: Sequence[int], depth: int) -> str:
+    """Such as " (K: 3, 7-9)"; nothing for all layers."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return "" if len(layers) == depth else f" (K: {text})"
