@@ -1,4 +1,4 @@
-"""Dense Qwen models in Flax: their modules, and where each weight comes from.
+"""Qwen models in Flax: their modules, and where each weight comes from.
 
 The parameter tree mirrors the names and the orientation of the Hugging Face checkpoint. Its tensor
 `model.layers.7.self_attn.q_proj.weight` becomes row 7 of `layers/self_attn/q_proj/weight`: layers
@@ -7,13 +7,14 @@ once (shape, logical axes, initialiser) and `weight_table` derives the rest. wei
 files, mesh.py shards, and qwen2_jax_with_hooks.py captures activations.
 
 Letters: B rows, T tokens per row, D hidden, N query heads, K key/value heads, H head size,
-F MLP width, V vocabulary, L layers.
+F MLP width, V vocabulary, L layers. Of layers with experts: E experts, X experts of a token,
+M width of an expert, P width of the shared one, R the router's outputs (E, but never split), U one.
 
 What the families differ in is said by the configuration, and by their entries in `FAMILIES` at the
 end of qwen2_jax_with_hooks.py.
 
-References: `transformers.models.qwen2.modeling_qwen2` and `qwen3.modeling_qwen3`, and the reports
-(arXiv:2407.10671, arXiv:2505.09388).
+References: `transformers.models.qwen2.modeling_qwen2`, and the same of qwen3, qwen2_moe and
+qwen3_moe, and the reports (arXiv:2407.10671, arXiv:2505.09388).
 """
 
 from collections.abc import Callable, Mapping
@@ -34,11 +35,13 @@ from activation_extraction.model.attention import (
 )
 from activation_extraction.model.bits import from_bits
 from activation_extraction.model.decoder import Decoder, Path
+from activation_extraction.model.experts import Experts, route, scattered
 from activation_extraction.model.layers import STREAM, Linear, Out, RMSNorm, parameter
 from activation_extraction.model.mesh import Layout
+from activation_extraction.model.moe_config import DENSE, SPARSE
 from activation_extraction.model.qwen_config import QwenConfig
 from activation_extraction.model.rope import rotate
-from activation_extraction.model.weights import WeightSpec
+from activation_extraction.model.weights import Fused, WeightSpec
 
 
 class Embedding(nn.Module):
@@ -114,18 +117,50 @@ class MLP(nn.Module):
     config: QwenConfig
     dtype: Any
     layout: Layout
+    width: str = "F"
 
     def setup(self) -> None:
-        self.gate_proj = Linear(self.config, "D->F", dtype=self.dtype)
-        self.up_proj = Linear(self.config, "D->F", dtype=self.dtype)
-        self.down_proj = Linear(self.config, "F->D", dtype=self.dtype)
+        self.gate_proj = Linear(self.config, f"D->{self.width}", dtype=self.dtype)
+        self.up_proj = Linear(self.config, f"D->{self.width}", dtype=self.dtype)
+        self.down_proj = Linear(self.config, f"{self.width}->D", dtype=self.dtype)
 
-    def __call__(self, x: Array) -> tuple[Array, Out]:
+    def __call__(self, x: Array, _segment_ids: Array | None = None) -> tuple[Array, Out]:
         gate, up = self.gate_proj(x), self.up_proj(x)
         gated = (jax.nn.silu(gate) * up).astype(self.dtype)
         gated = self.layout.constrain(gated, "batch", "sequence", "mlp")
         out = self.layout.constrain(self.down_proj(gated).astype(self.dtype), *STREAM)
         return out, {"pre": gate, "pre_linear": up, "post": gated, "out": out}
+
+
+class SparseMLP(nn.Module):
+    """A few of many experts for each token, and one that all tokens share if the model has it."""
+
+    config: Any
+    dtype: Any
+    layout: Layout
+
+    def setup(self) -> None:
+        self.gate = Linear(self.config, "D->R", dtype=self.dtype)
+        self.experts = Experts(self.config, self.dtype, self.layout)
+        if self.config.experts.shared_width:
+            self.shared_expert = MLP(self.config, self.dtype, self.layout, "P")
+            self.shared_expert_gate = Linear(self.config, "D->U", dtype=self.dtype)
+
+    def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Out]:
+        count, sizes = self.config.experts.count, self.config.experts
+        logits = self.gate(x).astype(self.dtype)
+        weights, chosen = route(logits, sizes.per_token, sizes.renormalise)
+        out: Out = {"logits": logits, "chosen": chosen}
+        out["weights"] = partial(scattered, weights, chosen, count)
+        needed = jnp.where(segment_ids[..., None] > 0, chosen, count)  # padding needs no expert
+        y = self.layout.constrain(self.experts(x, weights, needed), *STREAM)
+        out["routed"] = y
+        if sizes.shared_width:
+            shared, out["shared"] = self.shared_expert(x)
+            share = out["shared_share"] = self.shared_expert_gate(x)
+            y = y + jax.nn.sigmoid(share) * shared.astype(jnp.float32)
+        out["out"] = y.astype(self.dtype)
+        return out["out"], out
 
 
 class DecoderLayer(nn.Module):
@@ -135,12 +170,14 @@ class DecoderLayer(nn.Module):
     dtype: Any
     attention: Attention
     layout: Layout
+    type_: str = DENSE
 
     def setup(self) -> None:
         self.input_layernorm = RMSNorm(self.config, self.dtype)
         self.self_attn = SelfAttention(self.config, self.dtype, self.attention, self.layout)
         self.post_attention_layernorm = RMSNorm(self.config, self.dtype)
-        self.mlp = MLP(self.config, self.dtype, self.layout)
+        mlp = SparseMLP if self.type_ == SPARSE else MLP
+        self.mlp = mlp(self.config, self.dtype, self.layout)
 
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, slides: Array | None
@@ -150,7 +187,7 @@ class DecoderLayer(nn.Module):
         y, out["attn"] = self.self_attn(y, rotary, segment_ids, slides)
         x = out["resid_mid"] = x + y
         y, out["ln2"] = self.post_attention_layernorm(x)
-        y, out["mlp"] = self.mlp(y)
+        y, out["mlp"] = self.mlp(y, segment_ids)
         x = out["resid_post"] = x + y
         return x, out
 
@@ -163,8 +200,8 @@ def decoder(config: QwenConfig, dtype: Any, attention: Attention, layout: Layout
         x = jnp.zeros((1, 1, config.hidden_size), dtype)
         return x, rotary_table(nothing, config), nothing
 
-    layer = DecoderLayer(config, dtype, attention, layout, parent=None)
-    modules = dict.fromkeys(config.layer_types, layer)
+    layer = partial(DecoderLayer, config, dtype, attention, layout, parent=None)
+    modules = {type_: layer(type_=type_) for type_ in config.layer_types}
     return Decoder(modules, config.layer_types, example, config.sliding)
 
 
@@ -216,23 +253,51 @@ def weight_table(model: nn.Module) -> dict[Path, WeightSpec]:
             shape=boxed.value.shape,
             axes=boxed.names,
             hf_names=_hf_names(path, model),
+            fused=_fused(path, model),
         )
         for path, boxed in flatten_dict(abstract["params"]).items()
     }
 
 
 def _hf_names(path: Path, model: nn.Module) -> tuple[str, ...]:
-    whole_layers, tied = model.whole_layers, model.config.tie_word_embeddings
-    if path[0] == "layers":
-        types = model.config.layer_types
-        mixed = len(set(types)) > 1  # then the second part of the path is the layer's type
-        own = [k for k in range(whole_layers) if not mixed or types[k] == path[1]]
-        return tuple(f"model.layers.{k}.{'.'.join(path[1 + mixed :])}" for k in own)
-    if path[0] == "last_layer":
-        return (f"model.layers.{whole_layers}.{'.'.join(path[1:])}",)
+    if path[0] in ("layers", "last_layer"):
+        layers, inside = _of_layers(path, model)
+        if "experts" not in path:
+            return tuple(f"{layer}.{inside}" for layer in layers)
+        before, after = inside.split("experts.")
+        experts = range(model.config.experts.count)
+        return tuple(f"{layer}.{before}experts.{e}.{after}" for layer in layers for e in experts)
     if path[0] == "lm_head":
+        tied = model.config.tie_word_embeddings
         return ("model.embed_tokens.weight" if tied else "lm_head.weight",)
     return (f"model.{'.'.join(path)}",)
+
+
+def _of_layers(path: Path, model: nn.Module) -> tuple[list[str], str]:
+    """The names of the layers that a parameter is of, and its own name in them."""
+    types, last = model.config.layer_types, model.whole_layers
+    if path[0] == "last_layer":
+        return [f"model.layers.{last}"], ".".join(path[1:])
+    mixed = len(set(types)) > 1  # then the second part of the path is the layer's type
+    own = [k for k in range(last) if not mixed or types[k] == path[1]]
+    return [f"model.layers.{k}" for k in own], ".".join(path[1 + mixed :])
+
+
+def _fused(path: Path, model: nn.Module) -> Fused | None:
+    """The tensors of all experts of a layer together, where a checkpoint has those."""
+    if "experts" not in path:
+        return None
+    layers, inside = _of_layers(path, model)
+    tensor, part, parts = FUSED_EXPERTS[path[-2]]
+    before, _ = inside.split("experts.")
+    return Fused(tuple(f"{layer}.{before}experts.{tensor}" for layer in layers), part, parts)
+
+
+FUSED_EXPERTS = {  # projection -> tensor, which part of it, of how many
+    "gate_proj": ("gate_up_proj", 0, 2),
+    "up_proj": ("gate_up_proj", 1, 2),
+    "down_proj": ("down_proj", 0, 1),
+}
 
 
 def convert_hf_to_jax_weights(
@@ -247,7 +312,7 @@ def convert_hf_to_jax_weights(
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
         return np.asarray(hf_weights[name])[index]
 
-    table = weight_table(model)
+    table = {path: spec.of(hf_weights) for path, spec in weight_table(model).items()}
     for spec in table.values():
         spec.check({name: np.shape(tensor) for name, tensor in hf_weights.items()}, "hf_weights")
     return unflatten_dict({path: spec.assemble(read, dtype) for path, spec in table.items()})

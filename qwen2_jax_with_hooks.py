@@ -20,10 +20,17 @@ from activation_extraction.model.attention import Attention, blocked_attention
 from activation_extraction.model.capture import Buffers, Capture, Plan
 from activation_extraction.model.decoder import Decoder, Layers, Path, check_stages, stage_length
 from activation_extraction.model.family import Families, ModelFamily
-from activation_extraction.model.hook_points import HOOKS, block_kind
+from activation_extraction.model.hook_points import (
+    EXPERTS,
+    HOOKS,
+    SHARED_EXPERT,
+    block_kind,
+    with_experts,
+)
 from activation_extraction.model.hooks import Hook, HookKind
 from activation_extraction.model.layers import STREAM, Out, RMSNorm
-from activation_extraction.model.mesh import Layout
+from activation_extraction.model.mesh import RULES, Layout
+from activation_extraction.model.moe_config import ExpertsConfig, MoeConfig, sparse_layers
 from activation_extraction.model.qwen_config import QwenConfig
 from qwen2_jax import (
     Embedding,
@@ -88,7 +95,7 @@ class HookedQwen2(nn.Module):
 
     def micro_batches(self, rows: int) -> int:
         """How many pass through the pipeline in a step, each one row per data-parallel device."""
-        return max(rows // self.layout.size("data", "fsdp"), 1)
+        return max(rows // self.layout.size(*RULES["batch"]), 1)
 
     def flops(self, lengths: Sequence[int]) -> float:
         """The floating-point operations for samples of these lengths."""
@@ -231,7 +238,8 @@ def _is_final(kind: HookKind) -> bool:
 
 
 class LastLayer(NamedTuple):
-    """What is needed of a layer that runs in part: its parameters, and how many matrix weights."""
+    """What is needed of a layer that runs in part: its parameters, and how many weights of matrices
+    a token is multiplied with."""
 
     paths: frozenset[Path]
     weights: int
@@ -251,7 +259,7 @@ def _last_layer(
     if not (apart or final) and paths == layers.paths_for(number, {"resid_post"}):
         return None
     sizes = layers.matrix_sizes(number)
-    return LastLayer(paths, sum(sizes[path] for path in paths))
+    return LastLayer(paths, sum(int(sizes[path] * config.used(path)) for path in paths))
 
 
 def create_model_with_hooks(
@@ -316,4 +324,37 @@ QWEN3 = dataclasses.replace(
     ),
 )
 
-FAMILIES = Families((QWEN2, QWEN3))
+
+def _qwen2_moe(hf: Any, source: str) -> MoeConfig:
+    biases = dict(qkv_bias=bool(hf.qkv_bias), o_bias=False, qk_norm=False)
+    return MoeConfig.from_hf(hf, source, **biases, **_experts(hf, source))
+
+
+def _qwen3_moe(hf: Any, source: str) -> MoeConfig:
+    bias = bool(hf.attention_bias)
+    biases = dict(qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return MoeConfig.from_hf(hf, source, **biases, **_experts(hf, source))
+
+
+def _experts(hf: Any, source: str) -> dict[str, Any]:
+    experts = ExpertsConfig.from_hf(hf, source)
+    return {"experts": experts, "sparse_layers": sparse_layers(hf, source)}
+
+
+QWEN2_MOE = dataclasses.replace(
+    QWEN2,
+    model_type="qwen2_moe",
+    models="Qwen1.5-MoE, Qwen2 57B-A14B",
+    config=_qwen2_moe,
+    hooks=with_experts(HOOKS, EXPERTS + SHARED_EXPERT),
+)
+
+QWEN3_MOE = dataclasses.replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    models="Qwen3 30B-A3B, 235B-A22B",
+    config=_qwen3_moe,
+    hooks=with_experts(QWEN3.hooks, EXPERTS),
+)
+
+FAMILIES = Families((QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE))

@@ -100,6 +100,51 @@ TINY: dict[str, dict[str, Any]] = {
     ),
 }
 
+MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True)
+SHARED = MOE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=72)
+MOE = MOE | dict(model_type="qwen3_moe")
+TINY |= {
+    "qwen3_moe": MOE | dict(num_key_value_heads=2, head_dim=64),
+    "qwen3_moe_some_dense_tied": MOE
+    | dict(
+        num_key_value_heads=1,
+        head_dim=128,
+        attention_bias=True,
+        num_experts=5,
+        num_experts_per_tok=3,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        num_hidden_layers=6,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_moe_sliding_yarn": MOE
+    | dict(
+        num_key_value_heads=4,
+        head_dim=256,
+        num_experts=9,
+        num_experts_per_tok=1,
+        use_sliding_window=True,
+        sliding_window=70,
+        rope_parameters=YARN,
+        max_position_embeddings=256,
+        mlp_only_layers=[0],
+    ),
+    "qwen2_moe": SHARED | dict(num_key_value_heads=2, norm_topk_prob=False),
+    "qwen2_moe_last_dense_tied": SHARED
+    | dict(num_key_value_heads=4, num_experts=7, mlp_only_layers=[3], tie_word_embeddings=True),
+    "qwen2_moe_unbiased_sliding": SHARED
+    | dict(
+        num_key_value_heads=1,
+        num_experts=3,
+        num_experts_per_tok=3,
+        decoder_sparse_step=3,
+        qkv_bias=False,
+        use_sliding_window=True,
+        sliding_window=21,
+        max_window_layers=2,
+    ),
+}
 
 QUICK_REFERENCE = "two_kv_heads_tied"  # the one of `make test-quick`
 
@@ -130,8 +175,10 @@ class Reference:
 
             def keep(_: Any, inputs: Any, output: Any, name: str = name, side: str = side) -> None:
                 found = inputs[0] if side == "input" else output
+                if name.endswith("mlp.gate.output"):
+                    values.update(self._routing(name, output, token_ids.shape))
                 found = found[0] if isinstance(found, tuple) else found
-                values[name] = found.flatten(2).clone()
+                values[name] = found.reshape(*token_ids.shape, -1).clone()
 
             handles.append(self.model.get_submodule(path).register_forward_hook(keep))
         with torch.no_grad():
@@ -160,6 +207,14 @@ class Reference:
         for name, rotated in zip("qk", apply_rotary_pos_emb(q, k, *tables), strict=True):
             found[f"{block}attn.hook_rot_{name}"] = rotated.transpose(1, 2).flatten(2)
         return found
+
+    def _routing(self, name: str, output: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Of a router, which returns logits, weights and numbers of the chosen experts."""
+        logits, weights, chosen = output
+        block = f"blocks.{name.split('.')[2]}.mlp."
+        every = (logits * 0).scatter(1, chosen, weights)
+        found = {"hook_expert_weights": every, "hook_expert_indices": chosen}
+        return {block + key: value.reshape(*shape, -1) for key, value in found.items()}
 
     def _normalized(self, x: Any) -> Any:
         import torch

@@ -8,7 +8,7 @@ from typing import Any
 from activation_extraction.cli.defaults import DEFAULTS, ENVIRONMENT
 
 LARGEST = 10**9  # whole number that any flag takes; more is a typo
-MESH_AXES = ("pipeline", "data", "fsdp", "model")
+MESH_AXES = ("pipeline", "data", "fsdp", "expert", "model")
 
 
 def text(typed: str) -> str:

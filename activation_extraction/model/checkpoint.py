@@ -168,6 +168,11 @@ class Checkpoint:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{index}: not a safetensors index: {error!r}") from error
 
+    @functools.cached_property
+    def tensors(self) -> set[str]:
+        """The names of all tensors."""
+        return set(self.file_of_tensor or self._open(SINGLE_FILE).header)
+
     def file_with(self, tensor: str) -> WeightFile:
         """The file that holds (or should hold) a tensor."""
         if self.file_of_tensor is None:

@@ -124,7 +124,7 @@ def prepare_model(families: Families, request: ModelRequest) -> Forward:
     model = model.clone(attention=chosen.attention)
     weights = family.weight_table(model)
     every = family.weight_table(family.whole(config)).values()
-    known = {name for spec in every for name in spec.hf_names} | {"lm_head.weight"}
+    known = {name for spec in every for name in spec.possible_names} | {"lm_head.weight"}
     check_tensors(checkpoint, weights.values(), known)
     shape = request.rows, request.length
     return Forward(checkpoint, model, hooks, weights, rows, shape, chosen)

@@ -8,21 +8,36 @@ layer comes before the final norm, unlike Hugging Face's last hidden state. Valu
 flat: (tokens, heads * head size).
 `hook_pattern` is (tokens, heads * tokens of a row): how much each head attends to position 0 of the
 token's own sample, to position 1 and so on; 0 for positions that the token does not see.
+
+Layers with experts have others after `ln2.hook_out`: `mlp.gate.hook_out` is the router's logits,
+`mlp.hook_expert_weights` the weight of every expert (0 for those that a token does not go through),
+`mlp.hook_expert_indices` the numbers of the chosen ones, the largest weight first,
+`mlp.experts.hook_out` the weighted sum of what they give. `mlp.shared_expert.hook_out` comes before
+it is multiplied with the sigmoid of `mlp.shared_expert_gate.hook_out`.
 """
 
+from dataclasses import replace
+
 from activation_extraction.model.hooks import HookKind, HookTable
+from activation_extraction.model.moe_config import DENSE, SPARSE
 
 
 def block_kind(
-    name: str, letters: str, value: str, modules: str = "", aliases: str = ""
+    name: str,
+    letters: str,
+    value: str,
+    modules: str = "",
+    aliases: str = "",
+    types: tuple[str, ...] = (),
 ) -> HookKind:
-    """A kind that every layer has. Its names are given without their common beginnings."""
+    """A kind of hook of layers. Its names are given without their common beginnings."""
     return HookKind(
         f"blocks.{{}}.{name}",
         letters,
         value,
         tuple(f"model.layers.{{}}.{module}" for module in modules.split()),
         tuple(f"blocks.{{}}.{alias}" for alias in aliases.split()),
+        types=types,
     )
 
 
@@ -70,3 +85,38 @@ HOOKS = HookTable(
         HookKind("ln_final.hook_out", "D", "final.out", ("model.norm.output",), at_end=True),
     )
 )
+
+
+def _sparse(name: str, letters: str, value: str, modules: str = "", aliases: str = "") -> HookKind:
+    return block_kind(name, letters, value, modules, aliases, (SPARSE,))
+
+
+EXPERTS = (
+    _sparse("mlp.gate.hook_out", "R", "mlp.logits", "mlp.gate.output"),
+    _sparse("mlp.hook_expert_weights", "R", "mlp.weights"),
+    _sparse("mlp.hook_expert_indices", "X", "mlp.chosen"),
+    _sparse("mlp.experts.hook_out", "D", "mlp.routed", "mlp.experts.output"),
+)
+SHARED_EXPERT = tuple(
+    _sparse(f"mlp.{name}", letters, f"mlp.{value}", f"mlp.{module}")
+    for name, letters, value, module in (
+        ("shared_expert.hook_pre", "P", "shared.pre", "shared_expert.gate_proj.output"),
+        ("shared_expert.hook_pre_linear", "P", "shared.pre_linear", "shared_expert.up_proj.output"),
+        ("shared_expert.hook_post", "P", "shared.post", "shared_expert.down_proj.input"),
+        (
+            *("shared_expert.hook_out", "D", "shared.out"),
+            "shared_expert.output mlp.shared_expert.down_proj.output",
+        ),
+        ("shared_expert_gate.hook_out", "U", "shared_share", "shared_expert_gate.output"),
+    )
+)
+
+
+def with_experts(table: HookTable, kinds: tuple[HookKind, ...]) -> HookTable:
+    """The table of a family with dense and sparse layers. kinds: those of the sparse ones."""
+    dense = [
+        replace(kind, types=(DENSE,)) if kind.value.startswith("mlp.") else kind
+        for kind in table.kinds
+    ]
+    out = _sparse("hook_mlp_out", "D", "mlp.out", "mlp.output", "mlp.hook_out")
+    return HookTable(tuple(dense)).after("blocks.{}.hook_mlp_out", *kinds, out)

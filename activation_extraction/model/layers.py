@@ -21,6 +21,11 @@ LOGICAL_AXES = {
     "K": "kv_heads",
     "H": "head_dim",
     "F": "mlp",
+    "E": "experts",
+    "M": "mlp",  # of an expert
+    "P": "mlp",  # of the expert that all tokens share
+    "R": "router",
+    "U": "one",
     "V": "vocab",
 }
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream

@@ -1,9 +1,10 @@
 """Devices -> mesh, and how arrays lie on it.
 
 Model and step name logical axes only; `RULES` maps them to mesh axes, and an axis that the mesh
-lacks drops out. Users know the mesh axes pipeline, data, fsdp and model. Inside, `model` is two
-axes: `model` proper, along which attention heads are split, and `query`, along which the queries of
-a row are split where the key/value heads do not divide further; all else uses both alike.
+lacks drops out. Users know the mesh axes pipeline, data, fsdp, expert and model. Inside, `model` is
+two axes: `model` proper, along which attention heads are split, and `query`, along which the
+queries of a row are split where the key/value heads do not divide further; all else uses both
+alike.
 """
 
 import math
@@ -29,10 +30,11 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("model",),
     "kv_heads": ("model",),
     "mlp": BOTH,
+    "experts": ("expert",),
     "vocab": BOTH,
     # of activations
     "stage": ("pipeline",),
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "query_sequence": ("query",),
     "captured_sequence": BOTH,
     "leaving_sequence": (*BOTH, "pipeline"),
@@ -202,10 +204,15 @@ def check_divisibility(layout: Layout, rows: int, length: int, sizes: dict[str, 
 
     rows: of all hosts per step; sizes: letter -> size as in the model's configuration.
     """
+    if "expert" in layout.shape and "E" not in sizes:
+        raise InputError("--mesh_axes expert: the model has no experts")
     checks = (
-        ("--batch_size, rows of all hosts together", rows, ("data", "fsdp")),
+        ("--batch_size, rows of all hosts together", rows, RULES["batch"]),
         ("--max_seq_length", length, ("query",)),
-        ("intermediate_size", sizes["F"], BOTH),
+        ("intermediate_size", sizes.get("F", 0), BOTH),
+        ("moe_intermediate_size", sizes.get("M", 0), BOTH),
+        ("shared_expert_intermediate_size", sizes.get("P", 0), BOTH),
+        ("num_experts", sizes.get("E", 0), ("expert",)),
         ("hidden_size", sizes["D"], ("fsdp",)),
     )
     for what, size, axes in checks:

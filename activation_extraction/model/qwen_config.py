@@ -7,9 +7,9 @@ wrongly is refused here, by name. Sizes of axes and counts of operations follow 
 import copy
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -82,11 +82,21 @@ class QwenConfig:
         lengths: tokens of each sample. Two per weight of a matrix and token, and what causal
         attention needs (arXiv:2204.02311, appendix B, without the half above the diagonal).
         """
-        heads, lengths = self.num_attention_heads * self.head_dim, list(lengths)
-        weights = self.hidden_size * (
-            2 * heads + 2 * self.num_key_value_heads * self.head_dim + 3 * self.intermediate_size
+        lengths = list(lengths)
+        heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        attention = self.hidden_size * heads
+        return sum(
+            self.flops_of(layer, attention + self.mlp_weights(layer), True, lengths)
+            for layer in range(layers)
         )
-        return sum(self.flops_of(layer, weights, True, lengths) for layer in range(layers))
+
+    def mlp_weights(self, layer: int) -> int:
+        """Of this layer's matrices after its attention, those that one token is multiplied with."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    def used(self, path: Sequence[str]) -> float:
+        """Which share of a parameter's weights one token is multiplied with."""
+        return 1.0
 
     def flops_of(self, layer: int, weights: int, attends: bool, lengths: Iterable[int]) -> float:
         """As `flops`, of one layer that uses so many weights of its matrices."""
@@ -101,14 +111,14 @@ class QwenConfig:
         return float(sum(2 * (weights * n + attends * heads * seen(n)) for n in lengths))
 
     @classmethod
-    def from_hf(cls, hf: Any, source: str, **details: bool) -> "QwenConfig":
+    def from_hf(cls, hf: Any, source: str, **details: Any) -> Self:
         """From a configuration that `complete` returned.
 
         details: what the family adds. Raises InputError, naming field and value, for what would be
         computed wrongly.
         """
         _refuse(hf, source)
-        numbers: dict[str, Any] = {name: _positive_int(hf, name, source) for name in POSITIVE}
+        numbers: dict[str, Any] = {name: positive_int(hf, name, source) for name in POSITIVE}
         head_dim = getattr(hf, "head_dim", None)
         if head_dim is None:
             head_dim = numbers["hidden_size"] // numbers["num_attention_heads"]
@@ -168,7 +178,8 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
         raise InputError(f"{source}: {one_line(error)}") from error
 
 
-def _positive_int(hf: Any, field: str, source: str) -> int:
+def positive_int(hf: Any, field: str, source: str) -> int:
+    """A field of a configuration. Raises InputError when it is anything else."""
     value = getattr(hf, field)
     if type(value) is not int or value < 1:
         raise InputError(f"{source}: {field} must be a positive integer, found {value!r}")
@@ -197,13 +208,16 @@ def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
 
 def _sliding(hf: Any, source: str) -> tuple[int | None, tuple[int, ...]]:
     """The window, and the layers that have it."""
-    for layer, kind in enumerate(hf.layer_types):
+    types = getattr(hf, "layer_types", None)
+    if types is None:  # a family whose layers all have it
+        types = [LAYER_TYPES[bool(hf.sliding_window)]] * hf.num_hidden_layers
+    for layer, kind in enumerate(types):
         if kind not in LAYER_TYPES:
             known = " and ".join(LAYER_TYPES)
             raise InputError(
                 f"{source}: layer_types: layer {layer} is {kind!r}, and only {known} are supported"
             )
-    sliding = tuple(k for k, kind in enumerate(hf.layer_types) if kind != "full_attention")
+    sliding = tuple(k for k, kind in enumerate(types) if kind != "full_attention")
     if not sliding:
         return None, ()
     if hf.sliding_window is None:
@@ -211,4 +225,4 @@ def _sliding(hf: Any, source: str) -> tuple[int | None, tuple[int, ...]]:
             f"{source}: layer_types: layer {sliding[0]} slides, but there is no window "
             "(use_sliding_window, sliding_window)"
         )
-    return _positive_int(hf, "sliding_window", source), sliding
+    return positive_int(hf, "sliding_window", source), sliding

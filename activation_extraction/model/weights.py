@@ -10,9 +10,9 @@ import functools
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,26 @@ Shape = tuple[int, ...]
 ReadTensor = Callable[[str, Index], np.ndarray]
 
 
+class Fused(NamedTuple):
+    """Checkpoint tensors that hold all experts of a layer, and several of their weights.
+
+    names: one per layer; part, parts: which part of the tensors' second axis is the parameter's, of
+    how many equal ones.
+    """
+
+    names: tuple[str, ...]
+    part: int
+    parts: int
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
     """One parameter: its shape, the logical axis of each dimension, and its checkpoint tensors.
 
     A parameter whose first axis is "layers" stacks one tensor per layer (zeros for layers that the
-    checkpoint does not have: a block of zeros changes nothing); others have one tensor.
+    checkpoint does not have: a block of zeros changes nothing); others have one tensor. With the
+    axis "experts" there is a tensor for each expert of each layer, or, in checkpoints that have
+    those, the `fused` ones; `of` says which, and then hf_names are these.
     The checkpoint keeps (heads, head_dim) as one flat dimension; all else has the same layout, and
     so has head_dim alone.
     """
@@ -46,10 +60,41 @@ class WeightSpec:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     hf_names: tuple[str, ...]
+    fused: Fused | None = None
+
+    def of(self, names: Container[str]) -> "WeightSpec":
+        """For a checkpoint with tensors of these names."""
+        if self.fused is None or self.fused.names[0] not in names:
+            return self
+        return dataclasses.replace(self, hf_names=self.fused.names)
+
+    @property
+    def possible_names(self) -> set[str]:
+        """Those of the tensors of any checkpoint."""
+        return {*self.hf_names, *(self.fused.names if self.fused else ())}
 
     @property
     def stacked(self) -> bool:
         return self.axes[0] == "layers"
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the tensors are those of `fused`."""
+        return self.fused is not None and self.hf_names == self.fused.names
+
+    @property
+    def apart(self) -> bool:
+        """Whether every expert has a tensor of its own."""
+        return "experts" in self.axes and not self.is_fused
+
+    @property
+    def tensors_per_layer(self) -> int:
+        """How many checkpoint tensors make up one row."""
+        return self.shape[self.axes.index("experts")] if self.apart else 1
+
+    def names_from(self, row: int) -> tuple[str, ...]:
+        """The tensors of this row of a stacked parameter and of those after it."""
+        return self.hf_names[row * self.tensors_per_layer :]
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
@@ -58,8 +103,10 @@ class WeightSpec:
         for axis, size in zip(self.axes, self.shape, strict=True):
             if axis == "head_dim" and merged:
                 merged[-1] *= size
-            elif axis != "layers":
+            elif axis != "layers" and not (axis == "experts" and self.apart):
                 merged.append(size)
+        if self.fused is not None and self.is_fused:
+            merged[1] *= self.fused.parts
         return tuple(merged)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
@@ -73,13 +120,24 @@ class WeightSpec:
                     f"config.json asks for {self.hf_shape}"
                 )
 
-    def tensor(self, read: ReadTensor, number: int, index: Index) -> np.ndarray:
-        """Part of the parameter that checkpoint tensor `number` makes up, with the file's dtype.
+    def layer(self, read: ReadTensor, number: int, index: Index) -> Iterator[np.ndarray]:
+        """Row `number` of a stacked parameter, or all of another one, with the file's dtype.
 
-        index: within that part, without the "layers" axis. `read(name, hf_index)` returns part of
-        a checkpoint tensor.
+        As one array, or as one for each expert where those have tensors of their own. index: within
+        that row. `read(name, hf_index)` returns part of a checkpoint tensor.
         """
         axes, shape = (self.axes[1:], self.shape[1:]) if self.stacked else (self.axes, self.shape)
+        if not self.apart:
+            yield self._tensor(read, number, axes, shape, index)
+            return
+        count = self.tensors_per_layer
+        for expert in range(count)[index[0]]:
+            yield self._tensor(read, number * count + expert, axes[1:], shape[1:], index[1:])
+
+    def _tensor(
+        self, read: ReadTensor, number: int, axes: Sequence[str], shape: Shape, index: Index
+    ) -> np.ndarray:
+        """What this part of checkpoint tensor `number` holds."""
         bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
         wanted = [stop - start for start, stop in bounds]
         if number >= len(self.hf_names):
@@ -92,6 +150,9 @@ class WeightSpec:
                 merged[-1] = (merged[-1][0] * size, merged[-1][1] * size)
             else:
                 raise ValueError("head_dim cannot be split: it is the inner part of a flat axis")
+        if self.fused is not None and self.is_fused:
+            first = self.fused.part * shape[1]
+            merged[1] = (merged[1][0] + first, merged[1][1] + first)
         part = read(self.hf_names[number], tuple(slice(*bound) for bound in merged))
         return part.reshape(wanted)
 
@@ -104,11 +165,14 @@ class WeightSpec:
         shape = (len(numbers), *self.shape[1:]) if self.stacked else self.shape
         sizes = [len(range(size)[chosen]) for size, chosen in zip(shape, index, strict=True)]
         part = _aligned(sizes, dtype)
-        if not self.stacked:
-            part[...] = self.tensor(read, 0, index)
-            return part
-        for row, number in zip(part, numbers[index[0]], strict=True):
-            row[...] = self.tensor(read, number, index[1:])
+        rows, chosen = (part, numbers[index[0]]) if self.stacked else ([part], [0])
+        for row, number in zip(rows, chosen, strict=True):
+            found = self.layer(read, number, index[1:] if self.stacked else index)
+            if not self.apart:
+                row[...] = next(found)
+                continue
+            for expert, values in zip(row, found, strict=True):
+                expert[...] = values
         return part
 
     def assemble(self, read: ReadTensor, dtype: Any) -> np.ndarray:
@@ -131,7 +195,7 @@ def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], known: se
     Raises InputError for missing, unknown, misshapen or non-float tensors.
     """
     names = set(checkpoint.file_of_tensor or ())
-    for spec in table:
+    for spec in (spec.of(checkpoint.tensors) for spec in table):
         for file in {checkpoint.file_with(name) for name in spec.hf_names}:
             shapes = {name: place.shape for name, place in file.header.items()}
             names |= set(shapes)
@@ -163,10 +227,11 @@ def load_params(
     called with the bytes of each part loaded. Returns the nested parameter dict.
     """
     stages = layout.size("pipeline")
+    table = {path: spec.of(checkpoint.tensors) for path, spec in table.items()}
     whole = {path: spec for path, spec in table.items() if not spec.stacked}
     stacked = {path: spec for path, spec in table.items() if spec.stacked}
     rows = [(path, k) for path, spec in stacked.items() for k in range(spec.shape[0] // stages)]
-    rows.sort(key=lambda row: _place(checkpoint, stacked[row[0]].hf_names[row[1] :]))
+    rows.sort(key=lambda row: _place(checkpoint, stacked[row[0]].names_from(row[1])))
 
     def load(spec: WeightSpec, numbers: range) -> jax.Array:
         shape, axes = spec.shape, spec.axes

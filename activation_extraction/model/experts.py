@@ -1,0 +1,165 @@
+"""Experts: the part of a layer in which every token goes through a few of many small MLPs.
+
+No token is dropped, so what a token's experts give does not depend on its neighbours. The rows of
+all tokens are sorted by expert; then each product is one of many small ones, of the rows of each
+expert with its weights. On TPUs a kernel of the compiler does that. Elsewhere `lax.ragged_dot`
+would multiply every row with every expert; there, rows go through in tiles of one expert each.
+
+Letters as in qwen2_jax.py: X experts of a token; n rows, which are T * X.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from activation_extraction.model.attention import einsum
+from activation_extraction.model.bits import from_bits, to_bits
+from activation_extraction.model.layers import parameter
+from activation_extraction.model.mesh import BOTH, Layout
+
+TILE = 64  # rows
+
+
+def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
+    """Router logits (B, T, E) -> weights and numbers of the `count` chosen experts, (B, T, X).
+
+    The weights are float32, rounded to the type of the logits, as transformers rounds them. Of
+    equal logits, the first ones are taken.
+    """
+    weights, chosen = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), count)
+    if renormalise:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return weights.astype(logits.dtype).astype(jnp.float32), chosen
+
+
+def scattered(weights: Array, chosen: Array, count: int) -> Array:
+    """(B, T, X) -> (B, T, E): the weight of every expert, 0 for those that were not chosen."""
+    every = jax.nn.one_hot(chosen, count, dtype=weights.dtype)
+    return (every * weights[..., None]).sum(axis=-2)
+
+
+class Weight(nn.Module):
+    """A weight alone, for products that are no `Linear`."""
+
+    config: Any
+    letters: str
+    dtype: Any
+
+    @nn.compact
+    def __call__(self) -> Array:
+        return parameter(self, "weight", self.letters, nn.initializers.normal(0.02))
+
+
+class Experts(nn.Module):
+    """The experts, SwiGLU each. The weights of all of one kind are one parameter.
+
+    Experts are split over the mesh axis `expert`, along which the devices exchange their tokens,
+    and each of them over `model` like any MLP.
+    """
+
+    config: Any
+    dtype: Any
+    layout: Layout
+
+    def setup(self) -> None:
+        self.gate_proj = Weight(self.config, "EMD", self.dtype)
+        self.up_proj = Weight(self.config, "EMD", self.dtype)
+        self.down_proj = Weight(self.config, "EDM", self.dtype)
+
+    def __call__(self, x: Array, weights: Array, chosen: Array) -> Array:
+        """x: (B, T, D); of each token, the weights and numbers of its experts, (B, T, X).
+
+        Returns float32 (B, T, D). An expert beyond the last one gives zeros and costs nothing.
+        """
+        parameters = self.gate_proj(), self.up_proj(), self.down_proj()
+        layout = self.layout
+        if layout.mesh is None or layout.mesh.size == 1:
+            return _sum_of_experts(x, weights, chosen, *parameters)
+        tokens = layout.spec(("batch", "sequence", "hidden"))
+        split = [layout.spec(axes) for axes in (("experts", "mlp"), ("experts", "hidden", "mlp"))]
+        return jax.shard_map(
+            lambda *inputs: _exchange(layout, *inputs),
+            mesh=layout.mesh,
+            in_specs=(tokens, tokens, tokens, split[0], split[0], split[1]),
+            out_specs=tokens,
+            check_vma=False,
+        )(x, weights, chosen, *parameters)
+
+
+def _exchange(layout: Layout, x: Array, weights: Array, chosen: Array, *parameters: Array) -> Array:
+    """What one device does: its experts, for the tokens of all devices along `expert`."""
+    several = layout.size("expert") > 1
+    if several:
+        x, weights, chosen = (lax.all_gather(a, "expert", tiled=True) for a in (x, weights, chosen))
+        chosen = chosen - lax.axis_index("expert") * len(parameters[0])
+    y = _sum_of_experts(x, weights, chosen, *parameters)
+    assert layout.mesh is not None
+    if axes := tuple(axis for axis in BOTH if axis in layout.mesh.axis_names):
+        y = lax.psum(y, axes)
+    return lax.psum_scatter(y, "expert", tiled=True) if several else y
+
+
+def _sum_of_experts(
+    x: Array, weights: Array, chosen: Array, gate: Array, up: Array, down: Array
+) -> Array:
+    """The weighted sum of what the experts here give; those of other numbers give nothing."""
+    count, numbers = len(gate), chosen.reshape(-1)
+    here = (numbers >= 0) & (numbers < count)
+    group = jnp.where(here, numbers, count)
+    order = jnp.argsort(group, stable=True)
+    sizes = jnp.bincount(group, length=count + 1)[:count].astype(jnp.int32)
+    rows = to_bits(x.reshape(-1, x.shape[-1]))[order // chosen.shape[-1]]
+    y = lax.platform_dependent(
+        from_bits(rows, x.dtype), sizes, gate, up, down, tpu=_grouped, default=_tiled
+    )
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
+    y = from_bits(to_bits(y)[back], x.dtype).astype(jnp.float32)
+    y = jnp.where(here[:, None], y, 0).reshape(*chosen.shape, -1)
+    return (y * weights[..., None]).sum(axis=-2)
+
+
+def _grouped(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
+    """x: (n, D), sorted by expert; sizes: how many rows each expert has. Returns (n, D)."""
+
+    def product(rows: Array, weight: Array) -> Array:
+        return lax.ragged_dot_general(
+            rows,
+            weight,
+            sizes,
+            lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,)),
+            precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+
+    gated = (jax.nn.silu(product(x, gate)) * product(x, up)).astype(x.dtype)
+    return product(gated, down).astype(x.dtype)
+
+
+def _tiled(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
+    """As `_grouped`. A tile's rows that are the next expert's are computed again with its tile."""
+    count, bits = len(x), to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
+    first = jnp.cumsum(sizes) - sizes
+    tiles = (sizes + TILE - 1) // TILE
+    end = jnp.cumsum(tiles)
+    number = jnp.arange(-(-count // TILE) + len(gate), dtype=sizes.dtype)
+    expert = jnp.minimum(jnp.searchsorted(end, number, side="right"), len(gate) - 1)
+    start = first[expert] + (number - (end - tiles)[expert]) * TILE
+    start = jnp.where(number < end[-1], start, count)
+    weights = [to_bits(weight) for weight in (gate, up, down)]
+
+    def compute(y: Array, expert: Array, start: Array) -> Array:
+        own = [lax.dynamic_index_in_dim(weight, expert, keepdims=False) for weight in weights]
+        gate, up, down = (from_bits(weight, x.dtype) for weight in own)
+        rows = from_bits(lax.dynamic_slice_in_dim(bits, start, TILE), x.dtype)
+        gated = jax.nn.silu(einsum("nD,MD->nM", rows, gate)) * einsum("nD,MD->nM", rows, up)
+        out = einsum("nM,DM->nD", gated.astype(x.dtype), down).astype(x.dtype)
+        return lax.dynamic_update_slice_in_dim(y, to_bits(out), start, 0)
+
+    def tile(y: Array, at: tuple[Array, Array]) -> tuple[Array, None]:
+        return lax.cond(at[1] < count, compute, lambda y, *_: y, y, *at), None
+
+    y, _ = lax.scan(tile, jnp.zeros_like(bits), (expert, start))
+    return from_bits(y[:count], x.dtype)
