@@ -224,6 +224,15 @@ def qwen(model_type, hidden, mlp, layers, heads, kv_heads, tied=False, vocabular
 
 QWEN3 = dict(head_dim=128, attention_bias=False, max_window_layers=36)
 THINKING = dict(max_position_embeddings=262144, rope_theta=5e6)
+QWEN3_MOE = QWEN3 | dict(norm_topk_prob=True, num_experts=128, num_experts_per_tok=8)
+QWEN3_MOE |= dict(decoder_sparse_step=1, mlp_only_layers=[])
+QWEN2_MOE = dict(decoder_sparse_step=1, norm_topk_prob=False)
+A3B = QWEN3_MOE | dict(moe_intermediate_size=768)
+A22B = QWEN3_MOE | dict(moe_intermediate_size=1536, max_position_embeddings=262144)
+A2_7B = QWEN2_MOE | dict(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
+A2_7B |= dict(shared_expert_intermediate_size=5632)
+A14B = QWEN2_MOE | dict(num_experts=64, num_experts_per_tok=8, moe_intermediate_size=2560)
+A14B |= dict(shared_expert_intermediate_size=20480)
 RELEASED = {  # with the number of parameters that is published, in 10**9
     "Qwen2.5-3B": (qwen("qwen2", 2048, 11008, 36, 16, 2, True), 3.09),
     "Qwen2.5-14B": (qwen("qwen2", 5120, 13824, 48, 40, 8, vocabulary=152064), 14.7),
@@ -235,7 +244,21 @@ RELEASED = {  # with the number of parameters that is published, in 10**9
     "Qwen3-8B": (qwen("qwen3", 4096, 12288, 36, 32, 8, **QWEN3), 8.2),
     "Qwen3-14B": (qwen("qwen3", 5120, 17408, 40, 40, 8, **QWEN3), 14.8),
     "Qwen3-32B": (qwen("qwen3", 5120, 25600, 64, 64, 8, **QWEN3), 32.8),
+    "Qwen3-30B-A3B": (qwen("qwen3_moe", 2048, 6144, 48, 32, 4, **A3B), 30.5),
+    "Qwen3-235B-A22B": (qwen("qwen3_moe", 4096, 12288, 94, 64, 4, **A22B), 235.0),
+    "Qwen1.5-MoE-A2.7B": (qwen("qwen2_moe", 2048, 5632, 24, 16, 16, **A2_7B), 14.3),
+    "Qwen2-57B-A14B": (qwen("qwen2_moe", 3584, 18944, 28, 28, 4, **A14B), 57.4),
 }
+ACTIVE = {"Qwen3-30B-A3B": 3.3, "Qwen3-235B-A22B": 22.0, "Qwen1.5-MoE-A2.7B": 2.7}
+ACTIVE |= {"Qwen2-57B-A14B": 14.0}  # billions of parameters that a token uses, as published
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_operations_are_those_of_the_active_parameters(name):
+    config = FAMILIES.config(RELEASED[name][0])
+    embeddings = 2 * config.vocab_size * config.hidden_size
+    weights = config.flops(config.num_hidden_layers, [1]) / 2  # but for attention to itself
+    assert (weights + embeddings) / 1e9 == pytest.approx(ACTIVE[name], rel=0.04)
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -251,12 +274,28 @@ def test_released_sizes_have_exactly_the_tensors_of_transformers(name):
     if raw["tie_word_embeddings"]:
         del expected["lm_head.weight"]
     family, config = FAMILIES.of(raw)
-    specs = list(family.weights_of(config))
-    for spec in specs:
-        spec.check(expected, name)
-    assert {key for spec in specs for key in spec.hf_names} == expected.keys()
-    total = sum(int(np.prod(shape)) for shape in expected.values())
-    assert total / 1e9 == pytest.approx(billions, rel=0.015)
+    for layout in (expected, apart(expected)):
+        specs = [spec.of(layout) for spec in family.weights_of(config)]
+        for spec in specs:
+            spec.check(layout, name)
+        assert {key for spec in specs for key in spec.hf_names} == layout.keys()
+        total = sum(int(np.prod(shape)) for shape in layout.values())
+        assert total / 1e9 == pytest.approx(billions, rel=0.015)
+
+
+def apart(shapes):
+    """With a tensor for each expert, as checkpoints are published and transformers saves them."""
+    found = {}
+    for name, shape in shapes.items():
+        before, experts, tensor = name.partition(".experts.")
+        if not experts:
+            found[name] = shape
+            continue
+        parts = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}[tensor]
+        for part in parts:
+            of_one = shape[1] // len(parts), shape[2]
+            found |= {f"{before}.experts.{e}.{part}.weight": of_one for e in range(shape[0])}
+    return found
 
 
 def test_rows_of_a_model_with_windows_are_read_in_groups_too(tmp_path):

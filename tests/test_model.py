@@ -71,13 +71,13 @@ def error_of(got, expected):
 def assert_same_but_for_rounding(found, expected):
     """Both: hook -> value, every kind of a layer or none of its MLP's inside.
 
-    A value may differ by ROUNDING of its tensor's RMS. mlp.hook_post is a product: the errors of
+    A value may differ by ROUNDING of its tensor's RMS. hook_post is a product: the errors of
     its factors add up, each times the size of the other factor (silu's slope is at most 1.1).
     """
     values = {hook.name: value for hook, value in expected.items()}
     for name, got in {hook.name: value for hook, value in found.items()}.items():
         allowed = ROUNDING * rms(values[name])
-        if name.endswith("mlp.hook_post"):
+        if name.endswith(".hook_post"):
             gate = values[name.replace("hook_post", "hook_pre")]
             linear = values[name.replace("hook_post", "hook_pre_linear")]
             silu = gate / (1 + np.exp(-gate))
@@ -115,9 +115,35 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(reference: Reference
     rounded = low.hooked(batch[0])
     model = create_model_with_hooks(config, every_hook(config), jnp.bfloat16)
     got = run(model, load(model, reference.folder, jnp.bfloat16), *batch)
+    ours, theirs = (
+        choose_as(values, exact) for values in ({h.name: v for h, v in got.items()}, rounded)
+    )
+    assert (~ours).sum() <= 1.25 * (~theirs).sum() + 10  # of 300 tokens, in any of their layers
+    both = ours & theirs
+    assert both.sum() > 150
     for hook, value in got.items():
-        allowed = 1.25 * rms_error(rounded[hook.name], exact[hook.name])
-        assert rms_error(value, exact[hook.name]) <= allowed, hook.name
+        if not hook.name.endswith(INDICES):
+            expected = exact[hook.name][both]
+            allowed = 1.25 * rms_error(rounded[hook.name][both], expected)
+            assert rms_error(value[both], expected) <= allowed, hook.name
+
+
+INDICES = "mlp.hook_expert_indices"
+
+
+def choose_as(values, exact):
+    """Which tokens have the experts that they have in `exact`, in all layers; hook -> value each.
+
+    Rounding changes the choice where two experts are nearly tied, and the token has other values
+    from there on.
+    """
+    shape = exact["blocks.0.hook_resid_post"].shape[:2]
+    same = np.ones(shape, bool)
+    for name, expected in exact.items():
+        if name.endswith(INDICES):
+            found = np.sort(values[name].astype(np.float32), axis=-1)
+            same &= (found == np.sort(expected, axis=-1)).all(axis=-1)
+    return same
 
 
 @references("two_kv_heads_tied", "qwen3_biased_yarn")
@@ -260,7 +286,7 @@ def test_config_of_transformers_4_and_5_agree():
     [
         ({"model_type": "llama"}, "model_type 'llama' is not supported; supported are: qwen2"),
         ({"model_type": None}, "model_type None"),
-        ({"model_type": "qwen2_moe"}, r"supported are: qwen2 \(Qwen2.*\), qwen3 \(Qwen3, dense\)"),
+        ({"model_type": "mixtral"}, r"supported are: qwen2 \(Qwen2.*\), qwen3 \(Qwen3, dense\)"),
         ({"model_type": "qwen2_vl", "vision_config": {}}, "'qwen2_vl' .a model with vision inputs"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"type": "yarn"}}, "factor"),

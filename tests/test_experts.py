@@ -1,0 +1,227 @@
+"""Layers with experts: dispatch, meshes with the axis `expert`, neighbours, checkpoints."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import MOE, SHARED, Reference, make_reference
+from safetensors.numpy import save_file
+from test_mesh import run_on
+from test_model import (
+    INDICES,
+    ROUNDING,
+    assert_same_but_for_rounding,
+    by_hook,
+    error_of,
+    every_hook,
+    load,
+    rows,
+    run,
+)
+
+from activation_extraction.cli.errors import InputError
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.devices import usable_devices
+from activation_extraction.model.experts import TILE, _grouped, _tiled, route
+from activation_extraction.model.mesh import build_layout, check_divisibility
+from activation_extraction.model.weights import check_tensors, load_params
+from qwen2_jax import Qwen2, weight_table
+from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
+
+MESHES = {
+    "expert": {"expert": 2, "model": 4},
+    "data": {"data": 2, "expert": 2, "model": 2},
+    "pipeline": {"pipeline": 2, "expert": 2, "model": 2},
+    "fsdp": {"fsdp": 2, "data": 2, "expert": 2},
+    "model": {"model": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Reference:
+    """Every second layer has experts, and a shared one."""
+    folder = tmp_path_factory.mktemp("small")
+    changes = dict(num_key_value_heads=2, num_hidden_layers=4, decoder_sparse_step=2)
+    return make_reference(folder, **SHARED | changes)
+
+
+@pytest.fixture(scope="module")
+def packed(small):
+    """A batch of rows with two samples and padding, and the values on one device."""
+    token_ids, segment_ids, positions = rows(small.config.vocab_size, (8, 64))
+    segment_ids = np.where(np.arange(64) < 20, 1, np.where(np.arange(64) < 60, 2, 0))
+    segment_ids = np.broadcast_to(segment_ids.astype(np.int32), (8, 64))
+    batch = token_ids, segment_ids, np.where(segment_ids == 2, positions - 20, positions)
+    model = create_model_with_hooks(small.config, every_hook(small.config))
+    return batch, run(model, load(model, small.folder), *batch)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "data" else pytest.param(n, marks=pytest.mark.long) for n in MESHES]
+)
+def test_every_mesh_gives_the_values_of_one_device(small, packed, name):
+    batch, expected = packed
+    found, model = run_on(small, batch, every_hook(small.config), MESHES[name], hosts=2)
+    real = batch[1] > 0
+    values = {hook: value[real] for hook, value in by_hook(model, found).items()}
+    for hook in [hook for hook in values if hook.name.endswith("experts.hook_out")]:
+        # A sum of products, in which the errors of several factors add up.
+        assert error_of(values.pop(hook), expected[hook][real]) < 4 * ROUNDING
+    assert_same_but_for_rounding(values, {hook: value[real] for hook, value in expected.items()})
+
+
+def test_experts_are_split_and_each_device_reads_its_own(small, monkeypatch):
+    read, original = [], Checkpoint.read
+
+    def spy(self, tensor, index):
+        part = original(self, tensor, index)
+        read.append((tensor, part.nbytes))
+        return part
+
+    monkeypatch.setattr(Checkpoint, "read", spy)
+    layout = build_layout(usable_devices(every=True), MESHES["data"], 2)
+    model = create_model_with_hooks(small.config, every_hook(small.config), layout=layout)
+    params = load_params(weight_table(model), Checkpoint(str(small.folder)), np.float32, layout)
+    gate = params["layers"]["sparse"]["mlp"]["experts"]["gate_proj"]["weight"]
+    assert gate.shape[1:] == (6, 40, 64)
+    assert {shard.data.shape[1:] for shard in gate.addressable_shards} == {(3, 20, 64)}
+    name = "model.layers.1.mlp.experts.4.gate_proj.weight"
+    assert [size for tensor, size in read if tensor == name] == [4 * 20 * 64] * 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("sizes", [(0, 200, 1, 63, 64, 0), (5, 0, 0, 0, 0, 0), (0,) * 6])
+def test_tiles_compute_what_the_definition_says(sizes, dtype):
+    """Rows after those of all experts, as other devices' are, do not matter."""
+    rng, total = np.random.default_rng(0), sum(sizes)
+    x = jnp.array(rng.standard_normal((total + 30, 32)), dtype)
+    gate, up = jnp.array(rng.standard_normal((2, 6, 24, 32)) / 5, dtype)
+    down = jnp.array(rng.standard_normal((6, 32, 24)) / 5, dtype)
+    inputs = jnp.array(sizes, jnp.int32), gate, up, down
+    assert TILE < 200
+    got, expected = (
+        np.asarray(f(x, *inputs)[:total], np.float32) for f in (jax.jit(_tiled), _grouped)
+    )
+    tolerance = 1e-5 if dtype == jnp.float32 else 0.02
+    np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_equal_logits_choose_the_first_experts():
+    weights, chosen = route(jnp.array([[[1.0, 3.0, 3.0, 2.0, 3.0]]]), 2, True)
+    assert chosen.tolist() == [[[1, 2]]] and weights.tolist() == [[[0.5, 0.5]]]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_sample_is_the_same_with_other_neighbours(small, dtype):
+    """In its row and in its batch: within rounding, and with the same experts."""
+    config = small.config
+    model = create_model_with_hooks(config, every_hook(config), dtype, jnp.float32)
+    params = load(model, small.folder, dtype)
+    first, second = (np.random.default_rng(seed).integers(0, 211, (4, 96)) for seed in (1, 2))
+    second[2, 30:70] = first[2, 30:70]
+    segment_ids = np.ones((4, 96), np.int32)
+    segment_ids[2, 30:], segment_ids[2, 70:] = 2, 3
+    positions = np.broadcast_to(np.arange(96, dtype=np.int32), (4, 96)).copy()
+    positions[2, 30:] -= 30
+    positions[2, 70:] -= 40
+    values = [
+        run(model, params, token_ids.astype(np.int32), segment_ids, positions)
+        for token_ids in (first, second)
+    ]
+    for hook, value in values[0].items():
+        got, expected = value[2, 30:70], values[1][hook][2, 30:70]
+        if hook.name.endswith(INDICES):
+            np.testing.assert_array_equal(got, expected)
+        assert error_of(got, expected) <= ROUNDING, hook.name
+
+
+@pytest.mark.parametrize("layout", ["fused", "apart"])
+def test_both_layouts_of_a_checkpoint_give_the_same_weights(small, tmp_path, layout):
+    """transformers writes a tensor for each expert, and holds fused ones in memory."""
+    folder, model = small.folder, Qwen2(small.config)
+    known = {name for spec in weight_table(model).values() for name in spec.possible_names}
+    if layout == "fused":
+        folder = tmp_path
+        tensors = {name: tensor.numpy() for name, tensor in small.model.state_dict().items()}
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text((small.folder / "config.json").read_text())
+    checkpoint = Checkpoint(str(folder))
+    assert ("model.layers.1.mlp.experts.gate_up_proj" in checkpoint.tensors) == (layout == "fused")
+    check_tensors(checkpoint, weight_table(model).values(), known)
+    sparse = load(model, folder)["layers"]["sparse"]["mlp"]["experts"]
+    both = small.model.state_dict()["model.layers.3.mlp.experts.gate_up_proj"].numpy()
+    np.testing.assert_array_equal(sparse["gate_proj"]["weight"][1], both[:, :40])
+    np.testing.assert_array_equal(sparse["up_proj"]["weight"][1], both[:, 40:])
+    down = small.model.state_dict()["model.layers.1.mlp.experts.down_proj"].numpy()
+    np.testing.assert_array_equal(sparse["down_proj"]["weight"][0], down)
+
+
+def test_the_operations_of_a_token_are_those_of_its_experts(small):
+    config = small.config
+    (size,) = {config.mlp_weights(layer) for layer in (1, 3)}
+    assert size == 64 * (6 + 2 * 3 * 40 + 3 * 72 + 1)
+    assert config.mlp_weights(0) == 3 * 64 * 112
+    table = FAMILIES.named("qwen2_moe").hooks_of(config)
+
+    def flops(name):
+        hooks = list(table.matching([name], 4).values())
+        return create_model_with_hooks(config, hooks).flops([10])
+
+    before, routed = (flops(f"blocks.1.mlp.{n}") for n in ("gate.hook_out", "experts.hook_out"))
+    assert routed - before == 2 * 10 * 64 * 2 * 3 * 40
+    assert flops("blocks.1.hook_resid_post") == config.flops(2, [10])
+
+
+def test_only_what_a_routers_hook_needs_is_loaded(small):
+    table = FAMILIES.named("qwen2_moe").hooks_of(small.config)
+    needs = {}
+    for name in ("gate.hook_out", "hook_expert_weights", "shared_expert.hook_out", "hook_out"):
+        (hook,) = table.matching([f"blocks.1.mlp.{name}"], 4).values()
+        last = create_model_with_hooks(small.config, [hook]).last_layer
+        needs[name] = last and {path[1] for path in last.paths if path[0] == "mlp"}
+    assert needs["gate.hook_out"] == needs["hook_expert_weights"] == {"gate"}
+    assert needs["shared_expert.hook_out"] == {"shared_expert"} and needs["hook_out"] is None
+
+
+def test_names_mean_what_the_layer_has(small):
+    table = FAMILIES.named("qwen2_moe").hooks_of(small.config)
+    names = [hook.name for hook in table.matching(["blocks.*.mlp.gate.hook_out"], 4).values()]
+    assert names == [
+        *("blocks.0.mlp.hook_pre", "blocks.1.mlp.gate.hook_out"),
+        *("blocks.2.mlp.hook_pre", "blocks.3.mlp.gate.hook_out"),
+    ]
+    for name in ("blocks.1.mlp.hook_post", "model.layers.3.mlp.down_proj.output"):
+        with pytest.raises(InputError, match="is of type sparse and has no such hook"):
+            table.matching([name], 4)
+    assert len(table.of_layers([0, 1], "mlp", 4)) == 2
+
+
+@pytest.mark.parametrize(
+    "change,named",
+    [
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 is more than num_experts 6"),
+        ({"num_experts": 0}, "num_experts must be a positive integer, found 0"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size must be a positive"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive"),
+        ({"mlp_only_layers": list(range(24))}, "no layer has experts"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(change, named):
+    with pytest.raises(InputError, match=named):
+        FAMILIES.config(MOE | change)
+
+
+def test_what_does_not_divide_among_devices_is_refused(small):
+    sizes, devices = small.config.sizes, usable_devices(every=True)
+    check_divisibility(build_layout(devices, MESHES["data"], 2), 8, 64, sizes)
+    check_divisibility(build_layout(devices, MESHES["model"], 2), 8, 64, sizes)  # of 6 experts
+    with pytest.raises(InputError, match="num_experts: 6 does not divide among 4 devices .expert"):
+        check_divisibility(build_layout(devices, {"expert": 4, "model": 2}, 2), 8, 64, sizes)
+    with pytest.raises(InputError, match="moe_intermediate_size: 20 does not divide among 8"):
+        check_divisibility(build_layout(devices, {"model": 8}, 2), 8, 64, sizes | {"M": 20})
+    with pytest.raises(InputError, match="--mesh_axes expert: the model has no experts"):
+        dense = FAMILIES.config(json.loads('{"model_type": "qwen3"}')).sizes
+        check_divisibility(build_layout(devices, {"expert": 2, "model": 4}, 2), 8, 64, dense)
