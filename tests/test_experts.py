@@ -85,8 +85,8 @@ def test_experts_are_split_and_each_device_reads_its_own(small, monkeypatch):
     model = create_model_with_hooks(small.config, every_hook(small.config), layout=layout)
     params = load_params(weight_table(model), Checkpoint(str(small.folder)), np.float32, layout)
     gate = params["layers"]["sparse"]["mlp"]["experts"]["gate_proj"]["weight"]
-    assert gate.shape[1:] == (6, 40, 64)
-    assert {shard.data.shape[1:] for shard in gate.addressable_shards} == {(3, 20, 64)}
+    assert gate.shape[1:] == (6, 64, 40)
+    assert {shard.data.shape[1:] for shard in gate.addressable_shards} == {(3, 64, 20)}
     name = "model.layers.1.mlp.experts.4.gate_proj.weight"
     assert [size for tensor, size in read if tensor == name] == [4 * 20 * 64] * 2
 
@@ -97,8 +97,8 @@ def test_tiles_compute_what_the_definition_says(sizes, dtype):
     """Rows after those of all experts, as other devices' are, do not matter."""
     rng, total = np.random.default_rng(0), sum(sizes)
     x = jnp.array(rng.standard_normal((total + 30, 32)), dtype)
-    gate, up = jnp.array(rng.standard_normal((2, 6, 24, 32)) / 5, dtype)
-    down = jnp.array(rng.standard_normal((6, 32, 24)) / 5, dtype)
+    gate, up = jnp.array(rng.standard_normal((2, 6, 32, 24)) / 5, dtype)
+    down = jnp.array(rng.standard_normal((6, 24, 32)) / 5, dtype)
     inputs = jnp.array(sizes, jnp.int32), gate, up, down
     assert TILE < 200
     got, expected = (
@@ -151,11 +151,15 @@ def test_both_layouts_of_a_checkpoint_give_the_same_weights(small, tmp_path, lay
     assert ("model.layers.1.mlp.experts.gate_up_proj" in checkpoint.tensors) == (layout == "fused")
     check_tensors(checkpoint, weight_table(model).values(), known)
     sparse = load(model, folder)["layers"]["sparse"]["mlp"]["experts"]
-    both = small.model.state_dict()["model.layers.3.mlp.experts.gate_up_proj"].numpy()
-    np.testing.assert_array_equal(sparse["gate_proj"]["weight"][1], both[:, :40])
-    np.testing.assert_array_equal(sparse["up_proj"]["weight"][1], both[:, 40:])
-    down = small.model.state_dict()["model.layers.1.mlp.experts.down_proj"].numpy()
-    np.testing.assert_array_equal(sparse["down_proj"]["weight"][0], down)
+    state = {name: tensor.numpy() for name, tensor in small.model.state_dict().items()}
+    both = state["model.layers.3.mlp.experts.gate_up_proj"]
+    down = state["model.layers.1.mlp.experts.down_proj"]
+    for name, row, expected in (
+        ("gate_proj", 1, both[:, :40]),
+        ("up_proj", 1, both[:, 40:]),
+        ("down_proj", 0, down),
+    ):
+        np.testing.assert_array_equal(sparse[name]["weight"][row], expected.swapaxes(1, 2))
 
 
 def test_the_operations_of_a_token_are_those_of_its_experts(small):

@@ -47,6 +47,22 @@ QWEN3_8B = SHAPES["7B"] | dict(
 QWEN3_32B = QWEN3_8B | dict(
     hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64
 )
+QWEN3_30B = FAMILIES.config(
+    SHAPES["7B"]
+    | dict(
+        model_type="qwen3_moe",
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    )
+)
 CHIPS_8, CHIPS_16 = ({"chips_per_host_bounds": (n, 4, 1)} for n in (2, 4))
 MEGACORE = {"chip_config_name": "megacore"}
 TOPOLOGIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {  # with the 2d mesh to expect
@@ -167,6 +183,30 @@ def test_qwen3_fits_sixteen_chips(shape, layers, topology, memory_of_a_chip):
     needed = arguments + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert max(needed, memory.peak_memory_in_bytes) < memory_of_a_chip
     assert not [kind for kind, crosses in collectives(compiled) if crosses]
+
+
+@pytest.mark.parametrize(
+    "topology,axes,most",
+    [
+        ("v5e:8x8", "8,8 --mesh_axes data,expert --batch_size 4", 16e9),
+        pytest.param("v6e:4x4", "4,4 --mesh_axes data,expert", 32e9, marks=pytest.mark.slow),
+        pytest.param("v6e:4x4", "4,4 --mesh_axes data,model", 32e9, marks=pytest.mark.slow),
+    ],
+)
+def test_qwen3_30b_a3b_fits_and_tokens_stay_with_their_experts(topology, axes, most):
+    """Products are of sorted rows, not of all rows with all experts; nothing crosses `data`."""
+    compiled = compile_for(QWEN3_30B, f"--mesh_shape {axes} --layers_to_extract 3 31 47", topology)
+    memory = compiled.memory
+    arguments = memory.argument_size_in_bytes
+    assert arguments + memory.output_size_in_bytes + memory.temp_size_in_bytes < most
+    assert memory.peak_memory_in_bytes < most
+    found = collectives(compiled)
+    assert found and not [kind for kind, crosses in found if crosses]
+    kernels = [i.line for i in compiled.plan.layer_loop() if "tpu_custom_call" in i.line]
+    assert sum("splash" not in line for line in kernels) >= 3
+    experts = compiled.model.layout.spec(("layers", "experts", "embed", "mlp"))
+    split = compiled.model.layout.size(*(experts[1] or ()), *(experts[3] or ()))
+    assert arguments < 2 * (30.5e9 / split + 3e9)
 
 
 @pytest.mark.slow

@@ -256,9 +256,9 @@ def _add_computing_flags(parser: argparse.ArgumentParser) -> None:
     add(
         group,
         "mesh_axes",
-        f"the names of the axes, from {', '.join(MESH_AXES)}: pipeline splits the layers, data and "
-        f"fsdp the rows, fsdp and model the weights (default: {variables('mesh_axes')}, else "
-        "data,model or pipeline,data,model)",
+        f"the names of the axes, from {', '.join(MESH_AXES)}: pipeline splits the layers; data, "
+        "fsdp and expert the rows; fsdp and model the weights; expert those of the experts "
+        f"(default: {variables('mesh_axes')}, else data,model or pipeline,data,model)",
         type=axes,
         metavar="NAME,...",
     )

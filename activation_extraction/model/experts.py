@@ -57,7 +57,8 @@ class Experts(nn.Module):
     """The experts, SwiGLU each. The weights of all of one kind are one parameter.
 
     Experts are split over the mesh axis `expert`, along which the devices exchange their tokens,
-    and each of them over `model` like any MLP.
+    and each of them over `model` like any MLP. Unlike other weights these have their input axis
+    first, as the TPU's kernel wants them: it would transpose all of them in every step.
     """
 
     config: Any
@@ -65,9 +66,9 @@ class Experts(nn.Module):
     layout: Layout
 
     def setup(self) -> None:
-        self.gate_proj = Weight(self.config, "EMD", self.dtype)
-        self.up_proj = Weight(self.config, "EMD", self.dtype)
-        self.down_proj = Weight(self.config, "EDM", self.dtype)
+        self.gate_proj = Weight(self.config, "EDM", self.dtype)
+        self.up_proj = Weight(self.config, "EDM", self.dtype)
+        self.down_proj = Weight(self.config, "EMD", self.dtype)
 
     def __call__(self, x: Array, weights: Array, chosen: Array) -> Array:
         """x: (B, T, D); of each token, the weights and numbers of its experts, (B, T, X).
@@ -79,7 +80,7 @@ class Experts(nn.Module):
         if layout.mesh is None or layout.mesh.size == 1:
             return _sum_of_experts(x, weights, chosen, *parameters)
         tokens = layout.spec(("batch", "sequence", "hidden"))
-        split = [layout.spec(axes) for axes in (("experts", "mlp"), ("experts", "hidden", "mlp"))]
+        split = [layout.spec(axes) for axes in (("experts", "hidden", "mlp"), ("experts", "mlp"))]
         return jax.shard_map(
             lambda *inputs: _exchange(layout, *inputs),
             mesh=layout.mesh,
@@ -125,13 +126,9 @@ def _grouped(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Arr
     """x: (n, D), sorted by expert; sizes: how many rows each expert has. Returns (n, D)."""
 
     def product(rows: Array, weight: Array) -> Array:
-        return lax.ragged_dot_general(
-            rows,
-            weight,
-            sizes,
-            lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,)),
-            precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-            preferred_element_type=jnp.float32,
+        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        return lax.ragged_dot(
+            rows, weight, sizes, precision=precision, preferred_element_type=jnp.float32
         )
 
     gated = (jax.nn.silu(product(x, gate)) * product(x, up)).astype(x.dtype)
@@ -154,8 +151,8 @@ def _tiled(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array
         own = [lax.dynamic_index_in_dim(weight, expert, keepdims=False) for weight in weights]
         gate, up, down = (from_bits(weight, x.dtype) for weight in own)
         rows = from_bits(lax.dynamic_slice_in_dim(bits, start, TILE), x.dtype)
-        gated = jax.nn.silu(einsum("nD,MD->nM", rows, gate)) * einsum("nD,MD->nM", rows, up)
-        out = einsum("nM,DM->nD", gated.astype(x.dtype), down).astype(x.dtype)
+        gated = jax.nn.silu(einsum("nD,DM->nM", rows, gate)) * einsum("nD,DM->nM", rows, up)
+        out = einsum("nM,MD->nD", gated.astype(x.dtype), down).astype(x.dtype)
         return lax.dynamic_update_slice_in_dim(y, to_bits(out), start, 0)
 
     def tile(y: Array, at: tuple[Array, Array]) -> tuple[Array, None]:

@@ -52,7 +52,8 @@ class WeightSpec:
     A parameter whose first axis is "layers" stacks one tensor per layer (zeros for layers that the
     checkpoint does not have: a block of zeros changes nothing); others have one tensor. With the
     axis "experts" there is a tensor for each expert of each layer, or, in checkpoints that have
-    those, the `fused` ones; `of` says which, and then hf_names are these.
+    those, the `fused` ones; `of` says which, and then hf_names are these. The checkpoint keeps the
+    last two axes of experts the other way round.
     The checkpoint keeps (heads, head_dim) as one flat dimension; all else has the same layout, and
     so has head_dim alone.
     """
@@ -105,6 +106,8 @@ class WeightSpec:
                 merged[-1] *= size
             elif axis != "layers" and not (axis == "experts" and self.apart):
                 merged.append(size)
+        if "experts" in self.axes:
+            merged[-2:] = merged[:-3:-1]
         if self.fused is not None and self.is_fused:
             merged[1] *= self.fused.parts
         return tuple(merged)
@@ -150,11 +153,13 @@ class WeightSpec:
                 merged[-1] = (merged[-1][0] * size, merged[-1][1] * size)
             else:
                 raise ValueError("head_dim cannot be split: it is the inner part of a flat axis")
+        if "experts" in self.axes:
+            merged[-2:] = merged[:-3:-1]
         if self.fused is not None and self.is_fused:
-            first = self.fused.part * shape[1]
+            first = self.fused.part * shape[-1]
             merged[1] = (merged[1][0] + first, merged[1][1] + first)
         part = read(self.hf_names[number], tuple(slice(*bound) for bound in merged))
-        return part.reshape(wanted)
+        return part.swapaxes(-1, -2) if "experts" in self.axes else part.reshape(wanted)
 
     def part(self, read: ReadTensor, dtype: Any, numbers: range, index: Index) -> np.ndarray:
         """Part of the parameter as a new array of `dtype`.
