@@ -79,13 +79,20 @@ def test_a_norm_of_heads_is_loaded_only_where_a_hook_needs_it(qwen3, kind, parts
     assert model.last_layer.weights == heads * size["H"] * size["D"]
 
 
-@pytest.fixture(scope="module")
-def qwen3_inputs(demo_inputs, tmp_path_factory) -> Path:
-    """As demo_inputs, with a Qwen3 model of five layers of which two have a window."""
-    folder = tmp_path_factory.mktemp("qwen3-inputs")
+WINDOW = dict(use_sliding_window=True, sliding_window=9, max_window_layers=3)
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64)
+RUN = {  # two layers of five have a window, or experts
+    "qwen3": WINDOW,
+    "qwen3_moe": EXPERTS | dict(norm_topk_prob=True, decoder_sparse_step=2),
+}
+
+
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
+def family_inputs(request, demo_inputs, tmp_path_factory) -> Path:
+    """As demo_inputs, with a model of five layers."""
+    folder = tmp_path_factory.mktemp("inputs")
     shutil.copytree(demo_inputs, folder, dirs_exist_ok=True)
-    window = dict(use_sliding_window=True, sliding_window=9, max_window_layers=3)
-    raw = {**demo.MODEL_CONFIG, "model_type": "qwen3", "head_dim": 64, **window}
+    raw = {**demo.MODEL_CONFIG, "model_type": request.param, "head_dim": 64, **RUN[request.param]}
     raw |= {"num_hidden_layers": 5}
     family, config = FAMILIES.of(raw)
     (folder / "model/config.json").write_text(json.dumps(raw))
@@ -93,31 +100,37 @@ def qwen3_inputs(demo_inputs, tmp_path_factory) -> Path:
     return folder
 
 
+# The third is the router's output where the layer has experts.
 STORED = "--hook_names", "blocks.1.attn.hook_k_normed", "blocks.4.hook_resid_post"
+STORED = *STORED, "blocks.3.mlp.gate.hook_out"
 
 
-def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(qwen3_inputs, tmp_path, capsys):
-    model = ["--model_path", str(qwen3_inputs / "model")]
+def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(family_inputs, tmp_path, capsys):
+    model = ["--model_path", str(family_inputs / "model")]
     assert main(["--list_hooks", *model]) == 0
     listed = [line.split() for line in capsys.readouterr().out.splitlines()]
     normed = ["blocks.K.attn.hook_q_normed", "model.layers.K.self_attn.q_norm.output"]
     assert [*normed, "256", "1,024"] in listed
-    flags = flags_for(qwen3_inputs, tmp_path, "--max_samples", 9, hooks=STORED)
+    router = [line for line in listed if "model.layers.K.mlp.gate.output" in line]
+    flags = flags_for(family_inputs, tmp_path, "--max_samples", 9, hooks=STORED)
     assert main([*map(str, flags)]) == 0
     metadata = json.loads((tmp_path / "metadata.json").read_text())
-    assert metadata["model"]["model_type"] == "qwen3" and metadata["model"]["qk_norm"]
-    (k_normed, _) = metadata["hooks"]
+    assert metadata["model"]["qk_norm"]
+    sparse = metadata["model"]["model_type"] == "qwen3_moe"
+    assert [line[:3] for line in router] == [["blocks.K.mlp.gate.hook_out", "(K:", "1,"]] * sparse
+    k_normed, third, _ = metadata["hooks"]
+    assert third["width"] == (6 if sparse else 384)
     assert (k_normed["heads"], k_normed["head_size"], k_normed["width"]) == (2, 64, 128)
     verify = ["--verify", "--verify_samples", "3", "--output_dir", str(tmp_path)]
     assert main([*verify, *model]) == 0
     assert "3 samples recomputed; 0 problem(s)" in capsys.readouterr().out
 
 
-def test_a_run_that_failed_continues_to_the_same_bytes(qwen3_inputs, tmp_path, monkeypatch):
+def test_a_run_that_failed_continues_to_the_same_bytes(family_inputs, tmp_path, monkeypatch):
     more = "--shard_size_gb", 3e-5, "--batch_size", 4, "--max_samples", 60
 
     def extract(folder):
-        flags = flags_for(qwen3_inputs, folder, *more, hooks=STORED)
+        flags = flags_for(family_inputs, folder, *more, hooks=STORED)
         status = main([*map(str, flags)])
         return status, {path.name: path.read_bytes() for path in folder.glob("shard_*.pkl.gz")}
 
@@ -138,9 +151,9 @@ def test_a_run_that_failed_continues_to_the_same_bytes(qwen3_inputs, tmp_path, m
 
 
 @pytest.mark.long
-def test_two_hosts_store_what_one_device_computes(qwen3_inputs, tmp_path):
-    alone = stored_alone(qwen3_inputs, tmp_path / "alone", STORED)
-    flags = flags_for(qwen3_inputs, tmp_path / "out", hooks=STORED)
+def test_two_hosts_store_what_one_device_computes(family_inputs, tmp_path):
+    alone = stored_alone(family_inputs, tmp_path / "alone", STORED)
+    flags = flags_for(family_inputs, tmp_path / "out", hooks=STORED)
     pod = Pod(tmp_path, 2, 4, *flags)
     assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
     check_union(tmp_path / "out", alone, {"machine_000_host_00", "machine_000_host_01"})
