@@ -15,6 +15,7 @@ from extractions import (
     edit,
     extract,
     folder_name,
+    identity_of,
     merge_all,
     open_part,
 )
@@ -22,11 +23,12 @@ from extractions import (
 import extract_activations
 from activation_extraction.cli.errors import InputError, StorageError
 from activation_extraction.output.folder import Folder
-from activation_extraction.output.metadata import AGGREGATE
+from activation_extraction.output.metadata import AGGREGATE, Stored
+from activation_extraction.output.paths import HostFolder
 from activation_extraction.output.sealed_json import unseal
 from activation_extraction.output.statistics import Statistics
 from activation_extraction.reading import status_table
-from activation_extraction.reading.folders import read_folders
+from activation_extraction.reading.folders import expected_names, read_folders
 from activation_extraction.reading.status import host_states
 from activation_extraction.reading.status_table import aggregate, show_status
 from activation_extraction.reading.verify import verify
@@ -337,6 +339,16 @@ def test_many_folders_and_files_are_few_reads_each(tmp_path, monkeypatch):
         monkeypatch.setattr(Folder, name, count)
     assert len(parts_at(tmp_path / "out")) == 40
     assert calls.count("read") == 80 and calls.count("_entries") == 41
+
+
+def test_folders_are_told_apart_once(monkeypatch):
+    """The folders that a run should have, of 300 machines."""
+    metadata = {"identity": identity_of(machines=300).to_json()}
+    folders = {f"machine_{number:03d}": Stored(metadata) for number in range(0, 300, 2)}
+    parse, calls = HostFolder.parse, []
+    monkeypatch.setattr(HostFolder, "parse", lambda name: calls.append(name) or parse(name))
+    assert expected_names(folders) == [f"machine_{number:03d}" for number in range(300)]
+    assert calls == list(folders)
 
 
 def test_durations():

@@ -3,6 +3,7 @@
 Reads their JSON files and lists their other files. What the files say is judged elsewhere.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -73,9 +74,12 @@ def expected_names(folders: dict[str, Stored]) -> list[str]:
         return list(folders)
     if "" in known:
         return [""]
+    of_machine: defaultdict[int, dict[str, HostFolder]] = defaultdict(dict)
+    for name, folder in host_folders(folders).items():
+        of_machine[folder.machine][name] = folder
     expected = []
     for machine in range(next(iter(known.values())).total_machines):
-        found = {n: at for n, at in host_folders(folders).items() if at.machine == machine}
+        found = of_machine[machine]
         recorded = [known[name].num_hosts for name in found if name in known]
         hosts = recorded[0] if recorded else _least_hosts(found.values())
         expected += names_of_machine(machine, hosts)
