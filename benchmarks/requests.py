@@ -2,12 +2,15 @@
 
 Counts the requests of --status, and of a run that continues until it may write, over one folder
 of so many shards in the emulated bucket of the tests: once as earlier versions left it, without
-an outline in metadata.json, and once with it. Prints one table, and one JSON line at the end.
+an outline in metadata.json, and once with it. `--run MACHINES HOSTS SHARDS` counts those of
+--status over a whole run, each host with so many shards, in a bucket whose listings cost what they
+return. Prints one table, and one JSON line at the end.
 """
 
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import sys
@@ -27,10 +30,12 @@ from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import METADATA, read_stored
 from activation_extraction.output.outline import Outline
-from activation_extraction.output.sealed_json import seal
+from activation_extraction.output.paths import HostFolder
+from activation_extraction.output.sealed_json import seal, unseal
 from activation_extraction.output.statistics_file import statistics_name
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.reading.status_table import show_status
+from benchmarks.indexed_bucket import indexed_bucket
 
 ROOT, NAME = "gs://bucket/run", "machine_000"
 HOOKS: dict[int | str, str] = {n: f"blocks.{n}.hook_resid_post" for n in range(14)}
@@ -43,7 +48,13 @@ def storage_in(folder: str, overwrite: bool = False) -> ActivationStorage:
 
 
 def fill(bucket: Bucket, shards: int, outline: bool) -> None:
-    """A folder of an interrupted run of so many shards: copies of a shard that was stored."""
+    """A folder of an interrupted run of so many shards."""
+    files = folder_files(shards, outline)
+    bucket.fill({f"run/{NAME}/{name}": data for name, data in files.items()})
+
+
+def folder_files(shards: int, outline: bool) -> dict[str, bytes]:
+    """The files of such a folder: copies of a shard that is stored in the emulated bucket first."""
     with tempfile.TemporaryDirectory() as folder:
         storage = storage_in(folder, overwrite=True)
         for sample in range(2):  # the first one is whole
@@ -64,8 +75,42 @@ def fill(bucket: Bucket, shards: int, outline: bool) -> None:
     metadata |= {"shards": shards, "samples": shards, "outline": found.to_json()}
     if not outline:
         del metadata["outline"]
-    files[METADATA] = seal(metadata)
-    bucket.fill({f"run/{NAME}/{name}": data for name, data in files.items()})
+    return files | {METADATA: seal(metadata)}
+
+
+def run_files(machines: int, hosts: int, shards: int) -> dict[str, bytes]:
+    """The objects of a run that is going on, whose hosts have all stored so many shards."""
+    with reached(gcs()):
+        files = folder_files(shards, outline=True)
+    metadata = unseal(files[METADATA], METADATA) | {"status": "running", "written": time.time()}
+    shared = metadata["identity"] | {"total_machines": machines, "num_hosts": hosts}
+    found: dict[str, bytes] = {}
+    for machine, host in itertools.product(range(machines), range(hosts)):
+        place = f"run/{HostFolder.of(machine, host, hosts).name}"
+        found |= {f"{place}/{name}": data for name, data in files.items()}
+        identity = {"identity": {**shared, "machine": machine, "host": host}}
+        found[f"{place}/{METADATA}"] = seal(metadata | identity)
+    return found
+
+
+@contextlib.contextmanager
+def reached(opened: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
+    """A bucket, which this process reaches as gs://bucket."""
+    with opened as bucket:
+        os.environ |= bucket.environment
+        Folder("gs://bucket")._fs.clear_instance_cache()
+        yield bucket
+
+
+def measure_run(machines: int, hosts: int, shards: int) -> dict[str, Any]:
+    """Requests, seconds and seconds of a core of --status over a run."""
+    with reached(indexed_bucket(run_files(machines, hosts, shards))) as bucket:
+        clock, core = time.perf_counter(), time.process_time()
+        status()
+        seconds = time.perf_counter() - clock, time.process_time() - core
+        size = {"machines": machines, "hosts": hosts, "shards": shards}
+        spent = {"seconds": round(seconds[0], 2), "core": round(seconds[1], 2)}
+        return {"what": "status of a run", **size, **bucket.asked(), **spent}
 
 
 def as_number(commit: Commit, number: int) -> Commit:
@@ -101,9 +146,7 @@ def count(bucket: Bucket, action: Callable[[], None]) -> dict[str, float]:
 def measure(sizes: list[int]) -> Iterator[dict[str, Any]]:
     for shards in sizes:
         for outline in (False, True):
-            with gcs() as bucket:
-                os.environ |= bucket.environment
-                Folder("gs://bucket")._fs.clear_instance_cache()
+            with reached(gcs()) as bucket:
                 fill(bucket, shards, outline)
                 for action in (status, resume):
                     what = {"what": action.__name__, "shards": shards, "outline": outline}
@@ -113,9 +156,16 @@ def measure(sizes: list[int]) -> Iterator[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shards", type=int, nargs="+", default=[1000, 20000])
+    parser.add_argument("--run", type=int, nargs=3, metavar=("MACHINES", "HOSTS", "SHARDS"))
+    arguments = parser.parse_args(argv)
     rows = []
+    if arguments.run:
+        rows.append(measure_run(*arguments.run))
+        print(", ".join(f"{name}: {value}" for name, value in rows[0].items()))
+        print(json.dumps({"requests": rows}))
+        return
     print("what    shards  outline  listings   reads  writes  seconds")
-    for row in measure(parser.parse_args(argv).shards):
+    for row in measure(arguments.shards):
         rows.append(row)
         print(
             f"{row['what']:6}  {row['shards']:6}  {'with' if row['outline'] else 'without':7}  "
