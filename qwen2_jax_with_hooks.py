@@ -30,7 +30,7 @@ from activation_extraction.model.hook_points import (
 from activation_extraction.model.hooks import Hook, HookKind
 from activation_extraction.model.layers import STREAM, Out, RMSNorm
 from activation_extraction.model.mesh import RULES, Layout
-from activation_extraction.model.moe_config import ExpertsConfig, MoeConfig, sparse_layers
+from activation_extraction.model.moe_config import MoeConfig
 from activation_extraction.model.qwen_config import QwenConfig
 from qwen2_jax import (
     Embedding,
@@ -326,19 +326,12 @@ QWEN3 = dataclasses.replace(
 
 
 def _qwen2_moe(hf: Any, source: str) -> MoeConfig:
-    biases = dict(qkv_bias=bool(hf.qkv_bias), o_bias=False, qk_norm=False)
-    return MoeConfig.from_hf(hf, source, **biases, **_experts(hf, source))
+    return MoeConfig.from_hf(hf, source, qkv_bias=bool(hf.qkv_bias), o_bias=False, qk_norm=False)
 
 
 def _qwen3_moe(hf: Any, source: str) -> MoeConfig:
     bias = bool(hf.attention_bias)
-    biases = dict(qkv_bias=bias, o_bias=bias, qk_norm=True)
-    return MoeConfig.from_hf(hf, source, **biases, **_experts(hf, source))
-
-
-def _experts(hf: Any, source: str) -> dict[str, Any]:
-    experts = ExpertsConfig.from_hf(hf, source)
-    return {"experts": experts, "sparse_layers": sparse_layers(hf, source)}
+    return MoeConfig.from_hf(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
 QWEN2_MOE = dataclasses.replace(

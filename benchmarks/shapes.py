@@ -1,4 +1,4 @@
-"""The config.json of the models that benchmarks run: Qwen2.5's, and small ones to try them out."""
+"""The config.json of the models that benchmarks run: Qwen2.5's, layers of Qwen3's, small ones."""
 
 from typing import Any
 
@@ -30,4 +30,15 @@ SHAPES = {
     "0.5B": _shape(896, 4864, 24, 14, 2, 151936, True),
     "1.5B": _shape(1536, 8960, 28, 12, 2, 151936, True),
     "7B": _shape(3584, 18944, 28, 28, 4, 152064, False),
+    # Twelve layers of Qwen3-0.6B; and eight with experts, of the same attention.
+    "qwen3": _shape(1024, 3072, 12, 16, 8, 32000, True) | {"model_type": "qwen3", "head_dim": 128},
+    "qwen3-moe": _shape(1024, 3072, 8, 16, 8, 32000, True)
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 128,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
 }

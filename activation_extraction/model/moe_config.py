@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.qwen_config import QwenConfig, positive_int
@@ -63,6 +63,12 @@ class MoeConfig(QwenConfig):
 
     experts: ExpertsConfig
     sparse_layers: tuple[int, ...]
+
+    @classmethod
+    def from_hf(cls, hf: Any, source: str, **details: Any) -> Self:
+        details["experts"] = ExpertsConfig.from_hf(hf, source)
+        details["sparse_layers"] = sparse_layers(hf, source)
+        return super().from_hf(hf, source, **details)
 
     @property
     def sizes(self) -> dict[str, int]:
