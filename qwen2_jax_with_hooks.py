@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from activation_extraction.model.attention import Attention, blocked_attention
 from activation_extraction.model.capture import Buffers, Capture, Plan
-from activation_extraction.model.decoder import Decoder, Layers, Path, check_stages, stage_length
+from activation_extraction.model.decoder import Decoder, Layers, Path, stage_length
 from activation_extraction.model.family import Families, ModelFamily
 from activation_extraction.model.hook_points import (
     EXPERTS,
@@ -32,13 +32,7 @@ from activation_extraction.model.layers import STREAM, Out, RMSNorm
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.moe_config import MoeConfig
 from activation_extraction.model.qwen_config import QwenConfig
-from qwen2_jax import (
-    Embedding,
-    Qwen2,
-    decoder,
-    rotary_table,
-    weight_table,
-)
+from qwen2_jax import Embedding, Qwen2, decoder, rotary_table, weight_table
 
 VALUES = [kind.value for kind in HOOKS.kinds]
 ATTENDED = frozenset(VALUES[VALUES.index("attn.pattern") :])  # these kinds need attention
@@ -89,9 +83,7 @@ class HookedQwen2(nn.Module):
 
     @property
     def layers_per_stage(self) -> int:
-        length = stage_length(self.config.layer_types[: self.whole_layers], self.stages)
-        assert length is not None  # as create_model_with_hooks has checked
-        return length
+        return stage_length(self.config.layer_types[: self.whole_layers], self.stages)
 
     def micro_batches(self, rows: int) -> int:
         """How many pass through the pipeline in a step, each one row per data-parallel device."""
@@ -280,7 +272,8 @@ def create_model_with_hooks(
     if not hooks:
         raise ValueError("hooks: is empty; give at least one hook")
     layout = layout or Layout()
-    check_stages(config.layer_types[: max(hooks).layer + 1], layout.size("pipeline"))
+    stages = layout.size("pipeline")
+    stage_length(config.layer_types[: max(hooks).layer + 1], stages)
     return HookedQwen2(
         config,
         tuple(sorted(set(hooks))),
@@ -288,7 +281,7 @@ def create_model_with_hooks(
         activation_dtype or dtype,
         attention,
         layout,
-        stages=layout.size("pipeline"),
+        stages,
     )
 
 

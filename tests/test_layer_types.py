@@ -110,12 +110,16 @@ def test_a_hook_that_a_layer_lacks_is_neither_listed_nor_taken(five):
         ("aaaaa", 4, 2),  # the last stage is filled up completely, as with one type it may be
         ("abbabbab", 3, 3),
         ("aaabaaabaaabaa", 2, 8),  # 7 would not repeat
-        ("abbb", 2, None),
         ("abbb", 1, 4),
     ],
 )
 def test_stages_have_the_same_sequence_of_types(types, stages, length):
     assert stage_length(types, stages) == length
+
+
+def test_stages_that_cannot_be_alike_are_refused():
+    with pytest.raises(InputError, match="layers 0 to 3 are 1 a, 3 b; choose another number"):
+        stage_length("abbb", 2)
 
 
 def test_stages_that_would_differ_are_refused(five):

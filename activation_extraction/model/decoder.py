@@ -190,11 +190,11 @@ class Decoder:
         }
 
 
-def stage_length(types: Sequence[str], stages: int) -> int | None:
+def stage_length(types: Sequence[str], stages: int) -> int:
     """Layers per pipeline stage, so that all stages have the same sequence of types.
 
-    types: of the layers that run. The last stages may be filled up; None if some stage had to be
-    filled up completely for this.
+    types: of the layers that run. The last stages may be filled up. Raises InputError if some stage
+    had to be filled up completely for this.
     """
     count = len(types)
     shortest = -(-count // stages)
@@ -202,17 +202,11 @@ def stage_length(types: Sequence[str], stages: int) -> int | None:
         repeats = all(type_ == types[layer % length] for layer, type_ in enumerate(types))
         if repeats and -(-count // length) == -(-count // shortest):
             return length
-    return None
-
-
-def check_stages(types: Sequence[str], stages: int) -> None:
-    """Raises InputError where `stage_length` finds none. types: of the layers that run."""
-    if stage_length(types, stages) is None:
-        raise InputError(
-            f"--mesh_shape: {stages} pipeline stages cannot have the same sequence of layers: "
-            f"layers 0 to {len(types) - 1} are {_runs(types)}; "
-            "choose another number of stages, or a mesh without the axis pipeline"
-        )
+    raise InputError(
+        f"--mesh_shape: {stages} pipeline stages cannot have the same sequence of layers: layers 0 "
+        f"to {count - 1} are {_runs(types)}; choose another number of stages, or a mesh without "
+        "the axis pipeline"
+    )
 
 
 def _runs(types: Sequence[str], most: int = 6) -> str:
