@@ -25,6 +25,7 @@ from activation_extraction.cli.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.experts import TILE, _grouped, _tiled, route
+from activation_extraction.model.forward import check_numbers
 from activation_extraction.model.mesh import build_layout, check_divisibility
 from activation_extraction.model.weights import check_tensors, load_params
 from qwen2_jax import Qwen2, weight_table
@@ -216,6 +217,15 @@ def test_names_mean_what_the_layer_has(small):
 def test_what_cannot_be_computed_is_refused(change, named):
     with pytest.raises(InputError, match=named):
         FAMILIES.config(MOE | change)
+
+
+def test_numbers_of_experts_that_would_be_rounded_are_refused(small):
+    hooks = FAMILIES.named("qwen2_moe").hooks_of(small.config).matching([f"*.{INDICES}"], 4)
+    sizes = small.config.sizes
+    check_numbers([*hooks.values()], sizes | {"R": 257}, jnp.bfloat16)
+    check_numbers([*hooks.values()], sizes | {"R": 512}, jnp.float16)
+    with pytest.raises(InputError, match="bfloat16 is exact up to 256, and the model has 258 exp"):
+        check_numbers([*hooks.values()], sizes | {"R": 258}, jnp.bfloat16)
 
 
 def test_what_does_not_divide_among_devices_is_refused(small):

@@ -146,6 +146,7 @@ def build_model(
     sizes = config.sizes_with(request.length)
     hooks = list(choose_hooks(request, family.hooks_of(config), config.num_hidden_layers).values())
     check_growing(hooks, sizes, stored)
+    check_numbers(hooks, sizes, stored)
     alone = family.hooked(config, hooks, dtype, stored)
     rows = host_rows(devices)
     layout = choose_layout(family, request, alone, devices, rows.hosts)
@@ -163,6 +164,17 @@ def check_growing(hooks: Sequence[Hook], sizes: dict[str, int], dtype: Any) -> N
                 f"--hook_names {hook.name}: takes {each:,} bytes per token and {each * length:,} "
                 f"per row with --max_seq_length {length}; at most {MOST_BYTES_OF_A_ROW:,} per row "
                 "are stored; choose a smaller --max_seq_length"
+            )
+
+
+def check_numbers(hooks: Sequence[Hook], sizes: dict[str, int], dtype: Any) -> None:
+    """Raises InputError for numbers of experts that the type would round."""
+    largest = int(2 / jnp.finfo(dtype).eps)  # all whole numbers up to it are exact
+    for hook in hooks:
+        if hook.kind.letters == "X" and sizes["R"] - 1 > largest:
+            raise InputError(
+                f"--hook_names {hook.name}: {jnp.dtype(dtype).name} is exact up to {largest}, and "
+                f"the model has {sizes['R']} experts; choose --activation_dtype float32"
             )
 
 
