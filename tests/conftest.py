@@ -100,9 +100,14 @@ TINY: dict[str, dict[str, Any]] = {
     ),
 }
 
-MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True)
+MOE: dict[str, Any] = dict(
+    model_type="qwen3_moe",
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=40,
+    norm_topk_prob=True,
+)
 SHARED = MOE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=72)
-MOE = MOE | dict(model_type="qwen3_moe")
 TINY |= {
     "qwen3_moe": MOE | dict(num_key_value_heads=2, head_dim=64),
     "qwen3_moe_some_dense_tied": MOE

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,8 +102,10 @@ def family_inputs(request, demo_inputs, tmp_path_factory) -> Path:
 
 
 # The third is the router's output where the layer has experts.
-STORED = "--hook_names", "blocks.1.attn.hook_k_normed", "blocks.4.hook_resid_post"
-STORED = *STORED, "blocks.3.mlp.gate.hook_out"
+STORED = (
+    *("--hook_names", "blocks.1.attn.hook_k_normed", "blocks.4.hook_resid_post"),
+    "blocks.3.mlp.gate.hook_out",
+)
 
 
 def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(family_inputs, tmp_path, capsys):
@@ -235,7 +238,7 @@ def qwen(model_type, hidden, mlp, layers, heads, kv_heads, tied=False, vocabular
     }
 
 
-QWEN3 = dict(head_dim=128, attention_bias=False, max_window_layers=36)
+QWEN3: dict[str, Any] = dict(head_dim=128, attention_bias=False, max_window_layers=36)
 THINKING = dict(max_position_embeddings=262144, rope_theta=5e6)
 QWEN3_MOE = QWEN3 | dict(norm_topk_prob=True, num_experts=128, num_experts_per_tok=8)
 QWEN3_MOE |= dict(decoder_sparse_step=1, mlp_only_layers=[])
