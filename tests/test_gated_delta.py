@@ -1,0 +1,146 @@
+"""The gated delta net over packed rows, against transformers with each document alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from activation_extraction.model.gated_delta import (
+    CHUNK,
+    gated_delta_rule,
+    gated_norm,
+    short_convolution,
+)
+
+TOLERANCE = 1e-5  # of the reference's RMS
+
+LAYOUTS = {  # the lengths of the documents of each row
+    "one row, one chunk": [[3, 1, 17]],
+    "longer than chunks": [[CHUNK * 2 + 5, 1, CHUNK, 2], [9, 190, 3]],
+    "at the edges of chunks": [[CHUNK, CHUNK * 2, CHUNK - 1, 1, 1], [CHUNK - 1, 1, CHUNK + 1]],
+    "many short ones": [[1, 2, 3, 4, 5] * 9, [7] * 20],
+    "a row of padding": [[], [30]],
+}
+SIZES = {  # key heads, value heads of each, key size, value size
+    "as many": (2, 1, 16, 16),
+    "more values": (2, 3, 8, 24),
+    "one key": (1, 4, 24, 8),
+}
+
+
+def segments(lengths, padding):
+    """Segment ids of rows with documents of these lengths, and where each document is."""
+    size = max(map(sum, lengths)) + padding
+    ids, places = np.zeros((len(lengths), size), np.int32), []
+    for row, of_row in enumerate(lengths):
+        ends = np.cumsum(of_row, dtype=int)
+        for number, (end, length) in enumerate(zip(ends, of_row, strict=True), 1):
+            ids[row, end - length : end] = number
+            places.append((row, slice(end - length, end)))
+    return ids, places
+
+
+def inputs(shape, sizes, seed=0):
+    """q, k, v, log decay and beta; some heads forget at once, some hardly at all."""
+    keys, of_each, key_size, value_size = sizes
+    values = keys, of_each
+    draw = np.random.default_rng(seed).standard_normal
+    q, k = (draw((*shape, keys, key_size), np.float32) for _ in range(2))
+    v = draw((*shape, *values, value_size), np.float32)
+    slopes = np.geomspace(1e-3, 16, keys * of_each, dtype=np.float32).reshape(values)
+    log_decay = -slopes * np.logaddexp(0, draw((*shape, *values), np.float32))
+    return q, k, v, log_decay, 1 / (1 + np.exp(-2 * draw((*shape, *values), np.float32)))
+
+
+def error(got, expected, ids):
+    """Largest difference in units of the expected RMS, padding left out."""
+    got, expected = (np.asarray(x)[ids > 0] for x in (got, expected))
+    return np.abs(got - expected).max() / np.sqrt(np.mean(np.square(expected)))
+
+
+def each_alone(function, arrays, places):
+    """What a function of torch computes of each document, put together as rows."""
+    import torch
+
+    rows = None
+    for row, place in places:
+        got = function(*(torch.tensor(x[row : row + 1, place]) for x in arrays)).numpy()
+        if rows is None:
+            rows = np.zeros((*arrays[0].shape[:2], *got.shape[2:]), np.float32)
+        rows[row, place] = got[0]
+    return rows
+
+
+def recurrence(q, k, v, log_decay, beta):
+    """Token by token, as transformers has it."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
+
+    of_values = (x.flatten(2, 3) for x in (v, log_decay, beta))
+    arguments = dict(zip(("value", "g", "beta"), of_values, strict=True))
+    out = torch_recurrent_gated_delta_rule(q, k, **arguments, use_qk_l2norm_in_kernel=True)[0]
+    return out.unflatten(2, v.shape[2:4])
+
+
+@pytest.mark.parametrize("layout,sizes", [*zip(LAYOUTS, [*SIZES, *SIZES], strict=False)])
+def test_each_document_is_computed_as_if_it_were_alone(layout, sizes):
+    ids, places = segments(LAYOUTS[layout], padding=5)
+    arrays = inputs(ids.shape, SIZES[sizes])
+    got = np.asarray(jax.jit(gated_delta_rule)(*arrays, ids))
+    assert got.shape == arrays[2].shape and got.dtype == np.float32
+    assert np.isfinite(got).all()
+    assert error(got, each_alone(recurrence, arrays, places), ids) < TOLERANCE
+
+
+def test_random_layouts():
+    """The same program for all of them."""
+    compiled, draw = jax.jit(gated_delta_rule), np.random.default_rng(1)
+    for seed in range(4):
+        ends = np.sort(draw.integers(0, 230, (2, 6)), axis=1)
+        lengths = [[int(n) for n in np.diff(of_row, prepend=0) if n] for of_row in ends]
+        ids, places = segments(lengths, padding=230 - int(ends.max()))
+        arrays = inputs(ids.shape, SIZES["more values"], seed)
+        expected = each_alone(recurrence, arrays, places)
+        assert error(compiled(*arrays, ids), expected, ids) < TOLERANCE
+
+
+def test_equal_tokens_that_forget_nothing():
+    """Of a document that repeats itself: the system of a chunk is as far from easy as it can be."""
+    ids, places = segments([[100, 150]], padding=0)
+    q, k, v, log_decay, beta = inputs(ids.shape, SIZES["more values"])
+    k[:], log_decay[:], beta[:] = k[:, :1], 0, 1
+    arrays = q, k, v, log_decay, beta
+    expected = each_alone(recurrence, arrays, places)
+    assert error(jax.jit(gated_delta_rule)(*arrays, ids), expected, ids) < TOLERANCE
+
+
+def test_the_convolution_sees_no_other_document():
+    from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn
+
+    ids, places = segments([[5, 1, 2, 3, 4, 9], [11]], padding=3)
+    draw = np.random.default_rng(0).standard_normal
+    x, weight = draw((*ids.shape, 6), np.float32), draw((6, 4), np.float32)
+
+    def reference(x):
+        import torch
+
+        out = causal_conv1d_fn(x.mT, torch.tensor(weight), activation="silu")
+        return out.mT
+
+    expected = each_alone(reference, [x], places)
+    got = short_convolution(x, weight, ids)
+    assert error(got, expected, ids) < TOLERANCE
+    by_head = short_convolution(x.reshape(*ids.shape, 2, 3), weight.reshape(2, 3, 4), ids)
+    np.testing.assert_array_equal(by_head.reshape(x.shape), got)
+
+
+def test_the_norm_comes_before_the_gate():
+    import torch
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+
+    draw = np.random.default_rng(0).standard_normal
+    x, gate, weight = (draw(shape, np.float32) for shape in [(7, 12), (7, 12), (12,)])
+    module = Qwen3_5RMSNormGated(12, eps=1e-3)
+    module.weight.data = torch.tensor(weight)
+    expected = module(torch.tensor(x), torch.tensor(gate)).detach().numpy()
+    got = gated_norm(jnp.asarray(x), jnp.asarray(gate), jnp.asarray(weight), 1e-3)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
