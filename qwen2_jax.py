@@ -35,7 +35,9 @@ from activation_extraction.model.attention import (
 )
 from activation_extraction.model.bits import from_bits
 from activation_extraction.model.decoder import Decoder, Path
+from activation_extraction.model.delta_net import GatedDeltaNet, shared_tensor
 from activation_extraction.model.experts import Experts, route, scattered
+from activation_extraction.model.hybrid_config import LINEAR
 from activation_extraction.model.layers import STREAM, Linear, Out, RMSNorm, parameter
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.moe_config import DENSE, SPARSE
@@ -59,7 +61,10 @@ class Embedding(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention, with the biases and norms that the configuration asks for."""
+    """Grouped-query attention, with the biases, norms and gates that the configuration asks for.
+
+    With gates, q_proj gives each head its query and then its gate.
+    """
 
     config: QwenConfig
     dtype: Any
@@ -68,7 +73,7 @@ class SelfAttention(nn.Module):
 
     def setup(self) -> None:
         linear = partial(Linear, self.config, dtype=self.dtype)
-        self.q_proj = linear("D->NH", use_bias=self.config.qkv_bias)
+        self.q_proj = linear("D->QH", use_bias=self.config.qkv_bias)
         self.k_proj = linear("D->KH", use_bias=self.config.qkv_bias)
         self.v_proj = linear("D->KH", use_bias=self.config.qkv_bias)
         self.o_proj = linear("NH->D", use_bias=self.config.o_bias)
@@ -84,6 +89,9 @@ class SelfAttention(nn.Module):
         constrain = self.layout.constrain
         out: Out = {}
         q = out["q"] = constrain(self.q_proj(x), *queries)
+        if self.config.q_gate:
+            q = q.reshape(*q.shape[:2], -1, 2, q.shape[-1])
+            q, out["q_gate"] = constrain(q[..., 0, :], *queries), constrain(q[..., 1, :], *queries)
         k = out["k"] = constrain(self.k_proj(x), *keys)
         v = out["v"] = constrain(self.v_proj(x), *keys).astype(self.dtype)
         if self.config.qk_norm:
@@ -95,7 +103,11 @@ class SelfAttention(nn.Module):
         with jax.named_scope("attention"):
             attend = partial(_attend, self.layout, self.config.sliding_window, slides)
             out["pattern"] = partial(attend, attention_pattern, q, k, k, segment_ids)
-            heads = out["z"] = attend(self.attention, q, k, v, segment_ids)
+            heads = attend(self.attention, q, k, v, segment_ids)
+        if self.config.q_gate:
+            gate = jax.nn.sigmoid(out["q_gate"])
+            heads = (heads.astype(jnp.float32) * gate).astype(self.dtype)
+        out["z"] = heads
         out["out"] = constrain(self.o_proj(heads).astype(self.dtype), *STREAM)
         return out["out"], out
 
@@ -164,7 +176,10 @@ class SparseMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One block. Returns the residual stream after it, and the intermediates that hooks name."""
+    """One block. Returns the residual stream after it, and the intermediates that hooks name.
+
+    type_: of the layer, as the configuration calls it.
+    """
 
     config: QwenConfig
     dtype: Any
@@ -174,7 +189,10 @@ class DecoderLayer(nn.Module):
 
     def setup(self) -> None:
         self.input_layernorm = RMSNorm(self.config, self.dtype)
-        self.self_attn = SelfAttention(self.config, self.dtype, self.attention, self.layout)
+        if self.type_ == LINEAR:
+            self.linear_attn = GatedDeltaNet(self.config, self.dtype, self.layout)
+        else:
+            self.self_attn = SelfAttention(self.config, self.dtype, self.attention, self.layout)
         self.post_attention_layernorm = RMSNorm(self.config, self.dtype)
         mlp = SparseMLP if self.type_ == SPARSE else MLP
         self.mlp = mlp(self.config, self.dtype, self.layout)
@@ -184,7 +202,10 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Array, Out]:
         out: Out = {"resid_pre": x}
         y, out["ln1"] = self.input_layernorm(x)
-        y, out["attn"] = self.self_attn(y, rotary, segment_ids, slides)
+        if self.type_ == LINEAR:
+            y, out["linear_attn"] = self.linear_attn(y, segment_ids)
+        else:
+            y, out["attn"] = self.self_attn(y, rotary, segment_ids, slides)
         x = out["resid_mid"] = x + y
         y, out["ln2"] = self.post_attention_layernorm(x)
         y, out["mlp"] = self.mlp(y, segment_ids)
@@ -253,6 +274,7 @@ def weight_table(model: nn.Module) -> dict[Path, WeightSpec]:
             shape=boxed.value.shape,
             axes=boxed.names,
             hf_names=_hf_names(path, model),
+            rows=_rows(path, model),
             fused=_fused(path, model),
         )
         for path, boxed in flatten_dict(abstract["params"]).items()
@@ -260,27 +282,37 @@ def weight_table(model: nn.Module) -> dict[Path, WeightSpec]:
 
 
 def _hf_names(path: Path, model: nn.Module) -> tuple[str, ...]:
+    config = model.config
     if path[0] in ("layers", "last_layer"):
         layers, inside = _of_layers(path, model)
+        name = ".".join(shared_tensor(inside, config)[0])
         if "experts" not in path:
-            return tuple(f"{layer}.{inside}" for layer in layers)
-        before, after = inside.split("experts.")
-        experts = range(model.config.experts.count)
+            return tuple(f"{layer}.{name}" for layer in layers)
+        before, after = name.split("experts.")
+        experts = range(config.experts.count)
         return tuple(f"{layer}.{before}experts.{e}.{after}" for layer in layers for e in experts)
-    if path[0] == "lm_head":
-        tied = model.config.tie_word_embeddings
-        return ("model.embed_tokens.weight" if tied else "lm_head.weight",)
-    return (f"model.{'.'.join(path)}",)
+    if path[0] == "lm_head" and not config.tie_word_embeddings:
+        return ("lm_head.weight",)
+    module = "embed_tokens" if path[0] == "lm_head" else path[0]
+    return (f"{config.prefix}{module}.weight",)
 
 
-def _of_layers(path: Path, model: nn.Module) -> tuple[list[str], str]:
-    """The names of the layers that a parameter is of, and its own name in them."""
+def _rows(path: Path, model: nn.Module) -> tuple[int, int] | None:
+    """Which rows of a tensor that several parameters share."""
+    if path[0] not in ("layers", "last_layer"):
+        return None
+    return shared_tensor(_of_layers(path, model)[1], model.config)[1]
+
+
+def _of_layers(path: Path, model: nn.Module) -> tuple[list[str], Path]:
+    """The names of the layers that a parameter is of, and its own path in them."""
     types, last = model.config.layer_types, model.whole_layers
+    before = f"{model.config.prefix}layers"
     if path[0] == "last_layer":
-        return [f"model.layers.{last}"], ".".join(path[1:])
+        return [f"{before}.{last}"], path[1:]
     mixed = len(set(types)) > 1  # then the second part of the path is the layer's type
     own = [k for k in range(last) if not mixed or types[k] == path[1]]
-    return [f"model.layers.{k}" for k in own], ".".join(path[1 + mixed :])
+    return [f"{before}.{k}" for k in own], path[1 + mixed :]
 
 
 def _fused(path: Path, model: nn.Module) -> Fused | None:
@@ -289,7 +321,7 @@ def _fused(path: Path, model: nn.Module) -> Fused | None:
         return None
     layers, inside = _of_layers(path, model)
     tensor, part, parts = FUSED_EXPERTS[path[-2]]
-    before, _ = inside.split("experts.")
+    before, _ = ".".join(inside).split("experts.")
     return Fused(tuple(f"{layer}.{before}experts.{tensor}" for layer in layers), part, parts)
 
 

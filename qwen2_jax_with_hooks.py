@@ -23,11 +23,14 @@ from activation_extraction.model.family import Families, ModelFamily
 from activation_extraction.model.hook_points import (
     EXPERTS,
     HOOKS,
+    RECURRENT,
     SHARED_EXPERT,
     block_kind,
+    hybrid,
     with_experts,
 )
 from activation_extraction.model.hooks import Hook, HookKind
+from activation_extraction.model.hybrid_config import nested_config, text_config
 from activation_extraction.model.layers import STREAM, Out, RMSNorm
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.moe_config import MoeConfig
@@ -35,7 +38,8 @@ from activation_extraction.model.qwen_config import QwenConfig
 from qwen2_jax import Embedding, Qwen2, decoder, rotary_table, weight_table
 
 VALUES = [kind.value for kind in HOOKS.kinds]
-ATTENDED = frozenset(VALUES[VALUES.index("attn.pattern") :])  # these kinds need attention
+# These kinds need attention, or the recurrence in its place.
+ATTENDED = frozenset([*VALUES[VALUES.index("attn.pattern") :], *RECURRENT])
 
 # A kind in the loop costs each layer a write, and an exchange of what is split over devices; a
 # layer after the loop takes time to compile.
@@ -343,4 +347,21 @@ QWEN3_MOE = dataclasses.replace(
     hooks=with_experts(QWEN3.hooks, EXPERTS),
 )
 
-FAMILIES = Families((QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE))
+
+QWEN3_5_TEXT = dataclasses.replace(
+    QWEN3,
+    model_type="qwen3_5_text",
+    models="Qwen3.5, dense, text alone",
+    config=text_config,
+    hooks=hybrid(QWEN3.hooks),
+    ignored=r"mtp\..*",
+)
+QWEN3_5 = dataclasses.replace(
+    QWEN3_5_TEXT,
+    model_type="qwen3_5",
+    models="Qwen3.5, dense, without its vision inputs",
+    config=nested_config,
+    ignored=r"mtp\..*|model\.visual\..*",
+)
+
+FAMILIES = Families((QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, QWEN3_5, QWEN3_5_TEXT))

@@ -33,6 +33,7 @@ import numpy as np
 import pytest
 import transformers  # noqa: F401
 from cloud import Cloud
+from delta_reference import QWEN3_5, inside_delta_net
 from tokenizers import Tokenizer
 
 from activation_extraction.model.checkpoint import Checkpoint
@@ -98,6 +99,7 @@ TINY: dict[str, dict[str, Any]] = {
         sliding_window=70,
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
+    **QWEN3_5,
 }
 
 MOE: dict[str, Any] = dict(
@@ -165,6 +167,11 @@ class Reference:
     def config(self) -> Any:
         return FAMILIES.read(self.folder / "config.json")[1]
 
+    @property
+    def language(self) -> Any:
+        """The decoder, without the vision part that some models have beside it."""
+        return getattr(self.model.model, "language_model", self.model.model)
+
     def hooked(self, token_ids: np.ndarray) -> dict[str, np.ndarray]:
         """Name of a hook -> (B, T, width) float32, as Hugging Face computes it on unpadded rows.
 
@@ -185,7 +192,8 @@ class Reference:
                 found = found[0] if isinstance(found, tuple) else found
                 values[name] = found.reshape(*token_ids.shape, -1).clone()
 
-            handles.append(self.model.get_submodule(path).register_forward_hook(keep))
+            module = self.language.get_submodule(path.removeprefix("model."))
+            handles.append(module.register_forward_hook(keep))
         with torch.no_grad():
             self.model.model(torch.tensor(token_ids, dtype=torch.long), use_cache=False)
             values |= {hook.name: values[hook.module] for hook in hooks if hook.module is not None}
@@ -200,15 +208,20 @@ class Reference:
     def _inside(self, block: str, values: dict[str, Any]) -> dict[str, Any]:
         """What is inside of a block's modules and so has no name there."""
         import torch
-        from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
+        from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
 
         found = {}
         for norm, stream in (("ln1", "hook_resid_pre"), ("ln2", "hook_resid_mid")):
             found[f"{block}{norm}.hook_normalized"] = self._normalized(values[block + stream])
+        if f"{block}linear_attn.hook_out" in values:
+            return found | inside_delta_net(self.language, self.config, block, values)
         normed = "_normed" * self.config.qk_norm
         q, k = (values[f"{block}attn.hook_{n}{normed}"] for n in "qk")
         q, k = (x.unflatten(2, (-1, self.config.head_dim)).transpose(1, 2) for x in (q, k))
-        tables = self.model.model.rotary_emb(q, torch.arange(q.shape[2])[None])
+        if self.config.q_gate:
+            heads = values[f"{block}attn.hook_q"].unflatten(2, (-1, 2, self.config.head_dim))
+            found[f"{block}attn.hook_q_gate"] = heads[..., 1, :].flatten(2)
+        tables = self.language.rotary_emb(q, torch.arange(q.shape[2])[None])
         for name, rotated in zip("qk", apply_rotary_pos_emb(q, k, *tables), strict=True):
             found[f"{block}attn.hook_rot_{name}"] = rotated.transpose(1, 2).flatten(2)
         return found
@@ -234,7 +247,7 @@ def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) ->
     Noise scales with the width: attention must not saturate, or rounding errors are amplified.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     usual: dict[str, Any] = dict(
         model_type="qwen2",
@@ -247,10 +260,13 @@ def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) ->
     )
     config = AutoConfig.for_model(**(usual | changes))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    vision = hasattr(config, "vision_config")
+    model = (AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_config(config)
+    model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.8 / config.hidden_size**0.5)
+            noise = 0.8 / config.get_text_config().hidden_size ** 0.5
+            parameter.add_(torch.randn_like(parameter) * noise)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return Reference(model, folder)
 

@@ -100,9 +100,11 @@ def test_every_hook_of_every_layer_equals_hugging_face(reference: Reference):
     batch = rows(config.vocab_size)
     got = run(model, load(model, reference.folder), *batch)
     expected = reference.hooked(batch[0])
-    sparse = config.layer_types.count("sparse")
+    types = config.layer_types
+    linear, sparse = types.count("linear_attention"), types.count("sparse")
     of_experts = sparse * (1 + 5 * (config.model_type == "qwen2_moe"))
-    assert len(got) == (18 + 2 * config.qk_norm) * config.num_hidden_layers + 3 + of_experts
+    of_attention = 18 + 2 * config.qk_norm + config.q_gate
+    assert len(got) == of_attention * (len(types) - linear) + 24 * linear + 3 + of_experts
     for hook, value in got.items():
         assert error_of(value, expected[hook.name]) < TOLERANCE, hook.name
 

@@ -51,7 +51,8 @@ class ModelFamily:
     transformers makes of a config.json, what to call the file) -> the checked configuration;
     whole: configuration -> the complete language model; hooked: (configuration, hooks, dtype,
     activation dtype, attention, layout) -> the HookedModel that computes these hooks and no more;
-    weight_table: either model -> its parameters; hooks: the kinds of hooks that it has.
+    weight_table: either model -> its parameters; hooks: the kinds of hooks that it has; ignored: a
+    regular expression for tensors of its checkpoints that are not loaded.
 
     A configuration says of every layer which type it is of: `layer_types`.
     """
@@ -63,6 +64,7 @@ class ModelFamily:
     hooked: Callable[..., Any]
     weight_table: Callable[[Any], WeightTable]
     hooks: HookTable
+    ignored: str = ""
 
     def hooks_of(self, config: Any) -> HookTable:
         """The hooks of the model with this configuration."""

@@ -125,7 +125,7 @@ def prepare_model(families: Families, request: ModelRequest) -> Forward:
     weights = family.weight_table(model)
     every = family.weight_table(family.whole(config)).values()
     known = {name for spec in every for name in spec.possible_names} | {"lm_head.weight"}
-    check_tensors(checkpoint, weights.values(), known)
+    check_tensors(checkpoint, weights.values(), known, family.ignored)
     shape = request.rows, request.length
     return Forward(checkpoint, model, hooks, weights, rows, shape, chosen)
 

@@ -1,5 +1,8 @@
 """The hook points of a dense decoder: the table that families of models begin with.
 
+`hybrid` makes of it the table of a model in which some layers have a gated delta net in place of
+attention. Layers of each type then have kinds of their own.
+
 A hook point is a kind of hook at a layer. Names and meanings are those of TransformerLens with
 unprocessed weights. A norm's `hook_normalized` comes before its weight and `hook_out` after it;
 `hook_q`, `hook_k` and `hook_v` are the projections, which come before any norm on them and before
@@ -19,6 +22,7 @@ it is multiplied with the sigmoid of `mlp.shared_expert_gate.hook_out`.
 from dataclasses import replace
 
 from activation_extraction.model.hooks import HookKind, HookTable
+from activation_extraction.model.hybrid_config import ATTENTION, LINEAR
 from activation_extraction.model.moe_config import DENSE, SPARSE
 
 
@@ -47,7 +51,7 @@ HOOKS = HookTable(
         block_kind("hook_resid_pre", "D", "resid_pre", "input", "hook_in ln1.hook_in"),
         block_kind("ln1.hook_normalized", "D", "ln1.normalized"),
         block_kind("ln1.hook_out", "D", "ln1.out", "input_layernorm.output", "attn.hook_in"),
-        block_kind("attn.hook_q", "NH", "attn.q", "self_attn.q_proj.output", "attn.q.hook_out"),
+        block_kind("attn.hook_q", "QH", "attn.q", "self_attn.q_proj.output", "attn.q.hook_out"),
         block_kind("attn.hook_k", "KH", "attn.k", "self_attn.k_proj.output", "attn.k.hook_out"),
         block_kind("attn.hook_v", "KH", "attn.v", "self_attn.v_proj.output", "attn.v.hook_out"),
         block_kind("attn.hook_rot_q", "NH", "attn.rot_q"),
@@ -120,3 +124,53 @@ def with_experts(table: HookTable, kinds: tuple[HookKind, ...]) -> HookTable:
     ]
     out = _sparse("hook_mlp_out", "D", "mlp.out", "mlp.output", "mlp.hook_out")
     return HookTable(tuple(dense)).after("blocks.{}.hook_mlp_out", *kinds, out)
+
+
+DELTA_NET = (
+    ("q_pre_conv", "JC", ""),
+    ("k_pre_conv", "JC", ""),
+    ("v_pre_conv", "JGZ", ""),
+    ("q", "JC", ""),
+    ("k", "JC", ""),
+    ("v", "JGZ", ""),
+    ("beta_logit", "JG", "in_proj_b.output"),
+    ("beta", "JG", ""),
+    ("log_decay", "JG", ""),
+    ("recurrence_out", "JGZ", "norm.input"),
+    ("gate_input", "JGZ", "in_proj_z.output"),
+    ("out", "D", "output linear_attn.out_proj.output"),
+)
+RECURRENT = "linear_attn.recurrence_out", "linear_attn.gated", "linear_attn.out"
+
+
+def hybrid(table: HookTable) -> HookTable:
+    """For layers with gated attention or a gated delta net; table: of a model with attention."""
+    kinds: list[HookKind] = []
+    for kind in table.kinds:
+        own = kind.name.removeprefix("blocks.{}.")
+        if own == "ln1.hook_out":
+            delta = replace(kind, aliases=("blocks.{}.linear_attn.hook_in",), types=(LINEAR,))
+            kinds += [replace(kind, types=(ATTENTION,)), delta, *_delta_net()]
+        elif own.startswith("attn.") or own == "hook_attn_out":
+            kinds.append(replace(kind, types=(ATTENTION,)))
+        else:
+            kinds.append(kind)
+    gate = replace(block_kind("attn.hook_q_gate", "NH", "attn.q_gate"), types=(ATTENTION,))
+    return HookTable(tuple(kinds)).after("blocks.{}.attn.hook_v", gate)
+
+
+def _delta_net() -> list[HookKind]:
+    """All kinds inside of a gated delta net; the last but one is what its heads give."""
+    kinds = [
+        block_kind(
+            f"linear_attn.hook_{name}",
+            letters,
+            f"linear_attn.{name}",
+            f"linear_attn.{modules}" if modules else "",
+        )
+        for name, letters, modules in DELTA_NET
+    ]
+    gated = block_kind(
+        "linear_attn.out_proj.hook_in", "JGZ", "linear_attn.gated", "linear_attn.out_proj.input"
+    )
+    return [replace(kind, types=(LINEAR,)) for kind in (*kinds[:-1], gated, kinds[-1])]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from activation_extraction.cli.errors import InputError
 
+HEAD_SIZES = "HCZ"  # letters
 ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
 
 
@@ -85,8 +86,9 @@ class Hook(NamedTuple):
         """What metadata.json says of it beside its canonical name."""
         found: dict[str, int | str | None] = {"module": self.module}
         found["width"] = self.kind.width(sizes)
-        if "H" in self.kind.letters:
-            found |= {"heads": sizes[self.kind.letters[0]], "head_size": sizes["H"]}
+        heads, size = self.kind.letters[:-1], self.kind.letters[-1]
+        if size in HEAD_SIZES:
+            found |= {"heads": math.prod(sizes[axis] for axis in heads), "head_size": sizes[size]}
         if self.kind.grows:
             found |= {"heads": sizes[self.kind.letters[0]], "keys": sizes["S"]}
         return found

@@ -18,6 +18,7 @@ from activation_extraction.model.qwen_config import QwenConfig
 LOGICAL_AXES = {
     "D": "embed",
     "N": "heads",
+    "Q": "heads",
     "K": "kv_heads",
     "H": "head_dim",
     "F": "mlp",
@@ -27,6 +28,12 @@ LOGICAL_AXES = {
     "R": "router",
     "U": "one",
     "V": "vocab",
+    "J": "key_heads",
+    "G": "head_dim",
+    "C": "head_dim",
+    "Z": "head_dim",
+    "I": "one",
+    "W": "taps",
 }
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
 # Where one is a function, it is computed when somebody calls that.
@@ -65,7 +72,8 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """Root mean square norm (arXiv:1910.07467) over the axis `over`.
 
-    Computed in float32; `out` is rounded once, at the end, unless it is to stay `wide`.
+    Computed in float32; `out` is rounded once, at the end, unless it is to stay `wide`. Some
+    families store the weights less 1.
     """
 
     config: QwenConfig
@@ -81,6 +89,6 @@ class RMSNorm(nn.Module):
             jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps
         )
         normalized = x * inverse_rms
-        out = normalized * scale.astype(jnp.float32)
+        out = normalized * (scale.astype(jnp.float32) + self.config.norm_offset)
         out = out if self.wide else out.astype(self.dtype)
         return out, {"normalized": normalized, "out": out}

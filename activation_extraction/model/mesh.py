@@ -9,7 +9,7 @@ alike.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -29,6 +29,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "embed": ("fsdp",),
     "heads": ("model",),
     "kv_heads": ("model",),
+    "key_heads": BOTH,
     "mlp": BOTH,
     "experts": ("expert",),
     "vocab": BOTH,
@@ -90,6 +91,24 @@ class Layout:
     def gather(self, weight: Array, axes: Sequence[str]) -> Array:
         """A weight just before its use: complete along fsdp, split as before along the rest."""
         return weight if self.size("fsdp") == 1 else self.constrain(weight, *axes, without="fsdp")
+
+    def each(
+        self,
+        function: Callable[..., Array],
+        arrays: Sequence[Array],
+        axes: Sequence[Sequence[str]],
+        like: int,
+    ) -> Array:
+        """Runs `function` on every device with its own part of the arrays, given with their axes.
+
+        like: the number of the array that has the shape and the axes of the result.
+        """
+        if self.mesh is None or self.mesh.size == 1:
+            return function(*arrays)
+        specs = tuple(self.spec(of, array.shape) for of, array in zip(axes, arrays, strict=True))
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=specs, out_specs=specs[like], check_vma=False
+        )(*arrays)
 
     def attend(
         self, attention: Attention, q: Array, k: Array, v: Array, segment_ids: Array

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -25,7 +25,9 @@ class QwenConfig:
     """The shape and constants of a dense model, mostly under the names of its config.json.
 
     In sliding_layers a token sees only the last `sliding_window` tokens, itself included. Families
-    differ in their biases and in qk_norm, a norm on the queries and keys of each head.
+    differ in their biases; in qk_norm, a norm on the queries and keys of each head; in q_gate, a
+    gate on the output of each head, which q_proj gives beside the queries; in norm_offset, which is
+    added to the weights of norms; and in what their tensors' names begin with.
     """
 
     model_type: str
@@ -45,6 +47,13 @@ class QwenConfig:
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
+    _: dataclasses.KW_ONLY
+    q_gate: bool = False
+    norm_offset: float = 0.0
+    prefix: str = "model."
+    # Of the family: the types of layers that it has, and whether it may rotate a part of each head.
+    TYPES: ClassVar = LAYER_TYPES
+    PARTIAL: ClassVar = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -52,6 +61,7 @@ class QwenConfig:
         return {
             "D": self.hidden_size,
             "N": self.num_attention_heads,
+            "Q": self.num_attention_heads * (1 + self.q_gate),
             "K": self.num_key_value_heads,
             "H": self.head_dim,
             "F": self.intermediate_size,
@@ -83,12 +93,15 @@ class QwenConfig:
         attention needs (arXiv:2204.02311, appendix B, without the half above the diagonal).
         """
         lengths = list(lengths)
-        heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
-        attention = self.hidden_size * heads
         return sum(
-            self.flops_of(layer, attention + self.mlp_weights(layer), True, lengths)
+            self.flops_of(layer, self.mixer_weights(layer) + self.mlp_weights(layer), True, lengths)
             for layer in range(layers)
         )
+
+    def mixer_weights(self, layer: int) -> int:
+        """Of this layer's matrices before its MLP."""
+        sizes = self.sizes
+        return self.hidden_size * self.head_dim * (sizes["Q"] + sizes["N"] + 2 * sizes["K"])
 
     def mlp_weights(self, layer: int) -> int:
         """Of this layer's matrices after its attention, those that one token is multiplied with."""
@@ -122,12 +135,12 @@ class QwenConfig:
         head_dim = getattr(hf, "head_dim", None)
         if head_dim is None:
             head_dim = numbers["hidden_size"] // numbers["num_attention_heads"]
-        window, sliding = _sliding(hf, source)
+        window, sliding = _sliding(hf, cls.TYPES, source)
         config = cls(
             model_type=hf.model_type,
             **numbers,
             head_dim=head_dim,
-            rope=Rope.from_hf(_rope_parameters(hf, source), head_dim, source),
+            rope=Rope.from_hf(_rope_parameters(hf, source), head_dim, source, cls.PARTIAL),
             rms_norm_eps=positive(vars(hf), "rms_norm_eps", source),
             tie_word_embeddings=bool(hf.tie_word_embeddings),
             sliding_window=window,
@@ -187,8 +200,13 @@ def positive_int(hf: Any, field: str, source: str) -> int:
 
 
 def _refuse(hf: Any, source: str) -> None:
+    refuse_quantized(hf, source)
     if hf.hidden_act != "silu":
         raise InputError(f"{source}: hidden_act {hf.hidden_act!r} is not supported, only 'silu' is")
+
+
+def refuse_quantized(hf: Any, source: str) -> None:
+    """Raises InputError for a configuration of quantised weights."""
     quantized = getattr(hf, "quantization_config", None)
     if quantized is not None:
         how = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
@@ -206,18 +224,18 @@ def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
     return rope
 
 
-def _sliding(hf: Any, source: str) -> tuple[int | None, tuple[int, ...]]:
-    """The window, and the layers that have it."""
+def _sliding(hf: Any, known: tuple[str, ...], source: str) -> tuple[int | None, tuple[int, ...]]:
+    """The window, and the layers that have it. known: the types of layers that are supported."""
     types = getattr(hf, "layer_types", None)
     if types is None:  # a family whose layers all have it
         types = [LAYER_TYPES[bool(hf.sliding_window)]] * hf.num_hidden_layers
     for layer, kind in enumerate(types):
-        if kind not in LAYER_TYPES:
-            known = " and ".join(LAYER_TYPES)
+        if kind not in known:
             raise InputError(
-                f"{source}: layer_types: layer {layer} is {kind!r}, and only {known} are supported"
+                f"{source}: layer_types: layer {layer} is {kind!r}, and only "
+                f"{' and '.join(known)} are supported"
             )
-    sliding = tuple(k for k, kind in enumerate(types) if kind != "full_attention")
+    sliding = tuple(k for k, kind in enumerate(types) if kind == "sliding_attention")
     if not sliding:
         return None, ()
     if hf.sliding_window is None:

@@ -2,7 +2,8 @@
 
 Frequencies follow `transformers.modeling_rope_utils`, in float32 as there. Linear scaling divides
 them all by the factor; YaRN (arXiv:2309.00071) divides those that turn slowly, leaves those that
-turn fast, and multiplies the rotated queries and keys by an attention factor.
+turn fast, and multiplies the rotated queries and keys by an attention factor. Some families rotate
+only the first dimensions of a head.
 """
 
 import math
@@ -25,7 +26,8 @@ class Rope:
 
     The rest is for scaled types. factor: how many times longer the context becomes. For YaRN:
     attention_factor; blended, the first and last index of the frequencies that are between left
-    and divided; trained, the tokens of the context before it became longer.
+    and divided; trained, the tokens of the context before it became longer. share: of a head's
+    dimensions, from the first on, are rotated.
     """
 
     theta: float
@@ -34,38 +36,41 @@ class Rope:
     attention_factor: float = 1.0
     blended: tuple[float, float] | None = None
     trained: int = 0
+    share: float = 1.0
 
     @classmethod
-    def from_hf(cls, rope: Mapping[str, Any], head_dim: int, source: str) -> "Rope":
+    def from_hf(
+        cls, rope: Mapping[str, Any], head_dim: int, source: str, partial: bool = False
+    ) -> "Rope":
         """From the `rope_parameters` of a configuration that transformers has completed.
 
-        Raises InputError, naming field and value, for any other type and for missing numbers.
+        partial: whether the family may rotate only a share of a head's dimensions. Raises
+        InputError, naming field and value, for any other type and for missing numbers.
         """
         kind = rope.get("rope_type")
         if kind not in ("default", "linear", "yarn"):
             raise InputError(
                 f"{source}: rope_type {kind!r} is not supported; default, linear and yarn are"
             )
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise InputError(
-                f"{source}: partial_rotary_factor {rope['partial_rotary_factor']!r} is not "
-                "supported, only 1.0 is"
-            )
+        share = _share(rope, head_dim, partial, source)
+        head_dim = int(head_dim * share)
         theta = positive(rope, "rope_theta", source)
         if kind == "default":
-            return cls(theta)
+            return cls(theta, share=share)
         factor = positive(rope, "factor", source)
         if kind == "linear":
-            return cls(theta, kind, factor)
+            return cls(theta, kind, factor, share=share)
         trained = int(positive(rope, "original_max_position_embeddings", source))
         blended = _blended(rope, theta, trained, head_dim, source)
-        return cls(theta, kind, factor, _attention_factor(rope, factor, source), blended, trained)
+        attention_factor = _attention_factor(rope, factor, source)
+        return cls(theta, kind, factor, attention_factor, blended, trained, share)
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians per position of each pair of dimensions, (H/2,) float32.
+        """Radians per position of each pair of rotated dimensions, (H/2,) float32 if all are.
 
         NumPy's own float32 power is not good to the last bit, which a late position multiplies.
         """
+        head_dim = int(head_dim * self.share)
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
         plain = 1 / (self.theta ** exponents.astype(np.float64)).astype(np.float32)
         stretched = plain / np.float32(self.factor)
@@ -86,10 +91,14 @@ class Rope:
 
 
 def rotate(x: Array, rotary: tuple[Array, Array]) -> Array:
-    """Rotates (B, T, heads, H) float32; dimension i pairs with i + H/2, as in Hugging Face."""
+    """Rotates (B, T, heads, H) float32; dimension i pairs with i + H/2, as in Hugging Face.
+
+    Where a share of the dimensions is rotated, that share is H here, and the others stay.
+    """
     cos, sin = rotary
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 def positive(fields: Mapping[str, Any], field: str, source: str) -> float:
@@ -98,6 +107,20 @@ def positive(fields: Mapping[str, Any], field: str, source: str) -> float:
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise InputError(f"{source}: {field} must be a positive number, found {value!r}")
     return float(value)
+
+
+def _share(rope: Mapping[str, Any], head_dim: int, partial: bool, source: str) -> float:
+    """Of a head's dimensions that are rotated. Raises InputError."""
+    share = positive({"partial_rotary_factor": 1.0, **rope}, "partial_rotary_factor", source)
+    if share != 1 and not partial:
+        raise InputError(f"{source}: partial_rotary_factor {share!r} is not supported, only 1.0 is")
+    rotated = int(head_dim * share)
+    if share > 1 or rotated < 2 or rotated % 2:
+        raise InputError(
+            f"{source}: partial_rotary_factor {share!r} rotates {rotated} of a head's {head_dim} "
+            "dimensions; it must be an even number of them, at least 2"
+        )
+    return share
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> float:

@@ -55,12 +55,14 @@ class WeightSpec:
     those, the `fused` ones; `of` says which, and then hf_names are these. The checkpoint keeps the
     last two axes of experts the other way round.
     The checkpoint keeps (heads, head_dim) as one flat dimension; all else has the same layout, and
-    so has head_dim alone.
+    so has head_dim alone. rows: the first of the tensors' rows that are the parameter's, and how
+    many rows the tensors have, where several parameters share them.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     hf_names: tuple[str, ...]
+    rows: tuple[int, int] | None = None
     fused: Fused | None = None
 
     def of(self, names: Container[str]) -> "WeightSpec":
@@ -110,6 +112,8 @@ class WeightSpec:
             merged[-2:] = merged[:-3:-1]
         if self.fused is not None and self.is_fused:
             merged[1] *= self.fused.parts
+        if self.rows is not None:
+            merged[0] = self.rows[1]
         return tuple(merged)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
@@ -158,6 +162,8 @@ class WeightSpec:
         if self.fused is not None and self.is_fused:
             first = self.fused.part * shape[-1]
             merged[1] = (merged[1][0] + first, merged[1][1] + first)
+        if self.rows is not None:
+            merged[0] = (merged[0][0] + self.rows[0], merged[0][1] + self.rows[0])
         part = read(self.hf_names[number], tuple(slice(*bound) for bound in merged))
         return part.swapaxes(-1, -2) if "experts" in self.axes else part.reshape(wanted)
 
@@ -193,10 +199,13 @@ def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], known: set[str]) -> None:
+def check_tensors(
+    checkpoint: Checkpoint, table: Iterable[WeightSpec], known: set[str], ignored: str = ""
+) -> None:
     """Compares the checkpoint's headers with what the model needs, before anything is read.
 
-    table: the parameters to load; known: every tensor name that the architecture has.
+    table: the parameters to load; known: every tensor name that the architecture has; ignored: a
+    regular expression for those that it has beside the language model.
     Raises InputError for missing, unknown, misshapen or non-float tensors.
     """
     names = set(checkpoint.file_of_tensor or ())
@@ -206,7 +215,12 @@ def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], known: se
             names |= set(shapes)
             own = [name for name in spec.hf_names if checkpoint.file_with(name) is file]
             dataclasses.replace(spec, hf_names=tuple(own)).check(shapes, file.where)
-    unknown = sorted(n for n in names - known if not IGNORED_TENSORS.fullmatch(n))
+    beside = re.compile(ignored)
+    unknown = sorted(
+        name
+        for name in names - known
+        if not IGNORED_TENSORS.fullmatch(name) and not beside.fullmatch(name)
+    )
     if unknown:
         raise InputError(
             f"--model_path {checkpoint.model_path}: tensor {unknown[0]} is unknown to this model"

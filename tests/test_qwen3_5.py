@@ -1,0 +1,313 @@
+"""Qwen3.5: its configurations and checkpoints, meshes, and a run with layers of both types."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import Reference, make_reference
+from delta_reference import QWEN3_5, VISION
+from pods import flags_for
+from safetensors.numpy import load_file, save_file
+from test_mesh import run_on
+from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, run
+from test_model import by_hook as values_of
+
+from activation_extraction.cli.errors import InputError
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.devices import usable_devices
+from activation_extraction.model.mesh import build_layout
+from activation_extraction.model.weights import check_tensors, load_params
+from activation_extraction.run import demo
+from extract_activations import main
+from qwen2_jax import weight_table
+from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
+
+TEXT: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 211,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rms_norm_eps": 1e-2,
+}
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+def test_what_a_configuration_says():
+    config = FAMILIES.config(TEXT)
+    assert config.layer_types == (LINEAR, FULL, LINEAR, FULL)
+    assert config.rope.share == 0.25 and len(config.rope.frequencies(64)) == 8
+    nested = {"model_type": "qwen3_5", "text_config": TEXT, "vision_config": VISION}
+    inside = FAMILIES.config(nested | {"tie_word_embeddings": True})
+    assert inside.tie_word_embeddings and not config.tie_word_embeddings
+    assert inside.delta == config.delta and inside.sizes == config.sizes
+    assert config.prefix == "model." and inside.prefix == "model.language_model."
+
+
+@pytest.mark.parametrize(
+    "change,named",
+    [
+        ({"linear_num_value_heads": 6}, "linear_num_value_heads 6 is not a multiple of .* 4"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim must be a positive integer"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer 0 is 'sliding_attention', and only"),
+        ({"attn_output_gate": False}, "attn_output_gate False is not supported"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported"),
+        ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.05}}, "rotates 3 of a"),
+        ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 1.5}}, "factor 1.5"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(change, named):
+    with pytest.raises(InputError, match=named):
+        FAMILIES.config({"model_type": "qwen3_5", "text_config": TEXT | change})
+
+
+def test_quantised_checkpoints_are_refused_wherever_it_is_said():
+    quantised = {"quantization_config": {"quant_method": "fp8"}}
+    for raw in (
+        {"model_type": "qwen3_5", "text_config": TEXT, **quantised},
+        {"model_type": "qwen3_5", "text_config": TEXT | quantised},
+    ):
+        with pytest.raises(InputError, match="fp8.: quantised"):
+            FAMILIES.config(raw)
+
+
+def test_each_type_of_layer_has_hooks_of_its_own():
+    table = FAMILIES.named("qwen3_5").hooks_of(FAMILIES.config(TEXT))
+    found = {hook.name for hook in table.every(4)}
+    for name, own in (
+        ("linear_attn.hook_log_decay", (0, 2)),
+        ("linear_attn.out_proj.hook_in", (0, 2)),
+        ("attn.hook_q_gate", (1, 3)),
+        ("hook_attn_out", (1, 3)),
+        ("ln1.hook_out", (0, 1, 2, 3)),
+    ):
+        layers = [k for k in range(4) if f"blocks.{k}.{name}" in found]
+        assert layers == [*own], name
+    (hook,) = table.matching(["blocks.2.linear_attn.hook_in"], 4).values()
+    assert hook.name == "blocks.2.ln1.hook_out"
+    assert hook.facts({"D": 64}) == {"module": "model.layers.2.input_layernorm.output", "width": 64}
+    with pytest.raises(InputError, match="layer 0 is of type linear_attention"):
+        table.of_layers([0], "attn", 4)
+    (values,) = table.matching(["blocks.0.linear_attn.hook_v"], 4).values()
+    facts = values.facts(FAMILIES.config(TEXT).sizes)
+    assert facts == {"module": None, "width": 128, "heads": 8, "head_size": 16}
+
+
+def test_operations_of_a_model_with_both_types():
+    config, lengths = FAMILIES.config(TEXT), [10, 3]
+    mlp, tokens = 3 * 64 * 128, 13
+    convolutions = (2 * 4 * 16 + 8 * 16) * 4
+    projections = 64 * (2 * 4 * 16 + 8 * 16 + 8 * 16 + 2 * 8 + 8 * 16)
+    recurrence = 3 * 8 * 16 * 16  # S^T k, the update and S^T q
+    linear = 2 * tokens * (mlp + projections + convolutions + recurrence)
+    assert config.flops(1, lengths) == linear
+    heads = 64 * 64 * (2 * 4 + 2 * 2 + 4)  # queries with gates, keys, values, and back
+    full = 2 * tokens * (mlp + heads) + 2 * 4 * 64 * (10**2 + 3**2)
+    assert config.flops(2, lengths) == linear + full
+    for name, last in (("hook_q", 64 * 4 * 16 + 4 * 16 * 4), ("hook_beta_logit", 64 * 8)):
+        table = FAMILIES.named("qwen3_5").hooks_of(config)
+        hooks = table.matching([f"blocks.2.linear_attn.{name}"], 4).values()
+        model = create_model_with_hooks(config, [*hooks])
+        assert model.flops(lengths) == linear + full + 2 * tokens * last
+
+
+SIZES = {  # hidden, MLP, layers, heads, KV heads, value heads of the delta nets, tied; 10**9
+    "0.8B": (1024, 3584, 24, 8, 2, 16, True, 0.75),
+    "2B": (2048, 6144, 24, 8, 2, 16, True, 1.88),
+    "4B": (2560, 9216, 32, 16, 4, 32, True, 4.2),
+    "9B": (4096, 12288, 32, 16, 4, 32, False, 8.95),
+    "27B": (5120, 17408, 64, 24, 4, 48, False, 26.9),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_released_sizes_have_exactly_the_tensors_of_transformers(name):
+    """Those of the vision part and of the prediction of several tokens are not loaded."""
+    import re
+
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    hidden, mlp, layers, heads, kv_heads, values, tied, billions = SIZES[name]
+    text = dict(
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        linear_num_value_heads=values,
+        max_position_embeddings=262144,
+        rope_parameters=dict(
+            rope_type="default",
+            rope_theta=1e7,
+            partial_rotary_factor=0.25,
+            mrope_section=[11, 11, 10],
+            mrope_interleaved=True,
+        ),
+        tie_word_embeddings=tied,
+    )
+    raw = dict(model_type="qwen3_5", text_config=text, vision_config=VISION)
+    raw["tie_word_embeddings"] = tied
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**raw))
+    expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    if tied:
+        del expected["lm_head.weight"]
+    family, config = FAMILIES.of(raw)
+    specs = list(family.weights_of(config))
+    for spec in specs:
+        spec.check(expected, name)
+    beside = {key for key in expected if re.fullmatch(family.ignored, key)}
+    assert {key for spec in specs for key in spec.hf_names} == expected.keys() - beside
+    assert all(key.startswith("model.visual.") for key in beside) and beside
+    total = sum(math.prod(shape) for key, shape in expected.items() if key not in beside)
+    assert total / 1e9 == pytest.approx(billions, rel=0.015)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Reference:
+    return make_reference(tmp_path_factory.mktemp("small"), **TEXT)
+
+
+MESHES = {
+    "2d": {"data": 2, "model": 4},
+    "1d, more devices than key heads": {"model": 8},
+    "3d fsdp": {"data": 2, "fsdp": 2, "model": 2},
+    "3d pipeline": {"pipeline": 2, "data": 2, "model": 2},
+}
+ODD_HOOKS = [
+    "blocks.0.linear_attn.hook_recurrence_out",
+    "blocks.1.attn.hook_z",
+    "blocks.2.linear_attn.hook_k",
+    "blocks.3.hook_resid_post",
+]
+
+
+@pytest.fixture(scope="module")
+def on_one_device(small):
+    """Two segments in each row, and the values of every hook."""
+    token_ids, segment_ids, positions = rows(small.config.vocab_size, (8, 64))
+    segment_ids[:, 40:] = 2
+    positions = np.where(segment_ids == 2, positions - 40, positions).astype(np.int32)
+    batch = token_ids, segment_ids, positions
+    model = create_model_with_hooks(small.config, every_hook(small.config))
+    found = run(model, load(model, small.folder), *batch)
+    return batch, {hook.name: value for hook, value in found.items()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "2d" else pytest.param(name, marks=pytest.mark.long) for name in MESHES],
+)
+def test_every_mesh_gives_the_values_of_one_device(small, on_one_device, name):
+    batch, expected = on_one_device
+    chosen = every_hook(small.config)
+    if name != "2d":
+        chosen = [hook for hook in chosen if hook.name in ODD_HOOKS]
+    found, model = run_on(small, batch, chosen, MESHES[name], hosts=2)
+    for hook, value in values_of(model, found).items():
+        assert error_of(value, expected[hook.name]) < TOLERANCE, hook.name
+
+
+def test_key_heads_are_split_with_their_value_heads(small, monkeypatch):
+    """And of the tensor that queries, keys and values share, every byte is read once."""
+    read: dict[str, int] = {}
+    original = Checkpoint.read
+
+    def spy(self, tensor, index):
+        part = original(self, tensor, index)
+        read[tensor] = read.get(tensor, 0) + part.nbytes
+        return part
+
+    monkeypatch.setattr(Checkpoint, "read", spy)
+    layout = build_layout(usable_devices(every=True), MESHES["2d"], kv_heads=2)
+    hooks = hooks_of(small.config).of_layers([3], "residual", 4)
+    table = weight_table(create_model_with_hooks(small.config, hooks, layout=layout))
+    params = load_params(table, Checkpoint(str(small.folder)), np.float32, layout)
+    own = params["layers"][LINEAR]["linear_attn"]
+    for name, shape in (
+        ("in_proj_q", (2, 1, 16, 64)),
+        ("in_proj_v", (2, 1, 2, 16, 64)),
+        ("conv1d_k", (2, 1, 16, 1, 4)),
+        ("out_proj", (2, 64, 1, 2, 16)),
+    ):
+        assert {x.data.shape for x in own[name]["weight"].addressable_shards} == {shape}, name
+    assert {x.data.shape for x in own["A_log"].addressable_shards} == {(2, 1, 2)}
+    for spec in table.values():
+        for tensor in spec.hf_names:
+            assert read[tensor] == 4 * math.prod(spec.hf_shape), tensor
+
+
+def test_some_weights_in_float32_and_what_is_beside_the_language_model(tmp_path):
+    """As released: rounded as transformers rounds them; and only the language model is read."""
+    import torch
+
+    reference = make_reference(tmp_path, **QWEN3_5["qwen3_5_tied_beside_vision"])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    kept = [name for name in tensors if name.endswith(("A_log", "linear_attn.norm.weight"))]
+    assert len(kept) == 2 and any("visual" in name for name in tensors)
+    rounded = {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()}
+    beside = {"mtp.fc.weight": np.ones((2, 2), np.float32)}
+    save_file(rounded | {name: tensors[name] for name in kept} | beside, file)
+    family, config = FAMILIES.read(tmp_path / "config.json")
+    model = create_model_with_hooks(config, every_hook(config))
+    checkpoint, table = Checkpoint(str(tmp_path)), family.weight_table(model)
+    every = family.weight_table(family.whole(config)).values()
+    known = {name for spec in every for name in spec.possible_names}
+    check_tensors(checkpoint, table.values(), known, family.ignored)
+    with pytest.raises(InputError, match="tensor m.* is unknown"):
+        check_tensors(checkpoint, table.values(), known)
+    layout = build_layout(usable_devices(every=False), {"model": 1}, kv_heads=1)
+    params = load_params(table, checkpoint, ml_dtypes.bfloat16, layout)
+    (delta,) = (one for one in reference.language.bfloat16().layers if hasattr(one, "linear_attn"))
+    got = np.asarray(params["layers"][LINEAR]["linear_attn"]["A_log"]).reshape(-1)
+    expected = delta.linear_attn.A_log.detach().to(torch.float32).numpy()
+    np.testing.assert_array_equal(got.astype(np.float32), expected)
+
+
+@pytest.fixture(scope="module")
+def inputs_of_both_types(demo_inputs, tmp_path_factory) -> Path:
+    """As demo_inputs, with a model of layers of both types."""
+    folder = tmp_path_factory.mktemp("qwen3_5-inputs")
+    shutil.copytree(demo_inputs, folder, dirs_exist_ok=True)
+    text = {**TEXT, "vocab_size": demo.VOCAB_SIZE}
+    raw = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": True}
+    family, config = FAMILIES.of(raw)
+    (folder / "model/config.json").write_text(json.dumps(raw))
+    demo.write_weights(folder / "model/model.safetensors", family.weights_of(config))
+    return folder
+
+
+def test_a_run_lists_stores_and_verifies(inputs_of_both_types, tmp_path, capsys):
+    model = ["--model_path", str(inputs_of_both_types / "model")]
+    assert main(["--list_hooks", *model]) == 0
+    listed = capsys.readouterr().out
+    assert "blocks.K.linear_attn.hook_beta (K: 0, 2) " in listed
+    stored = "--hook_names", "blocks.*.linear_attn.hook_log_decay", "blocks.3.hook_resid_mid"
+    flags = flags_for(inputs_of_both_types, tmp_path, "--max_samples", 9, hooks=stored)
+    assert main([*map(str, flags)]) == 0
+    metadata = json.loads((tmp_path / "metadata.json").read_text())
+    assert metadata["model"]["delta"]["layers"] == [0, 2]
+    assert [(hook["name"], hook["width"]) for hook in metadata["hooks"]] == [
+        ("blocks.0.linear_attn.hook_log_decay", 8),
+        ("blocks.2.linear_attn.hook_log_decay", 8),
+        ("blocks.3.hook_resid_mid", 64),
+    ]
+    verify = ["--verify", "--verify_samples", "3", "--output_dir", str(tmp_path)]
+    assert main([*verify, *model]) == 0
+    assert "3 samples recomputed; 0 problem(s)" in capsys.readouterr().out
