@@ -25,16 +25,16 @@ from activation_extraction.model.hook_points import (
     HOOKS,
     RECURRENT,
     SHARED_EXPERT,
-    block_kind,
     hybrid,
     with_experts,
+    with_normed_heads,
 )
 from activation_extraction.model.hooks import Hook, HookKind
-from activation_extraction.model.hybrid_config import nested_config, text_config
+from activation_extraction.model.hybrid_config import qwen3_5_config, qwen3_5_text_config
 from activation_extraction.model.layers import STREAM, Out, RMSNorm
 from activation_extraction.model.mesh import RULES, Layout
-from activation_extraction.model.moe_config import MoeConfig
-from activation_extraction.model.qwen_config import QwenConfig
+from activation_extraction.model.moe_config import qwen2_moe_config, qwen3_moe_config
+from activation_extraction.model.qwen_config import QwenConfig, qwen2_config, qwen3_config
 from qwen2_jax import Embedding, Qwen2, decoder, rotary_table, weight_table
 
 VALUES = [kind.value for kind in HOOKS.kinds]
@@ -289,14 +289,10 @@ def create_model_with_hooks(
     )
 
 
-def _qwen2(hf: Any, source: str) -> QwenConfig:
-    return QwenConfig.from_hf(hf, source, qkv_bias=True, o_bias=False, qk_norm=False)
-
-
 QWEN2 = ModelFamily(
     "qwen2",
     "Qwen2, Qwen2.5, QwQ",
-    config=_qwen2,
+    config=qwen2_config,
     whole=Qwen2,
     hooked=create_model_with_hooks,
     weight_table=weight_table,
@@ -304,38 +300,20 @@ QWEN2 = ModelFamily(
 )
 
 
-def _qwen3(hf: Any, source: str) -> QwenConfig:
-    bias = bool(hf.attention_bias)
-    return QwenConfig.from_hf(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=True)
-
-
 QWEN3 = dataclasses.replace(
     QWEN2,
     model_type="qwen3",
     models="Qwen3, dense",
-    config=_qwen3,
-    hooks=HOOKS.after(
-        "blocks.{}.attn.hook_v",
-        block_kind("attn.hook_q_normed", "NH", "attn.q_normed", "self_attn.q_norm.output"),
-        block_kind("attn.hook_k_normed", "KH", "attn.k_normed", "self_attn.k_norm.output"),
-    ),
+    config=qwen3_config,
+    hooks=with_normed_heads(HOOKS),
 )
-
-
-def _qwen2_moe(hf: Any, source: str) -> MoeConfig:
-    return MoeConfig.from_hf(hf, source, qkv_bias=bool(hf.qkv_bias), o_bias=False, qk_norm=False)
-
-
-def _qwen3_moe(hf: Any, source: str) -> MoeConfig:
-    bias = bool(hf.attention_bias)
-    return MoeConfig.from_hf(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
 QWEN2_MOE = dataclasses.replace(
     QWEN2,
     model_type="qwen2_moe",
     models="Qwen1.5-MoE, Qwen2 57B-A14B",
-    config=_qwen2_moe,
+    config=qwen2_moe_config,
     hooks=with_experts(HOOKS, EXPERTS + SHARED_EXPERT),
 )
 
@@ -343,7 +321,7 @@ QWEN3_MOE = dataclasses.replace(
     QWEN3,
     model_type="qwen3_moe",
     models="Qwen3 30B-A3B, 235B-A22B",
-    config=_qwen3_moe,
+    config=qwen3_moe_config,
     hooks=with_experts(QWEN3.hooks, EXPERTS),
 )
 
@@ -352,7 +330,7 @@ QWEN3_5_TEXT = dataclasses.replace(
     QWEN3,
     model_type="qwen3_5_text",
     models="Qwen3.5, dense, text alone",
-    config=text_config,
+    config=qwen3_5_text_config,
     hooks=hybrid(QWEN3.hooks),
     ignored=r"mtp\..*",
 )
@@ -360,7 +338,7 @@ QWEN3_5 = dataclasses.replace(
     QWEN3_5_TEXT,
     model_type="qwen3_5",
     models="Qwen3.5, dense, without its vision inputs",
-    config=nested_config,
+    config=qwen3_5_config,
     ignored=r"mtp\..*|model\.visual\..*",
 )
 

@@ -91,6 +91,15 @@ HOOKS = HookTable(
 )
 
 
+def with_normed_heads(table: HookTable) -> HookTable:
+    """The table of a family with norms on the queries and keys of each head."""
+    return table.after(
+        "blocks.{}.attn.hook_v",
+        block_kind("attn.hook_q_normed", "NH", "attn.q_normed", "self_attn.q_norm.output"),
+        block_kind("attn.hook_k_normed", "KH", "attn.k_normed", "self_attn.k_norm.output"),
+    )
+
+
 def _sparse(name: str, letters: str, value: str, modules: str = "", aliases: str = "") -> HookKind:
     return block_kind(name, letters, value, modules, aliases, (SPARSE,))
 

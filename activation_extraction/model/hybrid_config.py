@@ -93,7 +93,7 @@ class HybridConfig(QwenConfig):
         return super().flops_of(layer, weights, attends, lengths)
 
 
-def text_config(hf: Any, source: str) -> HybridConfig:
+def qwen3_5_text_config(hf: Any, source: str) -> HybridConfig:
     """Of a language model alone. Raises InputError."""
     if not getattr(hf, "attn_output_gate", True):
         raise InputError(f"{source}: attn_output_gate False is not supported, only True is")
@@ -110,11 +110,11 @@ def text_config(hf: Any, source: str) -> HybridConfig:
     )
 
 
-def nested_config(hf: Any, source: str) -> HybridConfig:
+def qwen3_5_config(hf: Any, source: str) -> HybridConfig:
     """Of the language model in a model with vision inputs. Raises InputError."""
     refuse_quantized(hf, source)
     return dataclasses.replace(
-        text_config(hf.text_config, source),
+        qwen3_5_text_config(hf.text_config, source),
         model_type=hf.model_type,
         prefix="model.language_model.",
         tie_word_embeddings=bool(hf.tie_word_embeddings),

@@ -104,3 +104,14 @@ def sparse_layers(hf: Any, source: str) -> tuple[int, ...]:
             f"{hf.mlp_only_layers}); such a model is not supported"
         )
     return found
+
+
+def qwen2_moe_config(hf: Any, source: str) -> MoeConfig:
+    """From a configuration that `complete` returned. Raises InputError."""
+    return MoeConfig.from_hf(hf, source, qkv_bias=bool(hf.qkv_bias), o_bias=False, qk_norm=False)
+
+
+def qwen3_moe_config(hf: Any, source: str) -> MoeConfig:
+    """From a configuration that `complete` returned. Raises InputError."""
+    bias = bool(hf.attention_bias)
+    return MoeConfig.from_hf(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=True)

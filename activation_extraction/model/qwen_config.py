@@ -157,6 +157,17 @@ class QwenConfig:
         return config
 
 
+def qwen2_config(hf: Any, source: str) -> QwenConfig:
+    """From a configuration that `complete` returned. Raises InputError."""
+    return QwenConfig.from_hf(hf, source, qkv_bias=True, o_bias=False, qk_norm=False)
+
+
+def qwen3_config(hf: Any, source: str) -> QwenConfig:
+    """From a configuration that `complete` returned. Raises InputError."""
+    bias = bool(hf.attention_bias)
+    return QwenConfig.from_hf(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+
 POSITIVE = (
     "vocab_size",
     "hidden_size",
