@@ -1,6 +1,7 @@
 """The state of every host of a run, from its JSON files alone: how far it is, and how fast."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,17 +101,17 @@ def problems_of(stored: Stored) -> list[str]:
     without_json, without_file, without_statistics = stored.missing()
     unread = {number_of(name) for name in stored.damaged if name != METADATA}
     if lost := [number for number in without_json if number not in unread]:
-        problems.append(f"{stored.url}: shards are missing: {_ranges(lost)}")
+        problems.append(f"{stored.url}: shards are missing: {ranges(lost)}")
     if without_file:
-        numbers = _ranges(without_file)
+        numbers = ranges(without_file)
         problems.append(f"{stored.url}: shard files are missing or cut short: {numbers}")
     if without_statistics:
-        numbers = _ranges(without_statistics)
+        numbers = ranges(without_statistics)
         problems.append(f"{stored.url}: statistics files are missing: {numbers}")
     return problems
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """Ascending numbers in short, such as 1-3, 7."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -8,6 +8,7 @@ from typing import Any
 
 from activation_extraction.cli.positions import ALL, parse_positions
 from activation_extraction.model.hooks import HookTable
+from activation_extraction.reading.status import ranges
 
 COLUMNS = "hook", "Hugging Face module", "width", "bytes/token", "other names"
 
@@ -42,11 +43,4 @@ def list_hooks(table: HookTable, config: Any, dtype: Any, rule: str, length: int
 
 def _only(layers: Sequence[int], depth: int) -> str:
     """Such as " (K: 3, 7-9)"; nothing for all layers."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and runs[-1][-1] == layer - 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return "" if len(layers) == depth else f" (K: {text})"
+    return "" if len(layers) == depth else f" (K: {ranges(layers)})"
