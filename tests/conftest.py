@@ -301,6 +301,15 @@ def demo_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "demo_inputs"
 
 
+def inputs_with(model: Mapping[str, Any], demo_inputs: Path, folder: Path) -> Path:
+    """A copy of demo_inputs in `folder`, with random weights for this config.json."""
+    shutil.copytree(demo_inputs, folder, dirs_exist_ok=True)
+    family, config = FAMILIES.of(model)
+    (folder / "model/config.json").write_text(json.dumps(model))
+    demo.write_weights(folder / "model/model.safetensors", family.weights_of(config))
+    return folder
+
+
 def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer in a model's folder."""
     return load_tokenizer(Checkpoint(str(folder)).tokenizer_files(), str(folder), vocab_size)

@@ -1,13 +1,12 @@
 """Families of models: what each has of its own, against transformers, and every released size."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import YARN, Reference, make_reference
+from conftest import YARN, Reference, inputs_with, make_reference
 from pods import Pod, flags_for
 from test_hosts import check_union, stored_alone
 from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, run
@@ -91,14 +90,9 @@ RUN = {  # two layers of five have a window, or experts
 @pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
 def family_inputs(request, demo_inputs, tmp_path_factory) -> Path:
     """As demo_inputs, with a model of five layers."""
-    folder = tmp_path_factory.mktemp("inputs")
-    shutil.copytree(demo_inputs, folder, dirs_exist_ok=True)
     raw = {**demo.MODEL_CONFIG, "model_type": request.param, "head_dim": 64, **RUN[request.param]}
     raw |= {"num_hidden_layers": 5}
-    family, config = FAMILIES.of(raw)
-    (folder / "model/config.json").write_text(json.dumps(raw))
-    demo.write_weights(folder / "model/model.safetensors", family.weights_of(config))
-    return folder
+    return inputs_with(raw, demo_inputs, tmp_path_factory.mktemp("inputs"))
 
 
 # The third is the router's output where the layer has experts.

@@ -2,14 +2,13 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import Reference, make_reference
+from conftest import Reference, inputs_with, make_reference
 from delta_reference import QWEN3_5, VISION
 from pods import flags_for
 from safetensors.numpy import load_file, save_file
@@ -283,14 +282,9 @@ def test_some_weights_in_float32_and_what_is_beside_the_language_model(tmp_path)
 @pytest.fixture(scope="module")
 def inputs_of_both_types(demo_inputs, tmp_path_factory) -> Path:
     """As demo_inputs, with a model of layers of both types."""
-    folder = tmp_path_factory.mktemp("qwen3_5-inputs")
-    shutil.copytree(demo_inputs, folder, dirs_exist_ok=True)
     text = {**TEXT, "vocab_size": demo.VOCAB_SIZE}
     raw = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": True}
-    family, config = FAMILIES.of(raw)
-    (folder / "model/config.json").write_text(json.dumps(raw))
-    demo.write_weights(folder / "model/model.safetensors", family.weights_of(config))
-    return folder
+    return inputs_with(raw, demo_inputs, tmp_path_factory.mktemp("qwen3_5-inputs"))
 
 
 def test_a_run_lists_stores_and_verifies(inputs_of_both_types, tmp_path, capsys):

@@ -28,11 +28,7 @@ from activation_extraction.output.folder_lock import check_free_disk, check_outp
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.run_folders import RunFolders, check_siblings, find_metadata
 from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.run.dataset import (
-    HostText,
-    open_dataset,
-    share_of,
-)
+from activation_extraction.run.dataset import HostText, open_dataset, share_of
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
 from activation_extraction.run.hosts import Host, agree
 from activation_extraction.run.identity import fingerprint, identity_of, package_versions
