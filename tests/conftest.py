@@ -241,13 +241,35 @@ class Reference:
         return (x.float() * torch.rsqrt(mean_square + self.config.rms_norm_eps)).to(x.dtype)
 
 
+def hugging_face(raw: Mapping[str, Any]) -> "PreTrainedModel":
+    """What transformers makes of this config.json, with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = AutoConfig.for_model(**raw)
+    vision = hasattr(config, "vision_config")
+    return (AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_config(config)
+
+
+def shapes_of(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors of its checkpoints, as transformers has them in memory.
+
+    Shapes alone: nothing is allocated.
+    """
+    import torch
+
+    with torch.device("meta"):
+        found = hugging_face(raw).state_dict()
+    if raw["tie_word_embeddings"]:
+        del found["lm_head.weight"]
+    return {name: tuple(tensor.shape) for name, tensor in found.items()}
+
+
 def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) -> Reference:
     """A random model with weights large enough that every part of it matters, saved to `folder`.
 
     Noise scales with the width: attention must not saturate, or rounding errors are amplified.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     usual: dict[str, Any] = dict(
         model_type="qwen2",
@@ -258,14 +280,11 @@ def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) ->
         num_attention_heads=4,
         tie_word_embeddings=False,
     )
-    config = AutoConfig.for_model(**(usual | changes))
     torch.manual_seed(0)
-    vision = hasattr(config, "vision_config")
-    model = (AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_config(config)
-    model.eval()
+    model = hugging_face(usual | changes).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = 0.8 / config.get_text_config().hidden_size ** 0.5
+            noise = 0.8 / model.config.get_text_config().hidden_size ** 0.5
             parameter.add_(torch.randn_like(parameter) * noise)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return Reference(model, folder)

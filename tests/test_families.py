@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import YARN, Reference, inputs_with, make_reference
+from conftest import YARN, Reference, inputs_with, make_reference, shapes_of
 from pods import Pod, flags_for
 from test_hosts import check_union, stored_alone
 from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, run
@@ -274,15 +274,8 @@ def test_operations_are_those_of_the_active_parameters(name):
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_sizes_have_exactly_the_tensors_of_transformers(name):
     """Shapes alone: nothing is allocated on either side."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     raw, billions = RELEASED[name]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
-    expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    if raw["tie_word_embeddings"]:
-        del expected["lm_head.weight"]
+    expected = shapes_of(raw)
     family, config = FAMILIES.of(raw)
     for layout in (expected, apart(expected)):
         specs = [spec.of(layout) for spec in family.weights_of(config)]
