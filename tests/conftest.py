@@ -1,5 +1,8 @@
 """Eight fake CPU devices, strict dtypes, no network, and tiny checkpoints made by transformers.
 
+Compiling takes longer than what the tests compute, so most of the compiler's optimizations are off:
+the fixture `optimized` turns them on, and tests of one model of each family and those marked `slow`
+have it. torch has one thread, as several would mostly wait for each other.
 What is compiled is kept until the session ends, for its own tests and for the processes that they
 start. Each worker of pytest-xdist has a cache of its own, as JAX does not write entries atomically.
 torch is imported where it is used, which takes seconds; transformers before the tool imports it
@@ -15,8 +18,10 @@ os.environ |= {
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # as stores.py; tests import gcsfs before it
     "HF_HOME": f"{SESSION_FOLDER}/hf-home",
     "JAX_COMPILATION_CACHE_DIR": f"{SESSION_FOLDER}/jax",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+    "OMP_NUM_THREADS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
@@ -154,6 +159,7 @@ TINY |= {
 }
 
 QUICK_REFERENCE = "two_kv_heads_tied"  # the one of `make test-quick`
+OPTIMIZED = {QUICK_REFERENCE, "qwen3_tied", "qwen2_moe", "qwen3_moe", "qwen3_5_more_values"}
 
 
 @dataclass(frozen=True)
@@ -288,6 +294,24 @@ def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) ->
             parameter.add_(torch.randn_like(parameter) * noise)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return Reference(model, folder)
+
+
+@pytest.fixture
+def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs are compiled as in a run, in processes that the test starts, too."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "false")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(autouse=True)
+def _optimized_if_it_matters(request: pytest.FixtureRequest) -> None:
+    values = getattr(request.node, "callspec", None)
+    if request.node.get_closest_marker("slow") or (
+        values is not None and values.params.get("reference") in OPTIMIZED
+    ):
+        request.getfixturevalue("optimized")
 
 
 def references(*names: str) -> pytest.MarkDecorator:

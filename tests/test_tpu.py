@@ -19,7 +19,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.tpu_plan import ARRAY, COLLECTIVE, EIGHT, QWEN_7B, Compiled, compile_for, groups
 from qwen2_jax_with_hooks import FAMILIES
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("optimized")]
 
 pytest.importorskip("libtpu")
 

@@ -68,7 +68,7 @@ class Decoder:
         return unflatten_dict({path: every[path] for path in paths})
 
     def _init_layer(self, type_: str, key: Array) -> Any:
-        return self.modules[type_].clone(layout=Layout()).init(key, *self._example())["params"]
+        return _init(self.modules[type_].clone(layout=Layout()), key, *self._example())
 
     def _example(self) -> tuple[Any, ...]:
         return *self.example(), self._slides(0)
@@ -188,6 +188,12 @@ class Decoder:
             path: math.prod(box.value.shape) if path[-1] == "weight" and len(box.names) > 1 else 0
             for path, box in boxes.items()
         }
+
+
+@partial(jax.jit, static_argnums=0)  # so that it is traced once for all who ask
+def _init(module: nn.Module, key: Array, *example: Any) -> Any:
+    """The parameters of one layer."""
+    return module.init(key, *example)["params"]
 
 
 def stage_length(types: Sequence[str], stages: int) -> int:
