@@ -66,7 +66,7 @@ class Bucket:
         self.storage: Any = None  # the emulator's
         self.lock = threading.Lock()
         self._server = _Server(self)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     @contextmanager
     def door(self) -> Iterator["Bucket"]:

@@ -4,10 +4,10 @@ import gzip
 import os
 import pickle
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+import forks
 
 import extract_activations
 
@@ -43,16 +43,14 @@ class Pod:
                 "PYTHONPATH": str(SCRIPT.parent),
             }
             environment |= variables
-            command = [sys.executable, str(script), "--multihost", *map(str, own)]
+            command = [str(script), "--multihost", *map(str, own)]
             if through_environment:
                 environment |= {name: str(value) for name, value in where.items()}
             else:
                 for name, value in where.items():
                     command += [f"--{name.lower()}", str(value)]
             with open(self.logs[i], "w") as log:
-                self.processes[i] = subprocess.Popen(
-                    command, env=environment, stdout=log, stderr=subprocess.STDOUT
-                )
+                self.processes[i] = forks.start(command, environment, log.fileno())
 
     def wait(self, seconds=300):
         deadline = time.monotonic() + seconds

@@ -20,25 +20,33 @@ from activation_extraction.text.packing import pack
 from extract_activations import main
 from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
 
-LENGTHS = 90, 150, 1, 60
+LENGTHS = 304, 90, 150, 1, 60  # a row of one document, and a packed one
 
 
-def test_documents_of_a_packed_row_are_those_that_transformers_computes_alone(
-    reference: Reference,
-):
-    """Longer and shorter ones than a window; the last layer too."""
+def test_every_hook_of_every_layer_equals_hugging_face(reference: Reference):
+    """For every document alone; there are longer and shorter ones than a window."""
     config = reference.config
     model = create_model_with_hooks(config, every_hook(config))
-    params = load(model, reference.folder)
     samples = random_samples(LENGTHS, config.vocab_size)
-    (batch,) = pack(samples, rows=1, length=sum(LENGTHS) + 3)
-    packed = run(model, params, batch.token_ids, batch.segment_ids, batch.positions)
-    assert len(batch.samples) == len(LENGTHS)
+    (batch,) = pack(samples, rows=2, length=LENGTHS[0])
+    got = run(
+        model,
+        load(model, reference.folder),
+        batch.token_ids,
+        batch.segment_ids,
+        batch.positions,
+    )
+    types = config.layer_types
+    linear, sparse = types.count("linear_attention"), types.count("sparse")
+    of_experts = sparse * (1 + 5 * (config.model_type == "qwen2_moe"))
+    of_attention = 18 + 2 * config.qk_norm + config.q_gate
+    assert len(got) == of_attention * (len(types) - linear) + 24 * linear + 3 + of_experts
+    assert [at.row for at in batch.samples] == [0, 1, 1, 1, 1]
     for at in batch.samples:
         alone = reference.hooked(at.sample.token_ids[None])
-        for hook, value in packed.items():
-            got = value[:, at.start : at.stop]
-            assert error_of(got, alone[hook.name]) < TOLERANCE, hook.name
+        for hook, value in got.items():
+            error = error_of(value[at.row, at.start : at.stop], alone[hook.name])
+            assert error < TOLERANCE, (hook.name, at.row, at.start)
 
 
 def test_the_families_differ_in_their_hooks():
