@@ -23,7 +23,6 @@ from activation_extraction.cli.flags import build_parser
 from activation_extraction.run import demo
 
 SCRIPT = Path(extract_activations.__file__)
-ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
 
 
 def start(*arguments, **options):
@@ -32,7 +31,7 @@ def start(*arguments, **options):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
         **options,
     )
 
@@ -52,6 +51,7 @@ def main(*arguments):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("optimized")
 @both_formats
 def test_demo_in_a_new_process_reads_back_as_it_says(shard_format, tmp_path):
     process = start("--demo", "--output_dir", tmp_path / "out", "--shard_format", shard_format)

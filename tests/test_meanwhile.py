@@ -121,6 +121,7 @@ os._exit(status)
 """
 
 
+@pytest.mark.long
 def test_hosts_of_a_pod_decide_together(demo_inputs, tmp_path):
     """The folders of both hosts are completed meanwhile, or that of one of them."""
     (tmp_path / "late.py").write_text(SCRIPT)
