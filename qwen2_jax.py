@@ -43,7 +43,7 @@ from activation_extraction.model.mesh import Layout
 from activation_extraction.model.moe_config import DENSE, SPARSE
 from activation_extraction.model.qwen_config import QwenConfig
 from activation_extraction.model.rope import rotate
-from activation_extraction.model.weights import Fused, WeightSpec
+from activation_extraction.model.weights import Fused, Share, WeightSpec
 
 
 class Embedding(nn.Module):
@@ -274,7 +274,7 @@ def weight_table(model: nn.Module) -> dict[Path, WeightSpec]:
             shape=boxed.value.shape,
             axes=boxed.names,
             hf_names=_hf_names(path, model),
-            rows=_rows(path, model),
+            share=_share(path, model),
             fused=_fused(path, model),
         )
         for path, boxed in flatten_dict(abstract["params"]).items()
@@ -297,8 +297,8 @@ def _hf_names(path: Path, model: nn.Module) -> tuple[str, ...]:
     return (f"{config.prefix}{module}.weight",)
 
 
-def _rows(path: Path, model: nn.Module) -> tuple[int, int] | None:
-    """Which rows of a tensor that several parameters share."""
+def _share(path: Path, model: nn.Module) -> Share | None:
+    """Which part of a tensor that several parameters share."""
     if path[0] not in ("layers", "last_layer"):
         return None
     return shared_tensor(_of_layers(path, model)[1], model.config)[1]
@@ -320,16 +320,14 @@ def _fused(path: Path, model: nn.Module) -> Fused | None:
     if "experts" not in path:
         return None
     layers, inside = _of_layers(path, model)
-    tensor, part, parts = FUSED_EXPERTS[path[-2]]
     before, _ = ".".join(inside).split("experts.")
-    return Fused(tuple(f"{layer}.{before}experts.{tensor}" for layer in layers), part, parts)
-
-
-FUSED_EXPERTS = {  # projection -> tensor, which part of it, of how many
-    "gate_proj": ("gate_up_proj", 0, 2),
-    "up_proj": ("gate_up_proj", 1, 2),
-    "down_proj": ("down_proj", 0, 1),
-}
+    width = model.config.experts.width
+    tensor, share = {
+        "gate_proj": ("gate_up_proj", Share(1, 0, 2 * width)),
+        "up_proj": ("gate_up_proj", Share(1, width, 2 * width)),
+        "down_proj": ("down_proj", None),
+    }[path[-2]]
+    return Fused(tuple(f"{layer}.{before}experts.{tensor}" for layer in layers), share)
 
 
 def convert_hf_to_jax_weights(

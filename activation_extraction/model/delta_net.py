@@ -24,6 +24,7 @@ from activation_extraction.model.gated_delta import (
 from activation_extraction.model.layers import STREAM, Linear, Out, parameter
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.qwen_config import QwenConfig
+from activation_extraction.model.weights import Share
 
 KEYS = "batch", "sequence", "key_heads", "head_dim"  # logical axes of queries and keys
 VALUES = *KEYS, "head_dim"
@@ -112,11 +113,10 @@ class GatedDeltaNet(nn.Module):
 
 def shared_tensor(
     path: tuple[str, ...], config: QwenConfig
-) -> tuple[tuple[str, ...], tuple[int, int] | None]:
+) -> tuple[tuple[str, ...], Share | None]:
     """The checkpoint's path for the path of a layer's parameter.
 
-    With the first of the tensor's rows that are the parameter's and how many rows it has, where
-    queries, keys and values share it.
+    With the parameter's share of that tensor, where queries, keys and values are in one.
     """
     fused, _, part = path[-2].rpartition("_") if len(path) > 1 else ("", "", "")
     if fused not in FUSED or part not in ("q", "k", "v"):
@@ -124,4 +124,4 @@ def shared_tensor(
     sizes = config.sizes
     keys = sizes["J"] * sizes["C"]
     every = 2 * keys + sizes["J"] * sizes["G"] * sizes["Z"]
-    return (*path[:-2], FUSED[fused], path[-1]), ("qkv".index(part) * keys, every)
+    return (*path[:-2], FUSED[fused], path[-1]), Share(0, "qkv".index(part) * keys, every)

@@ -33,16 +33,23 @@ Shape = tuple[int, ...]
 ReadTensor = Callable[[str, Index], np.ndarray]
 
 
-class Fused(NamedTuple):
-    """Checkpoint tensors that hold all experts of a layer, and several of their weights.
+class Share(NamedTuple):
+    """The part of a checkpoint tensor that is a parameter's, where several parameters share it.
 
-    names: one per layer; part, parts: which part of the tensors' second axis is the parameter's, of
-    how many equal ones.
+    axis: the tensor's axis along which it is split; start: where the part begins on this axis;
+    total: the tensor's size along it.
     """
 
+    axis: int
+    start: int
+    total: int
+
+
+class Fused(NamedTuple):
+    """Checkpoint tensors that hold all experts of a layer: one name per layer."""
+
     names: tuple[str, ...]
-    part: int
-    parts: int
+    share: Share | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,24 +59,23 @@ class WeightSpec:
     A parameter whose first axis is "layers" stacks one tensor per layer (zeros for layers that the
     checkpoint does not have: a block of zeros changes nothing); others have one tensor. With the
     axis "experts" there is a tensor for each expert of each layer, or, in checkpoints that have
-    those, the `fused` ones; `of` says which, and then hf_names are these. The checkpoint keeps the
-    last two axes of experts the other way round.
+    those, the `fused` ones; `of` says which, and then hf_names and share are theirs. The checkpoint
+    keeps the last two axes of experts the other way round.
     The checkpoint keeps (heads, head_dim) as one flat dimension; all else has the same layout, and
-    so has head_dim alone. rows: the first of the tensors' rows that are the parameter's, and how
-    many rows the tensors have, where several parameters share them.
+    so has head_dim alone. share: None for a parameter that has its tensors to itself.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     hf_names: tuple[str, ...]
-    rows: tuple[int, int] | None = None
+    share: Share | None = None
     fused: Fused | None = None
 
     def of(self, names: Container[str]) -> "WeightSpec":
         """For a checkpoint with tensors of these names."""
         if self.fused is None or self.fused.names[0] not in names:
             return self
-        return dataclasses.replace(self, hf_names=self.fused.names)
+        return dataclasses.replace(self, hf_names=self.fused.names, share=self.fused.share)
 
     @property
     def possible_names(self) -> set[str]:
@@ -81,14 +87,10 @@ class WeightSpec:
         return self.axes[0] == "layers"
 
     @property
-    def is_fused(self) -> bool:
-        """Whether the tensors are those of `fused`."""
-        return self.fused is not None and self.hf_names == self.fused.names
-
-    @property
     def apart(self) -> bool:
         """Whether every expert has a tensor of its own."""
-        return "experts" in self.axes and not self.is_fused
+        fused = self.fused is not None and self.hf_names == self.fused.names
+        return "experts" in self.axes and not fused
 
     @property
     def tensors_per_layer(self) -> int:
@@ -110,10 +112,8 @@ class WeightSpec:
                 merged.append(size)
         if "experts" in self.axes:
             merged[-2:] = merged[:-3:-1]
-        if self.fused is not None and self.is_fused:
-            merged[1] *= self.fused.parts
-        if self.rows is not None:
-            merged[0] = self.rows[1]
+        if self.share is not None:
+            merged[self.share.axis] = self.share.total
         return tuple(merged)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
@@ -159,11 +159,9 @@ class WeightSpec:
                 raise ValueError("head_dim cannot be split: it is the inner part of a flat axis")
         if "experts" in self.axes:
             merged[-2:] = merged[:-3:-1]
-        if self.fused is not None and self.is_fused:
-            first = self.fused.part * shape[-1]
-            merged[1] = (merged[1][0] + first, merged[1][1] + first)
-        if self.rows is not None:
-            merged[0] = (merged[0][0] + self.rows[0], merged[0][1] + self.rows[0])
+        if self.share is not None:
+            start, stop = merged[self.share.axis]
+            merged[self.share.axis] = start + self.share.start, stop + self.share.start
         part = read(self.hf_names[number], tuple(slice(*bound) for bound in merged))
         return part.swapaxes(-1, -2) if "experts" in self.axes else part.reshape(wanted)
 
