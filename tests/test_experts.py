@@ -20,6 +20,7 @@ from test_model import (
     rows,
     run,
 )
+from watched import Watched
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
@@ -73,23 +74,16 @@ def test_every_mesh_gives_the_values_of_one_device(small, packed, name):
     assert_same_but_for_rounding(values, {hook: value[real] for hook, value in expected.items()})
 
 
-def test_experts_are_split_and_each_device_reads_its_own(small, monkeypatch):
-    read, original = [], Checkpoint.read
-
-    def spy(self, tensor, index):
-        part = original(self, tensor, index)
-        read.append((tensor, part.nbytes))
-        return part
-
-    monkeypatch.setattr(Checkpoint, "read", spy)
+def test_experts_are_split_and_each_device_reads_its_own(small):
+    checkpoint = Watched(small.folder)
     layout = build_layout(usable_devices(every=True), MESHES["data"], 2)
     model = create_model_with_hooks(small.config, every_hook(small.config), layout=layout)
-    params = load_params(weight_table(model), Checkpoint(str(small.folder)), np.float32, layout)
+    params = load_params(weight_table(model), checkpoint, np.float32, layout)
     gate = params["layers"]["sparse"]["mlp"]["experts"]["gate_proj"]["weight"]
     assert gate.shape[1:] == (6, 64, 40)
     assert {shard.data.shape[1:] for shard in gate.addressable_shards} == {(3, 64, 20)}
     name = "model.layers.1.mlp.experts.4.gate_proj.weight"
-    assert [size for tensor, size in read if tensor == name] == [4 * 20 * 64] * 2
+    assert checkpoint.sizes[name] == [4 * 20 * 64] * 2
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -8,6 +8,7 @@ import pytest
 from conftest import make_reference
 from jax.sharding import Mesh
 from test_model import assert_same_but_for_rounding, by_hook, every_hook, load, rows, run
+from watched import Watched
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
@@ -108,38 +109,24 @@ def test_every_mesh_gives_the_values_of_one_device(small, name, hooks):
     assert_same_but_for_rounding(by_hook(model, found), expected[hooks])
 
 
-def test_weights_are_split_and_read_only_once(small, monkeypatch):
-    """Per device: what the axes leave of each weight; per process: every byte at most once."""
+def test_weights_are_split_and_read_only_once(small):
+    """Per device: what the axes leave of each weight; per process: every byte once."""
     reference, _, _ = small
-    read = []
-    original = Checkpoint.read
-
-    def spy(self, tensor, index):
-        part = original(self, tensor, index)
-        read.append((tensor, part.nbytes))
-        return part
-
-    monkeypatch.setattr(Checkpoint, "read", spy)
     shape = {"pipeline": 2, "fsdp": 2, "model": 2}
     kv_heads = reference.config.num_key_value_heads
     layout = build_layout(usable_devices(every=True), shape, kv_heads)
     model = create_model_with_hooks(
         reference.config, HOOKS.of_layers([4], "residual", 5), layout=layout
     )
-    table = weight_table(model)
-    params = load_params(table, Checkpoint(str(reference.folder)), np.float32, layout)
+    table, checkpoint = weight_table(model), Watched(reference.folder)
+    params = load_params(table, checkpoint, np.float32, layout)
     mlp = params["layers"]["mlp"]["gate_proj"]["weight"]  # (6 with padding, 128, 64)
     assert {shard.data.shape for shard in mlp.addressable_shards} == {(3, 64, 32)}
     q = params["layers"]["self_attn"]["q_proj"]["weight"]
     heads = 4 // math.gcd(kv_heads, 2)
     size = reference.config.head_dim
     assert {shard.data.shape for shard in q.addressable_shards} == {(3, heads, size, 32)}
-    specs = table.values()
-    total = {name: 4 * math.prod(spec.hf_shape) for spec in specs for name in spec.hf_names}
-    for tensor in total:
-        assert sum(size for name, size in read if name == tensor) == total[tensor], tensor
-    # And never much at a time: one tensor of one layer.
-    assert max(size for _, size in read) <= max(total.values())
+    checkpoint.check_read_once(table)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from test_mesh import run_on
 from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, run
 from test_model import by_hook as values_of
+from watched import Watched
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
@@ -215,21 +216,13 @@ def test_every_mesh_gives_the_values_of_one_device(small, on_one_device, name):
         assert error_of(value, expected[hook.name]) < TOLERANCE, hook.name
 
 
-def test_key_heads_are_split_with_their_value_heads(small, monkeypatch):
+def test_key_heads_are_split_with_their_value_heads(small):
     """And of the tensor that queries, keys and values share, every byte is read once."""
-    read: dict[str, int] = {}
-    original = Checkpoint.read
-
-    def spy(self, tensor, index):
-        part = original(self, tensor, index)
-        read[tensor] = read.get(tensor, 0) + part.nbytes
-        return part
-
-    monkeypatch.setattr(Checkpoint, "read", spy)
+    checkpoint = Watched(small.folder)
     layout = build_layout(usable_devices(every=True), MESHES["2d"], kv_heads=2)
     hooks = hooks_of(small.config).of_layers([3], "residual", 4)
     table = weight_table(create_model_with_hooks(small.config, hooks, layout=layout))
-    params = load_params(table, Checkpoint(str(small.folder)), np.float32, layout)
+    params = load_params(table, checkpoint, np.float32, layout)
     own = params["layers"][LINEAR]["linear_attn"]
     for name, shape in (
         ("in_proj_q", (2, 1, 16, 64)),
@@ -239,9 +232,7 @@ def test_key_heads_are_split_with_their_value_heads(small, monkeypatch):
     ):
         assert {x.data.shape for x in own[name]["weight"].addressable_shards} == {shape}, name
     assert {x.data.shape for x in own["A_log"].addressable_shards} == {(2, 1, 2)}
-    for spec in table.values():
-        for tensor in spec.hf_names:
-            assert read[tensor] == 4 * math.prod(spec.hf_shape), tensor
+    checkpoint.check_read_once(table)
 
 
 def test_some_weights_in_float32_and_what_is_beside_the_language_model(tmp_path):

@@ -1,7 +1,6 @@
 """Reading weights: each tensor once, to the bit, and few at a time."""
 
 import threading
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import Reference
 from safetensors.numpy import save_file
+from watched import Watched
 
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.mesh import build_layout
@@ -36,24 +36,6 @@ def test_parts_are_what_the_file_holds_to_the_bit(tmp_path, dtype, metadata):
         assert part.ctypes.data % 64 == 0
 
 
-class Watched(Checkpoint):
-    """Counts how often each part of a tensor is read; `fails` names a tensor that cannot be."""
-
-    fails = ""
-
-    def __init__(self, path) -> None:
-        super().__init__(str(path))
-        self.reads: Counter[tuple[str, str]] = Counter()
-        self.threads: set[int] = set()
-
-    def read(self, tensor, index):
-        if tensor == self.fails:
-            raise OSError("the disk is gone")
-        self.reads[tensor, str(index)] += 1
-        self.threads.add(threading.get_ident())
-        return super().read(tensor, index)
-
-
 def load(reference, checkpoint, progress=lambda _: None):
     layout = build_layout(jax.devices()[:2], {"data": 2}, kv_heads=1)
     table = weight_table(Qwen2(reference.config))
@@ -66,35 +48,32 @@ def test_every_tensor_is_read_once_however_many_devices_hold_it(reference: Refer
     params = load(reference, checkpoint, loaded.append)
     tied = reference.config.tie_word_embeddings
     again = {f"{reference.config.prefix}embed_tokens.weight"} if tied else set()
-    assert {name for (name, _), count in checkpoint.reads.items() if count > 1} <= again
+    assert {name for (name, _), count in checkpoint.parts.items() if count > 1} <= again
     assert 1 <= len(checkpoint.threads) <= READERS
     assert sum(loaded) == sum(array.nbytes for array in jax.tree.leaves(params))
 
 
-class Sociable(Checkpoint):
-    """Reads nothing before a second thread reads, too."""
-
-    def __init__(self, path) -> None:
-        super().__init__(str(path))
-        self.readers: set[int] = set()
-        self.two = threading.Event()
-
-    def read(self, tensor, index):
-        self.readers.add(threading.get_ident())
-        if len(self.readers) > 1:
-            self.two.set()
-        assert self.two.wait(300)
-        return super().read(tensor, index)
-
-
 def test_tensors_are_read_side_by_side(reference: Reference):
-    load(reference, Sociable(reference.folder))
+    """Nothing is read before a second thread reads, too."""
+    two = threading.Event()
+
+    def wait(_tensor: str) -> None:
+        if len(checkpoint.threads) > 1:
+            two.set()
+        assert two.wait(300)
+
+    checkpoint = Watched(reference.folder, wait)
+    load(reference, checkpoint)
 
 
 def test_a_read_that_fails_ends_the_loading(reference: Reference):
-    checkpoint = Watched(reference.folder)
     layers, norm = f"{reference.config.prefix}layers", "post_attention_layernorm.weight"
-    checkpoint.fails = f"{layers}.1.{norm}"
+
+    def fail(tensor: str) -> None:
+        if tensor == f"{layers}.1.{norm}":
+            raise OSError("the disk is gone")
+
+    checkpoint = Watched(reference.folder, fail)
     with pytest.raises(OSError, match="the disk is gone"):
         load(reference, checkpoint)
-    assert f"{layers}.2.{norm}" not in {name for name, _ in checkpoint.reads}
+    assert f"{layers}.2.{norm}" not in checkpoint.sizes
