@@ -38,11 +38,18 @@ from activation_extraction.model.decoder import Decoder, Path
 from activation_extraction.model.delta_net import GatedDeltaNet, shared_tensor
 from activation_extraction.model.experts import Experts, route, scattered
 from activation_extraction.model.hybrid_config import LINEAR
-from activation_extraction.model.layers import STREAM, Linear, Out, RMSNorm, parameter
+from activation_extraction.model.layers import (
+    STREAM,
+    Linear,
+    Out,
+    RMSNorm,
+    parameter,
+    rotary_table,
+    rotate,
+)
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.moe_config import DENSE, SPARSE
 from activation_extraction.model.qwen_config import QwenConfig
-from activation_extraction.model.rope import rotate
 from activation_extraction.model.weights import Fused, Share, WeightSpec
 
 
@@ -224,11 +231,6 @@ def decoder(config: QwenConfig, dtype: Any, attention: Attention, layout: Layout
     layer = partial(DecoderLayer, config, dtype, attention, layout, parent=None)
     modules = {type_: layer(type_=type_) for type_ in config.layer_types}
     return Decoder(modules, config.layer_types, example, config.sliding)
-
-
-def rotary_table(positions: Array, config: QwenConfig) -> tuple[Array, Array]:
-    """Cosine and sine of the rotary embedding, for `rotate`. positions: (B, T) int32."""
-    return config.rope.table(positions, config.head_dim)
 
 
 class Qwen2(nn.Module):

@@ -1,4 +1,4 @@
-"""What the modules of every family are made of: parameters, projections and norms.
+"""What the modules of every family are made of: parameters, projections, norms and rotations.
 
 The letters are those of qwen2_jax.py.
 """
@@ -92,3 +92,24 @@ class RMSNorm(nn.Module):
         out = normalized * (scale.astype(jnp.float32) + self.config.norm_offset)
         out = out if self.wide else out.astype(self.dtype)
         return out, {"normalized": normalized, "out": out}
+
+
+def rotary_table(positions: Array, config: QwenConfig) -> tuple[Array, Array]:
+    """Cosine and sine of the rotary embedding, both times the attention factor, for `rotate`.
+
+    positions: (B, T) int32. Two float32 arrays (B, T, 1, H/2), the 1 standing for heads.
+    """
+    rope, frequencies = config.rope, config.rope.frequencies(config.head_dim)
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def rotate(x: Array, rotary: tuple[Array, Array]) -> Array:
+    """Rotates (B, T, heads, H) float32; dimension i pairs with i + H/2, as in Hugging Face.
+
+    Where a share of the dimensions is rotated, that share is H here, and the others stay.
+    """
+    cos, sin = rotary
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

@@ -3,7 +3,7 @@
 Frequencies follow `transformers.modeling_rope_utils`, in float32 as there. Linear scaling divides
 them all by the factor; YaRN (arXiv:2309.00071) divides those that turn slowly, leaves those that
 turn fast, and multiplies the rotated queries and keys by an attention factor. Some families rotate
-only the first dimensions of a head.
+only the first dimensions of a head. layers.py rotates.
 """
 
 import math
@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from activation_extraction.cli.errors import InputError
 
@@ -80,25 +78,6 @@ class Rope:
         ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(first)) / (last - first)
         ramp = np.clip(ramp, 0, 1).astype(np.float32)
         return stretched * ramp + plain * (1 - ramp)
-
-    def table(self, positions: Array, head_dim: int) -> tuple[Array, Array]:
-        """Cosine and sine, both times the attention factor.
-
-        positions: (B, T) int32. Two float32 arrays (B, T, 1, H/2), the 1 standing for heads.
-        """
-        angles = positions[:, :, None, None].astype(jnp.float32) * self.frequencies(head_dim)
-        return jnp.cos(angles) * self.attention_factor, jnp.sin(angles) * self.attention_factor
-
-
-def rotate(x: Array, rotary: tuple[Array, Array]) -> Array:
-    """Rotates (B, T, heads, H) float32; dimension i pairs with i + H/2, as in Hugging Face.
-
-    Where a share of the dimensions is rotated, that share is H here, and the others stay.
-    """
-    cos, sin = rotary
-    half = cos.shape[-1]
-    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 def positive(fields: Mapping[str, Any], field: str, source: str) -> float:
