@@ -6,8 +6,8 @@ Runs in an interpreter of its own (benchmarks/requirements.txt), without JAX:
 
 The file in tests/ was made with transformer-lens 4.3.0, transformers 5.23.0, torch 2.13.0 and
 numpy 2.4.6; it also names its versions. TransformerLens's bridge runs with unprocessed weights. It
-has every hook of our table under its canonical name and its aliases; this program stops if it
-lacks one, or if an alias has other values.
+has every hook of our table under its canonical name and its aliases, but for those in LACKING; this
+program stops if it lacks another one, or if an alias has other values.
 
 The file holds, for each model, its config.json, its weights below the output layer, the token ids
 of one row, an array (tokens, width) in float32 for each hook, and which aliases each hook has.
@@ -26,8 +26,18 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from activation_extraction.model.hook_points import HOOKS, block_kind
+from activation_extraction.model.hook_points import (
+    EXPERTS,
+    HOOKS,
+    SHARED_EXPERT,
+    hybrid,
+    with_experts,
+    with_normed_heads,
+)
 from activation_extraction.model.hooks import Hook
+from activation_extraction.model.hybrid_config import qwen3_5_text_config
+from activation_extraction.model.moe_config import qwen2_moe_config, qwen3_moe_config
+from activation_extraction.model.qwen_config import qwen2_config, qwen3_config
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "tests/transformer_lens_expectations.npz"
@@ -42,6 +52,7 @@ USUAL: dict[str, Any] = dict(
     num_attention_heads=4,
     tie_word_embeddings=False,
 )
+EXPERTS_OF = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=8)
 YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=4)
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2_tied": dict(model_type="qwen2", num_key_value_heads=2, tie_word_embeddings=True),
@@ -64,21 +75,47 @@ MODELS: dict[str, dict[str, Any]] = {
         sliding_window=3,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "qwen2_moe": EXPERTS_OF
+    | dict(
+        model_type="qwen2_moe",
+        num_key_value_heads=2,
+        shared_expert_intermediate_size=12,
+        decoder_sparse_step=2,
+    ),
+    "qwen3_moe": EXPERTS_OF
+    | dict(model_type="qwen3_moe", num_key_value_heads=1, head_dim=8, norm_topk_prob=True),
+    "qwen3_5": dict(
+        model_type="qwen3_5_text",
+        num_key_value_heads=2,
+        head_dim=16,
+        full_attention_interval=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=6,
+        linear_value_head_dim=8,
+    ),
 }
 # The bridge gives these as (heads, tokens, ...), and other values per head as (tokens, heads, ...).
 HEADS_FIRST = ("hook_pattern", "hook_q_normed", "hook_k_normed")
-# The model's table has these rows for Qwen3; it is beside the model, which needs JAX.
-NORMED = HOOKS.after(
-    "blocks.{}.attn.hook_v",
-    block_kind("attn.hook_q_normed", "NH", ""),
-    block_kind("attn.hook_k_normed", "KH", ""),
-)
+# As `FAMILIES` has it, which is beside the model and needs JAX.
+FAMILIES = {
+    "qwen2": (qwen2_config, HOOKS),
+    "qwen3": (qwen3_config, with_normed_heads(HOOKS)),
+    "qwen2_moe": (qwen2_moe_config, with_experts(HOOKS, EXPERTS + SHARED_EXPERT)),
+    "qwen3_moe": (qwen3_moe_config, with_experts(with_normed_heads(HOOKS), EXPERTS)),
+    "qwen3_5_text": (qwen3_5_text_config, hybrid(with_normed_heads(HOOKS))),
+}
+# Hooks of ours that the bridge does not have in models of these types.
+LACKING = {"qwen3_moe": "mlp.experts.hook_out", "qwen3_5_text": "linear_attn.out_proj.hook_in"}
 
 
-def hooks_of(model_type: str) -> list[Hook]:
-    """Every hook that we have in a model."""
-    table = NORMED if model_type == "qwen3" else HOOKS
-    return table.every(USUAL["num_hidden_layers"], growing=True)
+def hooks_of(config: Any) -> list[Hook]:
+    """Every hook that we have in a model and TransformerLens has, too."""
+    read, table = FAMILIES[config.model_type]
+    types = read(config, "config.json").layer_types
+    every = table.of(types).every(len(types), growing=True)
+    lacking = LACKING.get(config.model_type)
+    return [hook for hook in every if lacking is None or not hook.name.endswith(lacking)]
 
 
 def tiny_model(changes: dict[str, Any], chance: np.random.Generator) -> Any:
@@ -97,8 +134,9 @@ def tiny_model(changes: dict[str, Any], chance: np.random.Generator) -> Any:
 
 def flat(name: str, values: torch.Tensor) -> np.ndarray:
     """The hook's values of the only row, as (tokens, width)."""
-    row = values[0].transpose(0, 1) if name.endswith(HEADS_FIRST) else values[0]
-    return row.reshape(TOKENS, -1).numpy()
+    if name.endswith(HEADS_FIRST):
+        values = values.transpose(1, 2)
+    return values.float().reshape(TOKENS, -1).numpy()  # experts' values have no axis of rows
 
 
 def expectations(model: Any, token_ids: np.ndarray) -> Iterator[tuple[str, np.ndarray, list[str]]]:
@@ -106,8 +144,9 @@ def expectations(model: Any, token_ids: np.ndarray) -> Iterator[tuple[str, np.nd
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         model.save_pretrained(folder)
         bridge = TransformerBridge.boot_transformers(folder, hf_model=model, dtype=torch.float32)
-        _, cache = bridge.run_with_cache(torch.from_numpy(token_ids[None]))
-    for hook in hooks_of(model.config.model_type):
+        # A delta net's inside is computed step by step only where no cache is kept.
+        _, cache = bridge.run_with_cache(torch.from_numpy(token_ids[None]), use_cache=False)
+    for hook in hooks_of(model.config):
         values = flat(hook.name, cache[hook.name])
         aliases = [alias.format(hook.layer) for alias in hook.kind.aliases]
         for alias in aliases:

@@ -186,11 +186,12 @@ def test_only_what_a_routers_hook_needs_is_loaded(small):
 
 def test_names_mean_what_the_layer_has(small):
     table = FAMILIES.named("qwen2_moe").hooks_of(small.config)
-    names = [hook.name for hook in table.matching(["blocks.*.mlp.gate.hook_out"], 4).values()]
-    assert names == [
-        *("blocks.0.mlp.hook_pre", "blocks.1.mlp.gate.hook_out"),
-        *("blocks.2.mlp.hook_pre", "blocks.3.mlp.gate.hook_out"),
-    ]
+    for pattern, expected in (
+        ("blocks.*.mlp.gate.hook_out", ["blocks.1.mlp.gate.hook_out", "blocks.3.mlp.gate.hook_out"]),
+        ("blocks.*.mlp.dense_gate.hook_out", ["blocks.0.mlp.hook_pre", "blocks.2.mlp.hook_pre"]),
+        ("blocks.2.mlp.dense_out.hook_in", ["blocks.2.mlp.hook_post"]),
+    ):
+        assert [hook.name for hook in table.matching([pattern], 4).values()] == expected
     for name in ("blocks.1.mlp.hook_post", "model.layers.3.mlp.down_proj.output"):
         with pytest.raises(InputError, match="is of type sparse and has no such hook"):
             table.matching([name], 4)

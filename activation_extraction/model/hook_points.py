@@ -19,6 +19,7 @@ Layers with experts have others after `ln2.hook_out`: `mlp.gate.hook_out` is the
 it is multiplied with the sigmoid of `mlp.shared_expert_gate.hook_out`.
 """
 
+import re
 from dataclasses import replace
 
 from activation_extraction.model.hooks import HookKind, HookTable
@@ -127,12 +128,16 @@ SHARED_EXPERT = tuple(
 
 def with_experts(table: HookTable, kinds: tuple[HookKind, ...]) -> HookTable:
     """The table of a family with dense and sparse layers. kinds: those of the sparse ones."""
-    dense = [
-        replace(kind, types=(DENSE,)) if kind.value.startswith("mlp.") else kind
-        for kind in table.kinds
-    ]
+    dense = [_dense(kind) if kind.value.startswith("mlp.") else kind for kind in table.kinds]
     out = _sparse("hook_mlp_out", "D", "mlp.out", "mlp.output", "mlp.hook_out")
     return HookTable(tuple(dense)).after("blocks.{}.hook_mlp_out", *kinds, out)
+
+
+def _dense(kind: HookKind) -> HookKind:
+    """Of a dense layer beside sparse ones, where `mlp.gate` is the router."""
+    matrices = re.compile(r"mlp\.(gate|in|out)\.")
+    aliases = tuple(matrices.sub(r"mlp.dense_\1.", alias) for alias in kind.aliases)
+    return replace(kind, aliases=aliases, types=(DENSE,))
 
 
 DELTA_NET = (
