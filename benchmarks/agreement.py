@@ -1,6 +1,13 @@
-"""Whether contenders stored the same thing: the tokens of every document, and like activations."""
+"""Whether contenders stored the same thing: the tokens of every document, and like activations.
 
-from collections.abc import Iterator, Sequence
+Rounding may decide which experts a token goes through, where two are nearly tied, and the token has
+other values from there on. So contenders are compared over the tokens that have the same experts in
+all layers; of the others, none may have many more than the first one, measured against float32.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +19,63 @@ SHARD_LIMIT = 4 * 10**9  # bytes that a shard may unpack to
 # has 8 bits, and every layer rounds several times.
 TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}
 KEPT_TOKENS = 640  # longer documents are not kept for comparing
+RESIDUAL, CHOSEN = "blocks.{}.hook_resid_post", "blocks.{}.mlp.hook_expert_indices"
+
+Values = Mapping[str, np.ndarray]  # hook -> (tokens, width)
 
 
 class Disagreement(Exception):
     """A contender computed something else."""
+
+
+@dataclass
+class Comparison:
+    """One contender's documents with the first one's of the same dtype.
+
+    other: tokens that have other experts than the first contender's; changed and changed_of_first:
+    than in float32, of this contender and of the first one, None without float32.
+    """
+
+    deviations: list[float] = field(default_factory=list)
+    tokens: int = 0
+    other: int = 0
+    changed: int | None = 0
+    changed_of_first: int = 0
+
+    def add(self, values: Values, first: Values, exact: Values | None) -> None:
+        """A document. exact: in float32."""
+        same = same_experts(values, first)
+        self.tokens += len(same)
+        self.other += int((~same).sum())
+        if exact is None:
+            self.changed = None
+        elif self.changed is not None:
+            self.changed += int((~same_experts(values, exact)).sum())
+            self.changed_of_first += int((~same_experts(first, exact)).sum())
+        if values is not first and same.any():
+            self.deviations += [
+                deviation(value[same], first[hook][same])
+                for hook, value in values.items()
+                if not _chooses(hook)
+            ]
+
+    @property
+    def worst(self) -> float | None:
+        """The largest deviation; None when nothing can be compared, and NaN if any is."""
+        return float(np.max(self.deviations)) if self.deviations else None
+
+    def check(self, name: str, dtype: str) -> None:
+        """Raises Disagreement."""
+        if self.worst is not None and not self.worst <= TOLERANCE[dtype]:
+            raise Disagreement(
+                f"{name}: deviates by {self.worst:.3g} of the RMS, {TOLERANCE[dtype]} is allowed"
+            )
+        counts = self.changed or 0, self.changed_of_first
+        if not few_more(max(counts), min(counts)):
+            raise Disagreement(
+                f"{name}: {counts[0]} of {self.tokens} tokens have other experts than in float32, "
+                f"and {counts[1]} of the first contender's"
+            )
 
 
 class Agreement:
@@ -23,31 +83,45 @@ class Agreement:
 
     def __init__(self, documents: Sequence[Sequence[int]]) -> None:
         self._documents = documents
-        self._kept: dict[tuple[str, int, int], np.ndarray] = {}
+        self._kept: dict[tuple[str, int], Values] = {}
 
-    def check(self, folder: Path, dtype: str, tokens: int) -> float | None:
-        """The largest deviation, relative to the layer's RMS; None when nothing can be compared.
-
-        tokens: how many every layer should have. Raises Disagreement.
-        """
-        found: dict[int, int] = {}
-        deviations = []
-        for layer, number, ids, values in stored(folder):
-            if ids.tolist() != list(self._documents[number]) or len(values) != len(ids):
+    def check(self, folder: Path, dtype: str, tokens: int) -> Comparison:
+        """tokens: how many every layer should have. Raises Disagreement."""
+        found: Counter[str] = Counter()
+        comparison = Comparison()
+        for number, ids, values in stored(folder):
+            lengths = {len(value) for value in values.values()}
+            if ids.tolist() != list(self._documents[number]) or lengths != {len(ids)}:
                 raise Disagreement(f"{folder.name}: document {number} has other tokens")
-            found[layer] = found.get(layer, 0) + len(ids)
+            found.update(dict.fromkeys(values, len(ids)))
             if len(ids) <= KEPT_TOKENS:
-                expected = self._kept.setdefault((dtype, layer, number), values)
-                if expected is not values:
-                    deviations.append(deviation(values, expected))
+                first = self._kept.setdefault((dtype, number), values)
+                comparison.add(values, first, self._kept.get(("float32", number)))
         if set(found.values()) != {tokens}:
-            raise Disagreement(f"{folder.name}: tokens by layer are {found}, expected {tokens}")
-        worst = float(np.max(deviations)) if deviations else None  # NaN, if any is
-        if worst is not None and not worst <= TOLERANCE[dtype]:
-            raise Disagreement(
-                f"{folder.name}: deviates by {worst:.3g} of the RMS, {TOLERANCE[dtype]} is allowed"
-            )
-        return worst
+            raise Disagreement(f"{folder.name}: tokens by hook are {found}, expected {tokens}")
+        comparison.check(folder.name, dtype)
+        return comparison
+
+
+def same_experts(values: Values, expected: Values) -> np.ndarray:
+    """Which tokens have the same experts in all layers, (...) bool; all of them without experts.
+
+    Both: hook -> (..., width); the numbers of experts come in any order.
+    """
+    same = np.ones(next(iter(values.values())).shape[:-1], bool)
+    for hook in filter(_chooses, values):
+        found, wanted = (np.sort(x[hook].astype(np.float32), axis=-1) for x in (values, expected))
+        same &= (found == wanted).all(axis=-1)
+    return same
+
+
+def _chooses(hook: str) -> bool:
+    return hook.endswith(CHOSEN.removeprefix("blocks.{}"))
+
+
+def few_more(count: int, other: int) -> bool:
+    """Whether rounding like another's explains so many tokens with changed experts."""
+    return count <= 1.25 * other + 10
 
 
 def deviation(values: np.ndarray, expected: np.ndarray) -> float:
@@ -57,11 +131,16 @@ def deviation(values: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(wide - reference).max() / rms)
 
 
-def stored(folder: Path) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
-    """(layer, document, token ids, activation) of all that is in the shards of a folder."""
+def stored(folder: Path) -> Iterator[tuple[int, np.ndarray, Values]]:
+    """(document, token ids, values) of all that is in the shards of a folder."""
     for path in sorted(folder.glob("shard_*.pkl.gz")):
-        for layer, records in read_records(path, SHARD_LIMIT).items():
+        found: dict[int, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
+        for key, records in read_records(path, SHARD_LIMIT).items():
+            hook = RESIDUAL.format(key) if isinstance(key, int) else str(key)
             for record in records:
                 ids = record["token_ids"]
-                assert isinstance(layer, int) and ids is not None
-                yield layer, record["sample_idx"], ids, record["activation"]
+                assert ids is not None
+                _, values = found.setdefault(record["sample_idx"], (ids, {}))
+                values[hook] = record["activation"]
+        for number, (ids, values) in found.items():
+            yield number, ids, values

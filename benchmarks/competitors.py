@@ -8,8 +8,8 @@ alone   one document at a time, so neither padding nor mask; values as they are,
 lens    TransformerLens: run_with_cache of the residual stream, otherwise as `alone`
 
 Every one writes records {sample_idx, hook, activation, shape, text_preview, token_ids, doc_id} by
-layer into shards of gzip and pickle, each synced to the disk. The last line printed is one JSON
-object.
+hook into shards of gzip and pickle, each synced to the disk. Hooks are the residual stream after a
+layer and the numbers of a layer's chosen experts. The last line printed is one JSON object.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from isal import igzip
 
-# A batch of token ids -> for every layer asked for (documents, tokens, hidden).
+# A batch of token ids -> for every hook asked for (documents, tokens, width).
 Forward = Callable[[Sequence[Sequence[int]]], list[torch.Tensor]]
 SHARD_BYTES = 10**9  # before compression, as the tool's default
 FASTEST = 1  # isal's level
@@ -64,7 +64,7 @@ def batches(lengths: Sequence[int], way: Way, size: int, every: int) -> list[lis
     return groups[min(every // 2, len(groups) - 1) :: every]
 
 
-def load_transformers(folder: str, dtype: torch.dtype, layers: Sequence[int]) -> Forward:
+def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> Forward:
     """transformers' model without its head, with its fastest attention on this machine."""
     import transformers
 
@@ -72,13 +72,34 @@ def load_transformers(folder: str, dtype: torch.dtype, layers: Sequence[int]) ->
     model.eval()
     # hidden_states[-1] is the residual stream after the final norm; without one it is as the rest.
     model.norm = torch.nn.Identity()
+    chosen: dict[int, torch.Tensor] = {}
+    for layer in map(layer_of, filter(chooses, hooks)):
+
+        def keep(_: Any, _inputs: Any, routed: Any, layer: int = layer) -> None:
+            chosen[layer] = routed[2]  # after logits and weights
+
+        model.layers[layer].mlp.gate.register_forward_hook(keep)
 
     def forward(documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         tokens, mask = pad(documents)
         found = model(tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
-        return [found.hidden_states[layer + 1] for layer in layers]
+        return [
+            chosen[layer_of(hook)].to(torch.int16).reshape(*tokens.shape, -1)
+            if chooses(hook)
+            else found.hidden_states[layer_of(hook) + 1]
+            for hook in hooks
+        ]
 
     return forward
+
+
+def layer_of(hook: str) -> int:
+    return int(hook.split(".")[1])
+
+
+def chooses(hook: str) -> bool:
+    """Whether it is the numbers of the experts; otherwise it is the residual stream."""
+    return hook.endswith("mlp.hook_expert_indices")
 
 
 def pad(documents: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -91,7 +112,7 @@ def pad(documents: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor 
     return tokens, mask
 
 
-def load_lens(folder: str, dtype: torch.dtype, layers: Sequence[int]) -> Forward:
+def load_lens(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> Forward:
     """TransformerLens on the same model, computing no more than it must.
 
     It goes through its own attention, which keeps all scores: that is what its hooks need. Of the
@@ -102,26 +123,30 @@ def load_lens(folder: str, dtype: torch.dtype, layers: Sequence[int]) -> Forward
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     bridge = TransformerBridge.boot_transformers(folder, hf_model=model, dtype=dtype)
-    names = [f"blocks.{layer}.hook_resid_post" for layer in layers]
     depth = model.config.num_hidden_layers
-    stop = max(layers) + 1 if max(layers) + 1 < depth else None
+    stop = max(map(layer_of, hooks)) + 1
+    stop = stop if stop < depth else None
 
     def forward(documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         _, cache = bridge.run_with_cache(
             torch.tensor(documents),
-            names_filter=names,
+            names_filter=list(hooks),
             stop_at_layer=stop,
             logits_to_keep=1,
             output_attentions=False,
             use_cache=False,
         )
-        return [cache[name] for name in names]
+        return [
+            cache[hook].to(torch.int16)[None] if chooses(hook) else cache[hook] for hook in hooks
+        ]
 
     return forward
 
 
 def as_numpy(values: torch.Tensor, widen: bool) -> np.ndarray:
     """NumPy has no bfloat16: either everything becomes float32, or the bits are kept."""
+    if not values.is_floating_point():
+        return values.numpy()
     if widen or values.dtype == torch.float32:
         return values.float().numpy()
     return values.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
@@ -132,30 +157,30 @@ class Shards:
     """Writes records to shard_0001.pkl.gz, ... in a folder, as soon as one is full."""
 
     folder: Path
-    layers: Sequence[int]
+    hooks: Sequence[str]
     way: Way
     bytes: int = 0
     _count: int = 0
     _size: int = 0
-    _shard: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    _shard: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(self, number: int, ids: Sequence[int], values: Sequence[torch.Tensor]) -> None:
-        """One document: its number, its token ids and, for every layer, (tokens, hidden)."""
+        """One document: its number, its token ids and, for every hook, (tokens, width)."""
         arrays = [as_numpy(value, self.way.widen) for value in values]
         size = sum(array.nbytes for array in arrays)
         if self._size and self._size + size > SHARD_BYTES:
             self.flush()
-        for layer, array in zip(self.layers, arrays, strict=True):
+        for hook, array in zip(self.hooks, arrays, strict=True):
             record = {
                 "sample_idx": number,
-                "hook": f"blocks.{layer}.hook_resid_post",
+                "hook": hook,
                 "activation": array,
                 "shape": array.shape,
                 "text_preview": "",
                 "token_ids": np.array(ids, np.int32),
                 "doc_id": None,
             }
-            self._shard.setdefault(layer, []).append(record)
+            self._shard.setdefault(hook, []).append(record)
         self._size += size
 
     def flush(self) -> None:
@@ -215,7 +240,7 @@ def main() -> None:
     parser.add_argument("--token_ids", type=Path, required=True, help="JSON: a list per document")
     parser.add_argument("--output", type=Path, required=True, help="folder of the shards, empty")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), required=True)
-    parser.add_argument("--layers", type=int, nargs="+", required=True)
+    parser.add_argument("--hooks", nargs="+", required=True, help="by TransformerLens's names")
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--every", type=int, default=1, help="compute one batch of so many")
     parser.add_argument(
@@ -225,13 +250,13 @@ def main() -> None:
     way, dtype = WAYS[given.way], getattr(torch, given.dtype)
     documents = json.loads(given.token_ids.read_text())
     began = time.perf_counter()
-    forward = (load_lens if way.lens else load_transformers)(given.model, dtype, given.layers)
+    forward = (load_lens if way.lens else load_transformers)(given.model, dtype, given.hooks)
     with torch.inference_mode():
         forward([documents[0][:16]])  # as compiling elsewhere: not part of the time
     loaded = time.perf_counter()
     groups = batches([len(ids) for ids in documents], way, given.batch_size, given.every)
     given.output.mkdir(parents=True, exist_ok=True)
-    shards = Shards(given.output, given.layers, way)
+    shards = Shards(given.output, given.hooks, way)
     done = run(forward, documents, groups, shards, given.written_every)
     versions = {name: version(name) for name in ("torch", "transformers", "isal")}
     if way.lens:

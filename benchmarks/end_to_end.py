@@ -10,6 +10,10 @@ meanwhile. The last line printed is one JSON object.
 real ones, padding not counted, and so are operations. Of what takes others minutes only a part is
 done (all with --whole): one batch of so many is computed, one document of so many of these is
 written. Their rate is that of computing and writing, one after the other, as they do it.
+
+In a model with experts, everyone stores the numbers of the chosen ones, too. "experts" is how many
+tokens, of documents of at most 640, have others than in float32 in any layer. "deviation" is over
+the tokens that have the same ones as the first contender's; agreement.py has the rule.
 """
 
 import argparse
@@ -25,8 +29,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from activation_extraction.model.moe_config import SPARSE
 from activation_extraction.model.qwen_config import QwenConfig
-from benchmarks.agreement import Agreement, Disagreement
+from benchmarks.agreement import CHOSEN, RESIDUAL, Agreement, Comparison, Disagreement
 from benchmarks.inputs import make_documents, make_model, tokenise
 from benchmarks.peak import DTYPES, best
 from benchmarks.processes import ROOT, extract, machine, run
@@ -41,7 +46,7 @@ LAYERS = range(10, 24)  # the tool's default
 HEADER = (
     f"{'':17} {'tokens/s':>9} {'compute':>8} {'GFLOP/s':>8} {'compute':>8} {'of peak':>8} "
     f"{'compute':>8} {'memory':>8} {'bytes/tk':>9} {'process':>8} {'deviation':>10} "
-    f"{'disturbed':>9}  part"
+    f"{'experts':>8} {'disturbed':>9}  part"
 )
 
 
@@ -59,6 +64,17 @@ class Bench:
         """Those extracted: the default, clipped to the model's depth as the tool does."""
         return sorted({min(layer, self.config.num_hidden_layers - 1) for layer in LAYERS})
 
+    @property
+    def hooks(self) -> list[str]:
+        """Also the chosen experts, for the agreement of a model that has some."""
+        types = enumerate(self.config.layer_types)
+        chosen = [CHOSEN.format(layer) for layer, type_ in types if SPARSE in type_.split()]
+        return [RESIDUAL.format(layer) for layer in self.layers] + chosen
+
+    @property
+    def has_experts(self) -> bool:
+        return len(self.hooks) > len(self.layers)
+
     def flops(self, lengths: Sequence[int]) -> float:
         """Per token of documents of these lengths."""
         return self.config.flops(self.layers[-1] + 1, lengths) / sum(lengths)
@@ -69,7 +85,8 @@ class Bench:
         places = ["--model_path", str(self.folder / "model")]
         places += ["--dataset_path", str(self.folder / "documents.jsonl")]
         sizes = ["--batch_size", given.batch_size, "--max_seq_length", given.max_seq_length]
-        return [*places, *map(str, sizes), "--compilation_cache", "off"]
+        hooks = ["--hook_names", *self.hooks] if self.has_experts else []
+        return [*places, *map(str, sizes), "--compilation_cache", "off", *hooks]
 
 
 def prepare(folder: Path, given: argparse.Namespace) -> Bench:
@@ -126,7 +143,7 @@ def run_other(bench: Bench, name: str, dtype: str, output: Path) -> Row:
     command += ["--model", str(bench.folder / "model"), "--output", str(output), "--dtype", dtype]
     command += ["--token_ids", str(bench.folder / "token_ids.json")]
     command += ["--every", str(every), "--written_every", str(written_every)]
-    done = run([*command, "--layers", *map(str, bench.layers)])
+    done = run([*command, "--hooks", *bench.hooks])
     found = done.result
     compute = found["compute_seconds"] / found["tokens"]
     store = found["store_seconds"] / found["written_tokens"]
@@ -146,8 +163,9 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Row]]]:
     """Contender -> dtype -> what each round found. Exits when one computes something else."""
     agreement = Agreement(bench.documents)
     rows: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    dtypes = sorted(bench.given.dtypes, reverse=True)  # float32 first: the measure of experts
     for number in range(bench.given.rounds):
-        for dtype in bench.given.dtypes:
+        for dtype in dtypes:
             for name in bench.given.only:
                 output = bench.folder / name
                 row = (
@@ -156,7 +174,8 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Row]]]:
                     else run_other(bench, name, dtype, output)
                 )
                 try:
-                    row["deviation"] = agreement.check(output, dtype, row["written_tokens"])
+                    found = agreement.check(output, dtype, row["written_tokens"])
+                    row |= compared(found, bench.has_experts)
                 except Disagreement as error:
                     raise SystemExit(f"error: {error}") from error
                 shutil.rmtree(output)
@@ -168,6 +187,14 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Row]]]:
                     flush=True,
                 )
     return rows
+
+
+def compared(found: Comparison, has_experts: bool) -> Row:
+    """What the row of a contender says of its agreement with the others."""
+    row: Row = {"deviation": found.worst, "compared_tokens": found.tokens, "changed_experts": None}
+    if has_experts and found.changed is not None and found.tokens:
+        row["changed_experts"] = found.changed / found.tokens
+    return row
 
 
 def summarise(bench: Bench, rounds: Sequence[Row], peak: float) -> Row:
@@ -184,7 +211,7 @@ def summarise(bench: Bench, rounds: Sequence[Row], peak: float) -> Row:
         if name in row:
             row[name.replace("flops_per_second", "of_peak")] = row[name] / peak
     row["end_to_end_over_compute"] = row["tokens_per_second"] / row["compute_tokens_per_second"]
-    others = {"deviation": rounds[0]["deviation"], "versions": rounds[0].get("versions")}
+    others = {name: rounds[0].get(name) for name in ("deviation", "changed_experts", "versions")}
     spread = [found["tokens_per_second"] for found in rounds]
     return {**others, **row, "tokens_per_second_of_rounds": spread}
 
@@ -228,12 +255,13 @@ def report(bench: Bench, rows: dict[str, dict[str, list[Row]]], peaks: dict[str,
 def line(name: str, dtype: str, row: Row, part: tuple[int, int]) -> str:
     """One line of the table."""
     deviation = "-" if row["deviation"] is None else f"{row['deviation']:.1e}"
+    experts = "-" if row["changed_experts"] is None else f"{row['changed_experts']:.1%}"
     return (
         f"{name:8}{dtype:9} {row['tokens_per_second']:9.0f} {row['compute_tokens_per_second']:8.0f}"
         f" {row['flops_per_second'] / 1e9:8.0f} {row['compute_flops_per_second'] / 1e9:8.0f}"
         f" {row['of_peak']:8.0%} {row['compute_of_peak']:8.0%} {row['peak_bytes'] / 1e9:5.1f} GB"
         f" {row['bytes_per_token']:9.0f} {row['process_seconds']:6.0f} s {deviation:>10}"
-        f" {row['disturbed']:9.0%}  1/{part[0]} computed, 1/{part[1]} of it written"
+        f" {experts:>8} {row['disturbed']:9.0%}  1/{part[0]} computed, 1/{part[1]} of it written"
     )
 
 

@@ -1,4 +1,4 @@
-"""The config.json of the models that benchmarks run: Qwen2.5's, layers of Qwen3's, small ones."""
+"""The config.json of the models that benchmarks run: Qwen2.5's, layers of others, small ones."""
 
 from typing import Any
 
@@ -26,6 +26,15 @@ def evenly_spaced(count: int, depth: int) -> list[int]:
 
 SHAPES = {
     "tiny": _shape(64, 128, 12, 4, 2, 300, True),
+    "tiny-moe": _shape(64, 128, 12, 4, 2, 300, True)
+    | {
+        "model_type": "qwen2_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+        "decoder_sparse_step": 2,
+    },
     "0.1B": _shape(640, 2560, 16, 10, 2, 32000, True),  # for a CPU that has little time
     "0.5B": _shape(896, 4864, 24, 14, 2, 151936, True),
     "1.5B": _shape(1536, 8960, 28, 12, 2, 151936, True),
@@ -41,4 +50,7 @@ SHAPES = {
         "moe_intermediate_size": 512,
         "norm_topk_prob": True,
     },
+    # Eight layers of Qwen3.5-0.8B, six of them with a gated delta net.
+    "qwen3.5": _shape(1024, 3584, 8, 8, 2, 32000, True)
+    | {"model_type": "qwen3_5_text", "head_dim": 256},
 }

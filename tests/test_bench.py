@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,20 @@ DOCUMENTS = [[1, 2, 3], [4, 5]]
 
 
 def test_side_by_side(capsys, monkeypatch):
-    """This tool and transformers in two ways, in processes of their own, on a tiny model."""
-    flags = ["--shape", "tiny", "--documents", "9", "--max_seq_length", "64", "--batch_size", "2"]
+    """This tool and transformers in two ways, in processes of their own, on a tiny model.
+
+    It has experts, whose numbers all of them store.
+    """
+    flags = [
+        "--shape",
+        "tiny-moe",
+        "--documents",
+        "9",
+        "--max_seq_length",
+        "64",
+        "--batch_size",
+        "2",
+    ]
     flags += ["--only", "ours", "alone", "padded", "--dtypes", "float32", "--whole"]
     monkeypatch.setattr(end_to_end, "measure_peaks", lambda _: {"float32": 1e12})  # takes long
     end_to_end.main([*flags, "--competitors", sys.executable])
@@ -36,6 +49,7 @@ def test_side_by_side(capsys, monkeypatch):
         assert 0 < row["of_peak"] and 0 < row["compute_of_peak"] < 1
         assert row["tokens_per_second"] > 0 and row["compute_tokens_per_second"] > 0
         assert name == "ours" or row["deviation"] < 1e-4
+        assert row["compared_tokens"] == tokens and row["changed_experts"] == 0
     ours = found["contenders"]["ours"]["float32"]
     assert ours["first_batch_seconds"] > ours["compile_seconds"] > 0
     assert 0 < ours["full_rows_of_peak"] < 1
@@ -58,9 +72,23 @@ def test_what_others_batch():
     assert mask.tolist() == [[1, 0], [1, 1]]
 
 
-def store(folder: Path, activations: list[np.ndarray], tokens: list[list[int]]) -> Path:
+def store(
+    folder: Path,
+    activations: list[np.ndarray],
+    tokens: list[list[int]],
+    chosen: list[np.ndarray] | None = None,
+) -> Path:
+    """One layer's residual stream of each document, and perhaps its chosen experts."""
     folder.mkdir()
-    records = [
+    found = {3: records(activations, tokens)}
+    if chosen is not None:
+        found["blocks.3.mlp.hook_expert_indices"] = records(chosen, tokens)
+    write_records(folder / "shard_0001.pkl.gz", found)
+    return folder
+
+
+def records(activations: list[np.ndarray], tokens: list[list[int]]) -> list[dict[str, Any]]:
+    return [
         {
             "sample_idx": number,
             "hook": "blocks.3.hook_resid_post",
@@ -72,17 +100,15 @@ def store(folder: Path, activations: list[np.ndarray], tokens: list[list[int]]) 
         }
         for number, (activation, ids) in enumerate(zip(activations, tokens, strict=True))
     ]
-    write_records(folder / "shard_0001.pkl.gz", {3: records})
-    return folder
 
 
 def test_other_values_or_tokens_are_noticed(tmp_path):
     agreement = Agreement(DOCUMENTS)
     values = [np.ones((3, 4), np.float32), np.ones((2, 4), np.float32)]
     first = store(tmp_path / "first", values, DOCUMENTS)
-    assert agreement.check(first, "float32", 5) is None
+    assert agreement.check(first, "float32", 5).worst is None
     near = store(tmp_path / "near", [value * 1.001 for value in values], DOCUMENTS)
-    assert agreement.check(near, "float32", 5) == pytest.approx(1e-3, rel=1e-2)
+    assert agreement.check(near, "float32", 5).worst == pytest.approx(1e-3, rel=1e-2)
     for name, others, tokens, count in (
         ("values", [values[0], values[1] * 2], DOCUMENTS, 5),
         ("tokens", values, [[1, 2, 3], [4, 6]], 5),
@@ -91,6 +117,28 @@ def test_other_values_or_tokens_are_noticed(tmp_path):
     ):
         with pytest.raises(Disagreement):
             agreement.check(store(tmp_path / name, others, tokens), "float32", count)
+
+
+def test_tokens_with_other_experts_are_counted_and_not_compared(tmp_path):
+    """Rounding may change the experts of some; not of many more than the first contender's."""
+    ids, agreement = [list(range(100))], Agreement([list(range(100))])
+
+    def check(name, dtype, changed):
+        """changed: which tokens have other experts, and other values."""
+        values, chosen = np.ones((100, 4), np.float32), np.tile(np.int16([[0, 1]]), (100, 1))
+        values[changed], chosen[changed] = 9, [1, 2]
+        chosen[50:] = chosen[50:, ::-1]  # the order does not matter
+        return agreement.check(store(tmp_path / name, [values], ids, [chosen]), dtype, 100)
+
+    check("exact", "float32", [])
+    ours = check("ours", "bfloat16", range(8))
+    assert (ours.tokens, ours.other, ours.changed) == (100, 0, 8)
+    theirs = check("theirs", "bfloat16", range(4, 20))
+    assert (theirs.worst, theirs.other, theirs.changed) == (0, 16, 16)
+    with pytest.raises(Disagreement, match="40 of 100 tokens have other experts than in float32"):
+        check("many", "bfloat16", range(40))
+    with pytest.raises(Disagreement, match="deviates by 8 of the RMS"):
+        agreement.check(store(tmp_path / "bare", [np.full((100, 4), 9.0)], ids), "float32", 100)
 
 
 def test_writing(capsys, monkeypatch, tmp_path):
