@@ -1,23 +1,16 @@
 """Families of models: what each has of its own, against transformers, and every released size."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import YARN, Reference, inputs_with, make_reference, shapes_of
-from pods import Pod, flags_for
-from test_hosts import check_union, stored_alone
+from conftest import YARN, Reference, make_reference, shapes_of
 from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, run
 from test_run import random_samples
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.rope import Rope
-from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.run import demo
 from activation_extraction.text.packing import pack
-from extract_activations import main
 from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
 
 LENGTHS = 304, 90, 150, 1, 60  # a row of one document, and a packed one
@@ -85,83 +78,6 @@ def test_a_norm_of_heads_is_loaded_only_where_a_hook_needs_it(qwen3, kind, parts
     matrices = (parts & {"q_proj", "k_proj"}) == {"q_proj"}
     heads = size["N"] if matrices else size["K"]
     assert model.last_layer.weights == heads * size["H"] * size["D"]
-
-
-WINDOW = dict(use_sliding_window=True, sliding_window=9, max_window_layers=3)
-EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64)
-RUN = {  # two layers of five have a window, or experts
-    "qwen3": WINDOW,
-    "qwen3_moe": EXPERTS | dict(norm_topk_prob=True, decoder_sparse_step=2),
-}
-
-
-@pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
-def family_inputs(request, demo_inputs, tmp_path_factory) -> Path:
-    """As demo_inputs, with a model of five layers."""
-    raw = {**demo.MODEL_CONFIG, "model_type": request.param, "head_dim": 64, **RUN[request.param]}
-    raw |= {"num_hidden_layers": 5}
-    return inputs_with(raw, demo_inputs, tmp_path_factory.mktemp("inputs"))
-
-
-# The third is the router's output where the layer has experts.
-STORED = (
-    *("--hook_names", "blocks.1.attn.hook_k_normed", "blocks.4.hook_resid_post"),
-    "blocks.3.mlp.gate.hook_out",
-)
-
-
-def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(family_inputs, tmp_path, capsys):
-    model = ["--model_path", str(family_inputs / "model")]
-    assert main(["--list_hooks", *model]) == 0
-    listed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    normed = ["blocks.K.attn.hook_q_normed", "model.layers.K.self_attn.q_norm.output"]
-    assert [*normed, "256", "1,024"] in listed
-    router = [line for line in listed if "model.layers.K.mlp.gate.output" in line]
-    flags = flags_for(family_inputs, tmp_path, "--max_samples", 9, hooks=STORED)
-    assert main([*map(str, flags)]) == 0
-    metadata = json.loads((tmp_path / "metadata.json").read_text())
-    assert metadata["model"]["qk_norm"]
-    sparse = metadata["model"]["model_type"] == "qwen3_moe"
-    assert [line[:3] for line in router] == [["blocks.K.mlp.gate.hook_out", "(K:", "1,"]] * sparse
-    k_normed, third, _ = metadata["hooks"]
-    assert third["width"] == (6 if sparse else 384)
-    assert (k_normed["heads"], k_normed["head_size"], k_normed["width"]) == (2, 64, 128)
-    verify = ["--verify", "--verify_samples", "3", "--output_dir", str(tmp_path)]
-    assert main([*verify, *model]) == 0
-    assert "3 samples recomputed; 0 problem(s)" in capsys.readouterr().out
-
-
-def test_a_run_that_failed_continues_to_the_same_bytes(family_inputs, tmp_path, monkeypatch):
-    more = "--shard_size_gb", 3e-5, "--batch_size", 4, "--max_samples", 60
-
-    def extract(folder):
-        flags = flags_for(family_inputs, folder, *more, hooks=STORED)
-        status = main([*map(str, flags)])
-        return status, {path.name: path.read_bytes() for path in folder.glob("shard_*.pkl.gz")}
-
-    status, whole = extract(tmp_path / "whole")
-    assert status == 0 and len(whole) > 3
-    add_batch, batches = ActivationStorage.add_batch, iter(range(100))
-
-    def fail(*arguments):
-        if next(batches) == 3:
-            raise OSError("the disk is gone")
-        return add_batch(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ActivationStorage, "add_batch", fail)
-        status, part = extract(tmp_path / "cut")
-    assert status == 1 and 0 < len(part) < len(whole)
-    assert extract(tmp_path / "cut") == (0, whole)
-
-
-@pytest.mark.long
-def test_two_hosts_store_what_one_device_computes(family_inputs, tmp_path):
-    alone = stored_alone(family_inputs, tmp_path / "alone", STORED)
-    flags = flags_for(family_inputs, tmp_path / "out", hooks=STORED)
-    pod = Pod(tmp_path, 2, 4, *flags)
-    assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
-    check_union(tmp_path / "out", alone, {"machine_000_host_00", "machine_000_host_01"})
 
 
 def test_reading_a_configuration_leaves_it_as_it_is():

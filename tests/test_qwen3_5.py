@@ -1,16 +1,13 @@
 """Qwen3.5: its configurations and checkpoints, meshes, and a run with layers of both types."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import Reference, inputs_with, make_reference, shapes_of
+from conftest import Reference, make_reference, shapes_of
 from delta_reference import QWEN3_5, VISION
-from pods import flags_for
 from safetensors.numpy import load_file, save_file
 from test_mesh import run_on
 from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, run
@@ -22,8 +19,6 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import check_tensors, load_params
-from activation_extraction.run import demo
-from extract_activations import main
 from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
@@ -261,31 +256,3 @@ def test_some_weights_in_float32_and_what_is_beside_the_language_model(tmp_path)
     got = np.asarray(params["layers"][LINEAR]["linear_attn"]["A_log"]).reshape(-1)
     expected = delta.linear_attn.A_log.detach().to(torch.float32).numpy()
     np.testing.assert_array_equal(got.astype(np.float32), expected)
-
-
-@pytest.fixture(scope="module")
-def inputs_of_both_types(demo_inputs, tmp_path_factory) -> Path:
-    """As demo_inputs, with a model of layers of both types."""
-    text = {**TEXT, "vocab_size": demo.VOCAB_SIZE}
-    raw = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": True}
-    return inputs_with(raw, demo_inputs, tmp_path_factory.mktemp("qwen3_5-inputs"))
-
-
-def test_a_run_lists_stores_and_verifies(inputs_of_both_types, tmp_path, capsys):
-    model = ["--model_path", str(inputs_of_both_types / "model")]
-    assert main(["--list_hooks", *model]) == 0
-    listed = capsys.readouterr().out
-    assert "blocks.K.linear_attn.hook_beta (K: 0, 2) " in listed
-    stored = "--hook_names", "blocks.*.linear_attn.hook_log_decay", "blocks.3.hook_resid_mid"
-    flags = flags_for(inputs_of_both_types, tmp_path, "--max_samples", 9, hooks=stored)
-    assert main([*map(str, flags)]) == 0
-    metadata = json.loads((tmp_path / "metadata.json").read_text())
-    assert metadata["model"]["delta"]["layers"] == [0, 2]
-    assert [(hook["name"], hook["width"]) for hook in metadata["hooks"]] == [
-        ("blocks.0.linear_attn.hook_log_decay", 8),
-        ("blocks.2.linear_attn.hook_log_decay", 8),
-        ("blocks.3.hook_resid_mid", 64),
-    ]
-    verify = ["--verify", "--verify_samples", "3", "--output_dir", str(tmp_path)]
-    assert main([*verify, *model]) == 0
-    assert "3 samples recomputed; 0 problem(s)" in capsys.readouterr().out

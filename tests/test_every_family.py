@@ -1,0 +1,188 @@
+"""Whole runs with a tiny model of every family: stored, verified, continued, and on two hosts.
+
+Each family has an entry in RUNS. That of Qwen2 is the demo's, which the other tests of runs have.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from conftest import inputs_with
+from pods import Pod, flags_for
+from test_hosts import check_union, records_of
+from test_model import TOLERANCE
+
+from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.run import demo
+from extract_activations import main
+from qwen2_jax_with_hooks import FAMILIES
+
+
+class Run(NamedTuple):
+    """A model, what --list_hooks says of one of its hooks, and hooks to store with their facts."""
+
+    config: Mapping[str, Any]
+    listed: str
+    stored: Mapping[str, Mapping[str, Any]]
+
+
+SMALL = {**demo.MODEL_CONFIG, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+HEADS = SMALL | {"head_dim": 32}
+EXPERTS = dict(
+    num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=2
+)
+DELTA = dict(
+    full_attention_interval=2,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+)
+LAST = {"blocks.3.hook_resid_post": {"width": 64}}
+NORMED = {"blocks.1.attn.hook_k_normed": {"width": 64, "heads": 2, "head_size": 32}}
+ROUTER = {"blocks.3.mlp.gate.hook_out": {"width": 6}}
+RUNS = {
+    "qwen3": Run(
+        HEADS | dict(use_sliding_window=True, sliding_window=9, max_window_layers=3),
+        "blocks.K.attn.hook_q_normed model.layers.K.self_attn.q_norm.output 128 512",
+        NORMED | LAST,
+    ),
+    "qwen2_moe": Run(
+        SMALL | EXPERTS | dict(shared_expert_intermediate_size=48, norm_topk_prob=False),
+        "blocks.K.mlp.shared_expert.hook_post (K: 1, 3) "
+        "model.layers.K.mlp.shared_expert.down_proj.input 48 192",
+        LAST | ROUTER | {"blocks.1.mlp.shared_expert.hook_out": {"width": 64}},
+    ),
+    "qwen3_moe": Run(
+        HEADS | EXPERTS | dict(norm_topk_prob=True),
+        "blocks.K.mlp.gate.hook_out (K: 1, 3) model.layers.K.mlp.gate.output 6 24",
+        NORMED | LAST | ROUTER,
+    ),
+    "qwen3_5": Run(
+        {"text_config": HEADS | DELTA | {"rms_norm_eps": 1e-2}, "tie_word_embeddings": True},
+        "blocks.K.linear_attn.hook_beta (K: 0, 2) 8 32",
+        LAST | {"blocks.2.linear_attn.hook_log_decay": {"width": 8}},
+    ),
+}
+
+
+def test_every_family_has_a_run():
+    beside = {"qwen2", "qwen3_5_text"}
+    assert {family.model_type for family in FAMILIES.every} == {*RUNS} | beside
+
+
+class Stored(NamedTuple):
+    """Inputs of a run, and what it stored on one device."""
+
+    of: Run
+    inputs: Path
+    folder: Path
+
+    @property
+    def hooks(self) -> list[str]:
+        return ["--hook_names", *self.of.stored]
+
+    def extract(self, folder: Path) -> tuple[int, dict[str, bytes]]:
+        """Runs it on one device; the exit status and the shards."""
+        more = "--shard_size_gb", 2e-3, "--batch_size", 8, "--no_data_parallel"
+        status = main([*map(str, flags_for(self.inputs, folder, *more, hooks=self.hooks))])
+        return status, {path.name: path.read_bytes() for path in folder.glob("shard_*.pkl.gz")}
+
+
+def store(family: str, demo_inputs: Path, folder: Path) -> Stored:
+    of = RUNS[family]
+    inputs = inputs_with({**of.config, "model_type": family}, demo_inputs, folder / "inputs")
+    found = Stored(of, inputs, folder / "whole")
+    status, shards = found.extract(found.folder)
+    assert status == 0 and len(shards) > 2
+    return found
+
+
+@pytest.fixture(scope="module")
+def stored(demo_inputs, tmp_path_factory):
+    """What a run with the model of this family stores; made once."""
+    made: dict[str, Stored] = {}
+
+    def get(family: str) -> Stored:
+        if family not in made:
+            made[family] = store(family, demo_inputs, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return get
+
+
+every_family = pytest.mark.parametrize(
+    "family",
+    [name if name == "qwen3" else pytest.param(name, marks=pytest.mark.long) for name in RUNS],
+)
+
+
+@every_family
+def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(stored, family, capsys):
+    run = stored(family)
+    capsys.readouterr()
+    model = ["--model_path", str(run.inputs / "model")]
+    assert main(["--list_hooks", *model]) == 0
+    assert run.of.listed in [
+        " ".join(line.split()) for line in capsys.readouterr().out.splitlines()
+    ]
+    metadata = json.loads((run.folder / "metadata.json").read_text())
+    assert metadata["model"]["model_type"] == family
+    facts = {hook["name"]: hook for hook in metadata["hooks"]}
+    assert facts.keys() == run.of.stored.keys()
+    for name, expected in run.of.stored.items():
+        assert expected.items() <= facts[name].items()
+    verify = ["--verify", "--verify_samples", "3", "--output_dir", str(run.folder)]
+    assert main([*verify, *model]) == 0
+    assert "3 samples recomputed; 0 problem(s)" in capsys.readouterr().out
+
+
+@every_family
+def test_a_run_that_failed_continues_to_the_same_bytes(stored, family, tmp_path, monkeypatch):
+    run = stored(family)
+    whole = {path.name: path.read_bytes() for path in run.folder.glob("shard_*.pkl.gz")}
+    add_batch, batches = ActivationStorage.add_batch, iter(range(100))
+
+    def fail(*arguments):
+        if next(batches) == 10:
+            raise OSError("the disk is gone")
+        return add_batch(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ActivationStorage, "add_batch", fail)
+        status, part = run.extract(tmp_path)
+    assert status == 1 and 0 < len(part) < len(whole)
+    assert run.extract(tmp_path) == (0, whole)
+
+
+# Several runs in one process, which joins the other host once.
+SEVERAL = """
+import json, os, sys
+import extract_activations as script
+joined, leave = [], script.leave
+def join_once(config, join=script.join_hosts):
+    joined[:] = joined or [join(config)]
+    return joined[0]
+script.join_hosts, script.leave = join_once, lambda host: None
+for flags in json.loads(os.environ["RUNS"]):
+    if status := script.main([*flags, *sys.argv[1:]]):
+        os._exit(status)
+leave(joined[0])
+"""
+
+
+@pytest.mark.long
+def test_two_hosts_store_what_one_device_computes(stored, tmp_path):
+    script, runs = tmp_path / "several.py", {family: stored(family) for family in RUNS}
+    script.write_text(SEVERAL)
+    flags = [
+        [*map(str, flags_for(run.inputs, tmp_path / family, hooks=run.hooks))]
+        for family, run in runs.items()
+    ]
+    pod = Pod(tmp_path, 2, 4, script=script, RUNS=json.dumps(flags))
+    assert pod.wait(900) == [0, 0], [pod.text(i) for i in range(2)]  # they compile every model
+    for family, run in runs.items():
+        hosts = {"machine_000_host_00", "machine_000_host_01"}
+        check_union(tmp_path / family, records_of(run.folder), hosts, TOLERANCE)
