@@ -16,7 +16,8 @@ Layers with experts have others after `ln2.hook_out`: `mlp.gate.hook_out` is the
 `mlp.hook_expert_weights` the weight of every expert (0 for those that a token does not go through),
 `mlp.hook_expert_indices` the numbers of the chosen ones, the largest weight first,
 `mlp.experts.hook_out` the weighted sum of what they give. `mlp.shared_expert.hook_out` comes before
-it is multiplied with the sigmoid of `mlp.shared_expert_gate.hook_out`.
+it is multiplied with the sigmoid of `mlp.shared_expert_gate.hook_out`. Since `mlp.gate` is the
+router there, the matrices of a dense layer in such a model are called `mlp.dense_gate` and so on.
 """
 
 import re
