@@ -124,8 +124,8 @@ def load_lens(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> Forward:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     bridge = TransformerBridge.boot_transformers(folder, hf_model=model, dtype=dtype)
     depth = model.config.num_hidden_layers
-    stop = max(map(layer_of, hooks)) + 1
-    stop = stop if stop < depth else None
+    needed = max(map(layer_of, hooks)) + 1
+    stop = needed if needed < depth else None
 
     def forward(documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         _, cache = bridge.run_with_cache(

@@ -80,7 +80,7 @@ def store(
 ) -> Path:
     """One layer's residual stream of each document, and perhaps its chosen experts."""
     folder.mkdir()
-    found = {3: records(activations, tokens)}
+    found: dict[Any, Any] = {3: records(activations, tokens)}
     if chosen is not None:
         found["blocks.3.mlp.hook_expert_indices"] = records(chosen, tokens)
     write_records(folder / "shard_0001.pkl.gz", found)
