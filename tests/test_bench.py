@@ -120,7 +120,7 @@ def test_other_values_or_tokens_are_noticed(tmp_path):
 
 
 def test_tokens_with_other_experts_are_counted_and_not_compared(tmp_path):
-    """Rounding may change the experts of some; not of many more than the first contender's."""
+    """Rounding may change the experts of some; not of many more than another's."""
     ids, agreement = [list(range(100))], Agreement([list(range(100))])
 
     def check(name, dtype, changed):
@@ -137,6 +137,14 @@ def test_tokens_with_other_experts_are_counted_and_not_compared(tmp_path):
     assert (theirs.worst, theirs.other, theirs.changed) == (0, 16, 16)
     with pytest.raises(Disagreement, match="40 of 100 tokens have other experts than in float32"):
         check("many", "bfloat16", range(40))
+    with pytest.raises(Disagreement, match="0 of 100 tokens .*, and 30 of the first contender's"):
+        agreement = Agreement(ids)
+        for name, dtype, changed in (
+            ("exact_too", "float32", []),
+            ("ours_too", "bfloat16", range(30)),
+            ("theirs_too", "bfloat16", []),
+        ):
+            check(name, dtype, changed)
     with pytest.raises(Disagreement, match="deviates by 8 of the RMS"):
         agreement.check(store(tmp_path / "bare", [np.full((100, 4), 9.0)], ids), "float32", 100)
 
