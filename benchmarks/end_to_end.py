@@ -13,7 +13,9 @@ written. Their rate is that of computing and writing, one after the other, as th
 
 In a model with experts, everyone stores the numbers of the chosen ones, too. "experts" is how many
 tokens, of documents of at most 640, have others than in float32 in any layer. "deviation" is over
-the tokens that have the same ones as the first contender's; agreement.py has the rule.
+the tokens that have the same ones as the first contender's; agreement.py has the rule. Of 906
+tokens in bfloat16, 206 of this tool's had other experts and 271 of transformers' (--shape qwen3-moe
+--documents 8 --batch_size 2 --whole --only ours alone; random weights, so ties are many).
 """
 
 import argparse

@@ -171,6 +171,8 @@ for flags in json.loads(os.environ["RUNS"]):
     if status := script.main([*flags, *sys.argv[1:]]):
         os._exit(status)
 leave(joined[0])
+sys.stdout.flush()
+os._exit(0)
 """
 
 
