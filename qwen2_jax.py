@@ -185,7 +185,7 @@ class SparseMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """One block. Returns the residual stream after it, and the intermediates that hooks name.
 
-    type_: of the layer, as the configuration calls it.
+    type_: of the layer, in the configuration's words: what is before its MLP, and what that is.
     """
 
     config: QwenConfig
@@ -196,12 +196,13 @@ class DecoderLayer(nn.Module):
 
     def setup(self) -> None:
         self.input_layernorm = RMSNorm(self.config, self.dtype)
-        if self.type_ == LINEAR:
+        words = self.type_.split()
+        if LINEAR in words:
             self.linear_attn = GatedDeltaNet(self.config, self.dtype, self.layout)
         else:
             self.self_attn = SelfAttention(self.config, self.dtype, self.attention, self.layout)
         self.post_attention_layernorm = RMSNorm(self.config, self.dtype)
-        mlp = SparseMLP if self.type_ == SPARSE else MLP
+        mlp = SparseMLP if SPARSE in words else MLP
         self.mlp = mlp(self.config, self.dtype, self.layout)
 
     def __call__(
@@ -209,7 +210,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Array, Out]:
         out: Out = {"resid_pre": x}
         y, out["ln1"] = self.input_layernorm(x)
-        if self.type_ == LINEAR:
+        if LINEAR in self.type_.split():
             y, out["linear_attn"] = self.linear_attn(y, segment_ids)
         else:
             y, out["attn"] = self.self_attn(y, rotary, segment_ids, slides)

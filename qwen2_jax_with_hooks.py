@@ -30,7 +30,11 @@ from activation_extraction.model.hook_points import (
     with_normed_heads,
 )
 from activation_extraction.model.hooks import Hook, HookKind
-from activation_extraction.model.hybrid_config import qwen3_5_config, qwen3_5_text_config
+from activation_extraction.model.hybrid_config import (
+    beside_vision,
+    qwen3_5_moe_text_config,
+    qwen3_5_text_config,
+)
 from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.moe_config import qwen2_moe_config, qwen3_moe_config
@@ -338,8 +342,25 @@ QWEN3_5 = dataclasses.replace(
     QWEN3_5_TEXT,
     model_type="qwen3_5",
     models="Qwen3.5, dense, without its vision inputs",
-    config=qwen3_5_config,
+    config=functools.partial(beside_vision, qwen3_5_text_config),
     ignored=r"mtp\..*|model\.visual\..*",
 )
 
-FAMILIES = Families((QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, QWEN3_5, QWEN3_5_TEXT))
+QWEN3_5_MOE_TEXT = dataclasses.replace(
+    QWEN3_5_TEXT,
+    model_type="qwen3_5_moe_text",
+    models="Qwen3.5 with experts, text alone",
+    config=qwen3_5_moe_text_config,
+    hooks=hybrid(with_experts(QWEN3.hooks, EXPERTS + SHARED_EXPERT)),
+)
+QWEN3_5_MOE = dataclasses.replace(
+    QWEN3_5_MOE_TEXT,
+    model_type="qwen3_5_moe",
+    models="Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B, without their vision inputs",
+    config=functools.partial(beside_vision, qwen3_5_moe_text_config),
+    ignored=QWEN3_5.ignored,
+)
+
+FAMILIES = Families(
+    (QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, QWEN3_5, QWEN3_5_TEXT, QWEN3_5_MOE, QWEN3_5_MOE_TEXT)
+)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 VISION = dict(
     depth=1,
     hidden_size=16,
@@ -64,6 +66,37 @@ QWEN3_5: dict[str, dict[str, Any]] = {
     ),
 }
 
+_NESTED = QWEN3_5["qwen3_5_tied_beside_vision"]
+QWEN3_5 |= {
+    "qwen3_5_moe": QWEN3_5["qwen3_5_more_values"]
+    | dict(
+        model_type="qwen3_5_moe_text",
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=72,
+    ),
+    "qwen3_5_moe_tied_beside_vision": _NESTED
+    | dict(
+        model_type="qwen3_5_moe",
+        text_config=_NESTED["text_config"]
+        | dict(
+            num_experts=5,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=24,
+        ),
+    ),
+    "qwen3_5_moe_linear_at_the_end": QWEN3_5["qwen3_5_linear_at_the_end"]
+    | dict(
+        model_type="qwen3_5_moe_text",
+        num_experts=9,
+        num_experts_per_tok=4,
+        moe_intermediate_size=56,
+        shared_expert_intermediate_size=17,
+    ),
+}
+
 
 def inside_delta_net(model: Any, config: Any, block: str, values: dict[str, Any]) -> dict[str, Any]:
     """Name of a hook -> its value. block: "blocks.K."; values: of the hooks that modules have."""
@@ -87,3 +120,11 @@ def inside_delta_net(model: Any, config: Any, block: str, values: dict[str, Any]
     step = torch.nn.functional.softplus(module.in_proj_a(inputs).float() + module.dt_bias)
     found["log_decay"] = -module.A_log.float().exp() * step
     return {f"{block}linear_attn.hook_{name}": value for name, value in found.items()}
+
+
+def untouched(same: np.ndarray, taps: int) -> np.ndarray:
+    """The tokens in `same`, (B, T), whose convolution of so many taps takes no others."""
+    found = same.copy()
+    for distance in range(1, taps):
+        found[:, distance:] &= same[:, :-distance]
+    return found

@@ -29,11 +29,11 @@ def test_every_hook_of_every_layer_equals_hugging_face(reference: Reference):
         batch.segment_ids,
         batch.positions,
     )
-    types = config.layer_types
-    linear, sparse = types.count("linear_attention"), types.count("sparse")
-    of_experts = sparse * (1 + 5 * (config.model_type == "qwen2_moe"))
+    depth, words = config.num_hidden_layers, " ".join(config.layer_types).split()
+    linear, sparse = words.count("linear_attention"), words.count("sparse")
+    of_experts = sparse * (1 + 5 * ("P" in config.sizes))
     of_attention = 18 + 2 * config.qk_norm + config.q_gate
-    assert len(got) == of_attention * (len(types) - linear) + 24 * linear + 3 + of_experts
+    assert len(got) == of_attention * (depth - linear) + 24 * linear + 3 + of_experts
     assert [at.row for at in batch.samples] == [0, 1, 1, 1, 1]
     for at in batch.samples:
         alone = reference.hooked(at.sample.token_ids[None])

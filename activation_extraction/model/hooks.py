@@ -27,7 +27,7 @@ class HookKind:
     their sizes give the width. Kinds with S are large, and have to be asked for by name.
     value: the intermediate of a layer that is captured. at_end: of a kind that exists once, whether
     it belongs to the last layer; else it belongs to the first. types: the types of layers that have
-    it, as the model's configuration calls them; empty where all have it.
+    it, by a word of what the model's configuration calls them; empty where all have it.
     """
 
     name: str
@@ -42,6 +42,10 @@ class HookKind:
         """Numbers per token. sizes: letter -> size, from the model's configuration."""
         return math.prod(sizes[letter] for letter in self.letters)
 
+    def exists_in(self, type_: str) -> bool:
+        """Whether layers of this type have it."""
+        return not self.types or not {*self.types}.isdisjoint(type_.split())
+
     @property
     def grows(self) -> bool:
         """Whether the width grows with the row."""
@@ -50,7 +54,7 @@ class HookKind:
     def layers(self, depth: int, types: Sequence[str] = ()) -> Sequence[int]:
         """The layers of a model that have a hook of this kind. types: of each layer."""
         if "{}" in self.name:
-            return [k for k in range(depth) if not (self.types and types) or types[k] in self.types]
+            return [k for k in range(depth) if not types or self.exists_in(types[k])]
         return range(depth - 1, depth) if self.at_end else range(1)
 
 
@@ -111,7 +115,7 @@ class HookTable:
 
     def of(self, types: Sequence[str]) -> "HookTable":
         """The hooks of a model with layers of these types."""
-        kinds = [kind for kind in self.kinds if not kind.types or {*kind.types} & {*types}]
+        kinds = [kind for kind in self.kinds if any(map(kind.exists_in, types))]
         return HookTable(tuple(kinds), tuple(types))
 
     def every(self, depth: int, growing: bool = False) -> list[Hook]:

@@ -1,17 +1,18 @@
 """HybridConfig: what a config.json says of a model with attention and gated delta nets, checked.
 
-Qwen3.5's models are such; the language model is a part of their config.json, which this module
-reads alone.
+Qwen3.5's models are such, and some have experts in every layer; the language model is a part of
+their config.json, which this module reads alone.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from activation_extraction.cli.errors import InputError
+from activation_extraction.model.moe_config import ExpertsConfig, MoeConfig
 from activation_extraction.model.qwen_config import QwenConfig, positive_int, refuse_quantized
 
-ATTENTION, LINEAR = "full_attention", "linear_attention"  # the types of layers
+ATTENTION, LINEAR = "full_attention", "linear_attention"  # what a layer has before its MLP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +78,8 @@ class HybridConfig(QwenConfig):
     def sizes(self) -> dict[str, int]:
         return super().sizes | self.delta.sizes
 
-    @property
-    def layer_types(self) -> tuple[str, ...]:
-        linear = self.delta.layers
-        return tuple(self.TYPES[layer in linear] for layer in range(self.num_hidden_layers))
+    def layer_words(self, layer: int) -> tuple[str, ...]:
+        return self.TYPES[layer in self.delta.layers], *super().layer_words(layer)
 
     def mixer_weights(self, layer: int) -> int:
         if layer in self.delta.layers:
@@ -93,28 +92,53 @@ class HybridConfig(QwenConfig):
         return super().flops_of(layer, weights, attends, lengths)
 
 
+@dataclasses.dataclass(frozen=True)
+class HybridMoeConfig(HybridConfig, MoeConfig):
+    """Attention or a gated delta net in each layer, as in a HybridConfig, and then experts."""
+
+
 def qwen3_5_text_config(hf: Any, source: str) -> HybridConfig:
     """Of a language model alone. Raises InputError."""
-    if not getattr(hf, "attn_output_gate", True):
-        raise InputError(f"{source}: attn_output_gate False is not supported, only True is")
-    bias = bool(hf.attention_bias)
-    return HybridConfig.from_hf(
+    return HybridConfig.from_hf(hf, source, **_hybrid(hf, source))
+
+
+def qwen3_5_moe_text_config(hf: Any, source: str) -> HybridMoeConfig:
+    """Of a language model alone, whose layers all have experts. Raises InputError."""
+    return HybridMoeConfig.from_hf(
         hf,
         source,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        q_gate=True,
-        norm_offset=1.0,
-        delta=DeltaNet.from_hf(hf, source),
+        intermediate_size=0,
+        experts=ExpertsConfig.from_hf(hf, source, renormalise=True),
+        sparse_layers=tuple(range(hf.num_hidden_layers)),
+        **_hybrid(hf, source),
     )
 
 
-def qwen3_5_config(hf: Any, source: str) -> HybridConfig:
-    """Of the language model in a model with vision inputs. Raises InputError."""
+def _hybrid(hf: Any, source: str) -> dict[str, Any]:
+    """What both of them have of their own."""
+    if not getattr(hf, "attn_output_gate", True):
+        raise InputError(f"{source}: attn_output_gate False is not supported, only True is")
+    bias = bool(hf.attention_bias)
+    return {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "qk_norm": True,
+        "q_gate": True,
+        "norm_offset": 1.0,
+        "delta": DeltaNet.from_hf(hf, source),
+    }
+
+
+def beside_vision(
+    text_config: Callable[[Any, str], HybridConfig], hf: Any, source: str
+) -> HybridConfig:
+    """Of the language model in a model with vision inputs. Raises InputError.
+
+    text_config: what reads the configuration of such a language model alone.
+    """
     refuse_quantized(hf, source)
     return dataclasses.replace(
-        qwen3_5_text_config(hf.text_config, source),
+        text_config(hf.text_config, source),
         model_type=hf.model_type,
         prefix="model.language_model.",
         tie_word_embeddings=bool(hf.tie_word_embeddings),

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.qwen_config import QwenConfig, positive_int
 
-DENSE, SPARSE = "dense", "sparse"  # the types of layers
+DENSE, SPARSE = "dense", "sparse"  # what a layer's MLP is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ExpertsConfig:
         return hidden * (self.count + 3 * self.per_token * self.width + shared)
 
     @classmethod
-    def from_hf(cls, hf: Any, source: str) -> "ExpertsConfig":
+    def from_hf(cls, hf: Any, source: str, renormalise: bool) -> "ExpertsConfig":
         """Raises InputError, naming field and value, for what cannot be."""
         numbers = {name: positive_int(hf, field, source) for name, field in FIELDS.items()}
         if numbers["per_token"] > numbers["count"]:
@@ -47,7 +47,7 @@ class ExpertsConfig:
         shared = 0
         if hasattr(hf, "shared_expert_intermediate_size"):
             shared = positive_int(hf, "shared_expert_intermediate_size", source)
-        return cls(**numbers, shared_width=shared, renormalise=bool(hf.norm_topk_prob))
+        return cls(**numbers, shared_width=shared, renormalise=renormalise)
 
 
 FIELDS = {
@@ -64,25 +64,15 @@ class MoeConfig(QwenConfig):
     experts: ExpertsConfig
     sparse_layers: tuple[int, ...]
 
-    @classmethod
-    def from_hf(cls, hf: Any, source: str, **details: Any) -> Self:
-        details["experts"] = ExpertsConfig.from_hf(hf, source)
-        details["sparse_layers"] = sparse_layers(hf, source)
-        return super().from_hf(hf, source, **details)
-
     @property
     def sizes(self) -> dict[str, int]:
         sizes = super().sizes | self.experts.sizes
-        if DENSE not in self.layer_types:
+        if len(self.sparse_layers) == self.num_hidden_layers:
             del sizes["F"]
         return sizes
 
-    @property
-    def layer_types(self) -> tuple[str, ...]:
-        return tuple(
-            SPARSE if layer in self.sparse_layers else DENSE
-            for layer in range(self.num_hidden_layers)
-        )
+    def layer_words(self, layer: int) -> tuple[str, ...]:
+        return *super().layer_words(layer), SPARSE if layer in self.sparse_layers else DENSE
 
     def mlp_weights(self, layer: int) -> int:
         if layer in self.sparse_layers:
@@ -108,10 +98,17 @@ def sparse_layers(hf: Any, source: str) -> tuple[int, ...]:
 
 def qwen2_moe_config(hf: Any, source: str) -> MoeConfig:
     """From a configuration that `complete` returned. Raises InputError."""
-    return MoeConfig.from_hf(hf, source, qkv_bias=bool(hf.qkv_bias), o_bias=False, qk_norm=False)
+    bias, details = bool(hf.qkv_bias), _experts(hf, source)
+    return MoeConfig.from_hf(hf, source, qkv_bias=bias, o_bias=False, qk_norm=False, **details)
 
 
 def qwen3_moe_config(hf: Any, source: str) -> MoeConfig:
     """From a configuration that `complete` returned. Raises InputError."""
-    bias = bool(hf.attention_bias)
-    return MoeConfig.from_hf(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    bias, details = bool(hf.attention_bias), _experts(hf, source)
+    return MoeConfig.from_hf(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=True, **details)
+
+
+def _experts(hf: Any, source: str) -> dict[str, Any]:
+    """What a MoeConfig has besides a QwenConfig."""
+    experts = ExpertsConfig.from_hf(hf, source, renormalise=bool(hf.norm_topk_prob))
+    return {"experts": experts, "sparse_layers": sparse_layers(hf, source)}

@@ -70,8 +70,13 @@ class QwenConfig:
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """Of every layer: what it is made of."""
-        return ("dense",) * self.num_hidden_layers
+        """Of every layer: the words that tell what it is made of."""
+        depth = range(self.num_hidden_layers)
+        return tuple(" ".join(self.layer_words(layer)) or "dense" for layer in depth)
+
+    def layer_words(self, layer: int) -> tuple[str, ...]:
+        """What this layer has that not every layer of its family has."""
+        return ()
 
     def sizes_with(self, length: int) -> dict[str, int]:
         """`sizes`, and S: the tokens of a row, which is a width of some hooks."""
@@ -127,11 +132,12 @@ class QwenConfig:
     def from_hf(cls, hf: Any, source: str, **details: Any) -> Self:
         """From a configuration that `complete` returned.
 
-        details: what the family adds. Raises InputError, naming field and value, for what would be
-        computed wrongly.
+        details: what the family adds, or says in place of config.json. Raises InputError, naming
+        field and value, for what would be computed wrongly.
         """
         _refuse(hf, source)
-        numbers: dict[str, Any] = {name: positive_int(hf, name, source) for name in POSITIVE}
+        asked = [name for name in POSITIVE if name not in details]
+        numbers: dict[str, Any] = {name: positive_int(hf, name, source) for name in asked}
         head_dim = getattr(hf, "head_dim", None)
         if head_dim is None:
             head_dim = numbers["hidden_size"] // numbers["num_attention_heads"]
