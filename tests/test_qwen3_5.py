@@ -1,6 +1,8 @@
 """Qwen3.5: its configurations and checkpoints, meshes, and a run with layers of both types."""
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -9,6 +11,7 @@ import pytest
 from conftest import Reference, make_reference, shapes_of
 from delta_reference import QWEN3_5, VISION
 from safetensors.numpy import load_file, save_file
+from test_families import apart
 from test_mesh import run_on
 from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, run
 from test_model import by_hook as values_of
@@ -120,24 +123,24 @@ def test_operations_of_a_model_with_both_types():
         assert model.flops(lengths) == linear + full + 2 * tokens * last
 
 
-SIZES = {  # hidden, MLP, layers, heads, KV heads, value heads of the delta nets, tied; 10**9
-    "0.8B": (1024, 3584, 24, 8, 2, 16, True, 0.75),
-    "2B": (2048, 6144, 24, 8, 2, 16, True, 1.88),
-    "4B": (2560, 9216, 32, 16, 4, 32, True, 4.2),
-    "9B": (4096, 12288, 32, 16, 4, 32, False, 8.95),
-    "27B": (5120, 17408, 64, 24, 4, 48, False, 26.9),
+SIZES = {  # hidden, layers, heads, KV heads, value heads of the delta nets, tied; 10**9; MLP
+    "0.8B": (1024, 24, 8, 2, 16, True, 0.75, 3584),
+    "2B": (2048, 24, 8, 2, 16, True, 1.88, 6144),
+    "4B": (2560, 32, 16, 4, 32, True, 4.2, 9216),
+    "9B": (4096, 32, 16, 4, 32, False, 8.95, 12288),
+    "27B": (5120, 64, 24, 4, 48, False, 26.9, 17408),
+    # The width is an expert's; how many there are, how many a token has, 10**9 that it uses.
+    "35B-A3B": (2048, 40, 16, 2, 32, False, 34.7, 512, 256, 8, 3),
+    "122B-A10B": (3072, 48, 32, 2, 64, False, 122, 1024, 256, 8, 10),
+    "397B-A17B": (4096, 60, 32, 2, 64, False, 397, 1024, 512, 10, 17),
 }
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_released_sizes_have_exactly_the_tensors_of_transformers(name):
-    """Those of the vision part and of the prediction of several tokens are not loaded."""
-    import re
-
-    hidden, mlp, layers, heads, kv_heads, values, tied, billions = SIZES[name]
+def released(name: str) -> dict[str, Any]:
+    """A config.json."""
+    hidden, layers, heads, kv_heads, values, tied, _, width, *experts = SIZES[name]
     text = dict(
         hidden_size=hidden,
-        intermediate_size=mlp,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -152,18 +155,40 @@ def test_released_sizes_have_exactly_the_tensors_of_transformers(name):
         ),
         tie_word_embeddings=tied,
     )
-    raw = dict(model_type="qwen3_5", text_config=text, vision_config=VISION)
-    raw["tie_word_embeddings"] = tied
-    expected = shapes_of(raw)
+    if experts:
+        text |= dict(num_experts=experts[0], num_experts_per_tok=experts[1])
+        text |= dict(moe_intermediate_size=width, shared_expert_intermediate_size=width)
+    else:
+        text["intermediate_size"] = width
+    model_type = "qwen3_5_moe" if experts else "qwen3_5"
+    raw = dict(model_type=model_type, text_config=text, vision_config=VISION)
+    return raw | {"tie_word_embeddings": tied}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_released_sizes_have_exactly_the_tensors_of_transformers(name):
+    """Those of the vision part and of the prediction of several tokens are not loaded."""
+    raw, billions = released(name), SIZES[name][6]
+    fused = shapes_of(raw)
     family, config = FAMILIES.of(raw)
-    specs = list(family.weights_of(config))
-    for spec in specs:
-        spec.check(expected, name)
-    beside = {key for key in expected if re.fullmatch(family.ignored, key)}
-    assert {key for spec in specs for key in spec.hf_names} == expected.keys() - beside
-    assert all(key.startswith("model.visual.") for key in beside) and beside
-    total = sum(math.prod(shape) for key, shape in expected.items() if key not in beside)
-    assert total / 1e9 == pytest.approx(billions, rel=0.015)
+    for expected in (fused, apart(fused)):
+        specs = [spec.of(expected) for spec in family.weights_of(config)]
+        for spec in specs:
+            spec.check(expected, name)
+        beside = {key for key in expected if re.fullmatch(family.ignored, key)}
+        assert {key for spec in specs for key in spec.hf_names} == expected.keys() - beside
+        assert all(key.startswith("model.visual.") for key in beside) and beside
+        total = sum(math.prod(shape) for key, shape in expected.items() if key not in beside)
+        assert total / 1e9 == pytest.approx(billions, rel=0.015)
+
+
+@pytest.mark.parametrize("name", [name for name in SIZES if "-A" in name])
+def test_operations_are_those_of_the_active_parameters(name):
+    """As published, which is in whole billions. Of the embeddings, one counts."""
+    config = FAMILIES.config(released(name))
+    weights = config.flops(config.num_hidden_layers, [1]) / 2
+    weights += config.vocab_size * config.hidden_size
+    assert weights / 1e9 == pytest.approx(SIZES[name][-1], rel=0.1)
 
 
 @pytest.fixture(scope="module")
