@@ -1,8 +1,8 @@
 """Qwen3.5: its configurations and checkpoints, meshes, and a run with layers of both types."""
 
+import dataclasses
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -22,7 +22,7 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import check_tensors, load_params
-from qwen2_jax import weight_table
+from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
 TEXT: dict[str, Any] = {
@@ -42,6 +42,13 @@ TEXT: dict[str, Any] = {
     "rms_norm_eps": 1e-2,
 }
 LINEAR, FULL = "linear_attention", "full_attention"
+MOE_TEXT = TEXT | dict(
+    model_type="qwen3_5_moe_text",
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=40,
+    shared_expert_intermediate_size=64,
+)
 
 
 def test_what_a_configuration_says():
@@ -103,6 +110,32 @@ def test_each_type_of_layer_has_hooks_of_its_own():
     (values,) = table.matching(["blocks.0.linear_attn.hook_v"], 4).values()
     facts = values.facts(FAMILIES.config(TEXT).sizes)
     assert facts == {"module": None, "width": 128, "heads": 8, "head_size": 16}
+
+
+def test_what_is_before_the_mlp_and_what_the_mlp_is_vary_independently():
+    config = FAMILIES.config(MOE_TEXT | {"norm_topk_prob": False})  # which transformers ignores
+    assert config.layer_types == (f"{LINEAR} sparse", f"{FULL} sparse") * 2
+    assert config.experts.renormalise and config.delta == FAMILIES.config(TEXT).delta
+    some = dataclasses.replace(config, sparse_layers=(0, 1), intermediate_size=128)
+    assert some.layer_types[1:] == (f"{FULL} sparse", f"{LINEAR} dense", f"{FULL} dense")
+    found = {hook.name for hook in hooks_of(some).every(4)}
+    for name, own in (
+        ("linear_attn.hook_beta", (0, 2)),
+        ("attn.hook_q_gate", (1, 3)),
+        ("mlp.gate.hook_out", (0, 1)),
+        ("mlp.shared_expert.hook_out", (0, 1)),
+        ("mlp.hook_pre", (2, 3)),
+        ("hook_mlp_out", (0, 1, 2, 3)),
+    ):
+        assert [k for k in range(4) if f"blocks.{k}.{name}" in found] == [*own], name
+    with pytest.raises(InputError, match="layer 0 is of type linear_attention sparse and has no"):
+        hooks_of(some).matching(["blocks.0.mlp.hook_post"], 4)
+    parts = {path[1]: path for path in weight_table(Qwen2(some)) if path[0] == "layers"}
+    assert parts.keys() == {*some.layer_types}
+    mlp, attention = 3 * 64 * 128, config.mixer_weights(1)
+    sparse = 64 * (6 + 2 * 3 * 40 + 3 * 64 + 1)
+    assert some.mlp_weights(3) == mlp and some.mlp_weights(1) == sparse
+    assert attention == FAMILIES.config(TEXT).mixer_weights(1) != config.mixer_weights(0)
 
 
 def test_operations_of_a_model_with_both_types():
@@ -236,6 +269,20 @@ def test_every_mesh_gives_the_values_of_one_device(small, on_one_device, name):
         assert error_of(value, expected[hook.name]) < TOLERANCE, hook.name
 
 
+@pytest.mark.long
+def test_experts_after_delta_nets_are_split_over_a_mesh(on_one_device, tmp_path):
+    """Six of them over two devices; each is split over two more."""
+    batch, reference = on_one_device[0], make_reference(tmp_path, **MOE_TEXT)
+    config = reference.config
+    hooks = hooks_of(config).matching([*ODD_HOOKS, "*.mlp.hook_expert_weights"], 4).values()
+    alone = create_model_with_hooks(config, [*hooks])
+    expected = run(alone, load(alone, tmp_path), *batch)
+    mesh = {"data": 2, "expert": 2, "model": 2}
+    found, model = run_on(reference, batch, [*hooks], mesh, hosts=2)
+    for hook, value in values_of(model, found).items():
+        assert error_of(value, expected[hook]) < TOLERANCE, hook.name
+
+
 def test_key_heads_are_split_with_their_value_heads(small):
     """And of the tensor that queries, keys and values share, every byte is read once."""
     checkpoint = Watched(small.folder)
@@ -248,7 +295,7 @@ def test_key_heads_are_split_with_their_value_heads(small):
         ("in_proj_q", (2, 1, 16, 64)),
         ("in_proj_v", (2, 1, 2, 16, 64)),
         ("conv1d_k", (2, 1, 16, 1, 4)),
-        ("out_proj", (2, 64, 1, 2, 16)),
+        ("out_proj", (2, 64, 32)),
     ):
         assert {x.data.shape for x in own[name]["weight"].addressable_shards} == {shape}, name
     assert {x.data.shape for x in own["A_log"].addressable_shards} == {(2, 1, 2)}

@@ -1,8 +1,9 @@
 """The gated delta net (arXiv:2412.06464) as a module: Qwen3.5's layers without attention.
 
 Its weights are declared here and its sums are gated_delta.py's. The letters are those of
-qwen2_jax.py, and J key heads, G value heads of each, C key size, Z value size, W taps of the
-convolution. Key heads, each with its value heads, are what is split over devices.
+qwen2_jax.py, and J key heads, G value heads of each, C key size, Z value size, O all values of a
+token, W taps of the convolution. Key heads, each with its value heads, are what is split over
+devices.
 
 The checkpoint keeps queries, keys and values in one matrix, one below the other, and the
 convolutions likewise. Here each has parameters of its own, so that heads can be split.
@@ -75,7 +76,7 @@ class GatedDeltaNet(nn.Module):
         self.A_log = parameter(self, "A_log", "JG", nn.initializers.zeros)
         self.dt_bias = parameter(self, "dt_bias", "JG", nn.initializers.zeros)
         self.norm = GatedNorm(self.config, self.dtype)
-        self.out_proj = linear("JGZ->D")
+        self.out_proj = linear("O->D")  # TPUs would copy (D, J, G, Z) for each step
 
     def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Out]:
         constrain, out = self.layout.constrain, self._inputs(x, segment_ids)
@@ -88,7 +89,8 @@ class GatedDeltaNet(nn.Module):
                 like=names.index("v"),
             )
         gated = out["gated"] = self.norm(out["recurrence_out"], out["gate_input"])
-        out["out"] = constrain(self.out_proj(gated).astype(self.dtype), *STREAM)
+        flat = gated.reshape(*gated.shape[:2], -1)
+        out["out"] = constrain(self.out_proj(flat).astype(self.dtype), *STREAM)
         return out["out"], out
 
     def _inputs(self, x: Array, segment_ids: Array) -> Out:

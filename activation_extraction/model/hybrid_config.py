@@ -33,7 +33,9 @@ class DeltaNet:
     def sizes(self) -> dict[str, int]:
         """Letter -> size; I is the one input channel of the convolution's outputs."""
         values = {"G": self.values_per_key, "Z": self.value_size}
-        return {"J": self.key_heads, "C": self.key_size, **values, "I": 1, "W": self.taps}
+        every = self.key_heads * self.values_per_key * self.value_size
+        found = {"J": self.key_heads, "C": self.key_size, **values, "O": every}
+        return found | {"I": 1, "W": self.taps}
 
     @property
     def products(self) -> int:

@@ -32,6 +32,7 @@ LOGICAL_AXES = {
     "G": "head_dim",
     "C": "head_dim",
     "Z": "head_dim",
+    "O": "key_heads",
     "I": "one",
     "W": "taps",
 }
