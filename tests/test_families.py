@@ -101,6 +101,7 @@ def test_yarn_makes_rows_longer_than_the_configuration_says():
         dict(rope_type="linear", factor=3.0),
         YARN,
         YARN | dict(factor=1.0),
+        YARN | dict(factor=None),
         YARN | dict(beta_fast=4.0, beta_slow=2.0),
         YARN | dict(mscale=1.2, mscale_all_dim=0.7),
         YARN | dict(attention_factor=0.9, truncate=False),
@@ -114,7 +115,7 @@ def test_frequencies_are_those_of_transformers(changes):
     rope = dict(rope_type="default", rope_theta=1e4) | changes
     hf = AutoConfig.for_model("qwen3", head_dim=64, rope_parameters=rope)
     expected = Qwen3RotaryEmbedding(hf)
-    got = Rope.from_hf(hf.rope_parameters, 64, "config.json")
+    got = FAMILIES.config(hf.to_dict()).rope
     frequencies = got.frequencies(64)
     assert frequencies.dtype == np.float32
     # Radians at the last position.

@@ -234,10 +234,13 @@ def refuse_quantized(hf: Any, source: str) -> None:
 
 
 def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
-    """The one set of them for all layers."""
+    """The one set of them for all layers. YaRN's factor may be left to the numbers of positions."""
     rope = hf.rope_parameters
     if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
         raise InputError(f"{source}: rope_parameters {rope!r} is not supported, only one flat set")
+    if rope.get("rope_type") == "yarn" and rope.get("factor", 0) is None:
+        trained = positive(rope, "original_max_position_embeddings", source)
+        return {**rope, "factor": hf.max_position_embeddings / trained}
     return rope
 
 
