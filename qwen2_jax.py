@@ -13,8 +13,8 @@ M width of an expert, P width of the shared one, R the router's outputs (E, but 
 What the families differ in is said by the configuration, and by their entries in `FAMILIES` at the
 end of qwen2_jax_with_hooks.py.
 
-References: `transformers.models.qwen2.modeling_qwen2`, and the same of qwen3, qwen2_moe and
-qwen3_moe, and the reports (arXiv:2407.10671, arXiv:2505.09388).
+References: `transformers.models.qwen2.modeling_qwen2`, and the same of qwen3, qwen2_moe, qwen3_moe,
+qwen3_5 and qwen3_5_moe, and the reports (arXiv:2407.10671, arXiv:2505.09388).
 """
 
 from collections.abc import Callable, Mapping
@@ -196,13 +196,12 @@ class DecoderLayer(nn.Module):
 
     def setup(self) -> None:
         self.input_layernorm = RMSNorm(self.config, self.dtype)
-        words = self.type_.split()
-        if LINEAR in words:
+        if LINEAR in self.type_.split():
             self.linear_attn = GatedDeltaNet(self.config, self.dtype, self.layout)
         else:
             self.self_attn = SelfAttention(self.config, self.dtype, self.attention, self.layout)
         self.post_attention_layernorm = RMSNorm(self.config, self.dtype)
-        mlp = SparseMLP if SPARSE in words else MLP
+        mlp = SparseMLP if SPARSE in self.type_.split() else MLP
         self.mlp = mlp(self.config, self.dtype, self.layout)
 
     def __call__(

@@ -30,11 +30,7 @@ from activation_extraction.model.hook_points import (
     with_normed_heads,
 )
 from activation_extraction.model.hooks import Hook, HookKind
-from activation_extraction.model.hybrid_config import (
-    beside_vision,
-    qwen3_5_moe_text_config,
-    qwen3_5_text_config,
-)
+from activation_extraction.model.hybrid_config import qwen3_5_moe_text_config, qwen3_5_text_config
 from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.moe_config import qwen2_moe_config, qwen3_moe_config
@@ -303,7 +299,6 @@ QWEN2 = ModelFamily(
     hooks=HOOKS,
 )
 
-
 QWEN3 = dataclasses.replace(
     QWEN2,
     model_type="qwen3",
@@ -311,7 +306,6 @@ QWEN3 = dataclasses.replace(
     config=qwen3_config,
     hooks=with_normed_heads(HOOKS),
 )
-
 
 QWEN2_MOE = dataclasses.replace(
     QWEN2,
@@ -329,7 +323,6 @@ QWEN3_MOE = dataclasses.replace(
     hooks=with_experts(QWEN3.hooks, EXPERTS),
 )
 
-
 QWEN3_5_TEXT = dataclasses.replace(
     QWEN3,
     model_type="qwen3_5_text",
@@ -338,13 +331,7 @@ QWEN3_5_TEXT = dataclasses.replace(
     hooks=hybrid(QWEN3.hooks),
     ignored=r"mtp\..*",
 )
-QWEN3_5 = dataclasses.replace(
-    QWEN3_5_TEXT,
-    model_type="qwen3_5",
-    models="Qwen3.5, dense, without its vision inputs",
-    config=functools.partial(beside_vision, qwen3_5_text_config),
-    ignored=r"mtp\..*|model\.visual\..*",
-)
+QWEN3_5 = QWEN3_5_TEXT.beside_vision("qwen3_5", "Qwen3.5, dense, without its vision inputs")
 
 QWEN3_5_MOE_TEXT = dataclasses.replace(
     QWEN3_5_TEXT,
@@ -353,12 +340,8 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
     config=qwen3_5_moe_text_config,
     hooks=hybrid(with_experts(QWEN3.hooks, EXPERTS + SHARED_EXPERT)),
 )
-QWEN3_5_MOE = dataclasses.replace(
-    QWEN3_5_MOE_TEXT,
-    model_type="qwen3_5_moe",
-    models="Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B, without their vision inputs",
-    config=functools.partial(beside_vision, qwen3_5_moe_text_config),
-    ignored=QWEN3_5.ignored,
+QWEN3_5_MOE = QWEN3_5_MOE_TEXT.beside_vision(
+    "qwen3_5_moe", "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B, without their vision inputs"
 )
 
 FAMILIES = Families(

@@ -65,6 +65,17 @@ RUNS = {
         "blocks.K.linear_attn.hook_beta (K: 0, 2) 8 32",
         LAST | {"blocks.2.linear_attn.hook_log_decay": {"width": 8}},
     ),
+    "qwen3_5_moe": Run(
+        {
+            "text_config": HEADS
+            | DELTA
+            | EXPERTS
+            | {"rms_norm_eps": 1e-2, "shared_expert_intermediate_size": 48},
+            "tie_word_embeddings": True,
+        },
+        "blocks.K.mlp.gate.hook_out model.layers.K.mlp.gate.output 6 24",
+        LAST | ROUTER,
+    ),
 }
 
 

@@ -4,7 +4,8 @@ So this room computes with a family's modules without importing the files that d
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import flax.linen as nn
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.hooks import Hook, HookTable
+from activation_extraction.model.hybrid_config import config_beside_vision
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.qwen_config import complete, read_json
 from activation_extraction.model.weights import WeightSpec
@@ -73,6 +75,16 @@ class ModelFamily:
     def weights_of(self, config: Any) -> Iterable[WeightSpec]:
         """All weights of the model with this configuration."""
         return self.weight_table(self.whole(config)).values()
+
+    def beside_vision(self, model_type: str, models: str) -> "ModelFamily":
+        """The family of this one's models with vision inputs, which are not loaded."""
+        return replace(
+            self,
+            model_type=model_type,
+            models=models,
+            config=partial(config_beside_vision, self.config),
+            ignored=rf"{self.ignored}|model\.visual\..*",
+        )
 
 
 @dataclass(frozen=True)

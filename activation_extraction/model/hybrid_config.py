@@ -131,12 +131,12 @@ def _hybrid(hf: Any, source: str) -> dict[str, Any]:
     }
 
 
-def beside_vision(
+def config_beside_vision(
     text_config: Callable[[Any, str], HybridConfig], hf: Any, source: str
 ) -> HybridConfig:
     """Of the language model in a model with vision inputs. Raises InputError.
 
-    text_config: what reads the configuration of such a language model alone.
+    text_config: reads the configuration of such a language model alone.
     """
     refuse_quantized(hf, source)
     return dataclasses.replace(
