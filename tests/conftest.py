@@ -160,6 +160,7 @@ TINY |= {
 
 QUICK_REFERENCE = "two_kv_heads_tied"  # the one of `make test-quick`
 OPTIMIZED = {QUICK_REFERENCE, "qwen3_tied", "qwen2_moe", "qwen3_moe", "qwen3_5_more_values"}
+OPTIMIZED.add("qwen3_5_moe")
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ def test_config_of_transformers_4_and_5_agree():
     [
         ({"model_type": "llama"}, "model_type 'llama' is not supported; supported are: qwen2"),
         ({"model_type": None}, "model_type None"),
-        ({"model_type": "mixtral"}, r"are: qwen2 \(Q.*\), qwen3 \(Qwen3, dense\), .* qwen3_5_moe \(Q.*35B"),
+        ({"model_type": "mixtral"}, r"are: qwen2 \(.*, qwen3 \(.*, qwen3_5_moe \(Qwen3.5 35B"),
         ({"model_type": "qwen2_vl", "vision_config": {}}, "'qwen2_vl' .a model with vision inputs"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"type": "yarn"}}, "factor"),
