@@ -203,15 +203,18 @@ def test_dense_models_fit_sixteen_chips(shape, layers, topology, memory_of_a_chi
     assert not [kind for kind, crosses in collectives(compiled) if crosses]
 
 
+EXPERTS_8 = "v5e:8x8", "8,8 --mesh_axes data,expert --batch_size 4", 16e9
+
+
 @pytest.mark.parametrize(
     "config,topology,axes,most",
     [
-        (QWEN3_30B, "v5e:8x8", "8,8 --mesh_axes data,expert --batch_size 4", 16e9),
+        pytest.param(QWEN3_30B, *EXPERTS_8, id="30B"),
         *(
-            pytest.param(QWEN3_30B, "v6e:4x4", f"4,4 --mesh_axes {axes}", 32e9, marks=slow)
+            pytest.param(QWEN3_30B, "v6e:4x4", f"4,4 --mesh_axes {axes}", 32e9, marks=slow, id=axes)
             for axes in ("data,expert", "data,model")
         ),
-        (QWEN3_5_35B, "v5e:8x8", "8,8 --mesh_axes data,expert --batch_size 4", 16e9),
+        pytest.param(QWEN3_5_35B, *EXPERTS_8, id="3.5-35B"),
     ],
 )
 def test_models_with_experts_fit_and_tokens_stay_with_them(config, topology, axes, most):
