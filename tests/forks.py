@@ -23,6 +23,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 READ_ON_IMPORT = "JAX_", "XLA_", "HF_", "FSSPEC_", "GCSFS_", "PYTHON", "OMP_"
 LARGEST = 1 << 17  # bytes of a request
+MOST = 4  # parents that are kept, of 300 MB each
 
 
 class Forked:
@@ -64,11 +65,17 @@ class Parent:
             command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
         theirs.close()
-        self._running: dict[int, Forked] = {}
+        self.running: dict[int, Forked] = {}
         self._started: list[Forked] = []
         self._news = threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
-        atexit.register(self._socket.close)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._process.wait()
+        self._socket.close()
+        atexit.unregister(self.close)
 
     def start(self, command: Sequence[str], variables: Mapping[str, str], log: int) -> Forked:
         request = json.dumps({"command": command, "variables": variables, "folder": os.getcwd()})
@@ -82,11 +89,11 @@ class Parent:
             pid, status = json.loads(message)
             with self._news:
                 if status is None:
-                    self._running[pid] = Forked(pid)
-                    self._started.append(self._running[pid])
+                    self.running[pid] = Forked(pid)
+                    self._started.append(self.running[pid])
                     self._news.notify()
                 else:
-                    self._running.pop(pid).end(status)
+                    self.running.pop(pid).end(status)
 
 
 PARENTS: dict[frozenset[tuple[str, str]], Parent] = {}
@@ -96,9 +103,12 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: int) -> F
     """Starts a Python script. command: its path and arguments; log: a file's descriptor."""
     early = {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
     key = frozenset(early.items())
-    if key not in PARENTS:
-        PARENTS[key] = Parent({"PATH": os.environ["PATH"], **early})
-    return PARENTS[key].start(command, environment, log)
+    parent = PARENTS.pop(key, None) or Parent({"PATH": os.environ["PATH"], **early})
+    idle = [other for other, of_other in PARENTS.items() if not of_other.running]
+    if len(PARENTS) >= MOST and idle:
+        PARENTS.pop(idle[0]).close()
+    PARENTS[key] = parent  # the last one used is the last one
+    return parent.start(command, environment, log)
 
 
 def serve(tests: socket.socket) -> None:

@@ -26,8 +26,10 @@ class Pod:
         only=None,
         through_environment=False,
         script=SCRIPT,
+        of_each=(),
         **variables,
     ):
+        """of_each: variables of each host; the others are those of all."""
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -42,7 +44,7 @@ class Pod:
                 "PYTHONUNBUFFERED": "1",
                 "PYTHONPATH": str(SCRIPT.parent),
             }
-            environment |= variables
+            environment |= variables | (of_each[i] if of_each else {})
             command = [str(script), "--multihost", *map(str, own)]
             if through_environment:
                 environment |= {name: str(value) for name, value in where.items()}

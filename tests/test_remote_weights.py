@@ -208,21 +208,9 @@ def test_a_byte_that_changed_on_the_way_is_found(hub, tmp_path, demo_inputs):
     assert "/model.safetensors: its content has the sha256 " in done.stderr
 
 
-OWN_HUB = """
-import os, runpy, sys
-os.environ["HF_ENDPOINT"] = os.environ["HUBS"].split()[int(os.environ["HOST_ID"])]
-os.environ["HF_HOME"] += os.environ["HOST_ID"]
-sys.path.insert(0, os.path.dirname(os.environ["SCRIPT"]))
-sys.argv[0] = os.environ["SCRIPT"]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 @pytest.mark.long
 def test_each_of_four_hosts_downloads_only_its_layers(hub, tmp_path, demo_inputs):
     """Pipeline stages: three layers of twelve each, and the embedding; counted by the servers."""
-    script = tmp_path / "start.py"
-    script.write_text(OWN_HUB)
     shared = ["--layers_to_extract", 11, "--mesh_shape", 4, "--mesh_axes", "pipeline"]
     shared += ["--max_samples", 8, "--output_dir", tmp_path / "pod"]
     texts = ["--dataset_path", demo_inputs / "documents.parquet", "--max_seq_length", 64]
@@ -230,11 +218,10 @@ def test_each_of_four_hosts_downloads_only_its_layers(hub, tmp_path, demo_inputs
         hubs = [servers.enter_context(serve_hub(tmp_path / "hub")) for _ in range(4)]
         pod = Pod(
             *(tmp_path, 4, 1, "--model_path", "org/tiny", *texts, *shared),
-            through_environment=True,
-            script=script,
-            SCRIPT=extract_activations.__file__,
-            HUBS=" ".join(each.endpoint for each in hubs),
-            HF_HOME=str(tmp_path / "home"),
+            of_each=[
+                {"HF_ENDPOINT": each.endpoint, "HF_HOME": str(tmp_path / f"home{host}")}
+                for host, each in enumerate(hubs)
+            ],
         )
         assert pod.wait() == [0] * 4, [pod.text(i) for i in range(4)]
     with safe_open(demo_inputs / "model/model.safetensors", "np") as file:

@@ -9,14 +9,6 @@ from test_hub import hub, run  # noqa: F401
 
 import extract_activations
 
-# Host 0 knows no more than its cache does.
-OFFLINE_HOST_0 = """
-import os, runpy
-if os.environ["HOST_ID"] == "0":
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": os.environ["HOME_OF_HOST_0"]}
-runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
-"""
-
 
 @pytest.fixture
 def flags(demo_inputs):
@@ -77,16 +69,12 @@ def test_hosts_use_one_commit_though_they_have_seen_different_ones(hub, tmp_path
     assert run(hub, tmp_path, *one).returncode == 0
     first = recorded(tmp_path / "out")
     commit_upstream(tmp_path)
-    script = tmp_path / "start.py"
-    script.write_text(OFFLINE_HOST_0)
+    # Host 0 knows no more than its cache does.
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
     pod = Pod(
         *(tmp_path, 2, 1, *one, "--output_dir", tmp_path / "pod"),
-        through_environment=True,
-        script=script,
-        SCRIPT=extract_activations.__file__,
+        of_each=[offline, {"HF_HOME": str(tmp_path / "empty")}],
         HF_ENDPOINT=hub.endpoint,
-        HF_HOME=str(tmp_path / "empty"),
-        HOME_OF_HOST_0=str(tmp_path / "home"),
     )
     assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
     for host in range(2):
