@@ -226,6 +226,7 @@ def metadata_of(folder):
     return json.loads((folder / "metadata.json").read_text())
 
 
+@pytest.mark.long
 def test_a_run_that_stopped_at_a_bad_row_goes_on_and_skips(stopped, tmp_path, capsys):
     """The bytes are those of a run that skipped from the beginning; so is the count."""
     folder, flags = stopped
@@ -273,6 +274,7 @@ def test_a_limit_counts_only_rows_before_it(stopped, tmp_path):
         assert (metadata["samples"], metadata["skipped_rows"]) == (min(most, 160), expected)
 
 
+@pytest.mark.long
 def test_a_machine_without_any_row_to_use_counts_its_rows(demo_inputs, tmp_path, check):
     """Also when it starts again. The other machine need not skip rows."""
     (tmp_path / "data").mkdir()

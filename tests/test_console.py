@@ -90,6 +90,7 @@ def test_a_bar_on_a_terminal_and_no_lines(clock, capsys, monkeypatch):
     assert len(recorded) == 1 and recorded[0]["model_flops_utilisation"] is None
 
 
+@pytest.mark.long
 def test_metrics_lie_beside_the_shards_and_survive(demo_inputs, tmp_path, capsys):
     flags = [
         *("--model_path", str(demo_inputs / "model"), "--layers_to_extract", "1"),

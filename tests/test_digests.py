@@ -47,6 +47,7 @@ def flip_middle(path):
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
+@pytest.mark.long
 def test_a_bit_in_the_middle_of_the_weights_is_another_model(
     wide_model, demo_inputs, tmp_path, capsys
 ):

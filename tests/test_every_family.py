@@ -70,11 +70,10 @@ RUNS = {
             "text_config": HEADS
             | DELTA
             | EXPERTS
-            | {"rms_norm_eps": 1e-2, "shared_expert_intermediate_size": 48},
-            "tie_word_embeddings": True,
+            | {"shared_expert_intermediate_size": 48, "rms_norm_eps": 1e-2}
         },
         "blocks.K.mlp.gate.hook_out model.layers.K.mlp.gate.output 6 24",
-        LAST | ROUTER,
+        NORMED | LAST | ROUTER | {"blocks.0.linear_attn.hook_log_decay": {"width": 8}},
     ),
 }
 

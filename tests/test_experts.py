@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MOE, SHARED, Reference, make_reference
+from conftest import Reference, make_reference
 from safetensors.numpy import save_file
 from test_mesh import run_on
 from test_model import (
@@ -20,6 +20,7 @@ from test_model import (
     rows,
     run,
 )
+from tiny_models import MOE, SHARED
 from watched import Watched
 
 from activation_extraction.cli.errors import InputError
@@ -60,6 +61,7 @@ def packed(small):
     return batch, run(model, load(model, small.folder), *batch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [n if n == "data" else pytest.param(n, marks=pytest.mark.long) for n in MESHES]
 )
@@ -108,6 +110,7 @@ def test_equal_logits_choose_the_first_experts():
     assert chosen.tolist() == [[[1, 2]]] and weights.tolist() == [[[0.5, 0.5]]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_sample_is_the_same_with_other_neighbours(small, dtype):
     """In its row and in its batch: within rounding, and with the same experts."""

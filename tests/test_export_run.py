@@ -103,6 +103,7 @@ def test_plain_pickles_and_chosen_hooks(run, tmp_path, check):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source,form", PAIRS)
 def test_killed_before_every_change(source, form, tmp_path, monkeypatch, check):
     """Exhaustive, and the same call then continues; what is complete is not written again."""

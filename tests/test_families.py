@@ -4,9 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import YARN, Reference, make_reference, shapes_of
+from conftest import Reference, make_reference, shapes_of
 from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, run
 from test_run import random_samples
+from tiny_models import YARN
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.rope import Rope
@@ -226,6 +227,7 @@ def apart(shapes):
     return found
 
 
+@pytest.mark.long
 def test_rows_of_a_model_with_windows_are_read_in_groups_too(tmp_path):
     """As on one CPU, where a layer takes a few rows at a time."""
     import jax

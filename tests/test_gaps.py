@@ -122,6 +122,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.long
 @both_formats
 @pytest.mark.parametrize("size", [0.3e-6, 1e-6, 3e-6])
 def test_every_shard_and_every_pair_of_shards(size, run, tmp_path):
@@ -150,6 +151,7 @@ def test_nothing_is_written_when_all_is_in_order(run, whole, tmp_path):
     assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()} == before
 
 
+@pytest.mark.long
 @both_formats
 @pytest.mark.parametrize("place", ["local", "bucket", "bucket, local kept"])
 def test_a_repair_that_was_killed_is_repaired(run, tmp_path, monkeypatch, place):

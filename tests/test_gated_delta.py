@@ -81,6 +81,7 @@ def recurrence(q, k, v, log_decay, beta):
     return out.unflatten(2, v.shape[2:4])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout,sizes", [*zip(LAYOUTS, [*SIZES, *SIZES], strict=False)])
 def test_each_document_is_computed_as_if_it_were_alone(layout, sizes):
     ids, places = segments(LAYOUTS[layout], padding=5)

@@ -38,6 +38,7 @@ def test_records_have_the_full_name_of_their_hook(demo_inputs, tmp_path, capsys)
     assert "clipped" not in log
 
 
+@pytest.mark.long
 def test_clipped_default_layers_are_told(texts, tmp_path, capsys):
     """A model of six layers has none of the default ones: its last layer is taken."""
     config = {**demo.MODEL_CONFIG, "num_hidden_layers": 6}

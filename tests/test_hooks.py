@@ -114,6 +114,7 @@ def test_many_kinds_of_the_last_layer_alone_are_not_captured_in_the_loop(tiny):
     assert create_model_with_hooks(tiny.config, named("blocks.*")).whole_layers == 4
 
 
+@pytest.mark.long
 def test_any_set_of_hooks_gives_the_values_of_all_hooks(tiny):
     """Of all kinds and widths; with work left to do after a hook, and with kinds that are in use
     but not asked for at other layers."""
@@ -137,6 +138,7 @@ def test_any_set_of_hooks_gives_the_values_of_all_hooks(tiny):
             )
 
 
+@pytest.mark.long
 def test_what_comes_after_the_last_hook_does_not_run(tiny):
     """Counted in the compiled program, in which rows go through layers in groups."""
     one_cpu = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=2)
@@ -168,6 +170,7 @@ def test_operations_are_counted_as_far_as_layers_run(tiny):
     assert flops("blocks.2.hook_resid_mid") == 2 * whole + all_heads * head + attention
 
 
+@pytest.mark.long
 def test_a_run_stores_hooks_of_any_width_under_the_names_that_were_asked_for(
     demo_inputs, tmp_path, capsys
 ):

@@ -120,6 +120,7 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(reference: Reference
 INDICES = "mlp.hook_expert_indices"
 
 
+@pytest.mark.long
 @references("two_kv_heads_tied", "qwen3_biased_yarn")
 def test_weights_as_bits_are_the_same_weights(reference: Reference):
     """On the CPU a run hands bfloat16 over as bits, those of the final norm too."""

@@ -77,6 +77,7 @@ def patterns(reference, batch, shape, dtype=jnp.float32):
     return wide.reshape(*wide.shape[:3], heads, LENGTH)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 def test_patterns_are_those_of_transformers_eager_attention(mesh, tiny, batch):
     """Token t of a sample has, for each head, one column per position of that sample.
@@ -95,6 +96,7 @@ def test_patterns_are_those_of_transformers_eager_attention(mesh, tiny, batch):
         np.testing.assert_allclose(own.sum(-1), 1, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_bfloat16_patterns_are_as_close_as_those_of_transformers(tiny, batch, tmp_path):
     import torch
 
@@ -126,6 +128,7 @@ def test_it_is_asked_for_by_name():
     assert len(HOOKS.matching(["blocks.*.attn.hook_pattern"], 4)) == 4
 
 
+@pytest.mark.long
 def test_a_run_stores_patterns(inputs, tmp_path, capsys):
     asked = [*inputs, "--hook_names", "blocks.1.attn.hook_pattern", "--max_samples", 10]
     out = tmp_path / "out"

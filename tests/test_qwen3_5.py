@@ -254,6 +254,7 @@ def on_one_device(small):
     return batch, {hook.name: value for hook, value in found.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [name if name == "2d" else pytest.param(name, marks=pytest.mark.long) for name in MESHES],

@@ -188,6 +188,7 @@ def load_from_hub(hub, tmp_path, demo_inputs, flipped, *more):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [[], ["full disk"]], ids=["not kept", "full disk"])
 def test_the_hub_s_weights_without_a_disk(hub, tmp_path, demo_inputs, more):
     done = load_from_hub(hub, tmp_path, demo_inputs, None, *more)
@@ -201,6 +202,7 @@ def test_the_hub_s_weights_without_a_disk(hub, tmp_path, demo_inputs, more):
     assert ("straight into memory" in done.stderr) == bool(more)
 
 
+@pytest.mark.long
 def test_a_byte_that_changed_on_the_way_is_found(hub, tmp_path, demo_inputs):
     size = (demo_inputs / "model/model.safetensors").stat().st_size
     done = load_from_hub(hub, tmp_path, demo_inputs, size - 1000)

@@ -92,6 +92,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_the_bytes_are_those_of_an_undisturbed_run(kind, flags, whole, out, monkeypatch, capsys):
     damaged = DAMAGE[kind](out)
@@ -114,6 +115,7 @@ def test_the_bytes_are_those_of_an_undisturbed_run(kind, flags, whole, out, monk
     assert main(*flags, "--output_dir", out) == 0 and same(out, whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", [[], ["--keep_local"]])
 def test_in_a_bucket(keep, flags, whole, bucket, tmp_path, monkeypatch, capsys):  # noqa: F811
     there = [*flags, "--upload_to_gcs", "--gcs_bucket", "bucket", "--gcs_prefix", "run", *keep]

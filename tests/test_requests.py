@@ -76,6 +76,7 @@ def test_an_outline_that_claims_too_much_is_not_believed(bucket):
     assert not stored.outline.shards and len(stored.commits) == 30
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [0, 1e9])  # seconds between outlines
 def test_a_run_killed_and_continued_from_its_outline_stores_the_same(
     run, whole, bucket, tmp_path, monkeypatch, every

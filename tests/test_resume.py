@@ -38,6 +38,7 @@ def test_killed_after_every_sample_and_once_more(run, whole, tmp_path):
         assert status(folder) == "complete"
 
 
+@pytest.mark.long
 def test_resumed_at_every_sample_that_was_committed(run, tmp_path):
     """Shards of one sample each: a cursor for every sample of the data set."""
     run(tmp_path / "whole", shard_size_gb=1e-9)
@@ -184,6 +185,7 @@ def test_what_cannot_be_continued_is_refused_and_left_alone(run, whole, tmp_path
         assert content(folder) == whole
 
 
+@pytest.mark.long
 def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
     """The batch in which it failed is not packed differently for that."""
     original = files.json_lines

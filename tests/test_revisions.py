@@ -29,6 +29,7 @@ def recorded(folder):
     return json.loads((folder / "metadata.json").read_text())["model_commit"]
 
 
+@pytest.mark.long
 def test_a_commit_upstream_does_not_stop_an_extraction(hub, tmp_path, flags):  # noqa: F811
     done = run(hub, tmp_path, *flags, "--max_samples", "5")
     assert done.returncode == 0, done.stderr
