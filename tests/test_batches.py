@@ -308,6 +308,12 @@ def test_an_error_in_the_background_reaches_the_loop(run, monkeypatch):
     batches = ActivationDataset(run.root).batches(8, buffer=16)
     with pytest.raises(OSError, match="the network is gone"):
         list(batches)
+    with pytest.raises(OSError, match="the network is gone"):
+        next(batches)
+    monkeypatch.setattr(token_source, "_block", original)
+    rest = list(batches)
+    assert len(rest) > 5
+    assert_equal_batches(rest, list(ActivationDataset(run.root).batches(8))[-len(rest) :])
 
 
 def test_closing_ends_the_reading_ahead(run):

@@ -264,6 +264,7 @@ def test_the_other_format_holds_the_same_kept_tokens(flags, few, tmp_path):
     assert shards_in(own) == shards_in(copy) and shards_in(back) == shards_in(few)
 
 
+@pytest.mark.long
 def test_a_run_of_which_no_token_is_kept(flags, tmp_path, capsys):
     """Not of much use, and yet in order."""
     out = tmp_path / "out"

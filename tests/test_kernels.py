@@ -51,6 +51,7 @@ def error(got, expected):
     return np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [None, pytest.param(50, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(

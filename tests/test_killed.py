@@ -101,6 +101,7 @@ def shards_of(folder: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.long
 @both_formats
 @pytest.mark.parametrize(
     "place,before",
@@ -151,6 +152,7 @@ class Backwards(ThreadPoolExecutor):
         return [function(item) for item in reversed(list(items))][::-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", PLACES)
 def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, place):
     """With --overwrite the same command begins anew. Without it, it never continues what is half

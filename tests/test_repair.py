@@ -149,6 +149,7 @@ def test_another_run_and_other_flags_are_refused(flags, out, capsys):
     assert shards_in(out) == before
 
 
+@pytest.mark.long
 def test_each_host_of_a_pod_repairs_its_own_folder(demo_inputs, tmp_path):
     out = tmp_path / "out"
     flags = flags_for(demo_inputs, out, "--shard_size_gb", 0.0008, "--max_samples", 120)

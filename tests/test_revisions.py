@@ -47,6 +47,7 @@ def test_a_commit_upstream_does_not_stop_an_extraction(hub, tmp_path, flags):  #
     assert verified.returncode == 0, verified.stderr
 
 
+@pytest.mark.long
 def test_the_command_with_a_tag_continues_when_the_tag_has_moved(hub, tmp_path, flags):  # noqa: F811
     flags = [*flags, "--model_revision", "v1"]
     done = run(hub, tmp_path, *flags)
@@ -65,6 +66,7 @@ def test_the_command_with_a_tag_continues_when_the_tag_has_moved(hub, tmp_path, 
     assert recorded(tmp_path / "out") == first
 
 
+@pytest.mark.long
 def test_hosts_use_one_commit_though_they_have_seen_different_ones(hub, tmp_path, flags):  # noqa: F811
     one = [*flags, "--max_samples", "4"]
     assert run(hub, tmp_path, *one).returncode == 0

@@ -115,6 +115,7 @@ def test_a_forbidden_import_is_noticed(tmp_path):
     assert forbidden("text", path) == ["qwen2_jax"]
 
 
+@pytest.mark.long
 def test_rooms_work_without_jax():
     names = ["activation_extraction", *(f"activation_extraction.{room}" for room in WITHOUT_JAX)]
     for room in WITHOUT_JAX:

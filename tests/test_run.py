@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import numpy as np
+import pytest
 from conftest import Reference, make_reference, references
 from test_model import (
     ROUNDING,
@@ -67,6 +68,7 @@ def arguments(demo_inputs, *more):
     ]
 
 
+@pytest.mark.long
 def test_one_compilation_for_20_batches_of_different_lengths(demo_inputs, tmp_path, caplog):
     """Counted over a whole run: JAX says what it compiles."""
     flags = ["--max_seq_length", 96, "--batch_size", 8, "--output_dir", tmp_path, "--verbose"]
@@ -78,6 +80,7 @@ def test_one_compilation_for_20_batches_of_different_lengths(demo_inputs, tmp_pa
     assert metadata["tokens"] > 20 * 8 * 90  # so there were more than 20 batches
 
 
+@pytest.mark.long
 def test_a_batch_is_stored_while_the_next_one_computes(demo_inputs, tmp_path, monkeypatch):
     events = []
     compile_step = extract_activations.compile_step
@@ -100,6 +103,7 @@ def test_a_batch_is_stored_while_the_next_one_computes(demo_inputs, tmp_path, mo
     assert events == ["computes", *["computes", "stored"] * (batches - 1), "stored"]
 
 
+@pytest.mark.long
 def test_devices_give_the_values_of_one_device(demo_inputs, tmp_path):
     results = []
     for flags in (["--no_data_parallel"], ["--use_data_parallel"], ["--mesh_shape", "2,2,2"]):
@@ -120,6 +124,7 @@ def test_devices_give_the_values_of_one_device(demo_inputs, tmp_path):
     assert error_of(results[2], results[0]) < ROUNDING
 
 
+@pytest.mark.long
 def test_stored_records_are_hugging_face_activations(texts, tmp_path):
     """The whole way: text, tokens, packing, model, shard; the last layer included."""
     reference = make_reference(tmp_path / "model", num_key_value_heads=2, vocab_size=300)
@@ -148,6 +153,7 @@ def test_stored_records_are_hugging_face_activations(texts, tmp_path):
             assert record["text_preview"] == rows[record["doc_id"]]["text"][:200]
 
 
+@pytest.mark.long
 def test_the_cursor_is_the_start_of_the_batch_of_the_first_sample_not_stored(
     demo_inputs, tmp_path, monkeypatch
 ):

@@ -66,6 +66,7 @@ def read(tmp_path_factory):
     return dict(zip(texts, json.loads(process.stdout.splitlines()[-1]), strict=True))
 
 
+@pytest.mark.long
 def test_it_is_a_spot_job_that_recovers_from_all_but_bad_input(read):
     task = read["as it is"]
     assert task["accelerators"] == {"tpu-v6e-8": 1} and task["spot"] and task["nodes"] == 1

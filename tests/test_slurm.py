@@ -11,7 +11,10 @@ from test_hosts import alone, check_union, flags_for  # noqa: F401
 
 from activation_extraction.output.folder import Folder
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
 SBATCH = REPOSITORY / "deploy/slurm.sbatch"
 
 # In the place of Python: at their first start machines 3 and 5 stop after two steps until they are

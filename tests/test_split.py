@@ -118,6 +118,7 @@ def test_folders_without_metadata_tell_how_many_hosts_there_are(tmp_path):
     assert expected[3:] == [f"machine_002_host_{host:02d}" for host in range(3)]
 
 
+@pytest.mark.long
 def test_a_pod_of_two_hosts_beside_a_machine_of_one(demo_inputs, texts, tmp_path):
     """Three files: every document once, and either machine starts again beside the other one."""
     (tmp_path / "data").mkdir()

@@ -57,6 +57,7 @@ def test_options_change_what_they_say(inputs, tmp_path):
     }
 
 
+@pytest.mark.long
 def test_float16_overflow_is_told_and_not_stored(inputs, tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(inputs[1], model)

@@ -69,6 +69,7 @@ def test_transformer_lens_has_every_hook_of_our_table_and_every_alias(expected):
     assert set(expected.hooks) == set(ours)
 
 
+@pytest.mark.long
 def test_every_hook_equals_transformer_lens(expected):
     """For one row, in float32."""
     ours = expected.ours()

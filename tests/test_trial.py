@@ -92,6 +92,7 @@ def test_wrong_attentions_are_found_out(wrong, sizes):
     assert not largest_error(wrong, SIZES[sizes], BFLOAT16) <= 1.5 * TOLERANCE["bfloat16"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [pytest.param(1000, marks=pytest.mark.long), 20])
 def test_a_window_is_tried_too(length):
     sizes = Sizes.of_run(length, 2, 4, 2, 32, window=4096)
@@ -130,6 +131,7 @@ def test_every_platform_has_its_attentions():
         candidates_for("METAL")
 
 
+@pytest.mark.long
 def test_a_run_and_its_verification_use_the_choice_and_the_metadata_have_it(
     demo_inputs, tmp_path, monkeypatch, capsys
 ):

@@ -131,7 +131,11 @@ class Batches(Iterator[TokenBatch]):
         """Raises StopIteration after the last window."""
         assert self._windows is not None
         restored = self._position.taken if self._current is None else 0
-        begin, self._current = next(self._windows)
+        try:
+            begin, self._current = next(self._windows)
+        except OSError:
+            self._forget()  # so that the next call tries again
+            raise
         self._position = replace(begin, taken=restored)
         self._order = np.arange(len(self._current))
         if self._options.shuffle is not None:
