@@ -16,9 +16,10 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done
 	$(PYTEST)
 
-# For the loop of daily work: one tiny model, packing, storage, resuming, bad input.
+# For the loop of daily work: one tiny model, packing, storage, resuming, bad input. A third process
+# computes while others wait.
 test-quick: $(VENV)/.dev
-	$(PYTEST) -m "not slow and not long"
+	$(PYTEST) -n 3 -m "not slow and not long"
 
 # The real trainers of autoencoders on what we read and export; `make test` then runs them too.
 trainers: $(VENV)/.dev $(VENV)/trainers/.done

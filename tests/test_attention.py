@@ -19,6 +19,7 @@ def attention_inputs(shape, heads, kv_heads):
     return q / 4.0, k, v
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "keys,first_query,kv_heads,window",
     [

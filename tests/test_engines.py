@@ -104,6 +104,7 @@ print(jax.config._read("jax_cuda_visible_devices"))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("tasks", "visible"), [("1(x16)", "all"), ("1", "all"), ("2(x8)", "0")])
 def test_a_task_that_is_alone_on_its_node_sees_all_gpus(tasks, visible):
     """And of several tasks on a node each has one, as JAX does it."""

@@ -130,6 +130,7 @@ every_family = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.long
 @every_family
 def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(stored, family, capsys):
     run = stored(family)
@@ -150,6 +151,7 @@ def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(stored, family,
     assert "3 samples recomputed; 0 problem(s)" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @every_family
 def test_a_run_that_failed_continues_to_the_same_bytes(stored, family, tmp_path, monkeypatch):
     run = stored(family)

@@ -88,6 +88,7 @@ def test_experts_are_split_and_each_device_reads_its_own(small):
     assert checkpoint.sizes[name] == [4 * 20 * 64] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("sizes", [(0, 200, 1, 63, 64, 0), (5, 0, 0, 0, 0, 0), (0,) * 6])
 def test_tiles_compute_what_the_definition_says(sizes, dtype):

@@ -197,6 +197,7 @@ def test_operations_are_those_of_the_active_parameters(name):
     assert (weights + embeddings) / 1e9 == pytest.approx(ACTIVE[name], rel=0.04)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_sizes_have_exactly_the_tensors_of_transformers(name):
     """Shapes alone: nothing is allocated on either side."""

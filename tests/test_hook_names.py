@@ -26,6 +26,7 @@ def make_old(folder):
         edit(path, lambda content: content.update(format_version=2))
 
 
+@pytest.mark.long
 def test_records_have_the_full_name_of_their_hook(demo_inputs, tmp_path, capsys):
     flags = flags_for(demo_inputs, tmp_path, "--max_samples", 2, "--activation_type", "mlp")
     assert extract_activations.main([str(flag) for flag in flags]) == 0

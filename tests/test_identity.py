@@ -109,6 +109,7 @@ def test_machines_of_one_output_must_agree(started, tmp_path, capsys):
     assert extract_activations.main(second) == 0
 
 
+@pytest.mark.long
 def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeypatch, capsys):
     """A full disk in the middle of a run: status 1, one line; the same command then completes."""
     folder, flags = started
@@ -132,6 +133,7 @@ def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeyp
     assert reason_of(OSError(30, ""))[0].startswith("the file system is read-only")
 
 
+@pytest.mark.long
 def test_overwrite_replaces_machines_that_are_too_many(demo_inputs, tmp_path, capsys):
     out = tmp_path / "out"
     flags = [str(flag) for flag in flags_for(demo_inputs, out, "--max_samples", 6)]

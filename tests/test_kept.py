@@ -127,6 +127,7 @@ def test_only_kept_tokens_leave_the_devices(monkeypatch):
             np.testing.assert_array_equal(sent.receive()[5], part[:, kept])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [[], ["--batch_size", 3, "--no_data_parallel"]])
 def test_a_run_that_was_stopped_keeps_the_same_tokens(changes, flags, few, whole, tmp_path):
     shutil.copytree(few, tmp_path / "out")
@@ -154,6 +155,7 @@ def verify(folder, demo_inputs, *more):
     return main("--verify", *model, *more, "--output_dir", folder)
 
 
+@pytest.mark.long
 def test_verify_reads_the_text_again_to_recompute_kept_tokens(
     few, demo_inputs, texts, tmp_path, capsys
 ):
@@ -204,6 +206,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHANGES)
 def test_verify_finds_what_is_wrong_with_kept_tokens(name, few, demo_inputs, tmp_path, capsys):
     change, by_format, by_recomputing = CHANGES[name]
@@ -215,6 +218,7 @@ def test_verify_finds_what_is_wrong_with_kept_tokens(name, few, demo_inputs, tmp
         assert by_recomputing in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", ["few", "random"])
 def test_what_is_kept_is_read_back(share, flags, few, tmp_path, capsys):
     out = few

@@ -117,6 +117,7 @@ def test_a_gpu_multiplies_float32_as_such():
     assert "triton" not in text and "precision = [HIGHEST, HIGHEST]" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_what_cudnn_is_asked_for_is_attention(case, monkeypatch):
     """cuDNN itself needs a GPU: XLA answers the same call in its place."""

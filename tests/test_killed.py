@@ -189,6 +189,7 @@ def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, pl
     assert set(outcomes) == {"old", "refused", "new"}
 
 
+@pytest.mark.long
 def test_other_folders_are_replaced_also_after_a_kill(run, tmp_path, monkeypatch):
     """--overwrite with another number of machines: without it refused while any is left."""
     places = RunFolders(Worker(), tmp_path / "out")

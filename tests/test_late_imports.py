@@ -22,11 +22,13 @@ def run(*arguments):
     return done.stdout.splitlines()[-1], done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("look", ["--status", "--verify"])
 def test_looking_at_what_is_stored_does_without_transformers(look, tmp_path):
     assert run(look, "--output_dir", tmp_path)[0].split()[1:] == ["False", "False"]
 
 
+@pytest.mark.long
 def test_a_model_is_read_by_transformers_without_pytorch(demo_inputs, tmp_path):
     """PyTorch is installed here; loading it would take seconds. Nothing is said about it."""
     pytest.importorskip("torch")
@@ -37,6 +39,7 @@ def test_a_model_is_read_by_transformers_without_pytorch(demo_inputs, tmp_path):
     assert out == "0 True False" and "PyTorch" not in log
 
 
+@pytest.mark.long
 def test_what_transformers_refuses_is_one_line(demo_inputs, tmp_path):
     """Of its own words too."""
     model = tmp_path / "model"

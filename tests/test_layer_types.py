@@ -49,6 +49,7 @@ def five(tmp_path_factory) -> Reference:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [{"model": 1}, {"pipeline": 2, "data": 2, "model": 2}])
 def test_layers_of_two_types_are_run_in_their_order(five, shape):
     layout = build_layout(usable_devices(every=True)[: np.prod([*shape.values()])], shape, 2)
@@ -74,6 +75,7 @@ def test_parameters_of_a_type_are_those_of_its_layers(five):
     assert numbers == {"a": [0, 3], "b": [1, 2, 4]}
 
 
+@pytest.mark.long
 def test_a_type_that_no_layer_of_the_loop_has_is_not_loaded(five):
     hooks = HOOKS.matching(["blocks.0.hook_resid_post", "blocks.1.attn.hook_q"], 5).values()
     batch = rows(211, (1, 8))
@@ -122,6 +124,7 @@ def test_stages_that_cannot_be_alike_are_refused():
         stage_length("abbb", 2)
 
 
+@pytest.mark.long
 def test_stages_that_would_differ_are_refused(five):
     layout = build_layout(usable_devices(every=True)[:2], {"pipeline": 2}, 2)
     hooks = HOOKS.of_layers([2], "residual", 5)

@@ -53,6 +53,7 @@ def keep(folder, shards):
     set_status(folder, "running")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("before,after", [(0, "all"), (2, "all"), (2, 5), (4, 1), (3, 0)])
 def test_it_goes_on_where_the_other_one_ended(
     demo_inputs, whole, steps, tmp_path, monkeypatch, before, after

@@ -197,6 +197,7 @@ def released(name: str) -> dict[str, Any]:
     return raw | {"tie_word_embeddings": tied}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SIZES)
 def test_released_sizes_have_exactly_the_tensors_of_transformers(name):
     """Those of the vision part and of the prediction of several tokens are not loaded."""

@@ -179,6 +179,7 @@ def test_refusals_are_one_line(tmp_path, run, capsys, monkeypatch):
     assert "needs matplotlib: pip install" in refused("--output_dir", str(run))
 
 
+@pytest.mark.long
 def test_neither_jax_nor_torch_is_needed(tmp_path, run):
     code = (
         "import sys\n"
@@ -213,6 +214,7 @@ CONTRASTS = """(() => {
   return low; })()"""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_chromium_shows_it_well_on_phones_and_desks_in_light_and_dark(tmp_path, run):
     path = tmp_path / "report.html"

@@ -97,6 +97,7 @@ def test_a_run_killed_and_continued_from_its_outline_stores_the_same(
     assert content(tmp_path / "last") == whole
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at", range(1, 11))
 def test_killed_after_any_write_while_it_takes_over(run, whole, bucket, tmp_path, at):
     """A run whose last shard was partial is continued by one that comes to `at` writes."""

@@ -234,6 +234,7 @@ def test_a_bucket(tmp_path, capsys):
     memory.rm(str(tmp_path), recursive=True)
 
 
+@pytest.mark.long
 def test_while_a_run_writes(tmp_path):
     """Nothing is ever damaged, nothing counts down, and the sum is right at every moment."""
     done = threading.Event()

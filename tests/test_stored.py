@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 from test_cli import main, records_of
 
 
+@pytest.mark.long
 def test_demo_inputs_are_the_same_bytes_every_time(demo_inputs, tmp_path):
     assert main("--demo", "--max_samples", 1, "--output_dir", tmp_path) == 0
     again = tmp_path / "demo_inputs"
@@ -37,6 +38,7 @@ def test_machines_together_store_what_one_machine_stores(inputs, tmp_path):
         )
 
 
+@pytest.mark.long
 def test_options_change_what_they_say(inputs, tmp_path):
     options = ["--hook_names", "blocks.[13].hook_attn_out", "blocks.0.hook_mlp_out"]
     options += ["--activation_dtype", "bfloat16", "--dtype", "bfloat16", "--no_data_parallel"]
@@ -72,6 +74,7 @@ def test_float16_overflow_is_told_and_not_stored(inputs, tmp_path, capsys):
     assert not list(out.glob("shard_*.json"))
 
 
+@pytest.mark.long
 def test_a_bad_row_on_the_way_keeps_what_came_before(inputs, texts, tmp_path, capsys):
     path = texts([{"text": f"text {n} " * 30} for n in range(400)])
     with open(path, "a") as file:

@@ -80,12 +80,14 @@ def test_a_run_is_tried_at_its_own_sizes():
     assert SIZES["short"] == Sizes(20, 20, 4, 2, 32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("attention", [dense_attention, blocked_attention])
 def test_right_attentions_stay_well_below_the_tolerance(attention, sizes):
     assert 0 < largest_error(attention, SIZES[sizes], BFLOAT16) < TOLERANCE["bfloat16"] / 1.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", ["0.5B", "short"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_attentions_are_found_out(wrong, sizes):
@@ -104,6 +106,7 @@ def test_a_window_is_tried_too(length):
         assert choose_attention({"a": wrong, "b": dense_attention}, sizes, BFLOAT16).name == "b"
 
 
+@pytest.mark.long
 def test_float32_may_not_be_rounded():
     assert largest_error(blocked_attention, SIZES["7B split"], FLOAT32) < TOLERANCE["float32"] / 4
     assert largest_error(rounds_float32, SIZES["0.5B"], FLOAT32) > 10 * TOLERANCE["float32"]

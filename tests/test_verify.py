@@ -293,6 +293,7 @@ def extracted(demo_inputs, tmp_path_factory):
     return out
 
 
+@pytest.mark.long
 def test_the_right_model_computes_the_same_again(extracted, demo_inputs, capsys):
     model = ["--model_path", demo_inputs / "model", "--max_seq_length", 64, "--batch_size", 2]
     assert main("--verify", *model, "--verify_samples", 5, "--output_dir", extracted) == 0
@@ -353,6 +354,7 @@ def test_verify_as_a_user_meets_it(tmp_path, capsys):
     assert "shard_0001.pkl.gz: " in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_verify_while_a_run_writes(tmp_path, check):
     """The only complaint is that it is not complete, or a shard that is being written."""
     done = threading.Event()
