@@ -22,17 +22,26 @@ from runs_to_read import (
 from torch.utils.data import DataLoader
 
 from activation_extraction import ActivationDataset
-from activation_extraction.reading import token_source
+from activation_extraction.reading import batch_space, token_source
 from activation_extraction.reading.token_batch import TokenBatch
 
 FIRST, SECOND, THIRD = WIDTHS
 
 
-@pytest.fixture(scope="module", params=FORMATS)
-def run(request, tmp_path_factory):
-    """Two machines with different numbers of hosts."""
+@pytest.fixture(scope="module", params=[*FORMATS, "staged"])
+def stored(request, tmp_path_factory):
+    """Two machines with different numbers of hosts, and how they are read."""
     root = tmp_path_factory.mktemp("run")
-    return make_run(root, request.param, "bfloat16", count=12, machines=(2, 1))
+    shard_format = "pickle" if request.param == "pickle" else "safetensors"
+    return make_run(root, shard_format, "bfloat16", count=12, machines=(2, 1)), request.param
+
+
+@pytest.fixture
+def run(stored, monkeypatch):
+    """staged: as if there were enough hooks to copy them by way of a stage."""
+    if stored[1] == "staged":
+        monkeypatch.setattr(batch_space, "STAGE_SHARE", 1)
+    return stored[0]
 
 
 def batch_arrays(batch):
@@ -58,6 +67,29 @@ def test_a_seed_is_an_order(run):
     orders = [joined(dataset.batches(50, shuffle=seed))["sample_idx"] for seed in (0, 0, 1)]
     np.testing.assert_array_equal(orders[0], orders[1])
     assert not np.array_equal(orders[0], orders[2])
+
+
+@pytest.mark.parametrize("skip_first", [0, 2])
+def test_a_seed_stays_the_same_order(run, skip_first):
+    """States that were stored depend on it."""
+    if run.format == "pickle":
+        pytest.skip("pickles are shuffled by sample first")
+    dataset = ActivationDataset(run.root)
+    tokens = joined(dataset.batches(50))
+    batches = dataset.batches(16, shuffle=4, buffer=100, skip_first=skip_first)
+    starts = np.cumsum([0, *(commit.tokens for commit in dataset._commits)])
+    chunks = batches._source._chunks(batches._options)
+    rows = [starts[chunk.shard] + np.arange(chunk.start, chunk.stop) for chunk in chunks]
+    wanted = np.concatenate(rows)
+    wanted = wanted[tokens["position"][wanted] >= skip_first]
+    windows = [wanted[start : start + 48] for start in range(0, len(wanted), 48)]
+    assert len(windows) > 5 and len(windows[-1]) < 48
+    orders = [
+        window[np.random.default_rng([4, number]).permutation(len(window))]
+        for number, window in enumerate(windows)
+    ]
+    order = np.concatenate(orders)
+    assert_same(joined(batches), {name: values[order] for name, values in tokens.items()})
 
 
 @pytest.mark.parametrize("shard_format", FORMATS)
@@ -228,33 +260,40 @@ def test_memory_is_used_again_but_never_while_somebody_holds_it(run, kept_as):
         "view": lambda batch: batch.map(lambda values: values[:]),
     }[kept_as]
     dataset = ActivationDataset(run.root)
-    kept = [keep(batch) for batch in dataset.batches(16, shuffle=0)]
+    kept = [keep(batch) for batch in dataset.batches(16, shuffle=0, buffer=64)]
     kept = [b.map(to_numpy if kept_as == "torch" else np.asarray) for b in kept]
     assert_same(in_order(joined(kept)), in_order(stored_tokens(run)))
-    places = {batch[FIRST].ctypes.data for batch in dataset.batches(16, shuffle=0)}
+    places = {batch[FIRST].ctypes.data for batch in dataset.batches(16, shuffle=0, buffer=64)}
     assert len(kept) > 20 and len(places) < 10
 
 
+@pytest.fixture(scope="module")
+def large_run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("large")
+    hooks = {layer: f"blocks.{layer}.hook_mlp_out" for layer in range(10)}
+    return make_run(root, "safetensors", "float32", count=400, hooks=hooks, shard_size_gb=2e-3)
+
+
 @pytest.mark.parametrize("place", ["local", "another file system"])
-def test_memory_stays_within_the_buffer(place, tmp_path):
+@pytest.mark.parametrize("hooks,skip_first", [(2, 0), (2, 1), (10, 1)])
+def test_memory_stays_within_the_buffer(large_run, place, hooks, skip_first):
     """Arrays are counted: at most a fifth more than the buffer, and the batch in hand.
 
     Files on the local disk are mapped, and their pages are not counted: they are the page cache's.
     """
-    hooks = {layer: f"blocks.{layer}.hook_mlp_out" for layer in range(2)}
-    options = dict(count=1500, hooks=hooks, shard_size_gb=2e-3)
-    run = make_run(tmp_path, "safetensors", "float32", **options)
-    dataset = ActivationDataset(run.root)
+    names = [f"blocks.{layer}.hook_mlp_out" for layer in range(hooks)]
+    dataset = ActivationDataset(large_run.root)
     if place != "local":
         dataset._local = False
-    buffer, size = 6000, 128
-    row = 2 * 256 * 4 + 16
+    buffer, size = 1600, 32
+    row = hooks * 256 * 4 + 16
     assert dataset.tokens > 2.5 * buffer
-    batches = dataset.batches(size, shuffle=0, buffer=buffer)
+    options = dict(hooks=names, shuffle=0, buffer=buffer, skip_first=skip_first)
+    batches = dataset.batches(size, **options)
     tracemalloc.start()
     try:
         for batch in batches:
-            assert batch[hooks[0]].shape[1] == 256
+            assert batch[names[0]].shape[1] == 256
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

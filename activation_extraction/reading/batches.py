@@ -6,11 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-import numpy as np
-
-from activation_extraction.reading.reused_memory import ReusedMemory
-from activation_extraction.reading.token_batch import TokenBatch, bits_of
-from activation_extraction.reading.windows import Plan, Position, read_ahead, windows_of
+from activation_extraction.reading.token_batch import TokenBatch
+from activation_extraction.reading.windows import Plan, Position, Window, read_ahead, windows_of
 
 
 @dataclass(frozen=True)
@@ -55,10 +52,8 @@ class Batches(Iterator[TokenBatch]):
         self._forget()
 
     def _forget(self) -> None:
-        self._windows: Iterator[tuple[Position, TokenBatch]] | None = None
-        self._current: TokenBatch | None = None
-        self._order = np.empty(0, np.int64)
-        self._memory = ReusedMemory(2 * (len(self._options.hooks) + 3))
+        self._windows: Iterator[Window] | None = None
+        self._window: Window | None = None
 
     def __getstate__(self) -> tuple[Source, BatchOptions, Position]:
         return self._source, self._options, self._position
@@ -115,32 +110,31 @@ class Batches(Iterator[TokenBatch]):
         return (batch.jax() for batch in self)
 
     def __next__(self) -> TokenBatch:
+        options = self._options
         if self._windows is None:
-            plan = self._source.plan(self._options, *_loader_worker())
-            window = self._options.buffer // 2 // self._options.size * self._options.size
-            self._windows = read_ahead(windows_of(plan, window, self._position))
-        while self._current is None or self._position.taken >= len(self._current):
+            plan = self._source.plan(options, *_loader_worker())
+            batches = options.buffer // 2 // options.size
+            windows = windows_of(plan, options.size, batches, options.shuffle, self._position)
+            self._windows = read_ahead(windows)
+        while self._window is None or self._position.taken >= self._window.tokens:
             self._next_window()
-        assert self._current is not None
-        start = self._position.taken
-        stop = min(start + self._options.size, len(self._current))
-        self._position = replace(self._position, taken=stop)
-        return _take(self._current, self._order[start:stop], self._options.dtype, self._memory)
+        taken = self._position.taken
+        tokens = min(options.size, self._window.tokens - taken)
+        self._position = replace(self._position, taken=taken + tokens)
+        return self._window.next_batch(tokens, options.dtype)
 
     def _next_window(self) -> None:
         """Raises StopIteration after the last window."""
         assert self._windows is not None
-        restored = self._position.taken if self._current is None else 0
+        restored = self._position.taken if self._window is None else 0
+        self._window = None  # before the next one is asked for, which needs its memory
         try:
-            begin, self._current = next(self._windows)
+            self._window = next(self._windows)
         except OSError:
             self._forget()  # so that the next call tries again
             raise
-        self._position = replace(begin, taken=restored)
-        self._order = np.arange(len(self._current))
-        if self._options.shuffle is not None:
-            chance = np.random.default_rng([self._options.shuffle, begin.window])
-            self._order = chance.permutation(len(self._current))
+        self._window.skip(restored)
+        self._position = replace(self._window.begin, taken=restored)
 
 
 def _loader_worker() -> tuple[int, int]:
@@ -148,27 +142,3 @@ def _loader_worker() -> tuple[int, int]:
     data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     return (0, 1) if info is None else (info.id, info.num_workers)
-
-
-def _take(
-    window: TokenBatch, rows: np.ndarray, dtype: str | None, memory: ReusedMemory
-) -> TokenBatch:
-    """Copies of some rows of a window, the activations in the dtype that is wanted."""
-
-    def pick(values: np.ndarray) -> np.ndarray:
-        picked = memory.empty((len(rows), *values.shape[1:]), values.dtype)
-        # "clip" keeps NumPy from making another copy; the rows are all there.
-        bits_of(values).take(rows, axis=0, out=bits_of(picked), mode="clip")
-        return picked
-
-    def converted(values: np.ndarray) -> np.ndarray:
-        if dtype is None or values.dtype == dtype:
-            return pick(values)
-        result = memory.empty((len(rows), *values.shape[1:]), np.dtype(dtype))
-        np.copyto(result, pick(values), casting="unsafe")
-        return result
-
-    activations = {hook: converted(values) for hook, values in window.activations.items()}
-    return TokenBatch(
-        activations, pick(window.token_ids), pick(window.sample_idx), pick(window.position)
-    )

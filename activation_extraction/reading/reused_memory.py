@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from typing import Any
 
 import numpy as np
 
@@ -21,19 +22,43 @@ class ReusedMemory:
         """An array that begins at a multiple of ALIGNMENT."""
         size = math.prod(shape) * dtype.itemsize
         spare = self._spare.setdefault(size, deque(maxlen=self._most))
-        block = spare.pop() if spare else np.empty(size + ALIGNMENT, np.uint8)
-        start = -block.ctypes.data % ALIGNMENT
-        lent = np.asarray(_Lent(block, spare))
-        return lent[start : start + size].view(dtype).reshape(shape)
+        block = spare.pop() if spare else aligned((size,), np.dtype(np.uint8))
+        return owned_by(_Returned(block, spare), block).view(dtype).reshape(shape)
 
 
-class _Lent:
-    """A block as the owner of arrays; with the last of them, the block goes back to the spare."""
+class _Returned:
+    """Puts a block back among the spare ones when nobody refers to this object any more."""
 
     def __init__(self, block: np.ndarray, spare: deque[np.ndarray]) -> None:
-        self.__array_interface__ = block.__array_interface__
         self._block = block
         self._spare = spare
 
     def __del__(self) -> None:
         self._spare.append(self._block)
+
+
+class _Lent:
+    """Bytes that keep an owner alive as long as anybody holds an array in them."""
+
+    def __init__(self, content: np.ndarray, owner: Any) -> None:
+        self.__array_interface__ = content.__array_interface__
+        self._content = content
+        self._owner = owner
+
+
+def owned_by(owner: Any, values: np.ndarray) -> np.ndarray:
+    """The same array. It and every view of it keep `owner` alive."""
+    content = values.reshape(-1).view(np.uint8)
+    return np.asarray(_Lent(content, owner)).view(values.dtype).reshape(values.shape)
+
+
+def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that begins at a multiple of ALIGNMENT, with any content."""
+    size = math.prod(shape) * dtype.itemsize
+    block = np.empty(size + ALIGNMENT, np.uint8)
+    start = -block.ctypes.data % ALIGNMENT
+    return block[start : start + size].view(dtype).reshape(shape)
+
+
+def is_aligned(values: np.ndarray) -> bool:
+    return values.ctypes.data % ALIGNMENT == 0

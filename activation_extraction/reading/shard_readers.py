@@ -49,7 +49,12 @@ class Samples:
 
 
 class ShardReader(Protocol):
-    """A shard that is open for reading. All methods raise RunError."""
+    """A shard that is open for reading. All methods raise RunError.
+
+    mapped: whether `rows` are views of a file, which cost nothing until they are used.
+    """
+
+    mapped: bool
 
     @property
     def samples(self) -> Samples: ...
@@ -88,8 +93,13 @@ class SafetensorsReader:
     def __init__(self, folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> None:
         self._where = f"{folder.url}/{commit.file}"
         self._size = commit.bytes
+        self.mapped = folder.local
         self._read = _ranges_of(folder, commit)
         self._tensors = self._header().tensors
+        self._layout = {
+            name: (tensor.dtype, tensor.shape[1:], tensor.offset, tensor.row_bytes)
+            for name, tensor in self._tensors.items()
+        }
         for name, hook in hooks.items():
             tensor = self._tensors.get(name)
             found = None if tensor is None else (tensor.dtype, tensor.shape)
@@ -108,9 +118,9 @@ class SafetensorsReader:
         return self.rows("token_ids", start, stop), self.rows("position", start, stop)
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
-        tensor = self._tensors[hook]
-        first, last = (tensor.offset + row * tensor.row_bytes for row in (start, stop))
-        return self._read(first, last).view(tensor.dtype).reshape(-1, *tensor.shape[1:])
+        dtype, shape, offset, row_bytes = self._layout[hook]
+        content = self._read(offset + start * row_bytes, offset + stop * row_bytes)
+        return np.ndarray((stop - start, *shape), dtype, content)
 
     def _whole(self, name: str) -> np.ndarray:
         return np.array(self.rows(name, 0, self._tensors[name].shape[0]))
@@ -145,6 +155,8 @@ def _ranges_of(folder: Folder, commit: Commit) -> Callable[[int, int], np.ndarra
 
 class PickleReader:
     """A pickled shard in memory, with the hooks that were asked for."""
+
+    mapped = False
 
     def __init__(self, folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> None:
         where = f"{folder.url}/{commit.file}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -57,24 +58,12 @@ def _to_torch(values: np.ndarray) -> Any:
     return torch.from_numpy(values)
 
 
-def slice_of(batch: TokenBatch, start: int, stop: int) -> TokenBatch:
-    return batch.map(lambda values: values[start:stop])
-
-
-def empty_like(batch: TokenBatch, size: int) -> TokenBatch:
-    return batch.map(lambda values: np.empty((size, *values.shape[1:]), values.dtype))
-
-
-def copy_into(source: TokenBatch, target: TokenBatch) -> None:
-    for hook, values in source.activations.items():
-        bits_of(target[hook])[...] = bits_of(values)
-    for name in ("token_ids", "sample_idx", "position"):
-        getattr(target, name)[...] = getattr(source, name)
-
-
-def select(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """A copy of some rows, given by their numbers or by a mask."""
-    return bits_of(values)[rows].view(values.dtype)
+def getters_of(batch: TokenBatch) -> list[Callable[[TokenBatch], np.ndarray]]:
+    """What gets each of the arrays from a batch with the same hooks."""
+    return [
+        *map(itemgetter, batch.activations),
+        *map(attrgetter, ("token_ids", "sample_idx", "position")),
+    ]
 
 
 def bits_of(values: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The tokens of a run in chunks: which chunks a worker reads, in which order, and their content."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -11,8 +11,8 @@ from activation_extraction.cli.errors import RunError
 from activation_extraction.output.commit import Commit
 from activation_extraction.reading.batches import BatchOptions
 from activation_extraction.reading.shard_readers import OpenShards, ShardReader, read_by_ranges
-from activation_extraction.reading.token_batch import TokenBatch, select
-from activation_extraction.reading.windows import Chunk, Plan
+from activation_extraction.reading.token_batch import TokenBatch
+from activation_extraction.reading.windows import Block, Chunk, Plan
 
 CHUNK_BYTES = 8 * 2**20  # the most that is read at once
 CHUNKS_IN_BUFFER = 64  # at least, so that the chunks on their way add little to the buffer
@@ -40,10 +40,23 @@ class TokenSource:
     def plan(self, options: BatchOptions, part: int, parts: int) -> Plan:
         """What one of a DataLoader's workers reads; (0, 1) stands for a process without them."""
         chunks = _share(self._chunks(options), options.worker, options.workers)
-        requests = 1 if self.local else REQUESTS
-        if not all(map(read_by_ranges, self._commits)):
-            requests = 2  # a pickle is unpacked while the one before it is in use
-        return Plan(_share(chunks, part, parts), partial(self._read, options), requests)
+        by_ranges = all(map(read_by_ranges, self._commits))
+        mapped = self.local and by_ranges
+        # A pickle is unpacked while the one before it is in use.
+        requests = 1 if mapped else REQUESTS if by_ranges else 2
+        read, empty = partial(self._read, options), self._empty(options)
+        return Plan(_share(chunks, part, parts), read, empty, requests, mapped)
+
+    def _empty(self, options: BatchOptions) -> TokenBatch:
+        """No tokens, in arrays like those of all others."""
+        hooks = {name: self.shards.hooks[name] for name in options.hooks}
+        none = np.empty(0, np.int32)
+        return TokenBatch(
+            {name: np.empty((0, hook.width), hook.dtype) for name, hook in hooks.items()},
+            token_ids=none,
+            sample_idx=none.astype(np.int64),
+            position=none,
+        )
 
     def _chunks(self, options: BatchOptions) -> list[Chunk]:
         """All chunks, in the order in which they are read. A pickle is one chunk."""
@@ -60,7 +73,7 @@ class TokenSource:
             chunks = [chunks[i] for i in order]
         return chunks
 
-    def _read(self, options: BatchOptions, chunk: Chunk) -> list[TokenBatch]:
+    def _read(self, options: BatchOptions, chunk: Chunk) -> list[Block]:
         """The tokens of a chunk that pass the filters.
 
         Those of a pickle come by sample, in a random order if they are to be shuffled: they are all
@@ -105,8 +118,9 @@ def _block(reader: ShardReader, chunk: Chunk, hooks: Sequence[str]) -> TokenBatc
     try:
         token_ids, position = reader.tokens(*span)
         samples = np.searchsorted(reader.samples.offsets, np.arange(*span), "right") - 1
+        rows = _Rows(reader, chunk, hooks)
         return TokenBatch(
-            {name: reader.rows(name, *span) for name in hooks},
+            rows if reader.mapped else dict(rows),
             token_ids,
             reader.samples.sample_idx[samples],
             position,
@@ -115,9 +129,27 @@ def _block(reader: ShardReader, chunk: Chunk, hooks: Sequence[str]) -> TokenBatc
         raise OSError(str(error)) from error
 
 
-def _filtered(block: TokenBatch, options: BatchOptions) -> TokenBatch:
-    keep = block.position >= options.skip_first
+@dataclass(frozen=True)
+class _Rows(Mapping[str, np.ndarray]):
+    """The rows of a chunk by hook, each read when it is asked for."""
+
+    reader: ShardReader
+    chunk: Chunk
+    hooks: Sequence[str]
+
+    def __getitem__(self, hook: str) -> np.ndarray:
+        return self.reader.rows(hook, self.chunk.start, self.chunk.stop)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.hooks)
+
+    def __len__(self) -> int:
+        return len(self.hooks)
+
+
+def _filtered(tokens: TokenBatch, options: BatchOptions) -> Block:
+    keep = tokens.position >= options.skip_first
     for hook, limit in options.max_norm.items():
-        norms = np.linalg.norm(block[hook].astype(np.float32), axis=1)
+        norms = np.linalg.norm(tokens[hook].astype(np.float32), axis=1)
         keep = keep & (norms <= limit)
-    return block if keep.all() else block.map(lambda values: select(values, keep))
+    return Block(tokens, np.flatnonzero(keep))
