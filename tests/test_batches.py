@@ -70,10 +70,9 @@ def test_a_seed_is_an_order(run):
 
 
 @pytest.mark.parametrize("skip_first", [0, 2])
+@pytest.mark.parametrize("stored", ["safetensors", "staged"], indirect=True)
 def test_a_seed_stays_the_same_order(run, skip_first):
-    """States that were stored depend on it."""
-    if run.format == "pickle":
-        pytest.skip("pickles are shuffled by sample first")
+    """States that were stored depend on it. Pickles are shuffled by sample first."""
     dataset = ActivationDataset(run.root)
     tokens = joined(dataset.batches(50))
     batches = dataset.batches(16, shuffle=4, buffer=100, skip_first=skip_first)

@@ -124,10 +124,7 @@ def stored(demo_inputs, tmp_path_factory):
     return get
 
 
-every_family = pytest.mark.parametrize(
-    "family",
-    [name if name == "qwen3" else pytest.param(name, marks=pytest.mark.long) for name in RUNS],
-)
+every_family = pytest.mark.parametrize("family", RUNS)
 
 
 @pytest.mark.long

@@ -62,9 +62,7 @@ def packed(small):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [n if n == "data" else pytest.param(n, marks=pytest.mark.long) for n in MESHES]
-)
+@pytest.mark.parametrize("name", MESHES)
 def test_every_mesh_gives_the_values_of_one_device(small, packed, name):
     batch, expected = packed
     found, model = run_on(small, batch, every_hook(small.config), MESHES[name], hosts=2)

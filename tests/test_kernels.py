@@ -52,16 +52,14 @@ def error(got, expected):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("window", [None, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "traced", [False, pytest.param(True, marks=pytest.mark.long)], ids=["known", "traced"]
-)
+@pytest.mark.parametrize("traced", [False, True], ids=["known", "traced"])
 @pytest.mark.parametrize(
     "kernel,dtype",
     [
         (splash_attention, jnp.float32),
-        pytest.param(splash_attention, jnp.bfloat16, marks=pytest.mark.long),
+        (splash_attention, jnp.bfloat16),
         (triton_attention, jnp.bfloat16),
     ],
 )

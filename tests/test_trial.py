@@ -95,7 +95,7 @@ def test_wrong_attentions_are_found_out(wrong, sizes):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("length", [pytest.param(1000, marks=pytest.mark.long), 20])
+@pytest.mark.parametrize("length", [1000, 20])
 def test_a_window_is_tried_too(length):
     sizes = Sizes.of_run(length, 2, 4, 2, 32, window=4096)
     assert sizes.window == sizes.keys // 6

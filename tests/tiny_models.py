@@ -1,4 +1,4 @@
-"""Tiny models of every family, odd in what released ones are not."""
+"""Tiny models of every family, odd where released ones are regular."""
 
 from typing import Any
 
@@ -102,7 +102,7 @@ TINY |= {
 }
 
 QUICK_REFERENCE = "two_kv_heads_tied"  # the one of `make test-quick`
-# Those of which programs are compiled as in a run.
+# Models whose programs are compiled as in a run.
 OPTIMIZED = {
     *(QUICK_REFERENCE, "qwen2_moe"),
     *("qwen3_tied", "qwen3_moe"),

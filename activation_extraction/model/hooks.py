@@ -26,8 +26,8 @@ class HookKind:
     letters: the axes of one token's value, as in the model file, and S for the tokens of a row;
     their sizes give the width. Kinds with S are large, and have to be asked for by name.
     value: the intermediate of a layer that is captured. at_end: of a kind that exists once, whether
-    it belongs to the last layer; else it belongs to the first. types: the types of layers that have
-    it, by a word of what the model's configuration calls them; empty where all have it.
+    it belongs to the last layer; else it belongs to the first. types: words of the configuration's
+    layer_types; the layers that one of them describes have it, and all layers if there are none.
     """
 
     name: str

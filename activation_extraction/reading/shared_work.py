@@ -19,7 +19,7 @@ class SharedWork:
         self._helping: deque[Future[None]] = deque()
 
     def begin(self, calls: Sequence[Call]) -> None:
-        """Makes calls. With helpers, as many as these may be left when this returns."""
+        """Makes calls. When this returns, one per helper may be left."""
         self._calls.extend(calls)
         for _ in range(self.threads - 1):
             self._helping.append(self._helpers.submit(self._work, 0))
