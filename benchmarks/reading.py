@@ -3,8 +3,8 @@
 It stores a run of 14 hooks in both formats and reads it back while the page cache is warm. It
 prints MB/s of activations, by the clock and per second of a core:
 
-- shuffled batches of all hooks from safetensors, beside a copy of the same bytes in memory by one
-  thread, and by two, as two threads copy what is read;
+- shuffled batches of all hooks from safetensors, with the default buffer of 64 batches and with
+  one of 4, beside a copy in memory by one thread, and by two, as two threads copy what is read;
 - shuffled batches of all hooks from gzip pickles, beside isal's decompression alone, beside that
   and the sha256 of the same files, and beside `pickle.load(gzip.open(...))`;
 - one hook of the 14: from safetensors, from one torch.save file per sample, and from a `datasets`
@@ -19,7 +19,6 @@ of a core counts. The last line printed is one JSON object.
 import argparse
 import gzip
 import hashlib
-import itertools
 import json
 import os
 import pickle
@@ -43,11 +42,13 @@ from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.reading import shard_readers
+from activation_extraction.reading.dataset import BUFFER_BATCHES
 from benchmarks.processes import machine
 
 HOOKS, WIDTH, LENGTH, BATCH = 14, 896, 512, 512
-BUFFER = 4 * BATCH
+BUFFER, SMALL_BUFFER = BUFFER_BATCHES * BATCH, 4 * BATCH  # tokens; the first is the default
 THREADS = 2  # that copy what is read from safetensors
+COPIED = 2**29  # bytes, in memory
 NAMES: dict[int | str, str] = {layer: f"blocks.{layer}.hook_resid_post" for layer in range(HOOKS)}
 ONE = NAMES[HOOKS // 2]
 BY = ("clock", "core")
@@ -109,19 +110,21 @@ def store_for_others(folder: Path, samples: int) -> None:
     table.save_to_disk(folder / "datasets")
 
 
-def read_batches(dataset: ActivationDataset, shuffle: int | None = 0) -> None:
-    for _ in dataset.batches(BATCH, shuffle=shuffle, buffer=BUFFER):
+def read_batches(dataset: ActivationDataset, shuffle: int | None = 0, buffer: int = BUFFER) -> None:
+    for _ in dataset.batches(BATCH, shuffle=shuffle, buffer=buffer):
         pass
 
 
-def read_on(dataset: ActivationDataset, shuffle: int | None = 0) -> Iterator[int]:
+def read_on(
+    dataset: ActivationDataset, shuffle: int | None = 0, buffer: int = BUFFER
+) -> Iterator[int]:
     """Yields once all memory has been used, as in a long pass: memory that is used for the first
     time is slow. So is memory that a virtual machine has not used for some seconds, the page cache
     too: everything is read once before. Then reads the rest, and yields its bytes."""
-    read_batches(dataset, shuffle)
-    batches = dataset.batches(BATCH, shuffle=shuffle, buffer=BUFFER)
-    for _ in itertools.islice(batches, 2 * BUFFER // BATCH):
-        pass
+    read_batches(dataset, shuffle, buffer)
+    batches = dataset.batches(BATCH, shuffle=shuffle, buffer=buffer)
+    for _ in range(2 * buffer // BATCH):
+        next(batches)  # and nobody holds it
     yield 0
     row = sum(dataset.hooks.values()) * dataset.dtype.itemsize
     yield sum(len(batch) for batch in batches) * row
@@ -194,7 +197,7 @@ def measure(root: Path, samples: int, rounds: int) -> Rates:
     """Each round does everything once, so that all meet the same load."""
     pickles, tensors = root / "pickle", root / "safetensors"
     one = samples * LENGTH * WIDTH * 2
-    source = np.random.default_rng(0).integers(0, 2**16, one * HOOKS // 2, np.uint16)
+    source = np.random.default_rng(0).integers(0, 2**16, COPIED // 2, np.uint16)
     target = np.empty_like(source)
     every, single = ActivationDataset(tensors), ActivationDataset(tensors, [ONE])
     pickled = ActivationDataset(pickles)
@@ -215,6 +218,7 @@ def measure(root: Path, samples: int, rounds: int) -> Rates:
         "memory copy": lambda: copied(np.copyto),
         "memory copy, two threads": lambda: copied(copy_by_threads),
         "safetensors, shuffled": lambda: read_on(every),
+        "safetensors, small buffer": lambda: read_on(every, 0, SMALL_BUFFER),
         "safetensors, in order": lambda: read_on(every, None),
         "isal and sha256": lambda: whole(HOOKS * one, decompress_and_hash, pickles),
         "isal alone": lambda: whole(HOOKS * one, decompress, pickles),
@@ -260,7 +264,7 @@ def shares(rates: Rates, what: str, whole: str) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=48, help="of 512 tokens (default: 48)")
+    parser.add_argument("--samples", type=int, default=256, help="of 512 tokens (default: 256)")
     parser.add_argument("--rounds", type=int, default=3, help="medians of so many (default: 3)")
     arguments = parser.parse_args()
     datasets.disable_progress_bars()
@@ -278,6 +282,7 @@ def main() -> None:
     result = {
         "mb_per_second": typical,
         "shuffled_of_memory_copy": shares(rates, "safetensors, shuffled", "memory copy"),
+        "small_buffer_of_memory_copy": shares(rates, "safetensors, small buffer", "memory copy"),
         "shuffled_of_copy_by_two": shares(
             rates, "safetensors, shuffled", "memory copy, two threads"
         ),

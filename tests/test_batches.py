@@ -22,26 +22,17 @@ from runs_to_read import (
 from torch.utils.data import DataLoader
 
 from activation_extraction import ActivationDataset
-from activation_extraction.reading import batch_space, token_source
+from activation_extraction.reading import token_source
 from activation_extraction.reading.token_batch import TokenBatch
 
 FIRST, SECOND, THIRD = WIDTHS
 
 
-@pytest.fixture(scope="module", params=[*FORMATS, "staged"])
-def stored(request, tmp_path_factory):
-    """Two machines with different numbers of hosts, and how they are read."""
+@pytest.fixture(scope="module", params=FORMATS)
+def run(request, tmp_path_factory):
+    """Two machines with different numbers of hosts."""
     root = tmp_path_factory.mktemp("run")
-    shard_format = "pickle" if request.param == "pickle" else "safetensors"
-    return make_run(root, shard_format, "bfloat16", count=12, machines=(2, 1)), request.param
-
-
-@pytest.fixture
-def run(stored, monkeypatch):
-    """staged: as if there were enough hooks to copy them by way of a stage."""
-    if stored[1] == "staged":
-        monkeypatch.setattr(batch_space, "STAGE_SHARE", 1)
-    return stored[0]
+    return make_run(root, request.param, "bfloat16", count=12, machines=(2, 1))
 
 
 def batch_arrays(batch):
@@ -70,7 +61,7 @@ def test_a_seed_is_an_order(run):
 
 
 @pytest.mark.parametrize("skip_first", [0, 2])
-@pytest.mark.parametrize("stored", ["safetensors", "staged"], indirect=True)
+@pytest.mark.parametrize("run", ["safetensors"], indirect=True)
 def test_a_seed_stays_the_same_order(run, skip_first):
     """States that were stored depend on it. Pickles are shuffled by sample first."""
     dataset = ActivationDataset(run.root)

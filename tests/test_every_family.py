@@ -12,7 +12,7 @@ import pytest
 from conftest import inputs_with
 from pods import Pod, flags_for
 from test_hosts import check_union, records_of
-from test_model import TOLERANCE
+from test_model import ROUNDING, TOLERANCE
 
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run import demo
@@ -197,4 +197,6 @@ def test_two_hosts_store_what_one_device_computes(stored, tmp_path):
     assert pod.wait(900) == [0, 0], [pod.text(i) for i in range(2)]  # they compile every model
     for family, run in runs.items():
         hosts = {"machine_000_host_00", "machine_000_host_01"}
-        check_union(tmp_path / family, records_of(run.folder), hosts, TOLERANCE)
+        # The norms in delta nets amplify rounding: their inputs are often close to 0.
+        allowed = TOLERANCE if "text_config" in run.of.config else ROUNDING
+        check_union(tmp_path / family, records_of(run.folder), hosts, allowed)

@@ -7,20 +7,16 @@ its slot is used again once nobody holds any of its arrays.
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from activation_extraction.reading.reused_memory import ReusedMemory, aligned, is_aligned, owned_by
-from activation_extraction.reading.shared_work import Call, SharedWork
+from activation_extraction.reading.shared_work import Call
 from activation_extraction.reading.token_batch import TokenBatch, bits_of, getters_of
 
 HELD = 2  # batches that the caller may hold in their slots: the newest one and the one before it
-STAGES = 2  # one is filled while the other one is emptied
-STAGE_BYTES = 8 * 2**20  # at most, so that both fit into a processor's cache
-STAGE_SHARE = 8  # a stage takes at most one part in so many of a window's memory
 COLUMN_PARTS = 8  # in which rows are moved
 
 
@@ -51,9 +47,8 @@ class Slot:
 class BatchSpace:
     """Slots for two windows of so many batches of `size` tokens, and for what the caller holds."""
 
-    def __init__(self, like: TokenBatch, size: int, batches: int, mapped: bool) -> None:
-        """like: a batch with the same hooks, widths and dtypes as the tokens that will be put in.
-        mapped: whether these take no memory, so that they may wait until a window has them all."""
+    def __init__(self, like: TokenBatch, size: int, batches: int) -> None:
+        """like: a batch with the same hooks, widths and dtypes as the tokens that are put in."""
         self.size = size
         rows = size * (2 * batches + HELD)
         self._rows = like.map(lambda values: aligned((rows, *values.shape[1:]), values.dtype))
@@ -62,11 +57,6 @@ class BatchSpace:
         self._copies = ReusedMemory(HELD * len(self._targets))
         self._free = deque(range(2 * batches + HELD))
         self._lent: set[int] = set()
-        widths = [values[0].nbytes for values in self._targets]
-        stage = size * batches * max(widths)
-        small = stage <= STAGE_BYTES and STAGE_SHARE * max(widths) <= sum(widths)
-        self.staged = mapped and small
-        self._stages = [np.empty(stage, np.uint8) for _ in range(STAGES * self.staged)]
 
     def reserve(self, count: int) -> list[Slot]:
         """Free slots. No more than those of two windows may be in use and not lent."""
@@ -88,48 +78,6 @@ class BatchSpace:
         target, get = self._targets[number], self._getters[number]
         for part in parts:
             target[part.places] = bits_of(get(part.tokens))[part.rows]
-
-    def gather(
-        self, parts: Sequence[Part], order: np.ndarray, slots: Sequence[Slot], work: SharedWork
-    ) -> None:
-        """Copies all parts of a window to its slots, by way of a stage.
-
-        order: the numbers of the window's tokens as they go into the slots. This is faster than
-        `scatter`: only the processor's cache is read at random, and all other memory in order.
-        This thread fills one stage while another thread empties the other one. If both made the
-        many short calls that fill a stage, each would mostly wait for Python's lock.
-        """
-        emptying: deque[Future[None]] = deque()
-        for number in range(len(self._targets)):
-            if len(emptying) == len(self._stages):
-                emptying.popleft().result()
-            memory = self._stages[number % len(self._stages)]
-            stage = self._fill_stage(number, memory, parts, len(order))
-            emptying.append(work.aside(partial(self._empty_stage, number, stage, order, slots)))
-        for future in emptying:
-            future.result()
-
-    def _fill_stage(
-        self, number: int, memory: np.ndarray, parts: Sequence[Part], tokens: int
-    ) -> np.ndarray:
-        target, get = self._targets[number], self._getters[number]
-        stage = memory[: tokens * target[0].nbytes].view(target.dtype)
-        stage = stage.reshape(tokens, *target.shape[1:])
-        end = 0
-        for part in parts:
-            start, end = end, end + len(part.places)
-            stage[start:end] = bits_of(get(part.tokens))[part.rows]
-        return stage
-
-    def _empty_stage(
-        self, number: int, stage: np.ndarray, order: np.ndarray, slots: Sequence[Slot]
-    ) -> None:
-        target = self._targets[number]
-        for start, slot in zip(range(0, len(order), self.size), slots, strict=True):
-            rows = order[start : start + self.size]
-            first = slot.number * self.size
-            # "clip" keeps NumPy from making another copy; the rows are all there.
-            stage.take(rows, axis=0, out=target[first : first + len(rows)], mode="clip")
 
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Moves rows, a few columns at a time so that it takes little memory."""

@@ -37,19 +37,19 @@ class _Returned:
         self._spare.append(self._block)
 
 
-class _Lent:
-    """Bytes that keep an owner alive as long as anybody holds an array in them."""
+class _Lent(np.ndarray):
+    """An array that keeps an owner alive."""
 
-    def __init__(self, content: np.ndarray, owner: Any) -> None:
-        self.__array_interface__ = content.__array_interface__
-        self._content = content
-        self._owner = owner
+    owner: Any
 
 
 def owned_by(owner: Any, values: np.ndarray) -> np.ndarray:
     """The same array. It and every view of it keep `owner` alive."""
-    content = values.reshape(-1).view(np.uint8)
-    return np.asarray(_Lent(content, owner)).view(values.dtype).reshape(values.shape)
+    # A view of a view refers to the array behind both, unless that is of another type. So this is
+    # a view of a `_Lent` that is a view of a `_Lent`.
+    lent: Any = values.view(_Lent)[...]
+    lent.owner = owner
+    return lent.view(np.ndarray)
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -61,4 +61,4 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def is_aligned(values: np.ndarray) -> bool:
-    return values.ctypes.data % ALIGNMENT == 0
+    return values.__array_interface__["data"][0] % ALIGNMENT == 0

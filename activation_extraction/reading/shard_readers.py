@@ -96,10 +96,7 @@ class SafetensorsReader:
         self.mapped = folder.local
         self._read = _ranges_of(folder, commit)
         self._tensors = self._header().tensors
-        self._layout = {
-            name: (tensor.dtype, tensor.shape[1:], tensor.offset, tensor.row_bytes)
-            for name, tensor in self._tensors.items()
-        }
+        self._views: dict[str, np.ndarray] = {}
         for name, hook in hooks.items():
             tensor = self._tensors.get(name)
             found = None if tensor is None else (tensor.dtype, tensor.shape)
@@ -118,9 +115,17 @@ class SafetensorsReader:
         return self.rows("token_ids", start, stop), self.rows("position", start, stop)
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
-        dtype, shape, offset, row_bytes = self._layout[hook]
-        content = self._read(offset + start * row_bytes, offset + stop * row_bytes)
-        return np.ndarray((stop - start, *shape), dtype, content)
+        if not self.mapped:
+            return self._read_rows(hook, start, stop)
+        if hook not in self._views:
+            self._views[hook] = self._read_rows(hook, 0, self._tensors[hook].shape[0])
+        return self._views[hook][start:stop]
+
+    def _read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        tensor = self._tensors[name]
+        first, row = tensor.offset, tensor.row_bytes
+        content = self._read(first + start * row, first + stop * row)
+        return np.ndarray((stop - start, *tensor.shape[1:]), tensor.dtype, content)
 
     def _whole(self, name: str) -> np.ndarray:
         return np.array(self.rows(name, 0, self._tensors[name].shape[0]))

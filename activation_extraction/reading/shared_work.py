@@ -31,10 +31,6 @@ class SharedWork:
         while self._helping:
             self._helping.popleft().result()
 
-    def aside(self, call: Call) -> Future[None]:
-        """Leaves a call to a helper."""
-        return self._helpers.submit(call)
-
     def close(self) -> None:
         self._helpers.shutdown(wait=False, cancel_futures=True)
 

@@ -1,7 +1,7 @@
 """The tokens of a run in chunks: which chunks a worker reads, in which order, and their content."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -118,33 +118,14 @@ def _block(reader: ShardReader, chunk: Chunk, hooks: Sequence[str]) -> TokenBatc
     try:
         token_ids, position = reader.tokens(*span)
         samples = np.searchsorted(reader.samples.offsets, np.arange(*span), "right") - 1
-        rows = _Rows(reader, chunk, hooks)
         return TokenBatch(
-            rows if reader.mapped else dict(rows),
+            {hook: reader.rows(hook, *span) for hook in hooks},
             token_ids,
             reader.samples.sample_idx[samples],
             position,
         )
     except RunError as error:
         raise OSError(str(error)) from error
-
-
-@dataclass(frozen=True)
-class _Rows(Mapping[str, np.ndarray]):
-    """The rows of a chunk by hook, each read when it is asked for."""
-
-    reader: ShardReader
-    chunk: Chunk
-    hooks: Sequence[str]
-
-    def __getitem__(self, hook: str) -> np.ndarray:
-        return self.reader.rows(hook, self.chunk.start, self.chunk.stop)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.hooks)
-
-    def __len__(self) -> int:
-        return len(self.hooks)
 
 
 def _filtered(tokens: TokenBatch, options: BatchOptions) -> Block:

@@ -21,7 +21,7 @@ from activation_extraction.reading.batch_space import BatchSpace, Part, Slot
 from activation_extraction.reading.shared_work import THREADS, SharedWork
 from activation_extraction.reading.token_batch import TokenBatch
 
-TOGETHER = 8  # chunks of mapped files that are copied at the same time
+TOGETHER = 16  # chunks of mapped files that are copied at the same time
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def windows_of(
     pieces = _pieces(plan, begin.chunk, begin.row)
     if (piece := next(pieces, None)) is None:
         return
-    space, number = BatchSpace(plan.empty, size, batches, plan.mapped), begin.window
+    space, number = BatchSpace(plan.empty, size, batches), begin.window
     left = np.cumsum([chunk.stop - chunk.start for chunk in reversed(plan.chunks)])[::-1]
     with closing(SharedWork(THREADS if plan.mapped else 1)) as work:
         while piece is not None:
@@ -142,22 +142,19 @@ class _Filling:
         places = self._places[self._filled : self._filled + count]
         self._parts.append(Part(piece.tokens, rows, places))
         self._filled += count
-        if not self._space.staged and len(self._parts) >= self._together:
+        if len(self._parts) >= self._together:
             self._scatter()
         return piece.after(count)
 
     def finished(self) -> Window:
         """The window, when everything is copied that was taken."""
-        order = self._order(self._filled)
-        slots = self._slots[: -(-self._filled // self._space.size)]
-        if self._space.staged:
-            self._space.gather(self._parts, order, slots, self._work)
-        else:
-            self._scatter()
+        self._scatter()
         self._work.finish()
-        if self.room and not self._space.staged:
+        if self.room:
             # The order depends on how many tokens there are, which was not known before.
+            order = self._order(self._filled)
             self._space.move(self._places[order], self._rows[: self._filled])
+        slots = self._slots[: -(-self._filled // self._space.size)]
         return Window(self._begin, self._filled, self._space, deque(slots))
 
     def _scatter(self) -> None:
