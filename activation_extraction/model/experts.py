@@ -3,7 +3,8 @@
 No token is dropped, so what a token's experts give does not depend on its neighbours. The rows of
 all tokens are sorted by expert; then each product is one of many small ones, of the rows of each
 expert with its weights. On TPUs a kernel of the compiler does that. Elsewhere `lax.ragged_dot`
-would multiply every row with every expert; there, rows go through in tiles of one expert each.
+would multiply every row with every expert; there, one expert after the other takes its rows, a tile
+of them at a time.
 
 Letters as in qwen2_jax.py: X experts of a token; n rows, which are T * X.
 """
@@ -20,7 +21,7 @@ from activation_extraction.model.bits import from_bits, to_bits
 from activation_extraction.model.layers import parameter
 from activation_extraction.model.mesh import BOTH, Layout
 
-TILE = 64  # rows
+TILE = 128  # rows
 
 
 def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
@@ -139,24 +140,22 @@ def _tiled(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array
     """As `_grouped`. A tile's rows that are the next expert's are computed again with its tile."""
     count, bits = len(x), to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
     first = jnp.cumsum(sizes) - sizes
-    tiles = (sizes + TILE - 1) // TILE
-    end = jnp.cumsum(tiles)
-    number = jnp.arange(-(-count // TILE) + len(gate), dtype=sizes.dtype)
-    expert = jnp.minimum(jnp.searchsorted(end, number, side="right"), len(gate) - 1)
-    start = first[expert] + (number - (end - tiles)[expert]) * TILE
-    start = jnp.where(number < end[-1], start, count)
     weights = [to_bits(weight) for weight in (gate, up, down)]
 
-    def compute(y: Array, expert: Array, start: Array) -> Array:
-        own = [lax.dynamic_index_in_dim(weight, expert, keepdims=False) for weight in weights]
-        gate, up, down = (from_bits(weight, x.dtype) for weight in own)
+    def tile(y: Array, start: Array, gate: Array, up: Array, down: Array) -> Array:
         rows = from_bits(lax.dynamic_slice_in_dim(bits, start, TILE), x.dtype)
         gated = jax.nn.silu(einsum("nD,DM->nM", rows, gate)) * einsum("nD,DM->nM", rows, up)
         out = einsum("nM,MD->nD", gated.astype(x.dtype), down).astype(x.dtype)
         return lax.dynamic_update_slice_in_dim(y, to_bits(out), start, 0)
 
-    def tile(y: Array, at: tuple[Array, Array]) -> tuple[Array, None]:
-        return lax.cond(at[1] < count, compute, lambda y, *_: y, y, *at), None
+    def expert(number: Array, y: Array) -> Array:
+        own = [lax.dynamic_index_in_dim(weight, number, keepdims=False) for weight in weights]
+        own = [from_bits(weight, x.dtype) for weight in own]
+        tiles = (sizes[number] + TILE - 1) // TILE
+        return lax.fori_loop(0, tiles, lambda i, y: tile(y, first[number] + i * TILE, *own), y)
 
-    y, _ = lax.scan(tile, jnp.zeros_like(bits), (expert, start))
+    def expert_with_rows(number: Array, y: Array) -> Array:
+        return lax.cond(sizes[number] > 0, expert, lambda _, y: y, number, y)
+
+    y = lax.fori_loop(0, len(gate), expert_with_rows, jnp.zeros_like(bits))
     return from_bits(y[:count], x.dtype)
