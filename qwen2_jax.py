@@ -28,15 +28,11 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
-from activation_extraction.model.attention import (
-    Attention,
-    attention_pattern,
-    blocked_attention,
-)
+from activation_extraction.model.attention import Attention, attention_pattern
 from activation_extraction.model.bits import from_bits
 from activation_extraction.model.decoder import Decoder, Path
 from activation_extraction.model.delta_net import GatedDeltaNet, shared_tensor
-from activation_extraction.model.experts import Experts, route, scattered
+from activation_extraction.model.experts import Experts, GroupedExperts, Kernels, route, scattered
 from activation_extraction.model.hybrid_config import LINEAR
 from activation_extraction.model.layers import (
     STREAM,
@@ -156,11 +152,12 @@ class SparseMLP(nn.Module):
 
     config: Any
     dtype: Any
+    grouped: GroupedExperts
     layout: Layout
 
     def setup(self) -> None:
         self.gate = Linear(self.config, "D->R", dtype=self.dtype)
-        self.experts = Experts(self.config, self.dtype, self.layout)
+        self.experts = Experts(self.config, self.dtype, self.grouped, self.layout)
         if self.config.experts.shared_width:
             self.shared_expert = MLP(self.config, self.dtype, self.layout, "P")
             self.shared_expert_gate = Linear(self.config, "D->U", dtype=self.dtype)
@@ -190,19 +187,20 @@ class DecoderLayer(nn.Module):
 
     config: QwenConfig
     dtype: Any
-    attention: Attention
+    kernels: Kernels
     layout: Layout
     type_: str = DENSE
 
     def setup(self) -> None:
-        self.input_layernorm = RMSNorm(self.config, self.dtype)
-        if LINEAR in self.type_.split():
-            self.linear_attn = GatedDeltaNet(self.config, self.dtype, self.layout)
+        shared, words = (self.config, self.dtype), self.type_.split()
+        self.input_layernorm = RMSNorm(*shared)
+        if LINEAR in words:
+            self.linear_attn = GatedDeltaNet(*shared, self.layout)
         else:
-            self.self_attn = SelfAttention(self.config, self.dtype, self.attention, self.layout)
-        self.post_attention_layernorm = RMSNorm(self.config, self.dtype)
-        mlp = SparseMLP if SPARSE in self.type_.split() else MLP
-        self.mlp = mlp(self.config, self.dtype, self.layout)
+            self.self_attn = SelfAttention(*shared, self.kernels.attention, self.layout)
+        self.post_attention_layernorm = RMSNorm(*shared)
+        mlp = partial(SparseMLP, grouped=self.kernels.experts) if SPARSE in words else MLP
+        self.mlp = mlp(*shared, layout=self.layout)
 
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, slides: Array | None
@@ -220,7 +218,7 @@ class DecoderLayer(nn.Module):
         return x, out
 
 
-def decoder(config: QwenConfig, dtype: Any, attention: Attention, layout: Layout) -> Decoder:
+def decoder(config: QwenConfig, dtype: Any, kernels: Kernels, layout: Layout) -> Decoder:
     """The layers, as functions of their parameters."""
 
     def example() -> tuple[Any, ...]:
@@ -228,7 +226,7 @@ def decoder(config: QwenConfig, dtype: Any, attention: Attention, layout: Layout
         x = jnp.zeros((1, 1, config.hidden_size), dtype)
         return x, rotary_table(nothing, config), nothing
 
-    layer = partial(DecoderLayer, config, dtype, attention, layout, parent=None)
+    layer = partial(DecoderLayer, config, dtype, kernels, layout, parent=None)
     modules = {type_: layer(type_=type_) for type_ in config.layer_types}
     return Decoder(modules, config.layer_types, example, config.sliding)
 
@@ -238,7 +236,7 @@ class Qwen2(nn.Module):
 
     config: QwenConfig
     dtype: Any = jnp.float32
-    attention: Attention = blocked_attention
+    kernels: Kernels = Kernels()
     layout: Layout = Layout()
 
     @property
@@ -248,7 +246,7 @@ class Qwen2(nn.Module):
     @nn.compact
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> Array:
         """Inputs are (B, T) int32. Returns float32 logits (B, T, V), meaningless for padding."""
-        layers = decoder(self.config, self.dtype, self.attention, self.layout)
+        layers = decoder(self.config, self.dtype, self.kernels, self.layout)
         params = self.param("layers", layers.init, self.whole_layers)
         rotary = rotary_table(positions, self.config)
 

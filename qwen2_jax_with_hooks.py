@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from activation_extraction.model.attention import Attention, blocked_attention
 from activation_extraction.model.capture import Buffers, Capture, Plan
 from activation_extraction.model.decoder import Decoder, Layers, Path, stage_length
+from activation_extraction.model.experts import Kernels
 from activation_extraction.model.family import Families, ModelFamily
 from activation_extraction.model.hook_points import (
     EXPERTS,
@@ -60,7 +60,7 @@ class HookedQwen2(nn.Module):
     hooks: tuple[Hook, ...]
     dtype: Any = jnp.float32
     activation_dtype: Any = jnp.float32
-    attention: Attention = blocked_attention
+    kernels: Kernels = Kernels()
     layout: Layout = Layout()
     stages: int = 1
 
@@ -126,7 +126,7 @@ class HookedQwen2(nn.Module):
         return run(params, embed, norm, token_ids, segment_ids, positions)
 
     def _layers(self) -> Decoder:
-        return decoder(self.config, self.dtype, self.attention, self.layout)
+        return decoder(self.config, self.dtype, self.kernels, self.layout)
 
     def _capture(self, length: int) -> Capture:
         sizes = self.config.sizes_with(length)
@@ -249,7 +249,7 @@ def _last_layer(
 
     apart: whether it must follow the loop even if all of it is needed.
     """
-    layers = decoder(config, jnp.float32, blocked_attention, Layout())
+    layers = decoder(config, jnp.float32, Kernels(), Layout())
     final = any(value.startswith("final.") for value in values)
     paths = layers.paths_for(number, {"resid_post"} if final else values)
     if not (apart or final) and paths == layers.paths_for(number, {"resid_post"}):
@@ -263,7 +263,7 @@ def create_model_with_hooks(
     hooks: Sequence[Hook],
     dtype: Any = jnp.float32,
     activation_dtype: Any = None,
-    attention: Attention = blocked_attention,
+    kernels: Kernels | None = None,
     layout: Layout | None = None,
 ) -> HookedQwen2:
     """Creates the model that computes `hooks` and nothing more.
@@ -283,7 +283,7 @@ def create_model_with_hooks(
         tuple(sorted(set(hooks))),
         dtype,
         activation_dtype or dtype,
-        attention,
+        kernels or Kernels(),
         layout,
         stages,
     )

@@ -41,7 +41,7 @@ from benchmarks.shapes import SHAPES, evenly_spaced
 from qwen2_jax_with_hooks import FAMILIES
 
 HOOKS = 8
-ATTENTIONS = {"triton": triton_attention, **ON_GPU}
+ATTENTIONS = {"triton": triton_attention, **ON_GPU["attention"]}
 Row = dict[str, Any]
 
 
@@ -80,7 +80,7 @@ def run_attention(name: str, shape: str, given: argparse.Namespace) -> Row:
     flags = ["--dtype", "bfloat16", "--batch_size", str(given.rows), "--no_data_parallel"]
     flags += ["--max_seq_length", str(given.length), "--layers_to_extract", *map(str, layers)]
     model, rows = build_model(family, model_request(parse_args(flags)), config)
-    model = model.clone(attention=ATTENTIONS[name])
+    model = model.clone(kernels=model.kernels._replace(attention=ATTENTIONS[name]))
     params = random_params(model)
     ones = jnp.ones((given.rows, given.length), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(given.length, dtype=jnp.int32), ones.shape)

@@ -26,7 +26,7 @@ from watched import Watched
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices
-from activation_extraction.model.experts import TILE, _grouped, _tiled, route
+from activation_extraction.model.experts import TILE, ragged_experts, route, tiled_experts
 from activation_extraction.model.forward import check_numbers
 from activation_extraction.model.mesh import build_layout, check_divisibility
 from activation_extraction.model.weights import check_tensors, load_params
@@ -98,7 +98,8 @@ def test_tiles_compute_what_the_definition_says(sizes, dtype):
     inputs = jnp.array(sizes, jnp.int32), gate, up, down
     assert TILE < 200
     got, expected = (
-        np.asarray(f(x, *inputs)[:total], np.float32) for f in (jax.jit(_tiled), _grouped)
+        np.asarray(f(x, *inputs)[:total], np.float32)
+        for f in (jax.jit(tiled_experts), ragged_experts)
     )
     tolerance = 1e-5 if dtype == jnp.float32 else 0.02
     np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)

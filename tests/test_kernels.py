@@ -8,13 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokamax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from activation_extraction.model.attention import dense_attention
 from activation_extraction.model.kernels import (
     cudnn_attention,
     splash_attention,
+    tokamax_experts,
     triton_attention,
+)
+from activation_extraction.model.trial import TOLERANCE
+from activation_extraction.model.trial_of_experts import (
+    ExpertSizes,
+    largest_error_of_experts,
+    trial_rows,
 )
 
 # T, S, first query, query heads, key/value heads, head size
@@ -87,12 +95,17 @@ def test_large_scores_are_not_rounded():
 
 
 def lowered(attention, platform, dtype, case="second half of the queries"):
-    """The program for a platform that is not here; newer versions of JAX ask for which GPU."""
-    arrays = inputs(case, dtype)
-    function = jax.jit(lambda *arrays: attention(*arrays, CASES[case][2]))
+    return program(
+        lambda *arrays: attention(*arrays, CASES[case][2]), inputs(case, dtype), platform
+    )
+
+
+def program(function, arrays, platform):
+    """For a platform that is not here; newer versions of JAX ask for which GPU."""
     gpu = AbstractDevice("NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
-        return function.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+        traced = jax.jit(function).trace(*arrays)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -132,3 +145,34 @@ def test_what_cudnn_is_asked_for_is_attention(case, monkeypatch):
     exact = dense_attention(*(x.astype(jnp.float32) for x in arrays[:3]), *arrays[3:], first)
     assert asked == ["cudnn"]
     assert error(got, exact) < 1.1 * error(dense_attention(*arrays, first), exact)
+
+
+@pytest.mark.filterwarnings("ignore:jax.experimental.pallas.dot was moved:DeprecationWarning")
+def test_tokamax_can_be_lowered_from_here():
+    arrays = trial_rows(ExpertSizes(8, 256, 128), jnp.dtype("bfloat16"))
+    with tokamax.config.cross_compile(True), jax.numpy_dtype_promotion("standard"):
+        text = program(tokamax_experts, arrays, "cuda")
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 3 and "chlo.ragged_dot" not in text
+
+
+def test_tokamax_gets_no_float32():
+    arrays = trial_rows(ExpertSizes(8, 256, 128), jnp.dtype("float32"))
+    text = program(tokamax_experts, arrays, "cuda")
+    assert "triton" not in text and "mosaic" not in text and "[HIGHEST, HIGHEST]" in text
+
+
+@pytest.mark.parametrize("experts", [1, 8])
+def test_what_tokamax_is_asked_for_are_experts(experts, monkeypatch):
+    """Its kernels need a GPU: its own definition answers in their place."""
+    asked, answer = [], tokamax.ragged_dot
+
+    def ask(*arrays, implementation, **how):
+        asked.append(implementation)
+        with jax.numpy_dtype_promotion("standard"):  # its own code mixes dtypes
+            return answer(*arrays, implementation="xla", **how)
+
+    monkeypatch.setattr(tokamax, "ragged_dot", ask)
+    sizes = ExpertSizes(experts, 72, 40)
+    error = largest_error_of_experts(tokamax_experts, sizes, jnp.dtype("bfloat16"))
+    assert asked == [("mosaic", "triton")] * 3
+    assert error < TOLERANCE["bfloat16"] / 2

@@ -232,8 +232,9 @@ def test_models_with_experts_fit_and_tokens_stay_with_them(config, topology, axe
     assert found and not [kind for kind, crosses in found if crosses]
     kernels = [i.line for i in compiled.plan.layer_loop() if "tpu_custom_call" in i.line]
     assert sum("splash" not in line for line in kernels) >= 3 * len({*config.layer_types})
-    experts = compiled.model.layout.spec(("layers", "experts", "embed", "mlp"))
-    split = compiled.model.layout.size(*(experts[1] or ()), *(experts[3] or ()))
+    weights = config.experts.count, config.hidden_size, config.experts.width
+    local = compiled.model.layout.sharding(("experts", "embed", "mlp"), weights)
+    split = math.prod(weights) / math.prod(local.shard_shape(weights))
     assert arguments < 2 * (PARAMETERS[config] / split + 3e9)
     assert copied_weights(compiled) < 0.02 * arguments
 

@@ -1,6 +1,8 @@
-"""The choice of the attention: right ones pass, wrong ones and those that fail are passed over."""
+"""The choice of kernels: right ones pass, wrong ones and those that fail are passed over."""
 
+import dataclasses
 import json
+from functools import partial
 
 import jax.numpy as jnp
 import pytest
@@ -10,14 +12,22 @@ import extract_activations
 from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.model import trial
 from activation_extraction.model.attention import blocked_attention, dense_attention
-from activation_extraction.model.kernels import cudnn_attention, splash_attention
+from activation_extraction.model.devices import usable_devices
+from activation_extraction.model.experts import Kernels, ragged_experts, tiled_experts
+from activation_extraction.model.kernels import cudnn_attention, splash_attention, tokamax_experts
+from activation_extraction.model.mesh import Layout, build_layout
 from activation_extraction.model.trial import (
     TOLERANCE,
     Sizes,
     candidates_for,
-    choose_attention,
+    choose,
     largest_error,
+    preferred_kernels,
+    try_kernels,
 )
+from activation_extraction.model.trial_of_experts import ExpertSizes, largest_error_of_experts
+from benchmarks.shapes import SHAPES
+from qwen2_jax_with_hooks import FAMILIES
 
 BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 # Qwen2.5-0.5B on one device; 7B with the heads and the queries split; a row shorter than a block.
@@ -103,7 +113,8 @@ def test_a_window_is_tried_too(length):
         assert largest_error(right, sizes, BFLOAT16) < TOLERANCE["bfloat16"] / 1.5
     for wrong in (ignores_the_window, sees_one_key_more_than_the_window):
         assert not largest_error(wrong, sizes, BFLOAT16) <= 1.5 * TOLERANCE["bfloat16"]
-        assert choose_attention({"a": wrong, "b": dense_attention}, sizes, BFLOAT16).name == "b"
+        error_of = partial(largest_error, sizes=sizes, dtype=BFLOAT16)
+        assert choose("x", {"a": wrong, "b": dense_attention}, error_of, BFLOAT16).name == "b"
 
 
 @pytest.mark.long
@@ -114,21 +125,33 @@ def test_float32_may_not_be_rounded():
 
 def test_the_first_right_one_is_chosen_and_the_others_are_explained():
     candidates = {"broken": broken, "wrong": sees_the_next_token, "right": dense_attention}
-    chosen = choose_attention(candidates | {"last": broken}, SIZES["short"], BFLOAT16)
-    assert (chosen.name, chosen.attention) == ("right", dense_attention)
+    error_of = partial(largest_error, sizes=SIZES["short"], dtype=BFLOAT16)
+    chosen = choose("attention", candidates | {"last": broken}, error_of, BFLOAT16)
+    assert (chosen.name, chosen.function) == ("right", dense_attention)
     assert list(chosen.passed_over) == ["broken", "wrong"]
     assert chosen.passed_over["broken"] == "it fails: no such instruction"
     assert chosen.passed_over["wrong"].startswith("it differs from the definition by ")
-    preferred = choose_attention({"right": dense_attention} | candidates, SIZES["short"], FLOAT32)
+    preferred = choose("attention", {"right": dense_attention} | candidates, error_of, BFLOAT16)
     assert (preferred.name, preferred.passed_over) == ("right", {})
-    with pytest.raises(RunError, match="no attention is right on this device: broken: it fails"):
-        choose_attention({"broken": broken}, SIZES["short"], BFLOAT16)
+    with pytest.raises(RunError, match="no kernel for attention is right .*: broken: it fails"):
+        choose("attention", {"broken": broken}, error_of, BFLOAT16)
 
 
-def test_every_platform_has_its_attentions():
-    assert candidates_for("cpu") == {"blocked": blocked_attention}
-    assert list(candidates_for("tpu").values()) == [splash_attention, blocked_attention]
-    assert list(candidates_for("gpu").values()) == [cudnn_attention, blocked_attention]
+KERNELS = {
+    "cpu": ([blocked_attention], [tiled_experts]),
+    "tpu": ([splash_attention, blocked_attention], [ragged_experts, tiled_experts]),
+    "gpu": ([cudnn_attention, blocked_attention], [tokamax_experts, tiled_experts]),
+}
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_every_platform_has_its_kernels(platform):
+    found = {what: [*each.values()] for what, each in candidates_for(platform).items()}
+    assert found == dict(zip(Kernels._fields, KERNELS[platform], strict=True))
+    assert preferred_kernels(platform) == Kernels(*(each[0] for each in KERNELS[platform]))
+
+
+def test_other_names_of_platforms():
     assert candidates_for("cuda") == candidates_for("rocm") == candidates_for("gpu")
     with pytest.raises(InputError, match="platform 'METAL': expected cpu, gpu or tpu"):
         candidates_for("METAL")
@@ -143,7 +166,8 @@ def test_a_run_and_its_verification_use_the_choice_and_the_metadata_have_it(
     flags = [str(flag) for flag in flags_for(demo_inputs, out, "--max_samples", 6)]
 
     def candidates(platform):
-        return {"cudnn": cudnn_attention, "wrong": broken, "blocked": blocked_attention}
+        attention = {"cudnn": cudnn_attention, "wrong": broken, "blocked": blocked_attention}
+        return {"attention": attention}
 
     with monkeypatch.context() as patch:
         patch.setattr(trial, "candidates_for", candidates)
@@ -156,6 +180,62 @@ def test_a_run_and_its_verification_use_the_choice_and_the_metadata_have_it(
         verify = ["--verify", "--output_dir", str(out), "--model_path", str(demo_inputs / "model")]
         assert extract_activations.main(verify) == 0
         assert "attention: blocked, which agrees" in capsys.readouterr().err
+
+
+EXPERTS = [ExpertSizes(8, 256, 96), ExpertSizes(3, 72, 40), ExpertSizes(1, 64, 32)]
+
+
+def takes_a_row_of_the_next_expert(x, sizes, *parameters):
+    return tiled_experts(x, sizes.at[0].add(1).at[1].add(-1), *parameters)
+
+
+def forgets_the_gate(x, sizes, gate, up, down):
+    return tiled_experts(x, sizes, jnp.ones_like(gate), up, down)
+
+
+def rounds_what_experts_get(x, sizes, *parameters):
+    low = (array.astype(jnp.bfloat16) for array in parameters)
+    return tiled_experts(x.astype(jnp.bfloat16), sizes, *low).astype(x.dtype)
+
+
+@pytest.mark.parametrize("sizes", EXPERTS, ids=str)
+@pytest.mark.parametrize("grouped", [tiled_experts, ragged_experts])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+def test_right_experts_stay_well_below_the_tolerance(grouped, sizes, dtype):
+    assert largest_error_of_experts(grouped, sizes, dtype) < TOLERANCE[dtype.name] / 2
+
+
+def test_wrong_experts_are_found_out():
+    for wrong in (takes_a_row_of_the_next_expert, forgets_the_gate):
+        assert largest_error_of_experts(wrong, EXPERTS[0], BFLOAT16) > 10 * TOLERANCE["bfloat16"]
+    error = largest_error_of_experts(rounds_what_experts_get, EXPERTS[0], FLOAT32)
+    assert error > 10 * TOLERANCE["float32"]
+
+
+def test_experts_are_tried_at_the_sizes_of_one_device():
+    _, config = FAMILIES.of(SHAPES["qwen3-moe"])
+    assert ExpertSizes.of_run(config, Layout()) == ExpertSizes(8, 1024, 512)
+    layout = build_layout(usable_devices(every=True), {"expert": 4, "model": 2}, 8)
+    few = dataclasses.replace(config, experts=dataclasses.replace(config.experts, count=12))
+    assert ExpertSizes.of_run(few, layout) == ExpertSizes(3, 1024, 256)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
+def test_experts_are_tried_where_a_model_has_some(shape, monkeypatch):
+    family, config = FAMILIES.of(SHAPES[shape])
+    hooks = [*family.hooks_of(config).every(config.num_hidden_layers)]
+    model = family.hooked(config, hooks, FLOAT32, FLOAT32)
+    candidates = {
+        "attention": {"blocked": blocked_attention},
+        "experts": {"absent": broken, "wrong": forgets_the_gate, "tiled": tiled_experts},
+    }
+    monkeypatch.setattr(trial, "candidates_for", lambda platform: candidates)
+    chosen = try_kernels(model, 64)
+    assert chosen["attention"].function is blocked_attention
+    assert ("experts" in chosen) == (shape == "tiny-moe")
+    if "experts" in chosen:
+        assert chosen["experts"].function is tiled_experts
+        assert list(chosen["experts"].passed_over) == ["absent", "wrong"]
 
 
 def test_an_unknown_platform_is_refused_in_one_line(demo_inputs, tmp_path, monkeypatch, capsys):

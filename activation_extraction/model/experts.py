@@ -2,26 +2,31 @@
 
 No token is dropped, so what a token's experts give does not depend on its neighbours. The rows of
 all tokens are sorted by expert; then each product is one of many small ones, of the rows of each
-expert with its weights. On TPUs a kernel of the compiler does that. Elsewhere `lax.ragged_dot`
-would multiply every row with every expert; there, one expert after the other takes its rows, a tile
-of them at a time.
+expert with its weights. How that is done depends on the platform: see `GroupedExperts`.
 
 Letters as in qwen2_jax.py: X experts of a token; n rows, which are T * X.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from activation_extraction.model.attention import einsum
+from activation_extraction.model.attention import Attention, blocked_attention, einsum
 from activation_extraction.model.bits import from_bits, to_bits
 from activation_extraction.model.layers import parameter
 from activation_extraction.model.mesh import BOTH, Layout
 
 TILE = 128  # rows
+
+# (rows (n, D), sizes (E,) int32, gate and up (E, D, M), down (E, M, D)) -> (n, D), in the type of
+# the rows. The rows are sorted by expert: the first sizes[0] go through expert 0, and so on. What
+# rows after the last expert's give means nothing.
+GroupedExperts = Callable[[Array, Array, Array, Array, Array], Array]
 
 
 def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
@@ -64,6 +69,7 @@ class Experts(nn.Module):
 
     config: Any
     dtype: Any
+    grouped: GroupedExperts
     layout: Layout
 
     def setup(self) -> None:
@@ -79,11 +85,11 @@ class Experts(nn.Module):
         parameters = self.gate_proj(), self.up_proj(), self.down_proj()
         layout = self.layout
         if layout.mesh is None or layout.mesh.size == 1:
-            return _sum_of_experts(x, weights, chosen, *parameters)
+            return _sum_of_experts(self.grouped, x, weights, chosen, *parameters)
         tokens = layout.spec(("batch", "sequence", "hidden"))
         split = [layout.spec(axes) for axes in (("experts", "hidden", "mlp"), ("experts", "mlp"))]
         return jax.shard_map(
-            lambda *inputs: _exchange(layout, *inputs),
+            partial(_exchange, layout, self.grouped),
             mesh=layout.mesh,
             in_specs=(tokens, tokens, tokens, split[0], split[0], split[1]),
             out_specs=tokens,
@@ -91,13 +97,20 @@ class Experts(nn.Module):
         )(x, weights, chosen, *parameters)
 
 
-def _exchange(layout: Layout, x: Array, weights: Array, chosen: Array, *parameters: Array) -> Array:
+def _exchange(
+    layout: Layout,
+    grouped: GroupedExperts,
+    x: Array,
+    weights: Array,
+    chosen: Array,
+    *parameters: Array,
+) -> Array:
     """What one device does: its experts, for the tokens of all devices along `expert`."""
     several = layout.size("expert") > 1
     if several:
         x, weights, chosen = (lax.all_gather(a, "expert", tiled=True) for a in (x, weights, chosen))
         chosen = chosen - lax.axis_index("expert") * len(parameters[0])
-    y = _sum_of_experts(x, weights, chosen, *parameters)
+    y = _sum_of_experts(grouped, x, weights, chosen, *parameters)
     assert layout.mesh is not None
     if axes := tuple(axis for axis in BOTH if axis in layout.mesh.axis_names):
         y = lax.psum(y, axes)
@@ -105,39 +118,50 @@ def _exchange(layout: Layout, x: Array, weights: Array, chosen: Array, *paramete
 
 
 def _sum_of_experts(
-    x: Array, weights: Array, chosen: Array, gate: Array, up: Array, down: Array
+    grouped: GroupedExperts, x: Array, weights: Array, chosen: Array, *parameters: Array
 ) -> Array:
     """The weighted sum of what the experts here give; those of other numbers give nothing."""
-    count, numbers = len(gate), chosen.reshape(-1)
+    count, numbers = len(parameters[0]), chosen.reshape(-1)
     here = (numbers >= 0) & (numbers < count)
     group = jnp.where(here, numbers, count)
     order = jnp.argsort(group, stable=True)
     sizes = jnp.bincount(group, length=count + 1)[:count].astype(jnp.int32)
     rows = to_bits(x.reshape(-1, x.shape[-1]))[order // chosen.shape[-1]]
-    y = lax.platform_dependent(
-        from_bits(rows, x.dtype), sizes, gate, up, down, tpu=_grouped, default=_tiled
-    )
+    y = grouped(from_bits(rows, x.dtype), sizes, *parameters)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
     y = from_bits(to_bits(y)[back], x.dtype).astype(jnp.float32)
     y = jnp.where(here[:, None], y, 0).reshape(*chosen.shape, -1)
     return (y * weights[..., None]).sum(axis=-2)
 
 
-def _grouped(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
-    """x: (n, D), sorted by expert; sizes: how many rows each expert has. Returns (n, D)."""
+def ragged_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
+    """For TPUs, whose compiler has a kernel for it. See `GroupedExperts`.
 
-    def product(rows: Array, weight: Array) -> Array:
-        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        return lax.ragged_dot(
-            rows, weight, sizes, precision=precision, preferred_element_type=jnp.float32
-        )
-
-    gated = (jax.nn.silu(product(x, gate)) * product(x, up)).astype(x.dtype)
-    return product(gated, down).astype(x.dtype)
+    Elsewhere `lax.ragged_dot` multiplies every row with every expert.
+    """
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    product = partial(lax.ragged_dot, precision=precision, preferred_element_type=jnp.float32)
+    return in_products(product, x, sizes, gate, up, down)
 
 
-def _tiled(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
-    """As `_grouped`. A tile's rows that are the next expert's are computed again with its tile."""
+def in_products(
+    product: Callable[[Array, Array, Array], Array],
+    x: Array,
+    sizes: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+) -> Array:
+    """`GroupedExperts` by a product of the rows with the weights of their experts, in float32."""
+    gated = jax.nn.silu(product(x, gate, sizes)) * product(x, up, sizes)
+    return product(gated.astype(x.dtype), down, sizes).astype(x.dtype)
+
+
+def tiled_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
+    """One expert after the other takes its rows, a tile at a time. See `GroupedExperts`.
+
+    A tile's rows that are the next expert's are computed again with its tile.
+    """
     count, bits = len(x), to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
     first = jnp.cumsum(sizes) - sizes
     weights = [to_bits(weight) for weight in (gate, up, down)]
@@ -159,3 +183,10 @@ def _tiled(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array
 
     y = lax.fori_loop(0, len(gate), expert_with_rows, jnp.zeros_like(bits))
     return from_bits(y[:count], x.dtype)
+
+
+class Kernels(NamedTuple):
+    """How a model computes what every platform has its own way for."""
+
+    attention: Attention = blocked_attention
+    experts: GroupedExperts = tiled_experts

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import flax.linen as nn
 
 from activation_extraction.cli.errors import InputError
+from activation_extraction.model.experts import Kernels
 from activation_extraction.model.hooks import Hook, HookTable
 from activation_extraction.model.hybrid_config import config_beside_vision
 from activation_extraction.model.mesh import Layout
@@ -38,6 +39,9 @@ class HookedModel(Protocol):
     clone: Callable[..., "HookedModel"]
 
     @property
+    def kernels(self) -> Kernels: ...
+
+    @property
     def num_layers(self) -> int: ...
 
     def micro_batches(self, rows: int) -> int: ...
@@ -52,7 +56,7 @@ class ModelFamily:
     model_type: as in config.json; models: the released ones, for messages; config: (what
     transformers makes of a config.json, what to call the file) -> the checked configuration;
     whole: configuration -> the complete language model; hooked: (configuration, hooks, dtype,
-    activation dtype, attention, layout) -> the HookedModel that computes these hooks and no more;
+    activation dtype, kernels, layout) -> the HookedModel that computes these hooks and no more;
     weight_table: either model -> its parameters; hooks: the kinds of hooks that it has; ignored: a
     regular expression for tensors of its checkpoints that are not loaded.
 

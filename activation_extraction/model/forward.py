@@ -35,7 +35,7 @@ from activation_extraction.model.mesh import (
     host_rows,
 )
 from activation_extraction.model.mesh_shape import choose_shape, smallest_model_axis
-from activation_extraction.model.trial import Choice, candidates_for, try_attention
+from activation_extraction.model.trial import Choice, preferred_kernels, try_kernels
 from activation_extraction.model.weights import check_tensors
 
 MOST_BYTES_OF_A_ROW = 32 * 2**20  # at a hook whose width grows with the row
@@ -81,7 +81,7 @@ class Forward:
     weights: WeightTable
     rows: HostRows
     shape: tuple[int, int]
-    attention: Choice
+    kernels: dict[str, Choice]
 
     @property
     def layout(self) -> Layout:
@@ -120,8 +120,9 @@ def prepare_model(families: Families, request: ModelRequest) -> Forward:
     family, config = families.read(checkpoint.file("config.json"))
     hooks = choose_hooks(request, family.hooks_of(config), config.num_hidden_layers)
     model, rows = build_model(family, request, config)
-    chosen = try_attention(model, request.length)
-    model = model.clone(attention=chosen.attention)
+    chosen = try_kernels(model, request.length)
+    functions = {name: choice.function for name, choice in chosen.items()}
+    model = model.clone(kernels=model.kernels._replace(**functions))
     weights = family.weight_table(model)
     every = family.weight_table(family.whole(config)).values()
     known = {name for spec in every for name in spec.possible_names} | {"lm_head.weight"}
@@ -135,7 +136,7 @@ def build_model(
 ) -> tuple[HookedModel, HostRows]:
     """The hooked model on its mesh, and how rows come to the mesh. Raises InputError.
 
-    Its attention is the one that its platform prefers; `try_attention` has the last word.
+    Its kernels are those that its platform prefers; `try_kernels` has the last word.
     """
     devices = usable_devices(request.every_device)
     if request.length > config.longest_row:
@@ -150,8 +151,8 @@ def build_model(
     alone = family.hooked(config, hooks, dtype, stored)
     rows = host_rows(devices)
     layout = choose_layout(family, request, alone, devices, rows.hosts)
-    attention = next(iter(candidates_for(devices[0].platform).values()))
-    return family.hooked(config, hooks, dtype, stored, attention, layout), rows
+    kernels = preferred_kernels(devices[0].platform)
+    return family.hooked(config, hooks, dtype, stored, kernels, layout), rows
 
 
 def check_growing(hooks: Sequence[Hook], sizes: dict[str, int], dtype: Any) -> None:

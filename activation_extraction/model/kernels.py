@@ -1,7 +1,8 @@
-"""Attention as kernels: splash attention on TPUs, cuDNN's and one in Triton on GPUs.
+"""Kernels. Of attention: splash attention on TPUs, cuDNN's and one in Triton on GPUs.
 
-Every public function is an `Attention`; trial.py says which one a run uses. The kernels work on
-blocks that stay on the chip, so that no scores reach its memory; none of them rounds float32.
+These are `Attention`s; they work on blocks that stay on the chip, so that no scores reach its
+memory. For experts on GPUs there is tokamax's. trial.py says which ones a run uses. None of them
+rounds float32.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
@@ -18,6 +19,7 @@ from jax.experimental.pallas import triton
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from activation_extraction.model.attention import blocked_attention, visible
+from activation_extraction.model.experts import in_products, tiled_experts
 
 LANES = 128  # the width of a TPU's registers: splash attention's blocks are multiples of it
 MOST_IN_BLOCK = 1024  # bytes of one number of each query or key: 512 in bfloat16
@@ -225,3 +227,23 @@ def cudnn_attention(
         return blocked_attention(q, k, v, q_segments, k_segments, first_query, window)
     mask = visible(q_segments, k_segments, first_query, window=window)[:, None]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0, implementation="cudnn")
+
+
+def tokamax_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
+    """tokamax's grouped products, for NVIDIA GPUs. See `GroupedExperts`.
+
+    float32 is left to `tiled_experts`: the GPU's matrix units would round it.
+    """
+    if x.dtype == jnp.float32:
+        return tiled_experts(x, sizes, gate, up, down)
+    import tokamax
+    from absl import flags, logging
+
+    flags.FLAGS.mark_as_parsed()  # it would look for its own flags among those of this program
+    logging.set_verbosity("error")  # it warns of every shape that it was not tuned for
+    product = partial(
+        tokamax.ragged_dot,
+        preferred_element_type=jnp.float32,
+        implementation=("mosaic", "triton"),  # the first one that this GPU has
+    )
+    return in_products(product, x, sizes, gate, up, down)

@@ -1,10 +1,11 @@
-"""Which attention a run uses: the first of a platform's whose numbers are right on this device.
+"""Which kernels a run uses: the first of a platform's whose numbers are right on this device.
 
-Before a run loads its weights, each candidate computes a small packed batch, of the sizes that one
-device has in the run, and is compared with `dense_attention`. The first one that agrees is used.
+Before a run loads its weights, each candidate computes a small packed batch, or a few rows for some
+experts, of the sizes that one device has in the run. It is compared with the definition, and the
+first one that agrees is used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,21 +17,31 @@ from jax import Array
 from activation_extraction.cli.console import log
 from activation_extraction.cli.errors import InputError, RunError, one_line
 from activation_extraction.model.attention import Attention, blocked_attention, dense_attention
+from activation_extraction.model.experts import Kernels, ragged_experts, tiled_experts
 from activation_extraction.model.family import HookedModel
-from activation_extraction.model.kernels import cudnn_attention, splash_attention
+from activation_extraction.model.kernels import cudnn_attention, splash_attention, tokamax_experts
+from activation_extraction.model.trial_of_experts import ExpertSizes, largest_error_of_experts
 
-# In the order of preference. kernels.py's Triton kernel has not run on a GPU yet: benchmarks/gpu.py
-# measures it.
-ON_GPU: dict[str, Attention] = {"cudnn": cudnn_attention, "blocked": blocked_attention}
-CANDIDATES: dict[str, dict[str, Attention]] = {
-    "cpu": {"blocked": blocked_attention},
-    "tpu": {"splash": splash_attention, "blocked": blocked_attention},
+# A field of `Kernels` -> its candidates by name, in the order of preference.
+Candidates = Mapping[str, Mapping[str, Callable[..., Array]]]
+# kernels.py's Triton kernel has not run on a GPU yet: benchmarks/gpu.py measures it.
+ON_GPU: Candidates = {
+    "attention": {"cudnn": cudnn_attention, "blocked": blocked_attention},
+    "experts": {"tokamax": tokamax_experts, "tiled": tiled_experts},
+}
+CANDIDATES: dict[str, Candidates] = {
+    "cpu": {"attention": {"blocked": blocked_attention}, "experts": {"tiled": tiled_experts}},
+    "tpu": {
+        "attention": {"splash": splash_attention, "blocked": blocked_attention},
+        "experts": {"ragged_dot": ragged_experts, "tiled": tiled_experts},
+    },
     **dict.fromkeys(("gpu", "cuda", "rocm"), ON_GPU),
 }
-# The largest relative error of any token's value in any head. bfloat16 rounds probabilities and
-# values by at most 2**-9 each, which adds up to less than 2**-7. float32 sums of some hundred
-# products are good to 2**-18; products of TF32 or bfloat16 are not good to 2**-14. A key too many
-# or too few among n changes a value by about 0.4 * n**-0.5, or 2**-5 for the segments here.
+# The largest relative error of any token's value in any head, or of what it gets from an expert.
+# bfloat16 rounds two factors by at most 2**-9 each, which adds up to less than 2**-7. float32 sums
+# of some hundred products are good to 2**-18; products of TF32 or bfloat16 are not good to 2**-14.
+# A key too many or too few among n changes a value by about 0.4 * n**-0.5, or 2**-5 for the
+# segments here.
 TOLERANCE = {"bfloat16": 2.0**-6, "float32": 2.0**-15}
 ALIGNMENT = 128  # kernels treat rows alike whose lengths are the same modulo this
 SPREAD = 1.0  # standard deviation of the scores: every key of a segment counts
@@ -76,31 +87,35 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Choice:
-    """The attention of a run; passed_over: name -> why it is not one of those before it."""
+    """One of the kernels of a run; passed_over: name -> why it is not one of those before it."""
 
     name: str
-    attention: Attention
+    function: Callable[..., Array]
     passed_over: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
         return {"name": self.name, "passed_over": self.passed_over}
 
 
-def candidates_for(platform: str) -> dict[str, Attention]:
-    """By name, the preferred one first. Raises InputError for a platform that has none."""
+def candidates_for(platform: str) -> Candidates:
+    """Raises InputError for a platform that has none."""
     if platform not in CANDIDATES:
         raise InputError(f"JAX runs on the platform {platform!r}: expected cpu, gpu or tpu")
     return CANDIDATES[platform]
 
 
-def try_attention(model: HookedModel, length: int) -> Choice:
-    """The attention of the run, which every host tries on a device of its own; logs the outcome.
+def preferred_kernels(platform: str) -> Kernels:
+    """Those that would be tried first. Raises InputError for a platform that has none."""
+    return Kernels(**{k: next(iter(each.values())) for k, each in candidates_for(platform).items()})
 
-    Where there is no other one, as on the CPU, it is not tried.
+
+def try_kernels(model: HookedModel, length: int) -> dict[str, Choice]:
+    """The kernels of the run, by fields of `Kernels`; logs the outcome.
+
+    Every host tries them on a device of its own. What has a single candidate, as on the CPU, is not
+    tried.
     """
-    candidates = candidates_for(jax.default_backend())
-    if len(candidates) == 1:
-        return Choice(*next(iter(candidates.items())))
+    candidates, dtype = candidates_for(jax.default_backend()), jnp.dtype(model.dtype)
     config, layout = model.config, model.layout
     heads = layout.size("model")
     sizes = Sizes.of_run(
@@ -111,34 +126,55 @@ def try_attention(model: HookedModel, length: int) -> Choice:
         config.head_dim,
         config.sliding_window,
     )
-    chosen = choose_attention(candidates, sizes, jnp.dtype(model.dtype))
+    tried = {"attention": partial(largest_error, sizes=sizes, dtype=dtype)}
+    if getattr(config, "experts", None) is not None:
+        experts = ExpertSizes.of_run(config, layout)
+        tried["experts"] = partial(largest_error_of_experts, sizes=experts, dtype=dtype)
+    return {what: _try(what, candidates[what], error, dtype) for what, error in tried.items()}
+
+
+def _try(
+    what: str,
+    candidates: Mapping[str, Callable[..., Array]],
+    error_of: Callable[..., float],
+    dtype: jnp.dtype,
+) -> Choice:
+    if len(candidates) == 1:
+        return Choice(*next(iter(candidates.items())))
+    chosen = choose(what, candidates, error_of, dtype)
     for name, why in chosen.passed_over.items():
-        log.warning("attention: %s is not used: %s", name, why)
-    log.info("attention: %s, which agrees with its definition on this device", chosen.name)
+        log.warning("%s: %s is not used: %s", what, name, why)
+    log.info("%s: %s, which agrees with its definition on this device", what, chosen.name)
     return chosen
 
 
-def choose_attention(candidates: Mapping[str, Attention], sizes: Sizes, dtype: jnp.dtype) -> Choice:
+def choose(
+    what: str,
+    candidates: Mapping[str, Callable[..., Array]],
+    error_of: Callable[..., float],
+    dtype: jnp.dtype,
+) -> Choice:
     """The first candidate that is right on this process's first device.
 
-    Raises RunError when none is: the device computes wrongly then.
+    error_of: what `largest_error` gives for a candidate. Raises RunError when none is right: the
+    device computes wrongly then.
     """
     passed_over: dict[str, str] = {}
     most = TOLERANCE[dtype.name]
     with jax.default_device(jax.local_devices()[0]):
-        for name, attention in candidates.items():
+        for name, candidate in candidates.items():
             try:
-                error = largest_error(attention, sizes, dtype)
+                error = error_of(candidate)
             except Exception as failure:  # whatever a kernel or its compiler may raise
                 passed_over[name] = f"it fails: {one_line(failure):.300}"
                 continue
             if error <= most:
-                return Choice(name, attention, passed_over)
+                return Choice(name, candidate, passed_over)
             passed_over[name] = (
                 f"it differs from the definition by {error:.2g} (allowed: {most:.2g})"
             )
     reasons = "; ".join(f"{name}: {why}" for name, why in passed_over.items())
-    raise RunError(f"no attention is right on this device: {reasons}")
+    raise RunError(f"no kernel for {what} is right on this device: {reasons}")
 
 
 def largest_error(attention: Attention, sizes: Sizes, dtype: jnp.dtype) -> float:

@@ -71,7 +71,7 @@ def fingerprint(config: Config, forward: Forward, identity: Identity) -> dict[st
         "source": digest_files(_sources()),
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",
         "mesh": json.dumps(forward.layout.shape),
-        "attention": forward.attention.name,
+        **{name: choice.name for name, choice in forward.kernels.items()},
     }
 
 

@@ -244,7 +244,7 @@ def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
         "model_commit": forward.checkpoint.commit,
         "backend": jax.default_backend(),
         "mesh": forward.layout.shape,
-        "attention": forward.attention.to_json(),
+        **{name: choice.to_json() for name, choice in forward.kernels.items()},
         "versions": package_versions(),
     }
 
