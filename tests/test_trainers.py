@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from cloud import REPOSITORY
 
+from activation_extraction import ActivationDataset
 from activation_extraction.output.folder import Folder
+from activation_extraction.output.identity import Identity
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.reading.export import export
-from activation_extraction.text.packing import Sample, pack
+from activation_extraction.text.packing import pack, samples_of
 
 PYTHON = Path(os.environ.get("TRAINERS_PYTHON", f"{sys.prefix}/trainers/bin/python"))
 HOOKS: dict = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
@@ -28,10 +30,6 @@ EXPORTED = {  # trainer -> the format that it reads; the others read the run its
     "llamascopium_transcoder": "llamascopium",
 }
 
-pytestmark = pytest.mark.skipif(
-    not PYTHON.exists(), reason="the trainers are not installed: make trainers"
-)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -41,15 +39,17 @@ def folder(tmp_path_factory):
     chance = np.random.default_rng(0)
     directions = chance.standard_normal((FEATURES, WIDTH))
     further = chance.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5
-    samples = (
-        Sample(i, np.arange(TOKENS, dtype=np.int32), "text", i, {"samples": i}, {"samples": i + 1})
-        for i in range(SAMPLES)
+    samples = samples_of([list(range(TOKENS))] * SAMPLES)
+    identity = Identity(
+        activation_dtype="bfloat16",
+        max_seq_length=TOKENS,
+        shard_size_gb=5e-3,
+        compress_shards=False,
     )
-    identity = {"activation_dtype": "bfloat16", "max_seq_length": TOKENS, "shard_size_gb": 5e-3}
     with ActivationStorage(
         folder / "activations",
         HOOKS,
-        identity={**identity, "total_machines": 1, "num_hosts": 1, "machine": 0, "host": 0},
+        identity=identity,
         metadata={"model": {"hidden_size": WIDTH, "vocab_size": TOKENS}, "backend": "cpu"},
         shard_size_gb=5e-3,
         compress=False,
@@ -64,6 +64,13 @@ def folder(tmp_path_factory):
     return folder
 
 
+def test_their_run_can_be_read(folder):
+    """Also where the trainers are not installed."""
+    dataset = ActivationDataset(folder / "activations")
+    assert len(dataset) == SAMPLES and dataset.hooks == dict.fromkeys(HOOKS.values(), WIDTH)
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="the trainers are not installed: make trainers")
 @pytest.mark.parametrize(
     "trainer",
     ["sae_lens", "pytorch", "dictionary_learning", "transcoder", *EXPORTED],
