@@ -181,9 +181,7 @@ def extract(
                 try:
                     with clock.measure("store"):
                         added = job.storage.add_batch(batch, on_host)
-                    progress.advance(
-                        added, batch.num_tokens, job.forward.model.flops(batch.lengths)
-                    )
+                    progress.advance(added, batch.num_tokens, job.forward.flops(batch.lengths))
                     log.debug("step %d: %d samples", progress.steps, len(batch.samples))
                 except Exception as error:  # raised at the end, once all hosts have stopped
                     steps.fail(error)

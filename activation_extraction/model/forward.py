@@ -5,8 +5,10 @@ be wrong is found here, before a weight is read. Compiling and running is step.p
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -109,9 +111,25 @@ class Forward:
             found = activations.receive()
         else:
             found = self.rows.receive(activations)
-        sizes = self.sizes
-        views = {width: iter(arrays) for width, arrays in found.items()}
-        return {key: next(views[hook.kind.width(sizes)]) for key, hook in self.hooks.items()}
+        return {key: found[width][number] for key, (width, number) in self._places.items()}
+
+    @cached_property
+    def _places(self) -> dict[Key, tuple[int, int]]:
+        """The width of each hook, and its number among the hooks of that width."""
+        sizes, count, found = self.sizes, Counter[int](), {}
+        for key, hook in self.hooks.items():
+            width = hook.kind.width(sizes)
+            found[key] = width, count[width]
+            count[width] += 1
+        return found
+
+    def flops(self, lengths: Iterable[int]) -> float:
+        """The floating-point operations for samples of these lengths."""
+        return sum(map(self._flops_of_length, lengths))
+
+    @cached_property
+    def _flops_of_length(self) -> Callable[[int], float]:
+        return cache(lambda length: self.model.flops([length]))
 
 
 def prepare_model(families: Families, request: ModelRequest) -> Forward:
