@@ -21,6 +21,7 @@ def upload(run, url):
         Folder(url).child(str(path.parent.relative_to(run.root)).strip(".")).put(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard_format", FORMATS)
 def test_from_a_bucket(shard_format, tmp_path, bucket):
     run = make_run(tmp_path, shard_format, "bfloat16", count=12, machines=(2, 1))

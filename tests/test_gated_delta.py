@@ -92,6 +92,7 @@ def test_each_document_is_computed_as_if_it_were_alone(layout, sizes):
     assert error(got, each_alone(recurrence, arrays, places), ids) < TOLERANCE
 
 
+@pytest.mark.long
 def test_random_layouts():
     """The same program for all of them."""
     compiled, draw = jax.jit(gated_delta_rule), np.random.default_rng(1)

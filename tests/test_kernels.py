@@ -84,6 +84,7 @@ def test_kernels_compute_attention(kernel, dtype, case, traced, window):
         assert error(got, exact) < 1.1 * error(definition(*arrays, first), exact)
 
 
+@pytest.mark.long
 def test_large_scores_are_not_rounded():
     """Scores of some hundreds, as the biases of Qwen's keys make them: an error is multiplied."""
     q, k, v, *segments = inputs("rows that end within a block", jnp.bfloat16)

@@ -11,7 +11,10 @@ from activation_extraction.cli.config import parse_args
 
 FILE = REPOSITORY / "deploy/skypilot.yaml"
 SKYPILOT = REPOSITORY / ".venv/skypilot/bin/python"  # an environment of its own
-pytestmark = pytest.mark.skipif(not SKYPILOT.exists(), reason="make test installs SkyPilot")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not SKYPILOT.exists(), reason="make test installs SkyPilot"),
+]
 
 READ = """
 import json, pathlib, sys
