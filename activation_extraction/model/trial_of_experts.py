@@ -1,4 +1,4 @@
-"""What trial.py lets kernels of experts compute, and how it judges them."""
+"""The trial of kernels for experts: what they compute, and how far from the definition they are."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ MOST_EXPERTS = 8  # that a trial has
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """What one device computes: so many of the experts, the width of the stream, and their own."""
+    """What one device has: so many experts, tokens so wide, and the width inside of an expert."""
 
     experts: int
     hidden: int
