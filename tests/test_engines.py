@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cloud import Cloud
 from test_hosts import Pod, flags_for
 
 import extract_activations
@@ -149,3 +150,30 @@ def test_a_folder_in_use_is_no_bad_input(demo_inputs, tmp_path):
     assert "host_01: another process is writing to it" in pod.text(1)
     assert "error: host 1 failed: see the message there" in pod.text(0)
     os.close(lock)
+
+
+@pytest.mark.parametrize(
+    ("squeue", "queued"),
+    [
+        ("echo RUNNING", True),
+        ("echo COMPLETING", False),  # cancelled or preempted: Slurm decides
+        ("true", False),
+        ("exit 1", True),
+    ],
+)
+def test_slurm_is_asked_to_queue_again_only_what_it_does_not_end(squeue, queued, tmp_path):
+    scripts = {"srun": "exit 143", "squeue": squeue, "scontrol": f'echo "$@" > {tmp_path}/asked'}
+    for name, content in scripts.items():
+        Cloud.script(tmp_path / name, f"#!/bin/sh\n{content}\n")
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    variables |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "2"}
+    done = subprocess.run(
+        ["bash", "deploy/slurm.sbatch"],
+        cwd=REPOSITORY,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    asked = tmp_path / "asked"
+    assert asked.exists() == queued and done.returncode == (0 if queued else 143)
+    assert not queued or asked.read_text() == "requeue 7\n"
