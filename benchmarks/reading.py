@@ -43,11 +43,11 @@ from activation_extraction.output.identity import Identity
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.reading import shard_readers
 from activation_extraction.reading.dataset import BUFFER_BATCHES
+from activation_extraction.reading.shared_work import THREADS
 from benchmarks.processes import machine
 
 HOOKS, WIDTH, LENGTH, BATCH = 14, 896, 512, 512
 BUFFER, SMALL_BUFFER = BUFFER_BATCHES * BATCH, 4 * BATCH  # tokens; the first is the default
-THREADS = 2  # that copy what is read from safetensors
 COPIED = 2**29  # bytes, in memory
 NAMES: dict[int | str, str] = {layer: f"blocks.{layer}.hook_resid_post" for layer in range(HOOKS)}
 ONE = NAMES[HOOKS // 2]
@@ -124,7 +124,7 @@ def read_on(
     read_batches(dataset, shuffle, buffer)
     batches = dataset.batches(BATCH, shuffle=shuffle, buffer=buffer)
     for _ in range(2 * buffer // BATCH):
-        next(batches)  # and nobody holds it
+        next(batches)  # not kept: whoever holds batches gets copies
     yield 0
     row = sum(dataset.hooks.values()) * dataset.dtype.itemsize
     yield sum(len(batch) for batch in batches) * row

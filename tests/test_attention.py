@@ -23,8 +23,12 @@ def attention_inputs(shape, heads, kv_heads):
 @pytest.mark.parametrize(
     "keys,first_query,kv_heads,window",
     [
-        *[(40, 0, 2, None), (300, 100, 1, None), (300, 100, 2, 1), (300, 100, 4, 70)],
-        *[(5000, 0, 2, None), (5000, 2500, 2, 2500)],
+        (40, 0, 2, None),
+        (300, 100, 1, None),
+        (300, 100, 2, 1),
+        (300, 100, 4, 70),
+        (5000, 0, 2, None),
+        (5000, 2500, 2, 2500),
     ],
 )
 def test_blocked_attention_equals_the_dense_definition(keys, first_query, kv_heads, window):

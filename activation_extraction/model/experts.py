@@ -24,8 +24,8 @@ from activation_extraction.model.mesh import BOTH, Layout
 TILE = 128  # rows
 
 # (rows (n, D), sizes (E,) int32, gate and up (E, D, M), down (E, M, D)) -> (n, D), in the type of
-# the rows. The rows are sorted by expert: the first sizes[0] go through expert 0, and so on. What
-# rows after the last expert's give means nothing.
+# the rows. The rows are sorted by expert: the first sizes[0] go through expert 0, and so on. Rows
+# after those of the last expert have none; what is returned for them means nothing.
 GroupedExperts = Callable[[Array, Array, Array, Array, Array], Array]
 
 
@@ -186,7 +186,7 @@ def tiled_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -
 
 
 class Kernels(NamedTuple):
-    """How a model computes what every platform has its own way for."""
+    """The functions that each platform has in a form of its own."""
 
     attention: Attention = blocked_attention
     experts: GroupedExperts = tiled_experts

@@ -20,7 +20,11 @@ from activation_extraction.model.attention import Attention, blocked_attention, 
 from activation_extraction.model.experts import Kernels, ragged_experts, tiled_experts
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.kernels import cudnn_attention, splash_attention, tokamax_experts
-from activation_extraction.model.trial_of_experts import ExpertSizes, largest_error_of_experts
+from activation_extraction.model.trial_of_experts import (
+    ExpertSizes,
+    largest_error_of_experts,
+    relative_errors,
+)
 
 # A field of `Kernels` -> its candidates by name, in the order of preference.
 Candidates = Mapping[str, Mapping[str, Callable[..., Array]]]
@@ -130,21 +134,15 @@ def try_kernels(model: HookedModel, length: int) -> dict[str, Choice]:
     if getattr(config, "experts", None) is not None:
         experts = ExpertSizes.of_run(config, layout)
         tried["experts"] = partial(largest_error_of_experts, sizes=experts, dtype=dtype)
-    return {what: _try(what, candidates[what], error, dtype) for what, error in tried.items()}
-
-
-def _try(
-    what: str,
-    candidates: Mapping[str, Callable[..., Array]],
-    error_of: Callable[..., float],
-    dtype: jnp.dtype,
-) -> Choice:
-    if len(candidates) == 1:
-        return Choice(*next(iter(candidates.items())))
-    chosen = choose(what, candidates, error_of, dtype)
-    for name, why in chosen.passed_over.items():
-        log.warning("%s: %s is not used: %s", what, name, why)
-    log.info("%s: %s, which agrees with its definition on this device", what, chosen.name)
+    chosen = {}
+    for what, error_of in tried.items():
+        if len(candidates[what]) == 1:
+            chosen[what] = Choice(*next(iter(candidates[what].items())))
+            continue
+        choice = chosen[what] = choose(what, candidates[what], error_of, dtype)
+        for name, why in choice.passed_over.items():
+            log.warning("%s: %s is not used: %s", what, name, why)
+        log.info("%s: %s, which agrees with its definition on this device", what, choice.name)
     return chosen
 
 
@@ -205,8 +203,7 @@ def _largest_error(
         exact = definition(queries.astype(jnp.float32), exact_k, exact_v, own, segments, first)
         real = np.asarray(own) > 0
         wanted, found = (np.asarray(x, np.float64)[real] for x in (exact, got))
-        norms = np.linalg.norm(wanted, axis=-1)
-        errors.append(np.linalg.norm(found - wanted, axis=-1) / norms)
+        errors.append(relative_errors(found, wanted))
     return float(np.max(np.concatenate(errors)))
 
 

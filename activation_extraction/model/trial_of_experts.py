@@ -17,7 +17,7 @@ MOST_EXPERTS = 8  # that a trial has
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """What one device has: so many experts, tokens so wide, and the width inside of an expert."""
+    """What one device has. experts: how many; hidden: width of a token; width: of an expert."""
 
     experts: int
     hidden: int
@@ -39,8 +39,12 @@ def largest_error_of_experts(
     found = np.asarray(jax.jit(grouped)(*arrays), np.float64)
     wide = [array.astype(jnp.float32) for array in (x, *parameters[1:])]
     wanted = np.asarray(experts_definition(wide[0], parameters[0], *wide[1:]), np.float64)
-    differences = np.linalg.norm(found[: len(wanted)] - wanted, axis=-1)
-    return float(np.max(differences / np.linalg.norm(wanted, axis=-1)))
+    return float(np.max(relative_errors(found[: len(wanted)], wanted)))
+
+
+def relative_errors(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The norm of the difference over that of `wanted`, along the last axis."""
+    return np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
 
 
 def experts_definition(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
@@ -55,7 +59,7 @@ def experts_definition(x: Array, sizes: Array, gate: Array, up: Array, down: Arr
 
 
 def trial_rows(sizes: ExpertSizes, dtype: jnp.dtype) -> list[Array]:
-    """Arguments of a `GroupedExperts`: experts with some rows or none; rows without one."""
+    """Arguments for a `GroupedExperts`; an expert has no rows, and the last rows have no expert."""
     chance = np.random.default_rng(0)
     count = [0 if expert == 2 else (expert + 1) * 67 % 300 for expert in range(sizes.experts)]
 

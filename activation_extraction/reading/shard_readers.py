@@ -49,12 +49,7 @@ class Samples:
 
 
 class ShardReader(Protocol):
-    """A shard that is open for reading. All methods raise RunError.
-
-    mapped: whether `rows` are views of a file, which cost nothing until they are used.
-    """
-
-    mapped: bool
+    """A shard that is open for reading. All methods raise RunError."""
 
     @property
     def samples(self) -> Samples: ...
@@ -93,7 +88,7 @@ class SafetensorsReader:
     def __init__(self, folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> None:
         self._where = f"{folder.url}/{commit.file}"
         self._size = commit.bytes
-        self.mapped = folder.local
+        self._mapped = folder.local
         self._read = _ranges_of(folder, commit)
         self._tensors = self._header().tensors
         self._views: dict[str, np.ndarray] = {}
@@ -115,7 +110,7 @@ class SafetensorsReader:
         return self.rows("token_ids", start, stop), self.rows("position", start, stop)
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
-        if not self.mapped:
+        if not self._mapped:
             return self._read_rows(hook, start, stop)
         if hook not in self._views:
             self._views[hook] = self._read_rows(hook, 0, self._tensors[hook].shape[0])
@@ -160,8 +155,6 @@ def _ranges_of(folder: Folder, commit: Commit) -> Callable[[int, int], np.ndarra
 
 class PickleReader:
     """A pickled shard in memory, with the hooks that were asked for."""
-
-    mapped = False
 
     def __init__(self, folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> None:
         where = f"{folder.url}/{commit.file}"
