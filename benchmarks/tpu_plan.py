@@ -265,8 +265,13 @@ class Compiled(NamedTuple):
 
 
 @cache
-def compile_for(qwen: QwenConfig, flags: str, topology: str, **how: Any) -> Compiled:
-    """What build_model and compile_step do for these flags, with shapes in place of arrays."""
+def compile_for(
+    qwen: QwenConfig, flags: str, topology: str, effort: float = 0.0, **how: Any
+) -> Compiled:
+    """What build_model and compile_step do for these flags, with shapes in place of arrays.
+
+    effort: the compiler's; 0 as in a run, -1 for a plan like that in a fifth of the time.
+    """
     config = parse_args(["--dtype", "bfloat16", *flags.split()])
     devices = topologies.get_topology_desc(topology, platform="tpu", **how).devices
     family = FAMILIES.named(qwen.model_type)
@@ -279,7 +284,9 @@ def compile_for(qwen: QwenConfig, flags: str, topology: str, **how: Any) -> Comp
     shape = config.batch_size * rows.hosts, config.max_seq_length
     batch = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows.incoming())] * 3
     forward = jax.jit(model.apply, out_shardings=rows.outgoing(shape[1]))
-    compiled = forward.lower({"params": unflatten_dict(params)}, *batch).compile()
+    lowered = forward.lower({"params": unflatten_dict(params)}, *batch)
+    options: Any = {"exec_time_optimization_effort": effort}
+    compiled = lowered.compile(options)
     return Compiled(model, Plan(compiled.as_text() or ""), compiled.memory_analysis(), *shape)
 
 

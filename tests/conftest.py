@@ -1,8 +1,10 @@
 """Eight fake CPU devices, strict dtypes, no network, and tiny checkpoints made by transformers.
 
-Compiling takes longer than what the tests compute, so most of the compiler's optimizations are off:
-the fixture `optimized` turns them on, and tests of one model of each family and those marked `slow`
-have it. torch has one thread, as several would mostly wait for each other.
+Compiling takes longer than what the tests compute, so most of the compiler's optimizations are off,
+and so are its code generator for fusions, which is slow, and its threads, as other tests need the
+cores: the fixture `optimized` has programs compiled as in a run, and tests of one model of each
+family and those marked `slow` have it. torch has one thread, as several would mostly wait for each
+other.
 What is compiled is kept until the session ends, for its own tests and for the processes that they
 start. Each worker of pytest-xdist has a cache of its own, as JAX does not write entries atomically.
 torch is imported where it is used, which takes seconds; transformers before the tool imports it
@@ -20,11 +22,14 @@ os.environ |= {
     "JAX_COMPILATION_CACHE_DIR": f"{SESSION_FOLDER}/jax",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
+
+USUAL_XLA_FLAGS = {"xla_cpu_use_fusion_emitters": True, "xla_cpu_parallel_codegen_split_count": 32}
 
 import json
 import shutil
@@ -39,6 +44,7 @@ import pytest
 import transformers  # noqa: F401
 from cloud import Cloud
 from delta_reference import inside_delta_net
+from jax._src import compiler
 from tiny_models import OPTIMIZED, QUICK_REFERENCE, TINY
 from tokenizers import Tokenizer
 
@@ -200,6 +206,14 @@ def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) ->
 def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs are compiled as in a run, in processes that the test starts, too."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "false")
+    monkeypatch.delenv("XLA_FLAGS")  # for other processes; this one has read it
+    usual = compiler.get_compile_options
+
+    def as_in_a_run(**options: Any) -> Any:
+        options["env_options_overrides"] |= USUAL_XLA_FLAGS
+        return usual(**options)
+
+    monkeypatch.setattr(compiler, "get_compile_options", as_in_a_run)
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)

@@ -13,11 +13,13 @@ from pathlib import Path
 from cloud import REPOSITORY, free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
-# The names of the nodes are addresses because JAX connects to them.
+# The names of the nodes are addresses because JAX connects to them. It takes its port from the
+# number of the job, so clusters begin with different numbers.
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={first}
 AuthType=auth/munge
 AuthInfo=socket={own}/munge.socket
 SlurmUser=root
@@ -103,7 +105,7 @@ def run_slurm(folder: Path, nodes: int) -> Iterator[Slurm]:
 def _run_slurm(folder: Path, own: Path, nodes: int) -> Iterator[Slurm]:
     slurm = Slurm(folder)
     host = socket.gethostname()
-    lines = [CONFIGURATION.format(host=host, port=free_port(), own=own)]
+    lines = [CONFIGURATION.format(host=host, port=free_port(), first=free_port(), own=own)]
     names = [f"127.0.0.{number}" for number in range(1, nodes + 1)]
     for name in names:
         lines.append(f"NodeName={name} NodeHostname={host} Port={free_port()} CPUs=4\n")

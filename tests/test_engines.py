@@ -153,20 +153,24 @@ def test_a_folder_in_use_is_no_bad_input(demo_inputs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("squeue", "queued"),
+    ("squeue", "queued", "job"),
     [
-        ("echo RUNNING", True),
-        ("echo COMPLETING", False),  # cancelled or preempted: Slurm decides
-        ("true", False),
-        ("exit 1", True),
+        ("echo RUNNING", True, "7"),
+        ("echo COMPLETING", False, "7"),  # cancelled or preempted: Slurm decides
+        ("true", False, "7"),
+        ("exit 1", True, "7"),
+        # The last one of an array has the number of the array.
+        ('for last; do true; done; [ "$last" = 7_2 ] && echo RUNNING || echo PENDING', True, "7_2"),
     ],
 )
-def test_slurm_is_asked_to_queue_again_only_what_it_does_not_end(squeue, queued, tmp_path):
+def test_slurm_is_asked_to_queue_again_only_what_it_does_not_end(squeue, queued, job, tmp_path):
     scripts = {"srun": "exit 143", "squeue": squeue, "scontrol": f'echo "$@" > {tmp_path}/asked'}
     for name, content in scripts.items():
         Cloud.script(tmp_path / name, f"#!/bin/sh\n{content}\n")
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     variables |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "2"}
+    if "_" in job:
+        variables |= {"SLURM_ARRAY_JOB_ID": "7", **array(2, 3)}
     done = subprocess.run(
         ["bash", "deploy/slurm.sbatch"],
         cwd=REPOSITORY,
@@ -176,4 +180,4 @@ def test_slurm_is_asked_to_queue_again_only_what_it_does_not_end(squeue, queued,
     )
     asked = tmp_path / "asked"
     assert asked.exists() == queued and done.returncode == (0 if queued else 143)
-    assert not queued or asked.read_text() == "requeue 7\n"
+    assert not queued or asked.read_text() == f"requeue {job}\n"

@@ -17,11 +17,11 @@ pytestmark = [
 ]
 SBATCH = REPOSITORY / "deploy/slurm.sbatch"
 
-# In the place of Python: at their first start machines 3 and 5 stop after two steps until they are
+# In the place of Python: at their first start machines 5 and 7 stop after two steps until they are
 # told to end, and say which process they are.
 PYTHON = """#!/bin/sh
 case $SLURM_ARRAY_TASK_ID:${{SLURM_RESTART_COUNT:-0}}:$SLURM_JOB_NUM_NODES in
-    [35]:0:1) shift; exec {python} {folder}/hold.py {folder}/held-$SLURM_ARRAY_TASK_ID "$@" ;;
+    [57]:0:1) shift; exec {python} {folder}/hold.py {folder}/held-$SLURM_ARRAY_TASK_ID "$@" ;;
 esac
 exec {python} "$@"
 """
@@ -54,7 +54,8 @@ os._exit(script.main(sys.argv[2:]))
 def cluster(tmp_path_factory, demo_inputs):
     """Two nodes on which 8 machines of one node and one machine of two have run to their end.
 
-    Machine 3 was killed, machine 5 requeued; a job with bad input and one that was cancelled ended.
+    Machine 7, the last, was killed, machine 5 requeued; a job with bad input ended, and one
+    that was cancelled.
     """
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "hold.py").write_text(HOLD)
@@ -72,12 +73,12 @@ def cluster(tmp_path_factory, demo_inputs):
         cancelled = slurm.submit("--array=0", SBATCH, PYTHON=str(folder / "sleeper"))
         slurm.wait((folder / "asleep").exists)
         slurm.command("scancel", cancelled)
-        slurm.wait((folder / "held-3").exists)
-        os.kill(int((folder / "held-3").read_text()), signal.SIGKILL)
+        slurm.wait((folder / "held-7").exists)
+        os.kill(int((folder / "held-7").read_text()), signal.SIGKILL)
         slurm.wait((folder / "held-5").exists)
         before = Folder(str(folder / "out/machine_005")).files()
         slurm.command("scontrol", "requeue", f"{many}_5")
-        for machine in (3, 5):
+        for machine in (5, 7):
             slurm.skip_delay(f"{many}_{machine}")
         slurm.wait(slurm.ended)
         told = [slurm.command("scontrol", "show", "job", job) for job in (bad, cancelled)]
@@ -98,9 +99,9 @@ def test_a_machine_of_two_nodes(cluster, alone, check):  # noqa: F811
 
 def test_the_killed_machine_was_queued_again_by_the_script(cluster):
     folder, many, *_ = cluster
-    log = (folder / f"{many}_3.log").read_text()
+    log = (folder / f"{many}_7.log").read_text()
     assert "exit status 137: this machine is queued again and will continue" in log
-    assert log.count("machine 3 of 8 (SLURM_ARRAY_TASK_ID)") == 2 and "done: " in log
+    assert log.count("machine 7 of 8 (SLURM_ARRAY_TASK_ID)") == 2 and "done: " in log
 
 
 def test_the_requeued_machine_stored_what_was_complete(cluster):

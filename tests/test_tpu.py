@@ -1,9 +1,12 @@
 """Full-size models through the real TPU compiler, which needs no TPU: do they fit, what is sent.
 
 Compiling runs nothing: the numbers here are what the compiler plans. libtpu comes with jax[tpu].
+Most plans are made with little effort, which takes a fifth of the time: what chips hold and send is
+almost the same. Plans for what the compiler fuses and copies are those of a run.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -82,6 +85,9 @@ FLAGS_72B = (
 FSDP_72B = FLAGS_72B.format("16,4,4", "data,fsdp,model")
 PAIR = "mlp.hook_post", "hook_mlp_out"  # of the widest kind and the narrowest
 PIPELINE_72B = FLAGS_72B.format("4,16,4", "pipeline,data,model")
+
+LITTLE, USUAL = -1.0, 0.0
+compile_quickly = partial(compile_for, effort=LITTLE)
 
 
 def collectives(compiled: Compiled) -> list[tuple[str, bool]]:
@@ -163,7 +169,7 @@ every_topology = pytest.mark.parametrize(
 @every_topology
 def test_7b_weights_are_split_over_the_chips_of_a_host(name):
     topology, how, mesh = TOPOLOGIES[name]
-    compiled = compile_for(QWEN_7B, EIGHT, topology, **how)
+    compiled = compile_quickly(QWEN_7B, EIGHT, topology, **how)
     model, memory = compiled.model, compiled.memory
     assert model.layout.shape == mesh
     assert memory.argument_size_in_bytes == pytest.approx(weights_per_chip(model), rel=0.1)
@@ -172,7 +178,7 @@ def test_7b_weights_are_split_over_the_chips_of_a_host(name):
 @every_topology
 def test_7b_layers_reduce_twice_and_never_between_hosts(name):
     topology, how, _ = TOPOLOGIES[name]
-    compiled = compile_for(QWEN_7B, EIGHT, topology, **how)
+    compiled = compile_quickly(QWEN_7B, EIGHT, topology, **how)
     found = collectives(compiled)
     assert not [kind for kind, crosses in found if crosses]
     kinds = [kind for kind, _ in found]
@@ -182,17 +188,17 @@ def test_7b_layers_reduce_twice_and_never_between_hosts(name):
 
 
 @pytest.mark.parametrize(
-    "shape,layers,topology,memory_of_a_chip",
+    "shape,layers,topology,memory_of_a_chip,effort",
     [
-        pytest.param(QWEN3_8B, "3 7 12 16 21 26 30 35", "v5e:4x4", 16e9, id="8B"),
-        pytest.param(QWEN3_32B, "7 15 23 31 39 47 55 63", "v6e:4x4", 32e9, id="32B"),
-        pytest.param(released("27B"), "7 31 63", "v6e:4x4", 32e9, id="3.5-27B"),
+        pytest.param(QWEN3_8B, "3 7 12 16 21 26 30 35", "v5e:4x4", 16e9, USUAL, id="8B"),
+        pytest.param(QWEN3_32B, "7 15 23 31 39 47 55 63", "v6e:4x4", 32e9, LITTLE, id="32B"),
+        pytest.param(released("27B"), "7 31 63", "v6e:4x4", 32e9, LITTLE, id="3.5-27B"),
     ],
 )
-def test_dense_models_fit_sixteen_chips(shape, layers, topology, memory_of_a_chip):
+def test_dense_models_fit_sixteen_chips(shape, layers, topology, memory_of_a_chip, effort):
     """Nothing is sent between hosts in the loop over layers, and few weights are copied for it."""
     flags = f"--layers_to_extract {layers}"
-    compiled = compile_for(FAMILIES.config(shape), flags, topology)
+    compiled = compile_for(FAMILIES.config(shape), flags, topology, effort)
     model, memory = compiled.model, compiled.memory
     assert model.layout.shape == {"data": 4, "model": 4} and model.config.qk_norm
     assert memory.argument_size_in_bytes == pytest.approx(weights_per_chip(model), rel=0.1)
@@ -204,26 +210,25 @@ def test_dense_models_fit_sixteen_chips(shape, layers, topology, memory_of_a_chi
 
 
 EXPERTS_8 = "v5e:8x8", "8,8 --mesh_axes data,expert --batch_size 4", 16e9
+EXPERT_4, MODEL_4 = (f"4,4 --mesh_axes data,{axis}" for axis in ("expert", "model"))
 PARAMETERS = {QWEN3_30B: 30.5e9, QWEN3_5_35B: 35e9}
 
 
 @pytest.mark.parametrize(
-    "config,topology,axes,most",
+    "config,topology,axes,most,effort",
     [
-        pytest.param(QWEN3_30B, *EXPERTS_8, id="30B"),
-        *(
-            pytest.param(QWEN3_30B, "v6e:4x4", f"4,4 --mesh_axes {axes}", 32e9, marks=slow, id=axes)
-            for axes in ("data,expert", "data,model")
-        ),
-        pytest.param(QWEN3_5_35B, *EXPERTS_8, id="3.5-35B"),
+        pytest.param(QWEN3_30B, *EXPERTS_8, LITTLE, id="30B"),
+        pytest.param(QWEN3_30B, "v6e:4x4", EXPERT_4, 32e9, LITTLE, marks=slow, id="expert"),
+        pytest.param(QWEN3_30B, "v6e:4x4", MODEL_4, 32e9, LITTLE, marks=slow, id="model"),
+        pytest.param(QWEN3_5_35B, *EXPERTS_8, USUAL, id="3.5-35B"),
     ],
 )
-def test_models_with_experts_fit_and_tokens_stay_with_them(config, topology, axes, most):
+def test_models_with_experts_fit_and_tokens_stay_with_them(config, topology, axes, most, effort):
     """Products are of sorted rows, not of all rows with all experts; nothing crosses `data`, and
     few weights are copied for the loop."""
     layers = f"3 31 {config.num_hidden_layers - 1}"
     flags = f"--mesh_shape {axes} --layers_to_extract {layers}"
-    compiled = compile_for(config, flags, topology)
+    compiled = compile_for(config, flags, topology, effort)
     memory = compiled.memory
     arguments = memory.argument_size_in_bytes
     assert arguments + memory.output_size_in_bytes + memory.temp_size_in_bytes < most
@@ -242,7 +247,7 @@ def test_models_with_experts_fit_and_tokens_stay_with_them(config, topology, axe
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [FSDP_72B, PIPELINE_72B], ids=["fsdp", "pipeline"])
 def test_72b_fits_chips_of_16_gb(flags):
-    compiled = compile_for(QWEN_72B, flags, "v5e:16x16")
+    compiled = compile_quickly(QWEN_72B, flags, "v5e:16x16")
     memory, arguments = compiled.memory, compiled.memory.argument_size_in_bytes
     assert arguments == pytest.approx(weights_per_chip(compiled.model), rel=0.1)
     assert arguments + memory.output_size_in_bytes + memory.temp_size_in_bytes < 16e9
@@ -286,7 +291,7 @@ def shapes(result: str) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_the_kernel_takes_narrow_heads_and_rows_of_any_length(dtype):
     flags = f"--dtype {dtype} --max_seq_length 1000 --layers_to_extract 10 23"
-    compiled = compile_for(QWEN_HALF_B, flags, "v5e:2x4", **CHIPS_8)
+    compiled = compile_quickly(QWEN_HALF_B, flags, "v5e:2x4", **CHIPS_8)
     assert compiled.model.layout.size("query") == 2
     assert any("splash" in instruction.name for instruction in compiled.plan.layer_loop())
 
@@ -296,7 +301,7 @@ def test_layers_with_and_without_a_window_are_in_one_loop():
     """Both kernels are compiled, and neither holds all scores."""
     windows = dict(use_sliding_window=True, sliding_window=4096, max_window_layers=12)
     config = FAMILIES.config(SHAPES["0.5B"] | windows)
-    compiled = compile_for(
+    compiled = compile_quickly(
         config, "--max_seq_length 8192 --batch_size 1 --layers_to_extract 10 23", "v5e:2x2"
     )
     found = {line for line in compiled.plan.text.splitlines() if "custom_call_target" in line}
@@ -309,7 +314,7 @@ def test_layers_with_and_without_a_window_are_in_one_loop():
 @pytest.mark.slow
 def test_7b_with_a_hook_of_each_kind_keeps_apart_what_hosts_compute():
     """Fits, and what devices exchange they exchange within their host, after the loop too."""
-    compiled = compile_for(QWEN_7B, "--hook_names hook_embed blocks.20.* ln_final.*", "v5e:8x8")
+    compiled = compile_quickly(QWEN_7B, "--hook_names hook_embed blocks.20.* ln_final.*", "v5e:8x8")
     memory, mesh = compiled.memory, compiled.model.layout.mesh
     assert len(compiled.model.hooks) == 21 and mesh is not None
     found = [line for line in compiled.plan.text.splitlines() if COLLECTIVE.search(line)]
@@ -330,7 +335,7 @@ def test_memory_of_hooks_of_any_width_grows_with_them_and_not_with_the_depth():
     def beyond_arguments(*layers: int) -> int:
         names = [f"blocks.{layer}.{kind}" for layer in layers for kind in PAIR]
         flags = f"--batch_size 4 --max_seq_length 2048 --hook_names {' '.join(names)}"
-        memory = compile_for(QWEN_7B, flags, "v5e:2x4", chips_per_host_bounds=(2, 2, 1)).memory
+        memory = compile_quickly(QWEN_7B, flags, "v5e:2x4", chips_per_host_bounds=(2, 2, 1)).memory
         return memory.output_size_in_bytes + memory.temp_size_in_bytes
 
     deep, sizes = beyond_arguments(5, 23), QWEN_7B.sizes
@@ -344,7 +349,7 @@ def test_memory_grows_with_the_hooks_and_not_with_the_depth():
     def beyond_arguments(*layers: int) -> int:
         # Rows so long that no (B, T, F) array fits a chip's fast memory, which holds it by chance.
         flags = f"--max_seq_length 2048 --layers_to_extract {' '.join(map(str, layers))}"
-        memory = compile_for(QWEN_7B, flags, "v5e:2x4", **CHIPS_8).memory
+        memory = compile_quickly(QWEN_7B, flags, "v5e:2x4", **CHIPS_8).memory
         return memory.output_size_in_bytes + memory.temp_size_in_bytes
 
     deep = beyond_arguments(5, 23)
