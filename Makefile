@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activation_extraction tests benchmarks
 
-# Two processes share the tests; the one that is done first takes over some of the other's.
-PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n 2 --dist worksteal
+# On two cores: while two processes compute, the third one waits for hosts, buckets or a scheduler.
+# The one that is done first takes over some of the others' tests.
+PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n 3 --dist worksteal
 
 .PHONY: demo test test-quick trainers lint bench clean
 
@@ -16,10 +17,9 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done
 	$(PYTEST)
 
-# For the loop of daily work: one tiny model, packing, storage, resuming, bad input. A third process
-# computes while others wait.
+# For the loop of daily work: one tiny model, packing, storage, resuming, bad input.
 test-quick: $(VENV)/.dev
-	$(PYTEST) -n 3 -m "not slow and not long"
+	$(PYTEST) -m "not slow and not long"
 
 # The real trainers of autoencoders on what we read and export; `make test` then runs them too.
 trainers: $(VENV)/.dev $(VENV)/trainers/.done

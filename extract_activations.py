@@ -29,7 +29,7 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.forward import choose_dtypes
-from activation_extraction.model.step import Step, compile_step
+from activation_extraction.model.step import Activations, Step, compile_step
 from activation_extraction.output.folder import Folder, FolderError
 from activation_extraction.reading.export import export
 from activation_extraction.reading.report import show_report
@@ -50,6 +50,7 @@ from activation_extraction.run.lockstep import Lockstep, one_behind
 from activation_extraction.run.prepare import Job, model_request, prepare_together
 from activation_extraction.run.recompute import load_again
 from activation_extraction.run.summary import continue_with, print_summary, progress_of
+from activation_extraction.text.batch import Batch
 from qwen2_jax_with_hooks import FAMILIES
 
 NO_REPAIR = "no shard needs repair"
@@ -169,10 +170,14 @@ def extract(
     """
     batches = job.batches.until(stopped)
     steps = Lockstep(batches, stopped, partial(any_host, job.host), clock)
-    started = ((batch, *step(batch, steps.votes)) for batch in steps)
+
+    def start(batch: Batch | None) -> tuple[Batch | None, Activations, jax.Array]:
+        with clock.measure("compute"):
+            return batch, *step(batch, steps.votes)
+
     storing = True
     try:
-        for batch, activations, votes in one_behind(started):
+        for batch, activations, votes in one_behind(map(start, steps)):
             with clock.measure("compute"):
                 jax.block_until_ready(activations)
             if batch is not None and storing:

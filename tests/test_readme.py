@@ -138,7 +138,7 @@ def test_what_takes_long_exists(checkout):
     calls = "\n".join(recorded)
     for tool in ("ruff check", "ruff format", "mypy", "shellcheck", "hadolint"):  # make lint
         assert f"{tool} " in calls
-    assert "python -m pytest -n 2 --dist worksteal\n" in calls
+    assert "python -m pytest -n 3 --dist worksteal\n" in calls
     for file in re.findall(r"-m pip install -r (\S+)", calls):
         assert (REPOSITORY / file).is_file()
     modules = set(re.findall(r"-m (benchmarks\.\w+)", calls))

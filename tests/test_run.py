@@ -3,6 +3,8 @@
 import gzip
 import json
 import pickle
+import re
+import time
 from functools import partial
 
 import jax
@@ -101,6 +103,22 @@ def test_a_batch_is_stored_while_the_next_one_computes(demo_inputs, tmp_path, mo
     batches = len(events) // 2
     assert batches > 20
     assert events == ["computes", *["computes", "stored"] * (batches - 1), "stored"]
+
+
+def test_waiting_for_a_step_to_start_is_told_as_computing(
+    demo_inputs, tmp_path, monkeypatch, capsys
+):
+    """Devices that have much to do take no new step at once."""
+    compile_step = extract_activations.compile_step
+
+    def compile_and_delay(forward):
+        step = compile_step(forward)
+        return lambda *arguments: (time.sleep(1), step(*arguments))[1]
+
+    monkeypatch.setattr(extract_activations, "compile_step", compile_and_delay)
+    flags = ["--max_seq_length", 64, "--max_samples", 2, "--output_dir", tmp_path]
+    assert main(arguments(demo_inputs, *flags)) == 0
+    assert float(re.search(r"compute ([\d.]+)", capsys.readouterr().out)[1]) >= 1
 
 
 @pytest.mark.long
