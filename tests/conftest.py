@@ -1,10 +1,9 @@
 """Eight fake CPU devices, strict dtypes, no network, and tiny checkpoints made by transformers.
 
-Compiling takes longer than what the tests compute, so most of the compiler's optimizations are off,
-and so are its code generator for fusions, which is slow, and its threads, as other tests need the
-cores: the fixture `optimized` has programs compiled as in a run, and tests of one model of each
-family and those marked `slow` have it. torch has one thread, as several would mostly wait for each
-other.
+Compiling takes longer than what the tests compute. So most of the compiler's optimizations are off,
+fusions are compiled in its older and quicker way, and in one thread, as other tests need the cores.
+The fixture `optimized` has programs compiled as in a run; tests of one model of each family and
+those marked `slow` have it. torch has one thread, as several would mostly wait for each other.
 What is compiled is kept until the session ends, for its own tests and for the processes that they
 start. Each worker of pytest-xdist has a cache of its own, as JAX does not write entries atomically.
 torch is imported where it is used, which takes seconds; transformers before the tool imports it
@@ -28,8 +27,10 @@ os.environ |= {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-
-USUAL_XLA_FLAGS = {"xla_cpu_use_fusion_emitters": True, "xla_cpu_parallel_codegen_split_count": 32}
+XLA_FLAGS_OF_A_RUN = {
+    "xla_cpu_use_fusion_emitters": True,
+    "xla_cpu_parallel_codegen_split_count": 32,
+}
 
 import json
 import shutil
@@ -210,7 +211,7 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     usual = compiler.get_compile_options
 
     def as_in_a_run(**options: Any) -> Any:
-        options["env_options_overrides"] |= USUAL_XLA_FLAGS
+        options["env_options_overrides"] |= XLA_FLAGS_OF_A_RUN
         return usual(**options)
 
     monkeypatch.setattr(compiler, "get_compile_options", as_in_a_run)

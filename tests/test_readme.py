@@ -109,7 +109,7 @@ def checkout(tmp_path_factory, hub):
         (root / ".venv" / stamp).touch()
     with gcs() as bucket:
         environment = os.environ | bucket.environment | {"HF_ENDPOINT": hub.endpoint}
-        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "false"
+        environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false", "XLA_FLAGS": ""}
         done = subprocess.run(
             ["bash", "-euxc", with_bucket(COMMANDS)],
             cwd=root,

@@ -236,9 +236,8 @@ def load_params(
 ) -> dict[str, Any]:
     """Reads every parameter straight into its shards, layer by layer (of all stages at once).
 
-    Stacked ones come in the order of the files, which are thus read from beginning to end.
-
-    A process reads only the parts that its devices hold, each once, with several threads. Besides
+    Stacked ones come in the order of the files, which are thus read from beginning to end. A
+    process reads only the parts that its devices hold, each once, with several threads. Besides
     what the devices have in the end it holds no more than its parts of READERS tensors (of every
     stage that it takes part in). as_bits: hand a 2-byte `dtype` over as uint16. `progress` is
     called with the bytes of each part loaded. Returns the nested parameter dict.
