@@ -70,6 +70,7 @@ def test_their_run_can_be_read(folder):
     assert len(dataset) == SAMPLES and dataset.hooks == dict.fromkeys(HOOKS.values(), WIDTH)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not PYTHON.exists(), reason="the trainers are not installed: make trainers")
 @pytest.mark.parametrize(
     "trainer",
