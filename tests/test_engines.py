@@ -140,6 +140,7 @@ def test_too_little_free_disk_is_refused_before_anything_is_read(monkeypatch, tm
         parse_args(["--min_free_gb", "-1"])
 
 
+@pytest.mark.long
 def test_a_folder_in_use_is_no_bad_input(demo_inputs, tmp_path):
     """An engine may start a machine while its last process still ends: status 1 on all hosts."""
     folder = tmp_path / "out/machine_000_host_01"

@@ -164,6 +164,7 @@ def test_the_later_one_is_held_while_it_begins_and_the_earlier_one_goes_on(
         assert len(uploaded(doors.bucket)) == len(list((tmp_path / "whole").glob("*.pkl.gz")))
 
 
+@pytest.mark.long
 def test_a_claim_is_no_shard(run, doors, tmp_path):
     """Killed between its claim and metadata.json, and then with a claim after some shards."""
     run(tmp_path / "whole")

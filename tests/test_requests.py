@@ -30,6 +30,7 @@ def test_they_do_not_grow_with_what_is_stored(bucket, action):
         assert max(small["reads"], large["reads"]) < 12
 
 
+@pytest.mark.long
 def test_a_folder_of_an_earlier_version_is_read_as_before(bucket, capsys):
     """JSON by JSON, and to the same end."""
     printed = []
