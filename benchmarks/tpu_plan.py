@@ -270,7 +270,7 @@ def compile_for(
 ) -> Compiled:
     """What build_model and compile_step do for these flags, with shapes in place of arrays.
 
-    effort: the compiler's; 0 as in a run, -1 for a plan like that in a fifth of the time.
+    effort: the compiler's. 0 is that of a run; -1 takes a fifth of the time.
     """
     config = parse_args(["--dtype", "bfloat16", *flags.split()])
     devices = topologies.get_topology_desc(topology, platform="tpu", **how).devices

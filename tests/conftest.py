@@ -27,7 +27,8 @@ os.environ |= {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-XLA_FLAGS_OF_A_RUN = {
+AS_IN_A_RUN = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false", "XLA_FLAGS": ""}  # for other processes
+XLA_FLAGS_OF_A_RUN = {  # for this one, which has read its variables
     "xla_cpu_use_fusion_emitters": True,
     "xla_cpu_parallel_codegen_split_count": 32,
 }
@@ -206,8 +207,8 @@ def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) ->
 @pytest.fixture
 def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs are compiled as in a run, in processes that the test starts, too."""
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "false")
-    monkeypatch.delenv("XLA_FLAGS")  # for other processes; this one has read it
+    for name, value in AS_IN_A_RUN.items():
+        monkeypatch.setenv(name, value)
     usual = compiler.get_compile_options
 
     def as_in_a_run(**options: Any) -> Any:

@@ -67,7 +67,7 @@ def check_union(output, alone, folders, tolerance=1e-5):
 )
 def test_four_hosts_of_16_devices(demo_inputs, alone, tmp_path, mesh):
     out = tmp_path / "out"
-    pod = Pod(tmp_path, 4, 16, *flags_for(demo_inputs, out, "--batch_size", 32, *mesh))
+    pod = Pod(tmp_path, 4, 16, *flags_for(demo_inputs, out, "--batch_size", 16, *mesh))
     assert pod.wait() == [0] * 4, [pod.text(i) for i in range(4)]
     check_union(out, alone, {f"machine_000_host_{i:02d}" for i in range(4)})
     metadata = json.loads((out / "machine_000_host_00/metadata.json").read_text())

@@ -17,6 +17,7 @@ import gcsfs
 import pyarrow
 import pyarrow.parquet
 import pytest
+from conftest import AS_IN_A_RUN
 from gcs_server import gcs
 from hub_server import serve_hub
 
@@ -108,8 +109,8 @@ def checkout(tmp_path_factory, hub):
     for stamp in stamps:  # all is installed
         (root / ".venv" / stamp).touch()
     with gcs() as bucket:
-        environment = os.environ | bucket.environment | {"HF_ENDPOINT": hub.endpoint}
-        environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false", "XLA_FLAGS": ""}
+        environment = os.environ | bucket.environment | AS_IN_A_RUN
+        environment["HF_ENDPOINT"] = hub.endpoint
         done = subprocess.run(
             ["bash", "-euxc", with_bucket(COMMANDS)],
             cwd=root,
