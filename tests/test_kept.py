@@ -7,10 +7,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from command_line import main, records_of
 from extractions import change_shard
 from pods import Pod, stored
 from small_runs import content, set_status
-from test_cli import main, records_of
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from command_line import main, records_of
 from conftest import make_reference
 from jax.sharding import Mesh
-from test_cli import main, records_of
 from test_model import TOLERANCE, error_of, load, rms_error
 
 from activation_extraction.model.checkpoint import Checkpoint

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_cli import main
+from command_line import main
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.text.choice import TokenChoice

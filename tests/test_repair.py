@@ -3,8 +3,8 @@
 import shutil
 
 import pytest
+from command_line import main
 from pods import Pod, flags_for
-from test_cli import main
 from test_upload import uploaded
 
 from activation_extraction.cli.output_flags import SHARD_FORMATS

@@ -5,8 +5,8 @@ import shutil
 
 import numpy as np
 import pytest
+from command_line import main, records_of
 from safetensors.numpy import load_file, save_file
-from test_cli import main, records_of
 
 
 @pytest.mark.long

@@ -1,0 +1,109 @@
+"""Folders that hold no model that can be read: one line that says why, and exit status 2."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from command_line import assert_refused
+from conftest import make_reference
+from safetensors.numpy import load_file, save_file
+
+from activation_extraction.run import demo
+
+
+def break_file(name, change):
+    """A way to spoil a copy of the model folder."""
+
+    def spoil(model):
+        path = model / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return spoil
+
+
+def edit_config(**changes):
+    return break_file("config.json", lambda b: json.dumps(json.loads(b) | changes).encode())
+
+
+def edit_weights(change):
+    def spoil(model):
+        weights = load_file(model / "model.safetensors")
+        change(weights)
+        save_file(weights, model / "model.safetensors")
+
+    return spoil
+
+
+Q_PROJ = "model.layers.3.self_attn.q_proj.weight"
+BAD_MODELS = {
+    "no config": (lambda m: (m / "config.json").unlink(), "has no config.json"),
+    "config is no JSON": (break_file("config.json", lambda _: b"{"), "config.json: cannot be read"),
+    "config is a list": (break_file("config.json", lambda _: b"[]"), "found list"),
+    "other architecture": (edit_config(model_type="llama"), "model_type 'llama'"),
+    "other activation": (edit_config(hidden_act="gelu"), "hidden_act 'gelu'"),
+    "scaled rope": (edit_config(rope_scaling={"type": "dynamic", "factor": 2.0}), "'dynamic'"),
+    "no size": (edit_config(hidden_size=None), "'hidden_size' expected int, got NoneType"),
+    "no weights": (lambda m: (m / "model.safetensors").unlink(), "has no model.safetensors"),
+    "truncated weights": (
+        break_file("model.safetensors", lambda b: b[: len(b) // 2]),
+        "model.safetensors: not a complete safetensors file",
+    ),
+    "weights are garbage": (
+        break_file("model.safetensors", lambda _: b"garbage!" * 9),
+        "not a complete safetensors file",
+    ),
+    "missing tensor": (edit_weights(lambda w: w.pop(Q_PROJ)), f"tensor {Q_PROJ} is missing"),
+    "unknown tensor": (
+        edit_weights(lambda w: w.update(odd=np.zeros(1, np.float32))),
+        "tensor odd is unknown",
+    ),
+    "wrong shape": (
+        edit_weights(lambda w: w.update({Q_PROJ: w[Q_PROJ][:-2].copy()})),
+        f"{Q_PROJ} has shape (126, 128), config.json asks for (128, 128)",
+    ),
+    "quantised": (
+        edit_weights(lambda w: w.update({Q_PROJ: w[Q_PROJ].astype(np.int8)})),
+        f"{Q_PROJ} is I8",
+    ),
+    "broken index": (
+        lambda m: (m / "model.safetensors.index.json").write_text("{}"),
+        "not a safetensors index",
+    ),
+    "no tokenizer": (
+        lambda m: (m / "tokenizer.json").unlink(),
+        "has no vocab.json; a tokenizer is read from tokenizer.json",
+    ),
+    "broken tokenizer": (break_file("tokenizer.json", lambda b: b[:99]), "tokenizer cannot be"),
+    "tokenizer of another model": (
+        edit_config(vocab_size=2000),
+        "has token id 2047, but vocab_size in config.json is 2000",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_bad_models_exit_2_with_one_line(name, inputs, tmp_path, capsys):
+    spoil, named = BAD_MODELS[name]
+    model = tmp_path / "model"
+    shutil.copytree(inputs[1], model)
+    spoil(model)
+    # A wrong vocabulary also changes the embedding's shape: the tokenizer is to blame only alone.
+    if name == "tokenizer of another model":
+        edit_weights(
+            lambda w: w.update(
+                {"model.embed_tokens.weight": w["model.embed_tokens.weight"][:2000].copy()}
+            )
+        )(model)
+    assert_refused(capsys, tmp_path, [*inputs, "--model_path", model], named)
+
+
+def test_a_missing_file_of_a_sharded_checkpoint_is_named(tmp_path, capsys, inputs):
+    make_reference(tmp_path / "model", "100KB", num_key_value_heads=2, vocab_size=300)
+    demo.write_tokenizer(tmp_path / "model", [])
+    parts = sorted((tmp_path / "model").glob("model-*.safetensors"))
+    assert len(parts) > 2
+    parts[0].unlink()
+    assert_refused(
+        capsys, tmp_path, [*inputs, "--model_path", tmp_path / "model"], f"has no {parts[0].name}"
+    )
