@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 ROOT = Path(__file__).parents[1]
 # The tool itself, with a pause after every batch: time for somebody to kill it.
@@ -33,12 +34,26 @@ script.os._exit(status)
 LONGEST = 0.8  # seconds between the sign of life and the kill
 
 
+class Process(Protocol):
+    """What is needed of subprocess.Popen."""
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+
+
+def new_process(command: Sequence[str], environment: Mapping[str, str], log: int) -> Process:
+    """Starts a Python script. command: its path and arguments; log: a file's descriptor."""
+    return subprocess.Popen([sys.executable, *command], env=environment, stdout=log, stderr=log)
+
+
 def kill_and_resume(
     flags: Sequence[str],
     environment: Mapping[str, str],
     signs_of_life: Callable[[], object],
     kills: int,
     seed: int = 0,
+    start: Callable[[Sequence[str], Mapping[str, str], int], Process] = new_process,
 ) -> int:
     """Starts, kills and starts again; then lets it end. Returns how many runs were killed.
 
@@ -47,27 +62,26 @@ def kill_and_resume(
     killer.
     """
     chance = random.Random(seed)
-    command = [sys.executable, "-c", SLOWLY, *flags]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment}
-    for number in range(kills):
-        before = signs_of_life()
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        if number > 1 and number % 4:
-            while process.poll() is None and signs_of_life() == before:
-                time.sleep(0.01)
-        time.sleep(chance.uniform(0, LONGEST))
-        process.send_signal(signal.SIGKILL)
-        _, printed = process.communicate()
-        if process.returncode == 0:
-            return number
-        if process.returncode != -signal.SIGKILL:
-            raise RuntimeError(f"run {number} ended with {process.returncode}: {printed}")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"the last run ended with {done.returncode}: {done.stderr}")
-    return kills
+    with tempfile.TemporaryDirectory() as folder:
+        script, printed = Path(folder) / "slowly.py", Path(folder) / "printed"
+        script.write_text(SLOWLY)
+        for number in range(kills + 1):
+            before = signs_of_life()
+            with open(printed, "w") as log:
+                process = start([str(script), *flags], environment, log.fileno())
+            if number < kills:
+                if number > 1 and number % 4:
+                    while process.poll() is None and signs_of_life() == before:
+                        time.sleep(0.01)
+                time.sleep(chance.uniform(0, LONGEST))
+                process.send_signal(signal.SIGKILL)
+            status = process.wait()
+            if status == 0:
+                return number
+            if number == kills or status != -signal.SIGKILL:
+                raise RuntimeError(f"run {number} ended with {status}: {printed.read_text()}")
+    raise AssertionError("the last run ends or raises")
 
 
 def shards_in(folder: Path) -> dict[str, bytes]:

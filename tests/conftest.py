@@ -33,6 +33,7 @@ XLA_FLAGS_OF_A_RUN = {  # for this one, which has read its variables
     "xla_cpu_parallel_codegen_split_count": 32,
 }
 
+import gc
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,6 +41,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import jax
 import numpy as np
 import pytest
@@ -59,6 +61,8 @@ from qwen2_jax_with_hooks import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+gc.set_threshold(20_000, 20, 20)  # of a million objects that stay, few are ever garbage
 
 pytest_plugins = ["small_runs", "gcs_server"]
 
@@ -228,6 +232,13 @@ def _optimized_if_it_matters(request: pytest.FixtureRequest) -> None:
         values is not None and values.params.get("reference") in OPTIMIZED
     ):
         request.getfixturevalue("optimized")
+
+
+@pytest.fixture(autouse=True)
+def _an_empty_memory_bucket() -> Iterator[None]:
+    """Every listing of fsspec's goes through all that it holds."""
+    yield
+    fsspec.filesystem("memory").store.clear()
 
 
 def references(*names: str) -> pytest.MarkDecorator:

@@ -19,7 +19,7 @@ from small_runs import (
     shards_of,
     status,
 )
-from test_killed import killed_at
+from test_killed import forget, killed_at
 
 from activation_extraction.cli.errors import InputError, StorageError
 from activation_extraction.output.folder import Folder
@@ -142,6 +142,7 @@ def test_every_shard_and_every_pair_of_shards(size, run, tmp_path):
         assert place.repaired == list(each) and not place.differing, each
         assert content(folder) == whole and totals(folder) == counted, (each, kinds)
         assert verify(Folder(str(folder)), None, 0) == 0
+        forget(folder)
 
 
 def test_nothing_is_written_when_all_is_in_order(run, whole, tmp_path):
@@ -192,6 +193,7 @@ def test_a_repair_that_was_killed_is_repaired(run, tmp_path, monkeypatch, place)
         assert status(found) == "complete" and verify(Folder(str(found)), None, 0) == 0
         assert not (place == "bucket" and list(folder.glob("shard_*.[!j]*"))), (event, events)
         run(folder, **options)
+        forget(folder, damaged)
     assert event > 10
 
 

@@ -24,9 +24,23 @@ def alone(demo_inputs, tmp_path_factory):
     return stored_alone(demo_inputs, tmp_path_factory.mktemp("alone"), LAYERS)
 
 
-def stored_alone(demo_inputs, out, hooks):
+@pytest.fixture(scope="session")
+def alone_with_few(demo_inputs, tmp_path_factory):
+    """A file with 100 of the documents, and what one device stores of them."""
+    folder = tmp_path_factory.mktemp("few")
+    few = first_documents(demo_inputs, folder / "few.parquet", 100)
+    return few, stored_alone(demo_inputs, folder / "alone", LAYERS, "--dataset_path", few)
+
+
+def first_documents(demo_inputs, path, count):
+    every = pyarrow.parquet.read_table(demo_inputs / "documents.parquet")
+    pyarrow.parquet.write_table(every.slice(0, count), path)
+    return path
+
+
+def stored_alone(demo_inputs, out, hooks, *more):
     """What one process with one device stores: (key, doc_id) -> activation."""
-    flags = flags_for(demo_inputs, out, "--overwrite", "--no_data_parallel", hooks=hooks)
+    flags = flags_for(demo_inputs, out, "--overwrite", "--no_data_parallel", *more, hooks=hooks)
     assert extract_activations.main([str(flag) for flag in flags]) == 0
     return records_of(out)
 
@@ -65,9 +79,12 @@ def check_union(output, alone, folders, tolerance=1e-5):
     ],
     ids=["1d", "2d", "3d", "fsdp"],
 )
-def test_four_hosts_of_16_devices(demo_inputs, alone, tmp_path, mesh):
+def test_four_hosts_of_16_devices(demo_inputs, alone_with_few, tmp_path, mesh):
+    """Four steps: collectives of 64 devices take seconds on a few cores."""
+    few, alone = alone_with_few
     out = tmp_path / "out"
-    pod = Pod(tmp_path, 4, 16, *flags_for(demo_inputs, out, "--batch_size", 16, *mesh))
+    flags = flags_for(demo_inputs, out, "--dataset_path", few, "--batch_size", 8, *mesh)
+    pod = Pod(tmp_path, 4, 16, *flags)
     assert pod.wait() == [0] * 4, [pod.text(i) for i in range(4)]
     check_union(out, alone, {f"machine_000_host_{i:02d}" for i in range(4)})
     metadata = json.loads((out / "machine_000_host_00/metadata.json").read_text())
@@ -118,10 +135,7 @@ def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path)
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--model_path", model])
     assert pod.wait() == [2, 2]
     assert "error: hosts differ in model_digest: digest" in pod.text(0)
-    fewer = tmp_path / "fewer.parquet"
-    pyarrow.parquet.write_table(
-        pyarrow.parquet.read_table(demo_inputs / "documents.parquet").slice(0, 200), fewer
-    )
+    fewer = first_documents(demo_inputs, tmp_path / "fewer.parquet", 200)
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--dataset_path", fewer])
     assert pod.wait() == [2, 2]
     assert "error: hosts differ in data_revision: digest" in pod.text(1)

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 from pods import Pod
@@ -140,7 +141,7 @@ def test_runs_killed_at_random_moments_store_what_an_undisturbed_one_does(
 ):
     out = tmp_path / "out"
     command = [*flags, "--output_dir", str(out)]
-    killed = kill_and_resume(command, {}, lambda: len(list(out.glob("*.json"))), 10)
+    killed = kill_and_resume(command, {}, lambda: len([*out.glob("*.json")]), 10, 0, forks.start)
     assert killed == 10 and shards_in(out) == undisturbed
     assert extract_activations.main(["--verify", "--output_dir", str(out)]) == 0
 
@@ -156,7 +157,7 @@ def test_uploading_runs_killed_at_random_moments(flags, undisturbed, bucket, tmp
 
     bucket.bytes_per_second = 2e6  # so that kills find uploads under way
     command = upload_flags(flags, out)
-    killed = kill_and_resume(command, bucket.environment, sign_of_life, 10, seed=1)
+    killed = kill_and_resume(command, bucket.environment, sign_of_life, 10, 1, forks.start)
     assert killed == 10 and uploaded(bucket) == undisturbed
     assert extract_activations.main(["--verify", "--output_dir", "gs://bucket/run"]) == 0
 
