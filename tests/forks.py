@@ -2,7 +2,7 @@
 
 Importing takes two seconds, more than most of these processes compute. What a library reads from
 the environment while it is imported is as it would be in a new process: processes are forked from
-one that was started with the same variables.
+one that was started with the same variables. Only the number of devices is set after the fork.
 """
 
 import atexit
@@ -22,6 +22,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 READ_ON_IMPORT = "JAX_", "XLA_", "HF_", "FSSPEC_", "GCSFS_", "PYTHON", "OMP_"
+DEVICES = "JAX_NUM_CPU_DEVICES"
 LARGEST = 1 << 17  # bytes of a request
 MOST = 4  # parents that are kept, of 300 MB each
 
@@ -101,7 +102,11 @@ PARENTS: dict[frozenset[tuple[str, str]], Parent] = {}
 
 def start(command: Sequence[str], environment: Mapping[str, str], log: int) -> Forked:
     """Starts a Python script. command: its path and arguments; log: a file's descriptor."""
-    early = {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
+    early = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(READ_ON_IMPORT) and name != DEVICES
+    }
     key = frozenset(early.items())
     parent = PARENTS.pop(key, None) or Parent({"PATH": os.environ["PATH"], **early})
     idle = [other for other, of_other in PARENTS.items() if not of_other.running]
@@ -141,6 +146,8 @@ def serve(tests: socket.socket) -> None:
 
 def become(request: dict[str, Any], log: int) -> None:
     """Runs the script as a new process does, and ends."""
+    import jax
+
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(log, 1)
@@ -148,6 +155,8 @@ def become(request: dict[str, Any], log: int) -> None:
     os.close(log)
     os.environ.clear()
     os.environ.update(request["variables"])
+    if DEVICES in os.environ:
+        jax.config.update(DEVICES.lower(), int(os.environ[DEVICES]))
     os.chdir(request["folder"])
     sys.argv = request["command"]
     sys.path[0] = str(Path(sys.argv[0]).parent)
