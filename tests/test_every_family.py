@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from conftest import inputs_with
 from pods import Pod, flags_for
-from test_hosts import check_union, records_of
+from test_hosts import check_union, first_documents, records_of
 from test_model import ROUNDING, TOLERANCE
 
 from activation_extraction.output.storage import ActivationStorage
@@ -97,7 +97,7 @@ class Stored(NamedTuple):
 
     def extract(self, folder: Path) -> tuple[int, dict[str, bytes]]:
         """Runs it on one device; the exit status and the shards."""
-        more = "--shard_size_gb", 2e-3, "--batch_size", 8, "--no_data_parallel"
+        more = "--shard_size_gb", 8e-4, "--batch_size", 8, "--no_data_parallel"
         status = main([*map(str, flags_for(self.inputs, folder, *more, hooks=self.hooks))])
         return status, {path.name: path.read_bytes() for path in folder.glob("shard_*.pkl.gz")}
 
@@ -105,6 +105,7 @@ class Stored(NamedTuple):
 def store(family: str, demo_inputs: Path, folder: Path) -> Stored:
     of = RUNS[family]
     inputs = inputs_with({**of.config, "model_type": family}, demo_inputs, folder / "inputs")
+    first_documents(demo_inputs, inputs / "documents.parquet", 120)  # 15 batches
     found = Stored(of, inputs, folder / "whole")
     status, shards = found.extract(found.folder)
     assert status == 0 and len(shards) > 2
