@@ -32,8 +32,9 @@ from activation_extraction.model.attention import Attention, attention_pattern
 from activation_extraction.model.bits import from_bits
 from activation_extraction.model.decoder import Decoder, Path
 from activation_extraction.model.delta_net import GatedDeltaNet, shared_tensor
-from activation_extraction.model.experts import Experts, GroupedExperts, Kernels, route, scattered
+from activation_extraction.model.experts import Experts, GroupedExperts, route, scattered
 from activation_extraction.model.hybrid_config import LINEAR
+from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import (
     STREAM,
     Linear,

@@ -18,7 +18,6 @@ from jax import Array, lax
 
 from activation_extraction.model.capture import Buffers, Capture, Plan
 from activation_extraction.model.decoder import Decoder, Layers, Path, stage_length
-from activation_extraction.model.experts import Kernels
 from activation_extraction.model.family import Families, ModelFamily
 from activation_extraction.model.hook_points import (
     EXPERTS,
@@ -31,6 +30,7 @@ from activation_extraction.model.hook_points import (
 )
 from activation_extraction.model.hooks import Hook, HookKind
 from activation_extraction.model.hybrid_config import qwen3_5_moe_text_config, qwen3_5_text_config
+from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.moe_config import qwen2_moe_config, qwen3_moe_config

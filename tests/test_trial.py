@@ -13,8 +13,13 @@ from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.model import trial
 from activation_extraction.model.attention import blocked_attention, dense_attention
 from activation_extraction.model.devices import usable_devices
-from activation_extraction.model.experts import Kernels, ragged_experts, tiled_experts
-from activation_extraction.model.kernels import cudnn_attention, splash_attention, tokamax_experts
+from activation_extraction.model.experts import ragged_experts, tiled_experts
+from activation_extraction.model.kernels import (
+    Kernels,
+    cudnn_attention,
+    splash_attention,
+    tokamax_experts,
+)
 from activation_extraction.model.mesh import Layout, build_layout
 from activation_extraction.model.trial import (
     TOLERANCE,

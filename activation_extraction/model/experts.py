@@ -9,14 +9,14 @@ Letters as in qwen2_jax.py: X experts of a token; n rows, which are T * X.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from activation_extraction.model.attention import Attention, blocked_attention, einsum
+from activation_extraction.model.attention import einsum
 from activation_extraction.model.bits import from_bits, to_bits
 from activation_extraction.model.layers import parameter
 from activation_extraction.model.mesh import BOTH, Layout
@@ -183,10 +183,3 @@ def tiled_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -
 
     y = lax.fori_loop(0, len(gate), expert_with_rows, jnp.zeros_like(bits))
     return from_bits(y[:count], x.dtype)
-
-
-class Kernels(NamedTuple):
-    """The functions that each platform has in a form of its own."""
-
-    attention: Attention = blocked_attention
-    experts: GroupedExperts = tiled_experts

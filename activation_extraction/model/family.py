@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import flax.linen as nn
 
 from activation_extraction.cli.errors import InputError
-from activation_extraction.model.experts import Kernels
 from activation_extraction.model.hooks import Hook, HookTable
 from activation_extraction.model.hybrid_config import config_beside_vision
+from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.qwen_config import complete, read_json
 from activation_extraction.model.weights import WeightSpec

@@ -9,7 +9,7 @@ Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head siz
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-from activation_extraction.model.attention import blocked_attention, visible
-from activation_extraction.model.experts import in_products, tiled_experts
+from activation_extraction.model.attention import Attention, blocked_attention, visible
+from activation_extraction.model.experts import GroupedExperts, in_products, tiled_experts
 
 LANES = 128  # the width of a TPU's registers: splash attention's blocks are multiples of it
 MOST_IN_BLOCK = 1024  # bytes of one number of each query or key: 512 in bfloat16
@@ -27,6 +27,13 @@ GPU_QUERIES, GPU_KEYS = 128, 64  # in a block; with H = 128 two stages fit the s
 PADDING = -1  # the segment of tokens that only fill a block
 LOG2_E = math.log2(math.e)  # exp(x) is 2**(x * LOG2_E), which is what the hardware has
 HIDDEN = -1e30  # the score of a key that is not visible; finite, so that differences are
+
+
+class Kernels(NamedTuple):
+    """The functions that each platform has in a form of its own."""
+
+    attention: Attention = blocked_attention
+    experts: GroupedExperts = tiled_experts
 
 
 def splash_attention(

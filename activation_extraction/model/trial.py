@@ -17,9 +17,14 @@ from jax import Array
 from activation_extraction.cli.console import log
 from activation_extraction.cli.errors import InputError, RunError, one_line
 from activation_extraction.model.attention import Attention, blocked_attention, dense_attention
-from activation_extraction.model.experts import Kernels, ragged_experts, tiled_experts
+from activation_extraction.model.experts import ragged_experts, tiled_experts
 from activation_extraction.model.family import HookedModel
-from activation_extraction.model.kernels import cudnn_attention, splash_attention, tokamax_experts
+from activation_extraction.model.kernels import (
+    Kernels,
+    cudnn_attention,
+    splash_attention,
+    tokamax_experts,
+)
 from activation_extraction.model.trial_of_experts import (
     ExpertSizes,
     largest_error_of_experts,
