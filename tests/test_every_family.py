@@ -105,7 +105,7 @@ class Stored(NamedTuple):
 def store(family: str, demo_inputs: Path, folder: Path) -> Stored:
     of = RUNS[family]
     inputs = inputs_with({**of.config, "model_type": family}, demo_inputs, folder / "inputs")
-    first_documents(demo_inputs, inputs / "documents.parquet", 120)  # 15 batches
+    first_documents(demo_inputs, inputs / "documents.parquet", 120)  # more than ten batches
     found = Stored(of, inputs, folder / "whole")
     status, shards = found.extract(found.folder)
     assert status == 0 and len(shards) > 2
