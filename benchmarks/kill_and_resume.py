@@ -35,7 +35,7 @@ LONGEST = 0.8  # seconds between the sign of life and the kill
 
 
 class Process(Protocol):
-    """What is needed of subprocess.Popen."""
+    """The part of subprocess.Popen that is used here."""
 
     def poll(self) -> int | None: ...
     def wait(self) -> int: ...
@@ -66,22 +66,27 @@ def kill_and_resume(
     with tempfile.TemporaryDirectory() as folder:
         script, printed = Path(folder) / "slowly.py", Path(folder) / "printed"
         script.write_text(SLOWLY)
-        for number in range(kills + 1):
-            before = signs_of_life()
+
+        def begin() -> Process:
             with open(printed, "w") as log:
-                process = start([str(script), *flags], environment, log.fileno())
-            if number < kills:
-                if number > 1 and number % 4:
-                    while process.poll() is None and signs_of_life() == before:
-                        time.sleep(0.01)
-                time.sleep(chance.uniform(0, LONGEST))
-                process.send_signal(signal.SIGKILL)
+                return start([str(script), *flags], environment, log.fileno())
+
+        for number in range(kills):
+            before = signs_of_life()
+            process = begin()
+            if number > 1 and number % 4:
+                while process.poll() is None and signs_of_life() == before:
+                    time.sleep(0.01)
+            time.sleep(chance.uniform(0, LONGEST))
+            process.send_signal(signal.SIGKILL)
             status = process.wait()
             if status == 0:
                 return number
-            if number == kills or status != -signal.SIGKILL:
+            if status != -signal.SIGKILL:
                 raise RuntimeError(f"run {number} ended with {status}: {printed.read_text()}")
-    raise AssertionError("the last run ends or raises")
+        if status := begin().wait():
+            raise RuntimeError(f"the last run ended with {status}: {printed.read_text()}")
+    return kills
 
 
 def shards_in(folder: Path) -> dict[str, bytes]:

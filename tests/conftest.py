@@ -41,7 +41,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fsspec
 import jax
 import numpy as np
 import pytest
@@ -62,7 +61,7 @@ from qwen2_jax_with_hooks import FAMILIES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-gc.set_threshold(20_000, 20, 20)  # of a million objects that stay, few are ever garbage
+gc.set_threshold(20_000, 20, 20)  # a million objects stay, and few others are garbage
 
 pytest_plugins = ["small_runs", "gcs_server"]
 
@@ -232,13 +231,6 @@ def _optimized_if_it_matters(request: pytest.FixtureRequest) -> None:
         values is not None and values.params.get("reference") in OPTIMIZED
     ):
         request.getfixturevalue("optimized")
-
-
-@pytest.fixture(autouse=True)
-def _an_empty_memory_bucket() -> Iterator[None]:
-    """Every listing of fsspec's goes through all that it holds."""
-    yield
-    fsspec.filesystem("memory").store.clear()
 
 
 def references(*names: str) -> pytest.MarkDecorator:

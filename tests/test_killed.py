@@ -45,7 +45,7 @@ sys.addaudithook(audit)
 
 
 def forget(*places: Path) -> None:
-    """What a round has stored, which would make the next ones slower."""
+    """Deletes what a round has stored: fsspec searches all of its memory for each file."""
     fsspec.filesystem("memory").store.clear()
     for place in places:
         shutil.rmtree(place, ignore_errors=True)
