@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 gc.set_threshold(20_000, 20, 20)  # a million objects stay, and few others are garbage
 
-pytest_plugins = ["small_runs", "gcs_server"]
+pytest_plugins = ["small_runs", "gcs_server", "pods"]
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -1,4 +1,4 @@
-"""Several real processes as one run, as on a TPU pod."""
+"""Several real processes as one run, as on a TPU pod, and what one process stores instead."""
 
 import gzip
 import os
@@ -8,6 +8,9 @@ import time
 from pathlib import Path
 
 import forks
+import numpy as np
+import pyarrow.parquet
+import pytest
 
 import extract_activations
 
@@ -95,3 +98,53 @@ def stored(output):
         for layer, records in pickle.load(gzip.open(path)).items():
             found.setdefault((path.parent.name, layer), []).extend(records)
     return found
+
+
+@pytest.fixture(scope="session")
+def alone(demo_inputs, tmp_path_factory):
+    return stored_alone(demo_inputs, tmp_path_factory.mktemp("alone"), LAYERS)
+
+
+@pytest.fixture(scope="session")
+def alone_with_few(demo_inputs, tmp_path_factory):
+    """A file with 100 of the documents, and what one device stores of them."""
+    folder = tmp_path_factory.mktemp("few")
+    few = first_documents(demo_inputs, folder / "few.parquet", 100)
+    return few, stored_alone(demo_inputs, folder / "alone", LAYERS, "--dataset_path", few)
+
+
+def first_documents(demo_inputs, path, count):
+    every = pyarrow.parquet.read_table(demo_inputs / "documents.parquet")
+    pyarrow.parquet.write_table(every.slice(0, count), path)
+    return path
+
+
+def stored_alone(demo_inputs, out, hooks, *more):
+    """What one process with one device stores: (key, doc_id) -> activation."""
+    flags = flags_for(demo_inputs, out, "--overwrite", "--no_data_parallel", *more, hooks=hooks)
+    assert extract_activations.main([str(flag) for flag in flags]) == 0
+    return records_of(out)
+
+
+def records_of(folder):
+    """(key, doc_id) -> activation."""
+    return {
+        (layer, record["doc_id"]): record["activation"]
+        for path in folder.glob("shard_*.pkl.gz")
+        for layer, records in pickle.load(gzip.open(path)).items()
+        for record in records
+    }
+
+
+def check_union(output, alone, folders, tolerance=1e-5):
+    """Every document once, with the values that one device gives. tolerance: of their RMS."""
+    found = stored(output)
+    assert {folder for folder, _ in found} == folders
+    for layer in {key for key, _ in alone}:
+        records = [r for (_, at), part in found.items() if at == layer for r in part]
+        assert len({r["sample_idx"] for r in records}) == len(records)
+        assert sorted(r["doc_id"] for r in records) == sorted(d for at, d in alone if at == layer)
+        for record in records:
+            expected = alone[layer, record["doc_id"]]
+            error = np.abs(record["activation"] - expected).max()
+            assert error / np.sqrt(np.mean(np.square(expected))) < tolerance

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from cloud import Cloud
-from test_hosts import Pod, flags_for
+from pods import Pod, flags_for
 
 import extract_activations
 from activation_extraction.cli.config import parse_args

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from conftest import inputs_with
-from pods import Pod, flags_for
-from test_hosts import check_union, first_documents, records_of
+from pods import Pod, check_union, first_documents, flags_for, records_of
 from test_model import ROUNDING, TOLERANCE
 
 from activation_extraction.output.storage import ActivationStorage

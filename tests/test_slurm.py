@@ -6,8 +6,8 @@ import sys
 
 import pytest
 from cloud import REPOSITORY, Cloud
+from pods import check_union, flags_for
 from slurm import missing, run_slurm
-from test_hosts import alone, check_union, flags_for  # noqa: F401
 
 from activation_extraction.output.folder import Folder
 
@@ -85,13 +85,13 @@ def cluster(tmp_path_factory, demo_inputs):
         yield folder, many, before, bad, told
 
 
-def test_every_document_is_stored_once(cluster, alone, check):  # noqa: F811
+def test_every_document_is_stored_once(cluster, alone, check):
     folder, *_ = cluster
     check_union(folder / "out", alone, {f"machine_{number:03d}" for number in range(8)})
     assert check(folder / "out") == []
 
 
-def test_a_machine_of_two_nodes(cluster, alone, check):  # noqa: F811
+def test_a_machine_of_two_nodes(cluster, alone, check):
     folder, *_ = cluster
     check_union(folder / "two", alone, {f"machine_000_host_{number:02d}" for number in range(2)})
     assert check(folder / "two") == []

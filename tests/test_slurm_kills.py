@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from cloud import REPOSITORY
+from pods import check_union, flags_for
 from slurm import missing, run_slurm
-from test_hosts import alone, check_union, flags_for  # noqa: F401
 
 import extract_activations
 from benchmarks.kill_and_resume import shards_in
@@ -72,7 +72,7 @@ class Saboteur:
 def test_every_document_is_stored_once_with_the_bytes_of_undisturbed_machines(
     tmp_path,
     demo_inputs,
-    alone,  # noqa: F811
+    alone,
     check,
 ):
     out = tmp_path / "out"

@@ -1,0 +1,251 @@
+"""What happens when one of several hosts differs, fails, is killed or does not come."""
+
+import json
+import shutil
+import signal
+import time
+
+import pytest
+from pods import Pod, check_union, first_documents, flags_for
+
+pytestmark = pytest.mark.long
+
+
+def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path):
+    flags = flags_for(demo_inputs, tmp_path / "out")
+    pod = Pod(tmp_path, 2, 2, flags, [*flags, "--batch_size", 4])
+    assert pod.wait() == [2, 2]
+    for host in range(2):
+        assert "error: hosts differ in configuration: digest" in pod.text(host)
+    model = tmp_path / "model"
+    shutil.copytree(demo_inputs / "model", model)
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (model / "model.safetensors").write_bytes(weights)
+    pod = Pod(tmp_path, 2, 2, flags, [*flags, "--model_path", model])
+    assert pod.wait() == [2, 2]
+    assert "error: hosts differ in model_digest: digest" in pod.text(0)
+    fewer = first_documents(demo_inputs, tmp_path / "fewer.parquet", 200)
+    pod = Pod(tmp_path, 2, 2, flags, [*flags, "--dataset_path", fewer])
+    assert pod.wait() == [2, 2]
+    assert "error: hosts differ in data_revision: digest" in pod.text(1)
+    # As where devices differ in memory and --mesh_type auto is asked for.
+    pod = faulty_pod(tmp_path, [*flags, "--mesh_type", "auto"], "1:model axis")
+    assert pod.wait() == [2, 2], [pod.text(i) for i in range(2)]
+    assert "error: hosts differ in mesh: digest" in pod.text(0)
+    # As where a kernel fails its trial on one host.
+    pod = faulty_pod(tmp_path, flags, "1:attention")
+    assert pod.wait() == [2, 2], [pod.text(i) for i in range(2)]
+    assert "error: hosts differ in attention: digest" in pod.text(0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_input_on_one_host_ends_all(demo_inputs, tmp_path):
+    flags = flags_for(demo_inputs, tmp_path / "out")
+    pod = Pod(tmp_path, 2, 2, flags, [*flags, "--dataset_path", tmp_path / "nothing"])
+    assert pod.wait() == [2, 2]
+    assert "error: host 1 refused the request" in pod.text(0)
+    assert "nothing: no such file or folder" in pod.text(1)
+    pod = Pod(tmp_path, 2, 2, flags, [*flags, "--min_free_gb", 99_999])
+    assert pod.wait() == [2, 2]
+    assert "error: host 1 refused the request" in pod.text(0)
+    assert "GB free, --min_free_gb asks for 99999" in pod.text(1)
+    assert not (tmp_path / "out").exists()
+
+
+def long_run(texts, demo_inputs, output, *more):
+    path = texts([{"text": f"row {n} " * 30} for n in range(20_000)])
+    small = ["--shard_size_gb", 3e-4, "--batch_size", 4]
+    return flags_for(demo_inputs, output, "--dataset_path", path, *small, *more)
+
+
+def test_a_failure_on_one_host_stops_all_and_keeps_what_is_stored(demo_inputs, texts, tmp_path):
+    """Two files, one for each host; the second one has a bad line."""
+    out, data = tmp_path / "out", tmp_path / "data"
+    flags = long_run(texts, demo_inputs, out)
+    data.mkdir()
+    lines = (tmp_path / "texts.jsonl").read_text().splitlines()
+    (data / "a.jsonl").write_text("\n".join(lines))
+    (data / "b.jsonl").write_text("\n".join([*lines[:200], "{", *lines[200:]]))
+    pod = Pod(tmp_path, 2, 2, *flags, "--dataset_path", data)
+    assert pod.wait() == [1, 1], [pod.text(i) for i in range(2)]
+    assert "line 201: not JSON" in pod.text(1)
+    assert "another host failed" in pod.text(0) and "Stored in" in pod.text(0)
+    metadata = json.loads((out / "machine_000_host_01/metadata.json").read_text())
+    assert metadata["status"] == "interrupted" and metadata["samples"] == 200
+
+
+def test_sigterm_on_one_host_stops_all_at_the_same_step(demo_inputs, texts, tmp_path):
+    out = tmp_path / "out"
+    pod = Pod(tmp_path, 2, 2, *long_run(texts, demo_inputs, out))
+    pod.wait_for(out / "machine_000_host_01/shard_0002.json")
+    pod.processes[1].send_signal(signal.SIGTERM)
+    assert pod.wait() == [143, 143], [pod.text(i) for i in range(2)]
+    tokens = []
+    for host in range(2):
+        metadata = json.loads((out / f"machine_000_host_{host:02d}/metadata.json").read_text())
+        assert metadata["status"] == "interrupted" and 0 < metadata["samples"] < 10_000
+        assert "Traceback" not in pod.text(host)
+        tokens.append(metadata["tokens"])
+    # Rows of equal length: the same number of steps means about the same number of tokens.
+    assert abs(tokens[0] - tokens[1]) < 64
+
+
+def test_a_killed_host_takes_the_others_down_and_a_new_run_completes(
+    demo_inputs, texts, alone, tmp_path
+):
+    out = tmp_path / "out"
+    flags = long_run(texts, demo_inputs, out, "--heartbeat_timeout", 10)
+    pod = Pod(tmp_path, 4, 2, *flags)
+    pod.wait_for(out / "machine_000_host_03/shard_0001.json")
+    pod.processes[2].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    statuses = pod.wait()
+    assert time.monotonic() - began < 60
+    assert statuses[2] == -signal.SIGKILL and all(statuses)
+    time.sleep(1)  # for the last words of a process that was aborted
+    for host in (0, 1, 3):
+        assert "start all hosts again" in pod.text(host), pod.text(host)
+    pod = Pod(tmp_path, 4, 2, *flags_for(demo_inputs, out, "--overwrite", "--batch_size", 4))
+    assert pod.wait() == [0] * 4
+    check_union(out, alone, {f"machine_000_host_{i:02d}" for i in range(4)})
+
+
+def test_a_stuck_host_is_ended_by_the_watchdog(demo_inputs, texts, tmp_path):
+    out = tmp_path / "out"
+    pod = Pod(tmp_path, 2, 2, *long_run(texts, demo_inputs, out, "--stall_timeout", 5))
+    pod.wait_for(out / "machine_000_host_01/shard_0001.json")
+    pod.processes[1].send_signal(signal.SIGSTOP)
+    assert pod.processes[0].wait(300) == 1
+    assert "no step has finished for 5 s" in pod.text(0) and "Current thread" in pod.text(0)
+    pod.processes[1].kill()
+    pod.processes[1].wait()
+
+
+@pytest.mark.parametrize("present", [[0], [1], [0, 2]])
+def test_hosts_that_others_do_not_join_give_up(demo_inputs, tmp_path, present):
+    flags = flags_for(demo_inputs, tmp_path / "out", "--connect_timeout", 5)
+    pod = Pod(tmp_path, 3, 2, *flags, only=present)
+    assert pod.wait(300) == [1] * len(present), [pod.text(i) for i in present]
+    for host in present:
+        expected = f"not all hosts connected to {pod.address} within 5 s (--connect_timeout); check"
+        assert expected in pod.text(host) and "stack trace" not in pod.text(host)
+
+
+# Runs the script with one of its parts replaced on one host: (host, what to do).
+INJECT = """
+import os, signal, sys, time
+import extract_activations as script
+from activation_extraction.output import shard_writer
+from activation_extraction.output.storage import ActivationStorage
+host, fault = os.environ["FAULT"].split(":")
+if fault == "slow writer":
+    original = shard_writer.write_shard
+    def slow(*args):
+        time.sleep(4)
+        return original(*args)
+    shard_writer.write_shard = slow
+if host == os.environ["HOST_ID"]:
+    if fault in ("bug", "bug at the end", "slow writer"):
+        calls, after = [], 5 if fault == "bug at the end" else 2
+        original_add = ActivationStorage.add_batch
+        def add(self, batch, activations):
+            calls.append(1)
+            if len(calls) >= after:
+                raise ValueError("injected")
+            return original_add(self, batch, activations)
+        ActivationStorage.add_batch = add
+    if fault == "model axis":
+        from activation_extraction.model import forward
+        forward.smallest_model_axis = lambda *_, **__: 2
+    if fault == "attention":
+        from activation_extraction.model import trial
+        Choice = trial.Choice
+        trial.Choice = lambda name, attention: Choice("other", attention)
+    if fault == "compile":
+        def broken(*_):
+            raise ValueError("injected")
+        script.compile_step = broken
+    if fault == "metrics":
+        def full(*_):
+            from activation_extraction.cli.errors import StorageError
+            raise StorageError("no room for metrics")
+        ActivationStorage.record = full
+    if fault in ("metrics", "slow to leave"):  # the others have nothing more to do by then
+        for name in ("print_summary", "continue_with"):
+            def slow(*args, original=getattr(script, name)):
+                time.sleep(1.5)
+                return original(*args)
+            setattr(script, name, slow)
+    if fault == "early stop":
+        original_extract = script.extract
+        def stopped_at_once(*args):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return original_extract(*args)
+        script.extract = stopped_at_once
+status = 1
+try:
+    status = script.main(sys.argv[1:])
+finally:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+"""
+
+
+def faulty_pod(folder, flags, fault, script=INJECT):
+    """Two hosts of two devices, one of them with a fault: `fault` is its number and the fault."""
+    path = folder / "inject.py"
+    path.write_text(script)
+    return Pod(folder, 2, 2, *flags, through_environment=True, script=path, FAULT=fault)
+
+
+@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize(
+    "fault", ["bug", "bug at the end", "metrics", "slow writer", "compile", "early stop"]
+)
+def test_a_fault_on_one_host_ends_both_in_order(demo_inputs, texts, tmp_path, host, fault):
+    """Nobody hangs or is aborted; what was complete where there was no fault is stored."""
+    out = tmp_path / "out"
+    path = texts([{"text": "word " * 60}] * 40)  # five steps
+    flags = flags_for(demo_inputs, out, "--dataset_path", path, "--batch_size", 4)
+    pod = faulty_pod(tmp_path, flags, f"{host}:{fault}")
+    expected = [143, 143] if fault == "early stop" else [1, 1]
+    assert pod.wait(300) == expected, [pod.text(i) for i in range(2)]
+    other = 1 - host
+    assert "Terminating process" not in pod.text(host) + pod.text(other)
+    if fault == "compile":
+        assert "another host failed" in pod.text(other) and not list(out.glob("*/shard*"))
+        return
+    metadata = json.loads((out / f"machine_000_host_{other:02d}/metadata.json").read_text())
+    # A host that had stored all of its data when the other one failed has done its part.
+    at_the_end = fault in ("bug at the end", "metrics")
+    assert metadata["status"] == ("complete" if at_the_end else "interrupted")
+    samples = 20 if at_the_end else {"early stop": 0}.get(fault)
+    assert metadata["samples"] == samples if samples is not None else metadata["samples"] >= 8
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_nobody_is_aborted_by_those_who_leave_first(demo_inputs, tmp_path, host):
+    """One host needs longer than the other between its last shard and its end."""
+    flags = flags_for(demo_inputs, tmp_path / "out", "--max_samples", 6)
+    pod = faulty_pod(tmp_path, flags, f"{host}:slow to leave")
+    assert pod.wait(300) == [0, 0], [pod.text(i) for i in range(2)]
+    assert not any("Terminating process" in pod.text(i) for i in range(2))
+
+
+def test_sigterm_before_the_first_step_ends_the_process(demo_inputs, texts, tmp_path):
+    """JAX's own handler would swallow it."""
+    script = INJECT.replace(
+        "status = 1\ntry:",
+        "def wait(*_):\n    print('waiting', flush=True)\n    time.sleep(60)\n"
+        "script.compile_step = wait\nstatus = 1\ntry:",
+    )
+    flags = flags_for(demo_inputs, tmp_path / "out", "--heartbeat_timeout", 10)
+    pod = faulty_pod(tmp_path, flags, "9:none", script)
+    deadline = time.monotonic() + 60
+    while "waiting" not in pod.text(1) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pod.processes[1].send_signal(signal.SIGTERM)
+    assert pod.processes[1].wait(300) == -signal.SIGTERM
+    assert pod.wait(300)[0] != 0
