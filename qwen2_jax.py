@@ -18,7 +18,8 @@ qwen3_5 and qwen3_5_moe, and the reports (arXiv:2407.10671, arXiv:2505.09388).
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import flax.linen as nn
@@ -267,9 +268,6 @@ def weight_table(model: nn.Module) -> dict[Path, WeightSpec]:
     stacked layers beyond `model.whole_layers`, which make the stages of a pipeline equally long,
     have no tensors in the checkpoint.
     """
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    alone = model.clone(layout=Layout(), parent=None)
-    abstract = jax.eval_shape(alone.init, jax.random.key(0), tokens, tokens, tokens)
     return {
         path: WeightSpec(
             shape=boxed.value.shape,
@@ -278,8 +276,16 @@ def weight_table(model: nn.Module) -> dict[Path, WeightSpec]:
             share=_share(path, model),
             fused=_fused(path, model),
         )
-        for path, boxed in flatten_dict(abstract["params"]).items()
+        for path, boxed in _boxes(model.clone(layout=Layout(), parent=None)).items()
     }
+
+
+@cache  # tracing takes a while, and a run asks several times
+def _boxes(model: nn.Module) -> Mapping[Path, Any]:
+    """Shape and logical axes of every parameter."""
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    abstract = jax.eval_shape(model.init, jax.random.key(0), tokens, tokens, tokens)
+    return MappingProxyType(flatten_dict(abstract["params"]))
 
 
 def _hf_names(path: Path, model: nn.Module) -> tuple[str, ...]:

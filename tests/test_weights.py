@@ -10,10 +10,24 @@ from conftest import Reference
 from safetensors.numpy import save_file
 from watched import Watched
 
+from activation_extraction.model import weights
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import READERS, WeightSpec, load_params
 from qwen2_jax import Qwen2, weight_table
+from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
+
+
+@pytest.fixture
+def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a large model's."""
+    monkeypatch.setattr(weights, "AT_ONCE", 0)
+
+
+@pytest.fixture(params=["at once", "layer by layer"])
+def either_way(request: pytest.FixtureRequest) -> None:
+    if request.param == "layer by layer":
+        request.getfixturevalue("layer_by_layer")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
@@ -42,6 +56,7 @@ def load(reference, checkpoint, progress=lambda _: None):
     return load_params(table, checkpoint, np.float32, layout, progress=progress)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_every_tensor_is_read_once_however_many_devices_hold_it(reference: Reference):
     checkpoint = Watched(reference.folder)
     loaded: list[int] = []
@@ -53,6 +68,7 @@ def test_every_tensor_is_read_once_however_many_devices_hold_it(reference: Refer
     assert sum(loaded) == sum(array.nbytes for array in jax.tree.leaves(params))
 
 
+@pytest.mark.usefixtures("either_way")
 def test_tensors_are_read_side_by_side(reference: Reference):
     """Nothing is read before a second thread reads, too."""
     two = threading.Event()
@@ -66,6 +82,7 @@ def test_tensors_are_read_side_by_side(reference: Reference):
     load(reference, checkpoint)
 
 
+@pytest.mark.usefixtures("layer_by_layer")
 def test_a_read_that_fails_ends_the_loading(reference: Reference):
     layers, norm = f"{reference.config.prefix}layers", "post_attention_layernorm.weight"
 
@@ -77,3 +94,25 @@ def test_a_read_that_fails_ends_the_loading(reference: Reference):
     with pytest.raises(OSError, match="the disk is gone"):
         load(reference, checkpoint)
     assert f"{layers}.2.{norm}" not in checkpoint.sizes
+
+
+def test_layer_by_layer_and_at_once_the_same_is_loaded(
+    reference: Reference, request: pytest.FixtureRequest
+):
+    """In two stages of a pipeline if they can have the same sequence of layers."""
+    config, checkpoint = reference.config, Checkpoint(str(reference.folder))
+    half = config.num_hidden_layers // 2
+    stages = 2 if config.layer_types[:half] == config.layer_types[half:] else 1
+    layout = build_layout(jax.devices()[: 2 * stages], {"pipeline": stages, "data": 2}, kv_heads=1)
+    hooks = list(FAMILIES.named(config.model_type).hooks_of(config).every(2 * half))
+    table = weight_table(create_model_with_hooks(config, hooks, layout=layout))
+    dtype = jnp.dtype("bfloat16")
+    at_once = load_params(table, checkpoint, dtype, layout, as_bits=True)
+    request.getfixturevalue("layer_by_layer")
+    found = load_params(table, checkpoint, dtype, layout, as_bits=True)
+
+    def check(one: jax.Array, other: jax.Array) -> None:
+        assert one.dtype == other.dtype == np.uint16 and one.sharding == other.sharding
+        np.testing.assert_array_equal(one, other)
+
+    jax.tree.map(check, at_once, found)

@@ -27,6 +27,7 @@ from activation_extraction.model.mesh import Layout
 # Written by some exporters, recomputed by every model from rope_theta.
 IGNORED_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")
 READERS = 3  # threads, and tensors in flight
+AT_ONCE = 16 << 20  # bytes: putting so little together by programs takes longer than reading it
 ALIGNMENT = 64  # bytes, of XLA's buffers
 
 Shape = tuple[int, ...]
@@ -239,20 +240,20 @@ def load_params(
     Stacked ones come in the order of the files, which are thus read from beginning to end. A
     process reads only the parts that its devices hold, each once, with several threads. Besides
     what the devices have in the end it holds no more than its parts of READERS tensors (of every
-    stage that it takes part in). as_bits: hand a 2-byte `dtype` over as uint16. `progress` is
-    called with the bytes of each part loaded. Returns the nested parameter dict.
+    stage that it takes part in), or of READERS whole stacks where all weights together have no
+    more than AT_ONCE bytes. as_bits: hand a 2-byte `dtype` over as uint16. `progress` is called
+    with the bytes of each part loaded. Returns the nested parameter dict.
     """
     stages = layout.size("pipeline")
     table = {path: spec.of(checkpoint.tensors) for path, spec in table.items()}
-    whole = {path: spec for path, spec in table.items() if not spec.stacked}
-    stacked = {path: spec for path, spec in table.items() if spec.stacked}
+    size = sum(math.prod(spec.shape) for spec in table.values()) * np.dtype(dtype).itemsize
+    stacked = {path: spec for path, spec in table.items() if spec.stacked and size > AT_ONCE}
+    whole = {path: spec for path, spec in table.items() if path not in stacked}
     rows = [(path, k) for path, spec in stacked.items() for k in range(spec.shape[0] // stages)]
     rows.sort(key=lambda row: _place(checkpoint, stacked[row[0]].names_from(row[1])))
 
-    def load(spec: WeightSpec, numbers: range) -> jax.Array:
-        shape, axes = spec.shape, spec.axes
-        if spec.stacked:
-            shape, axes = (stages, *shape[1:]), ("stage", *axes[1:])
+    def load(spec: WeightSpec, axes: Sequence[str], numbers: range) -> jax.Array:
+        shape = (len(numbers), *spec.shape[1:]) if spec.stacked else spec.shape
         parts: dict[str, np.ndarray] = {}
 
         def part(index: Index | None) -> np.ndarray:
@@ -266,11 +267,12 @@ def load_params(
         array = jax.make_array_from_callback(shape, layout.sharding(axes, shape), part)
         return jax.block_until_ready(array)  # from now on the host's copy is not needed
 
-    def jobs() -> Iterator[tuple[WeightSpec, range]]:
-        yield from ((spec, range(0)) for spec in whole.values())
+    def jobs() -> Iterator[tuple[WeightSpec, Sequence[str], range]]:
+        yield from ((spec, spec.axes, range(spec.shape[0])) for spec in whole.values())
         for path, k in rows:
             spec = stacked[path]
-            yield spec, range(k, spec.shape[0], spec.shape[0] // stages)  # row k of every stage
+            row_of_every_stage = range(k, spec.shape[0], spec.shape[0] // stages)
+            yield spec, ("stage", *spec.axes[1:]), row_of_every_stage
 
     with ThreadPoolExecutor(READERS, "read-weights") as pool:
         arrays = _ahead(pool, load, jobs())
@@ -278,14 +280,15 @@ def load_params(
         for path in whole:
             params[path] = next(arrays)
             progress(params[path].nbytes)
-        stacks = _empty_stacks(stacked, layout, np.uint16 if as_bits else dtype)
+        if stacked:
+            params |= _empty_stacks(stacked, layout, np.uint16 if as_bits else dtype)
         for path, k in rows:
             row = next(arrays)
             progress(row.nbytes)
             # Waiting, because rows would otherwise queue up in front of the devices.
-            stacks[path] = jax.block_until_ready(_put_layer(stacks[path], row, np.int32(k)))
+            params[path] = jax.block_until_ready(_put_layer(params[path], row, np.int32(k)))
             del row  # it counts among those in flight
-    return unflatten_dict(params | stacks)
+    return unflatten_dict(params)
 
 
 def _place(checkpoint: Checkpoint, tensors: Sequence[str]) -> tuple[bool, str, int]:
