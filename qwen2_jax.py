@@ -3,8 +3,8 @@
 The parameter tree mirrors the names and the orientation of the Hugging Face checkpoint. Its tensor
 `model.layers.7.self_attn.q_proj.weight` becomes row 7 of `layers/self_attn/q_proj/weight`: layers
 are stacked for `scan`, and the flat head axis is split in two. So every module declares a weight
-once (shape, logical axes, initialiser) and `weight_table` derives the rest. weights.py reads the
-files, mesh.py shards, and qwen2_jax_with_hooks.py captures activations.
+once (shape and logical axes) and `weight_table` derives the rest. weights.py reads the files,
+mesh.py shards, and qwen2_jax_with_hooks.py captures activations.
 
 Letters: B rows, T tokens per row, D hidden, N query heads, K key/value heads, H head size,
 F MLP width, V vocabulary, L layers. Of layers with experts: E experts, X experts of a token,
@@ -60,7 +60,7 @@ class Embedding(nn.Module):
 
     @nn.compact
     def __call__(self, token_ids: Array) -> Array:
-        table = parameter(self, "weight", "VD", nn.initializers.normal(0.02))
+        table = parameter(self, "weight", "VD")
         table = self.layout.gather(table, ("vocab", "embed"))
         return self.layout.constrain(from_bits(table[token_ids]), *STREAM)
 
@@ -256,7 +256,8 @@ class Qwen2(nn.Module):
             return layer(x, rotary, segment_ids)[0]
 
         x = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")(token_ids)
-        x = layers.scan(layers.of(params), block, x)
+        if not self.is_initializing():
+            x = layers.scan(layers.of(params), block, x)
         x, _ = RMSNorm(self.config, self.dtype, name="norm")(x)
         return Linear(self.config, "D->V", dtype=self.dtype, name="lm_head")(x)
 

@@ -6,6 +6,7 @@ one that was started with the same variables. Only the number of devices is set 
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -177,5 +178,7 @@ if __name__ == "__main__":
     from activation_extraction.run.demo import MODEL_CONFIG
 
     extract_activations.FAMILIES.of(MODEL_CONFIG)  # so that transformers is imported, too
+    gc.freeze()  # what is imported need not be looked at again, and stays in pages that all share
+    gc.set_threshold(20_000, 20, 20)
     with socket.socket(fileno=int(sys.argv[1])) as found:
         serve(found)

@@ -51,24 +51,24 @@ class Decoder:
         """Whether the model has layers of several types."""
         return len(set(self.types)) > 1
 
-    def init(self, key: Array, length: int, stages: int = 1) -> Any:
+    def init(self, _: Array, length: int, stages: int = 1) -> Any:
         """Parameters of the first `length` layers, and of as many of the same types per stage."""
         types = self.types[:length]
-        stacks = {t: self._init_stack(t, key, stages * types.count(t)) for t in set(types)}
+        stacks = {t: self._init_stack(t, stages * types.count(t)) for t in set(types)}
         return stacks if self.mixed else stacks[types[0]]
 
-    def _init_stack(self, type_: str, key: Array, count: int) -> Any:
-        one = partial(self._init_layer, type_)
-        stacked = jax.vmap(one)(jax.random.split(key, count))
-        return nn.meta.add_axis(stacked, 0, {nn.meta.PARTITION_NAME: "layers"})
+    def _init_stack(self, type_: str, count: int) -> Any:
+        def stack(box: Any) -> Any:
+            like = box.value
+            zeros = jnp.zeros((count, *like.shape), like.dtype)
+            return box.replace(value=zeros, names=("layers", *box.names))
 
-    def init_part(self, key: Array, number: int, paths: frozenset[Path]) -> Any:
+        return jax.tree.map(stack, self._boxes(type_), is_leaf=_is_boxed)
+
+    def init_part(self, _: Array, number: int, paths: frozenset[Path]) -> Any:
         """Parameters of one layer, those at `paths` alone."""
-        every = flatten_dict(self._init_layer(self.types[number], key))
-        return unflatten_dict({path: every[path] for path in paths})
-
-    def _init_layer(self, type_: str, key: Array) -> Any:
-        return _init(self.modules[type_].clone(layout=Layout()), key, *self._example())
+        every = flatten_dict(self._boxes(self.types[number]))
+        return _zeros(unflatten_dict({path: every[path] for path in paths}))
 
     def _example(self) -> tuple[Any, ...]:
         return *self.example(), self._slides(0)
@@ -88,7 +88,8 @@ class Decoder:
 
     def _boxes(self, type_: str) -> Any:
         """Shapes and logical axes of the parameters of one layer of this type."""
-        return jax.eval_shape(partial(self._init_layer, type_), jax.random.key(0))
+        module = self.modules[type_].clone(layout=Layout())
+        return jax.eval_shape(lambda: _init(module, jax.random.key(0), *self._example()))
 
     def scan(
         self,
@@ -140,8 +141,7 @@ class Decoder:
         enter is in no compiled program.
         """
         type_ = self.types[number]
-        shapes = flatten_dict(nn.meta.unbox(self._boxes(type_)))
-        every = {path: jnp.zeros(like.shape, like.dtype) for path, like in shapes.items()}
+        every = flatten_dict(_zeros(nn.meta.unbox(self._boxes(type_))))
         own = unflatten_dict(every | flatten_dict(params))
         layer = self._apply(type_, own, self._slides(number), keep)
 
@@ -194,6 +194,10 @@ class Decoder:
 def _init(module: nn.Module, key: Array, *example: Any) -> Any:
     """The parameters of one layer."""
     return module.init(key, *example)["params"]
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
 
 
 def stage_length(types: Sequence[str], stages: int) -> int:

@@ -42,7 +42,7 @@ class Convolution(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, segment_ids: Array) -> Array:
-        weight = parameter(self, "weight", f"{self.heads}IW", nn.initializers.normal(0.2))
+        weight = parameter(self, "weight", f"{self.heads}IW")
         return short_convolution(x, jnp.squeeze(weight, -2), segment_ids)
 
 
@@ -54,7 +54,7 @@ class GatedNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, gate: Array) -> Array:
-        weight = parameter(self, "weight", "Z", nn.initializers.ones)
+        weight = parameter(self, "weight", "Z")
         return gated_norm(x, gate, weight, self.config.rms_norm_eps).astype(self.dtype)
 
 
@@ -73,8 +73,8 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_b, self.in_proj_a = linear("D->JG"), linear("D->JG")
         self.conv1d_q, self.conv1d_k = convolution("JC"), convolution("JC")
         self.conv1d_v = convolution("JGZ")
-        self.A_log = parameter(self, "A_log", "JG", nn.initializers.zeros)
-        self.dt_bias = parameter(self, "dt_bias", "JG", nn.initializers.zeros)
+        self.A_log = parameter(self, "A_log", "JG")
+        self.dt_bias = parameter(self, "dt_bias", "JG")
         self.norm = GatedNorm(self.config, self.dtype)
         self.out_proj = linear("O->D")  # TPUs would copy (D, J, G, Z) for each step
 

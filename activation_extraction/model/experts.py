@@ -56,7 +56,7 @@ class Weight(nn.Module):
 
     @nn.compact
     def __call__(self) -> Array:
-        return parameter(self, "weight", self.letters, nn.initializers.normal(0.02))
+        return parameter(self, "weight", self.letters)
 
 
 class Experts(nn.Module):

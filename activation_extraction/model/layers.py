@@ -3,7 +3,6 @@
 The letters are those of qwen2_jax.py.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -41,11 +40,15 @@ STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
 Out = dict[str, Any]  # a module's intermediates by name; those of its parts are nested
 
 
-def parameter(module: Any, name: str, letters: str, init: Callable[..., Array]) -> Array:
-    """Declares a weight; its shape and logical axes follow from its letters."""
+def parameter(module: Any, name: str, letters: str) -> Array:
+    """Declares a weight; its shape and logical axes follow from its letters.
+
+    Its values come from a checkpoint: `init` gives zeros.
+    """
     axes = tuple(LOGICAL_AXES[letter] for letter in letters)
     shape = tuple(module.config.sizes[letter] for letter in letters)
-    return module.param(name, nn.with_logical_partitioning(init, axes), shape, module.dtype)
+    zeros = nn.with_logical_partitioning(nn.initializers.zeros, axes)
+    return module.param(name, zeros, shape, module.dtype)
 
 
 class Linear(nn.Module):
@@ -63,10 +66,10 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         inputs, outputs = self.mapping.split("->")
-        weight = parameter(self, "weight", outputs + inputs, nn.initializers.normal(0.02))
+        weight = parameter(self, "weight", outputs + inputs)
         y = einsum(f"BT{inputs},{outputs}{inputs}->BT{outputs}", x, weight)
         if self.use_bias:
-            y += parameter(self, "bias", outputs, nn.initializers.zeros).astype(jnp.float32)
+            y += parameter(self, "bias", outputs).astype(jnp.float32)
         return y
 
 
@@ -84,7 +87,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Out]:
-        scale = from_bits(parameter(self, "weight", self.over, nn.initializers.ones))
+        scale = from_bits(parameter(self, "weight", self.over))
         x = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(
             jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps
