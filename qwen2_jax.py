@@ -285,7 +285,7 @@ def weight_table(model: nn.Module) -> dict[Path, WeightSpec]:
 def _boxes(model: nn.Module) -> Mapping[Path, Any]:
     """Shape and logical axes of every parameter."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    abstract = jax.eval_shape(model.init, jax.random.key(0), tokens, tokens, tokens)
+    abstract = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x), tokens, tokens, tokens)
     return MappingProxyType(flatten_dict(abstract["params"]))
 
 

@@ -174,10 +174,15 @@ def become(request: dict[str, Any], log: int) -> None:
 
 
 if __name__ == "__main__":
+    from datasets import IterableDataset
+
     import extract_activations
     from activation_extraction.run.demo import MODEL_CONFIG
 
-    extract_activations.FAMILIES.of(MODEL_CONFIG)  # so that transformers is imported, too
+    # What a run imports later, and what it traces of most tests' model.
+    IterableDataset.from_generator(list)
+    family, config = extract_activations.FAMILIES.of(MODEL_CONFIG)
+    family.weights_of(config)
     gc.freeze()  # what is imported need not be looked at again, and stays in pages that all share
     gc.set_threshold(20_000, 20, 20)
     with socket.socket(fileno=int(sys.argv[1])) as found:

@@ -19,6 +19,7 @@ from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
 LENGTHS = 304, 90, 150, 1, 60  # a row of one document, and a packed one
 
 
+@pytest.mark.usefixtures("optimized_for_some")
 def test_every_hook_of_every_layer_equals_hugging_face(reference: Reference):
     """For every document alone; there are longer and shorter ones than a window."""
     config = reference.config

@@ -96,6 +96,7 @@ def rms_error(got, expected):
     return rms(got.astype(np.float32) - expected)
 
 
+@pytest.mark.usefixtures("optimized_for_some")
 def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(reference: Reference):
     config = reference.config
     batch = rows(config.vocab_size)
@@ -120,6 +121,7 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(reference: Reference
 INDICES = "mlp.hook_expert_indices"
 
 
+@pytest.mark.usefixtures("optimized_for_some")
 @pytest.mark.long
 @references("two_kv_heads_tied", "qwen3_biased_yarn")
 def test_weights_as_bits_are_the_same_weights(reference: Reference):
