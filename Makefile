@@ -7,7 +7,7 @@ SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activatio
 
 # On two cores: while two processes compute, the third one waits for hosts, buckets or a scheduler.
 # The one that is done first takes over some of the others' tests.
-PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n 4 --dist worksteal
+PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n 3 --dist worksteal
 
 .PHONY: demo test test-quick trainers lint bench clean
 
