@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from extractions import write_records
 
-from benchmarks import competitors, end_to_end, gpu, hooks, peak, writing
+from benchmarks import competitors, end_to_end, gpu, hooks, loading, peak, writing
 from benchmarks.agreement import Agreement, Disagreement
 
 pytestmark = pytest.mark.long
@@ -53,6 +53,13 @@ def test_side_by_side(capsys, monkeypatch):
     ours = found["contenders"]["ours"]["float32"]
     assert ours["first_batch_seconds"] > ours["compile_seconds"] > 0
     assert 0 < ours["full_rows_of_peak"] < 1
+
+
+def test_loading(capsys):
+    loading.main(["--rounds", "1"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found["seconds"]) == {"shapes of the weights", *loading.WAYS}
+    assert min(found["seconds"].values()) > 0 and found["parameters"] > 1e5
 
 
 @pytest.mark.parametrize("library", ["jax", "torch"])
