@@ -18,15 +18,14 @@ qwen3_5 and qwen3_5_moe, and the reports (arXiv:2407.10671, arXiv:2505.09388).
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 from jax import Array
 
 from activation_extraction.model.attention import Attention, attention_pattern
@@ -41,6 +40,7 @@ from activation_extraction.model.layers import (
     Linear,
     Out,
     RMSNorm,
+    declared,
     parameter,
     rotary_table,
     rotate,
@@ -277,16 +277,8 @@ def weight_table(model: nn.Module) -> dict[Path, WeightSpec]:
             share=_share(path, model),
             fused=_fused(path, model),
         )
-        for path, boxed in _boxes(model.clone(layout=Layout(), parent=None)).items()
+        for path, boxed in declared(model.clone(layout=Layout(), parent=None)).items()
     }
-
-
-@cache  # tracing takes a while, and a run asks several times
-def _boxes(model: nn.Module) -> Mapping[Path, Any]:
-    """Shape and logical axes of every parameter."""
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    abstract = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x), tokens, tokens, tokens)
-    return MappingProxyType(flatten_dict(abstract["params"]))
 
 
 def _hf_names(path: Path, model: nn.Module) -> tuple[str, ...]:

@@ -3,11 +3,15 @@
 The letters are those of qwen2_jax.py.
 """
 
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax import Array
 
 from activation_extraction.model.attention import einsum
@@ -49,6 +53,14 @@ def parameter(module: Any, name: str, letters: str) -> Array:
     shape = tuple(module.config.sizes[letter] for letter in letters)
     zeros = nn.with_logical_partitioning(nn.initializers.zeros, axes)
     return module.param(name, zeros, shape, module.dtype)
+
+
+@cache  # tracing takes a while, and a run asks several times
+def declared(model: nn.Module) -> Mapping[tuple[str, ...], Any]:
+    """Shape and logical axes of every parameter of a model of tokens, without a mesh."""
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    abstract = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x), tokens, tokens, tokens)
+    return MappingProxyType(flatten_dict(abstract["params"]))
 
 
 class Linear(nn.Module):

@@ -238,11 +238,10 @@ def load_params(
     """Reads every parameter straight into its shards, layer by layer (of all stages at once).
 
     Stacked ones come in the order of the files, which are thus read from beginning to end. A
-    process reads only the parts that its devices hold, each once, with several threads. Besides
-    what the devices have in the end it holds no more than its parts of READERS tensors (of every
-    stage that it takes part in), or of READERS whole stacks where all weights together have no
-    more than AT_ONCE bytes. as_bits: hand a 2-byte `dtype` over as uint16. `progress` is called
-    with the bytes of each part loaded. Returns the nested parameter dict.
+    process reads only the parts that its devices hold, each once, with several threads, and holds
+    no more besides them than its parts of READERS tensors (of every stage that it takes part in),
+    or of READERS stacks if all weights have AT_ONCE bytes or less. as_bits: hand a 2-byte `dtype`
+    over as uint16. `progress` is called with the bytes of each part. Returns the nested dict.
     """
     stages = layout.size("pipeline")
     table = {path: spec.of(checkpoint.tensors) for path, spec in table.items()}
@@ -271,8 +270,7 @@ def load_params(
         yield from ((spec, spec.axes, range(spec.shape[0])) for spec in whole.values())
         for path, k in rows:
             spec = stacked[path]
-            row_of_every_stage = range(k, spec.shape[0], spec.shape[0] // stages)
-            yield spec, ("stage", *spec.axes[1:]), row_of_every_stage
+            yield spec, ("stage", *spec.axes[1:]), range(k, spec.shape[0], spec.shape[0] // stages)
 
     with ThreadPoolExecutor(READERS, "read-weights") as pool:
         arrays = _ahead(pool, load, jobs())
