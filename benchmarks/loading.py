@@ -1,11 +1,10 @@
-"""What loading the weights of a small model takes: at once, and layer by layer as a large model's.
+"""Seconds to load a small model's weights: at once, and layer by layer as for a large model.
 
-Random weights, and a new process for each round and way; they take turns. Nothing is compiled
-before: with a cache of compiled programs the difference is smaller. Seconds are medians. The last
-line printed is one JSON object.
+The weights are random. Each way has a process of its own in every round, and the two take turns.
+No compiled program is reused; with a cache of them the difference is smaller. Seconds are medians.
+The last line printed is one JSON object.
 
-On two cores of an AMD EPYC, `tiny` (0.46 M parameters): at once 0.014 s, layer by layer
-0.546 s.
+`tiny` (0.46 M parameters) on two cores of an AMD EPYC: 0.014 s at once, 0.546 s layer by layer.
 """
 
 import argparse
@@ -14,6 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.inputs import make_model
@@ -43,11 +43,11 @@ print(known - began, time.perf_counter() - known)
 """
 
 
-def main(flags: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="default: tiny")
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
-    given = parser.parse_args(flags)
+    given = parser.parse_args(argv)
     found = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         parameters = make_model(Path(folder), SHAPES[given.shape])

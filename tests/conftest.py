@@ -2,9 +2,9 @@
 
 Compiling takes longer than what the tests compute. So most of the compiler's optimizations are off,
 fusions are compiled in its older and quicker way, and in one thread, as other tests need the cores.
-The fixture `optimized` has programs compiled as in a run; tests marked `slow` have it, and of those
-that compare all models with transformers some have it for a few models. torch has one thread, as
-several would mostly wait for each other.
+The fixture `optimized` has programs compiled as in a run. Tests marked `slow` have it, and
+`optimized_for_some` gives it to one model of each family.
+torch has one thread, as several would mostly wait for each other.
 What is compiled is kept until the session ends, for its own tests and for the processes that they
 start. Each worker of pytest-xdist has a cache of its own, as JAX does not write entries atomically.
 torch is imported where it is used, which takes seconds; transformers before the tool imports it
@@ -233,7 +233,7 @@ def _optimized_at_full_size(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def optimized_for_some(request: pytest.FixtureRequest) -> None:
-    """`optimized` for a model of each family."""
+    """`optimized`, for the models in OPTIMIZED alone."""
     if request.node.callspec.params["reference"] in OPTIMIZED:
         request.getfixturevalue("optimized")
 

@@ -179,11 +179,10 @@ if __name__ == "__main__":
     import extract_activations
     from activation_extraction.run.demo import MODEL_CONFIG
 
-    # What a run imports later, and what it traces of most tests' model.
+    # Otherwise each process imports this and traces the model that most tests have.
     IterableDataset.from_generator(list)
     family, config = extract_activations.FAMILIES.of(MODEL_CONFIG)
     family.weights_of(config)
-    gc.freeze()  # what is imported need not be looked at again, and stays in pages that all share
-    gc.set_threshold(20_000, 20, 20)
+    gc.freeze()  # so that no collection looks at all this, or writes to pages that are shared
     with socket.socket(fileno=int(sys.argv[1])) as found:
         serve(found)

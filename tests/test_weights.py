@@ -20,7 +20,7 @@ from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
 @pytest.fixture
 def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a large model's."""
+    """Weights are loaded as those of a large model."""
     monkeypatch.setattr(weights, "AT_ONCE", 0)
 
 
@@ -104,7 +104,7 @@ def test_layer_by_layer_and_at_once_the_same_is_loaded(
     half = config.num_hidden_layers // 2
     stages = 2 if config.layer_types[:half] == config.layer_types[half:] else 1
     layout = build_layout(jax.devices()[: 2 * stages], {"pipeline": stages, "data": 2}, kv_heads=1)
-    hooks = list(FAMILIES.named(config.model_type).hooks_of(config).every(2 * half))
+    hooks = list(FAMILIES.named(config.model_type).hooks_of(config).every(config.num_hidden_layers))
     table = weight_table(create_model_with_hooks(config, hooks, layout=layout))
     dtype = jnp.dtype("bfloat16")
     at_once = load_params(table, checkpoint, dtype, layout, as_bits=True)

@@ -52,7 +52,10 @@ class Decoder:
         return len(set(self.types)) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:
-        """Parameters of the first `length` layers, and of as many of the same types per stage."""
+        """Parameters of the first `length` layers, and of as many of the same types per stage.
+
+        They are zeros, so the random key is not used.
+        """
         types = self.types[:length]
         stacks = {t: self._init_stack(t, stages * types.count(t)) for t in set(types)}
         return stacks if self.mixed else stacks[types[0]]
@@ -66,7 +69,7 @@ class Decoder:
         return jax.tree.map(stack, self._boxes(type_), is_leaf=_is_boxed)
 
     def init_part(self, _: Array, number: int, paths: frozenset[Path]) -> Any:
-        """Parameters of one layer, those at `paths` alone."""
+        """Parameters of one layer, those at `paths` alone; zeros, too."""
         every = flatten_dict(self._boxes(self.types[number]))
         return _zeros(unflatten_dict({path: every[path] for path in paths}))
 

@@ -57,7 +57,10 @@ def parameter(module: Any, name: str, letters: str) -> Array:
 
 @cache  # tracing takes a while, and a run asks several times
 def declared(model: nn.Module) -> Mapping[tuple[str, ...], Any]:
-    """Shape and logical axes of every parameter of a model of tokens, without a mesh."""
+    """Path -> shape and logical axes, for every parameter of a model without a mesh.
+
+    The model takes token ids, segment ids and positions.
+    """
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     abstract = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x), tokens, tokens, tokens)
     return MappingProxyType(flatten_dict(abstract["params"]))

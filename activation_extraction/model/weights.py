@@ -27,7 +27,7 @@ from activation_extraction.model.mesh import Layout
 # Written by some exporters, recomputed by every model from rope_theta.
 IGNORED_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")
 READERS = 3  # threads, and tensors in flight
-AT_ONCE = 16 << 20  # bytes: putting so little together by programs takes longer than reading it
+AT_ONCE = 16 << 20  # bytes: to read so little takes less time than to compile `_put_layer`
 ALIGNMENT = 64  # bytes, of XLA's buffers
 
 Shape = tuple[int, ...]
