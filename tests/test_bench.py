@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from extractions import write_records
 
-from benchmarks import competitors, end_to_end, gpu, hooks, loading, peak, writing
+from benchmarks import competitors, end_to_end, gpu, hooks, loading, peak, sorting, writing
 from benchmarks.agreement import Agreement, Disagreement
 
 pytestmark = pytest.mark.long
@@ -60,6 +60,12 @@ def test_loading(capsys):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found["seconds"]) == {"shapes of the weights", *loading.WAYS}
     assert min(found["seconds"].values()) > 0 and found["parameters"] > 1e5
+
+
+def test_sorting(capsys):
+    sorting.main(["--rows", "500", "--experts", "5", "--rounds", "1"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found["ms"]) == set(sorting.WAYS) and min(found["ms"].values()) > 0
 
 
 @pytest.mark.parametrize("library", ["jax", "torch"])

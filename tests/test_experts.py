@@ -26,7 +26,13 @@ from watched import Watched
 from activation_extraction.cli.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices
-from activation_extraction.model.experts import TILE, ragged_experts, route, tiled_experts
+from activation_extraction.model.experts import (
+    TILE,
+    ragged_experts,
+    route,
+    stable_order,
+    tiled_experts,
+)
 from activation_extraction.model.forward import check_numbers
 from activation_extraction.model.mesh import build_layout, check_divisibility
 from activation_extraction.model.weights import check_tensors, load_params
@@ -103,6 +109,13 @@ def test_tiles_compute_what_the_definition_says(sizes, dtype):
     )
     tolerance = 1e-5 if dtype == jnp.float32 else 0.02
     np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rows,count", [(1, 1), (300, 7), (1000, 257)])
+def test_rows_of_a_group_keep_their_order(rows, count):
+    groups = np.random.default_rng(0).integers(0, count, rows, np.int32)
+    order = np.asarray(stable_order(jnp.asarray(groups), count))
+    np.testing.assert_array_equal(order, np.argsort(groups, kind="stable"))
 
 
 def test_equal_logits_choose_the_first_experts():

@@ -124,7 +124,7 @@ def _sum_of_experts(
     count, numbers = len(parameters[0]), chosen.reshape(-1)
     here = (numbers >= 0) & (numbers < count)
     group = jnp.where(here, numbers, count)
-    order = jnp.argsort(group, stable=True)
+    order = stable_order(group, count + 1)
     sizes = jnp.bincount(group, length=count + 1)[:count].astype(jnp.int32)
     rows = to_bits(x.reshape(-1, x.shape[-1]))[order // chosen.shape[-1]]
     y = grouped(from_bits(rows, x.dtype), sizes, *parameters)
@@ -132,6 +132,18 @@ def _sum_of_experts(
     y = from_bits(to_bits(y)[back], x.dtype).astype(jnp.float32)
     y = jnp.where(here[:, None], y, 0).reshape(*chosen.shape, -1)
     return (y * weights[..., None]).sum(axis=-2)
+
+
+def stable_order(groups: Array, count: int) -> Array:
+    """The rows sorted by group, those of one group in their order: (n,) int32 -> (n,) int32.
+
+    groups: from 0 to count - 1. As `jnp.argsort(groups, stable=True)`; but one array of different
+    numbers is sorted, which is faster than two arrays, and so is compiling it for TPUs.
+    """
+    rows = len(groups)
+    assert count * rows < 2**31, (count, rows)
+    mixed = groups * rows + jnp.arange(rows, dtype=jnp.int32)
+    return lax.sort(mixed, is_stable=False) % rows
 
 
 def ragged_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
