@@ -38,8 +38,9 @@ bench: $(VENV)/.runtime $(VENV)/competitors/.done
 clean:
 	rm -rf $(VENV) demo_activations .mypy_cache .pytest_cache .ruff_cache
 
+# With the newest pip: that of Python 3.11 takes twice the time.
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
 
 $(VENV)/.runtime: requirements.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --requirement requirements.txt
@@ -60,18 +61,18 @@ $(VENV)/.slurm: | $(VENV)/bin/python
 
 # Validates deploy/skypilot.yaml; its versions need not be ours.
 $(VENV)/skypilot/.done: tests/requirements-skypilot.txt | $(VENV)/bin/python
-	$(PYTHON) -m venv $(VENV)/skypilot
+	$(PYTHON) -m venv --upgrade-deps $(VENV)/skypilot
 	$(VENV)/skypilot/bin/python -m pip install --quiet --requirement tests/requirements-skypilot.txt
 	touch $@
 
 # What the benchmark compares with; its versions need not be ours.
 $(VENV)/competitors/.done: benchmarks/requirements.txt | $(VENV)/bin/python
-	$(PYTHON) -m venv $(VENV)/competitors
+	$(PYTHON) -m venv --upgrade-deps $(VENV)/competitors
 	$(VENV)/competitors/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt
 	touch $@
 
 $(VENV)/trainers/.done: tests/requirements-trainers.txt tests/requirements-trainers-alone.txt | $(VENV)/bin/python
-	$(PYTHON) -m venv $(VENV)/trainers
+	$(PYTHON) -m venv --upgrade-deps $(VENV)/trainers
 	$(VENV)/trainers/bin/python -m pip install --quiet --requirement tests/requirements-trainers.txt
 	$(VENV)/trainers/bin/python -m pip install --quiet --no-deps --requirement tests/requirements-trainers-alone.txt
 	touch $@

@@ -11,8 +11,11 @@ torch is imported where it is used, which takes seconds; transformers before the
 without torch.
 """
 
+import gc
 import os
 import tempfile
+
+gc.disable()  # while all this is imported; see extract_activations.py
 
 SESSION_FOLDER = tempfile.mkdtemp(prefix="test-session-")
 os.environ |= {
@@ -34,7 +37,6 @@ XLA_FLAGS_OF_A_RUN = {  # for this one, which has read its variables
     "xla_cpu_parallel_codegen_split_count": 32,
 }
 
-import gc
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -62,6 +64,7 @@ from qwen2_jax_with_hooks import FAMILIES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+gc.enable()
 gc.set_threshold(20_000, 20, 20)  # a million objects stay, and few others are garbage
 
 pytest_plugins = ["small_runs", "gcs_server", "pods"]
@@ -203,7 +206,7 @@ def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) ->
     with torch.no_grad():
         for parameter in model.parameters():
             noise = 0.8 / model.config.get_text_config().hidden_size ** 0.5
-            parameter.add_(torch.randn_like(parameter) * noise)
+            parameter.add_(torch.randn_like(parameter), alpha=noise)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return Reference(model, folder)
 

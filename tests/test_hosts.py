@@ -23,10 +23,10 @@ WIDTHS = "--hook_names", "blocks.1.attn.hook_k", "blocks.3.hook_resid_post", "bl
     ids=["1d", "2d", "3d", "fsdp"],
 )
 def test_four_hosts_of_16_devices(demo_inputs, alone_with_few, tmp_path, mesh):
-    """Four steps: collectives of 64 devices take seconds on a few cores."""
+    """Two steps: collectives of 64 devices take seconds on a few cores."""
     few, alone = alone_with_few
     out = tmp_path / "out"
-    flags = flags_for(demo_inputs, out, "--dataset_path", few, "--batch_size", 8, *mesh)
+    flags = flags_for(demo_inputs, out, "--dataset_path", few, "--batch_size", 16, *mesh)
     pod = Pod(tmp_path, 4, 16, *flags)
     assert pod.wait() == [0] * 4, [pod.text(i) for i in range(4)]
     check_union(out, alone, {f"machine_000_host_{i:02d}" for i in range(4)})
