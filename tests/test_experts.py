@@ -111,7 +111,7 @@ def test_tiles_compute_what_the_definition_says(sizes, dtype):
     np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("rows,count", [(1, 1), (300, 7), (1000, 257)])
+@pytest.mark.parametrize("rows,count", [(1, 1), (300, 7), (1000, 257), (4, 2**30)])
 def test_rows_of_a_group_keep_their_order(rows, count):
     groups = np.random.default_rng(0).integers(0, count, rows, np.int32)
     order = np.asarray(stable_order(jnp.asarray(groups), count))
