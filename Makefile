@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# With the newest pip: the one that comes with Python 3.11 takes twice as long.
+MAKE_VENV := $(PYTHON) -m venv --upgrade-deps
 SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activation_extraction tests benchmarks
 
 # On two cores: while two processes compute, the third one waits for hosts, buckets or a scheduler.
@@ -38,9 +40,8 @@ bench: $(VENV)/.runtime $(VENV)/competitors/.done
 clean:
 	rm -rf $(VENV) demo_activations .mypy_cache .pytest_cache .ruff_cache
 
-# With the newest pip: that of Python 3.11 takes twice the time.
 $(VENV)/bin/python:
-	$(PYTHON) -m venv --upgrade-deps $(VENV)
+	$(MAKE_VENV) $(VENV)
 
 $(VENV)/.runtime: requirements.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --requirement requirements.txt
@@ -61,18 +62,18 @@ $(VENV)/.slurm: | $(VENV)/bin/python
 
 # Validates deploy/skypilot.yaml; its versions need not be ours.
 $(VENV)/skypilot/.done: tests/requirements-skypilot.txt | $(VENV)/bin/python
-	$(PYTHON) -m venv --upgrade-deps $(VENV)/skypilot
+	$(MAKE_VENV) $(VENV)/skypilot
 	$(VENV)/skypilot/bin/python -m pip install --quiet --requirement tests/requirements-skypilot.txt
 	touch $@
 
 # What the benchmark compares with; its versions need not be ours.
 $(VENV)/competitors/.done: benchmarks/requirements.txt | $(VENV)/bin/python
-	$(PYTHON) -m venv --upgrade-deps $(VENV)/competitors
+	$(MAKE_VENV) $(VENV)/competitors
 	$(VENV)/competitors/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt
 	touch $@
 
 $(VENV)/trainers/.done: tests/requirements-trainers.txt tests/requirements-trainers-alone.txt | $(VENV)/bin/python
-	$(PYTHON) -m venv --upgrade-deps $(VENV)/trainers
+	$(MAKE_VENV) $(VENV)/trainers
 	$(VENV)/trainers/bin/python -m pip install --quiet --requirement tests/requirements-trainers.txt
 	$(VENV)/trainers/bin/python -m pip install --quiet --no-deps --requirement tests/requirements-trainers-alone.txt
 	touch $@

@@ -264,6 +264,11 @@ class Compiled(NamedTuple):
     length: int
 
 
+def chips(topology: str, **how: Any) -> list[Any]:
+    """The devices of a machine that is not here: programs can be compiled for them."""
+    return topologies.get_topology_desc(topology, platform="tpu", **how).devices
+
+
 @cache
 def compile_for(
     qwen: QwenConfig, flags: str, topology: str, effort: float = 0.0, **how: Any
@@ -273,7 +278,7 @@ def compile_for(
     effort: the compiler's. 0 is that of a run; -1 takes a fifth of the time.
     """
     config = parse_args(["--dtype", "bfloat16", *flags.split()])
-    devices = topologies.get_topology_desc(topology, platform="tpu", **how).devices
+    devices = chips(topology, **how)
     family = FAMILIES.named(qwen.model_type)
     with patch.object(jax, "devices", return_value=devices):
         model, rows = build_model(family, model_request(config), qwen)

@@ -83,7 +83,10 @@ class Slurm:
         return not jobs
 
     def skip_delay(self, job: str) -> None:
-        """A job that is requeued waits for two minutes; this one no longer."""
+        """A job that is requeued waits for two minutes; this one for two seconds.
+
+        Slurm refuses to start it in the second in which it revoked the job's last credential.
+        """
         asked = ("squeue", "--noheader", f"--job={job}", "--format=%r")
         self.wait(lambda: self.command(*asked).strip() == "BeginTime")
         self.command("scontrol", "update", f"JobId={job}", "StartTime=now+2")

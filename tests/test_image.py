@@ -71,13 +71,13 @@ def test_the_image_installs_what_the_accelerator_needs(tmp_path, accelerator):
 
 @pytest.mark.slow
 def test_the_image_runs_the_demo_with_nothing_but_what_its_steps_install(tmp_path):
-    # With the newest pip: that of Python 3.11 takes twice the time.
+    # With the newest pip: the one that comes with Python 3.11 takes twice as long.
     subprocess.run([sys.executable, "-m", "venv", "--upgrade-deps", tmp_path / "venv"], check=True)
     environment = {k: v for k, v in os.environ.items() if k.startswith(("PIP_", "SSL_"))}
     environment |= {"PATH": f"{tmp_path}/venv/bin:/usr/bin:/bin", "HOME": str(tmp_path)}
     environment |= {"PIP_COMPILE": "0"}  # saves half of the time
     workspace, entry, environment = replay(tmp_path, "cpu", environment)
-    environment["PYTHONDONTWRITEBYTECODE"] = ""  # pip has not compiled, so the first start does
+    environment["PYTHONDONTWRITEBYTECODE"] = ""  # the first start compiles, as pip did not
 
     def run(*arguments):
         result = subprocess.run(

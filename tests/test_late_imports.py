@@ -9,7 +9,7 @@ from cloud import REPOSITORY
 RUN = """
 import gc, sys
 from extract_activations import main
-assert gc.isenabled() and gc.get_freeze_count() > 100_000  # it is off while all is imported
+assert gc.isenabled() and gc.get_freeze_count() > 100_000  # it is off only during imports
 status = main(sys.argv[1:])
 print(status, *(name in sys.modules for name in ("transformers", "torch")))
 """

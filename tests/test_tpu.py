@@ -14,14 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_qwen3_5 import released
 
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.kept import take
 from benchmarks.shapes import SHAPES
-from benchmarks.tpu_plan import ARRAY, COLLECTIVE, EIGHT, QWEN_7B, Compiled, compile_for, groups
+from benchmarks.tpu_plan import (
+    ARRAY,
+    COLLECTIVE,
+    EIGHT,
+    QWEN_7B,
+    Compiled,
+    chips,
+    compile_for,
+    groups,
+)
 from qwen2_jax_with_hooks import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("optimized")]
@@ -361,8 +369,7 @@ def test_memory_grows_with_the_hooks_and_not_with_the_depth():
 
 def test_kept_tokens_are_gathered_without_copies_of_the_others():
     """No collective, and no temporary memory but for the numbers of the tokens."""
-    devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
-    mesh = Mesh(np.array(devices), ("device",))
+    mesh = Mesh(np.array(chips("v5e:2x2")), ("device",))
     shape, split = (8, 8, 2048, 3584), NamedSharding(mesh, PartitionSpec(None, None, "device"))
     values = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=split)
     split = NamedSharding(mesh, PartitionSpec("device"))

@@ -69,7 +69,7 @@ class Decoder:
         return jax.tree.map(stack, self._boxes(type_), is_leaf=_is_boxed)
 
     def init_part(self, _: Array, number: int, paths: frozenset[Path]) -> Any:
-        """Parameters of one layer, those at `paths` alone; zeros, too."""
+        """Parameters of one layer, those at `paths` alone. They are zeros, too."""
         every = flatten_dict(self._boxes(self.types[number]))
         return _zeros(unflatten_dict({path: every[path] for path in paths}))
 

@@ -137,11 +137,11 @@ def _sum_of_experts(
 def stable_order(groups: Array, count: int) -> Array:
     """The rows sorted by group, those of one group in their order: (n,) int32 -> (n,) int32.
 
-    groups: from 0 to count - 1. One array in which no number occurs twice is sorted; that is faster
-    than the two arrays of argsort, and so is compiling it for TPUs.
+    groups: from 0 to count - 1. This sorts one array of numbers that are all different. argsort has
+    to sort two arrays: that is slower, and so is compiling it for TPUs.
     """
     rows = len(groups)
-    if count * rows > 2**31:
+    if count * rows > 2**31:  # too many for such numbers
         return jnp.argsort(groups, stable=True)
     mixed = groups * rows + jnp.arange(rows, dtype=jnp.int32)
     return lax.sort(mixed, is_stable=False) % rows
