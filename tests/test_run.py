@@ -31,6 +31,9 @@ from activation_extraction.text.packing import pack, samples_of
 from extract_activations import compile_step, main
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
+# Where computing takes longer than compiling.
+computes_much = pytest.mark.usefixtures("optimized")
+
 
 def random_samples(lengths, vocab_size):
     chance = np.random.default_rng(7)
@@ -71,6 +74,7 @@ def arguments(demo_inputs, *more):
 
 
 @pytest.mark.long
+@computes_much
 def test_one_compilation_for_20_batches_of_different_lengths(demo_inputs, tmp_path, caplog):
     """Counted over a whole run: JAX says what it compiles."""
     flags = ["--max_seq_length", 96, "--batch_size", 8, "--output_dir", tmp_path, "--verbose"]
@@ -83,6 +87,7 @@ def test_one_compilation_for_20_batches_of_different_lengths(demo_inputs, tmp_pa
 
 
 @pytest.mark.long
+@computes_much
 def test_a_batch_is_stored_while_the_next_one_computes(demo_inputs, tmp_path, monkeypatch):
     events = []
     compile_step = extract_activations.compile_step
@@ -172,6 +177,7 @@ def test_stored_records_are_hugging_face_activations(texts, tmp_path):
 
 
 @pytest.mark.long
+@computes_much
 def test_the_cursor_is_the_start_of_the_batch_of_the_first_sample_not_stored(
     demo_inputs, tmp_path, monkeypatch
 ):
