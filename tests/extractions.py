@@ -23,10 +23,6 @@ from activation_extraction.text.workers import Worker
 
 HOOKS: dict[Any, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN, VOCABULARY, TOKENS, ROWS = 16, 50, 10, 2
-DEFAULTS: dict[str, Any] = {
-    "shard_size_gb": 4e-6,
-    "hook_facts": {key: {"width": HIDDEN} for key in HOOKS},
-}
 
 
 def identity_of(machine: int = 0, host: int = 0, machines: int = 1, hosts: int = 1) -> Identity:
@@ -70,6 +66,10 @@ def activations_of(batch: Batch) -> dict[Any, np.ndarray]:
 def open_part(root: Path, *part: int, identity: dict | None = None, **options: Any):
     """The storage of one host. part: machine, host, machines, hosts."""
     part = part or (0, 0, 1, 1)
+    usual: dict[str, Any] = {
+        "shard_size_gb": 4e-6,
+        "hook_facts": {key: {"width": HIDDEN} for key in HOOKS},
+    }
     return ActivationStorage(
         root / folder_name(*part),
         HOOKS,
@@ -78,7 +78,7 @@ def open_part(root: Path, *part: int, identity: dict | None = None, **options: A
             "model": {"hidden_size": HIDDEN, "vocab_size": VOCABULARY},
             "backend": "cpu",
         },
-        **(DEFAULTS | options),
+        **(usual | options),
     )
 
 

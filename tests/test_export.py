@@ -310,15 +310,16 @@ def test_a_disk_with_too_little_room_is_refused(run, tmp_path, monkeypatch):
 
 
 def test_memory_is_bounded_by_the_chunks(tmp_path, monkeypatch):
-    """Four times as many tokens need no more memory. They are wide, so that they are most of it."""
-    width = 10 * extractions.HIDDEN
-    monkeypatch.setattr(extractions, "HIDDEN", width)
-    facts = {key: {"width": width} for key in HOOKS}
+    """Four times as many tokens need no more memory.
+
+    Activations are wide here, so that little else counts.
+    """
+    monkeypatch.setattr(extractions, "HIDDEN", 10 * extractions.HIDDEN)
     monkeypatch.setattr(exporting, "CHUNK_BYTES", 640_000)
     peaks = []
     for count in (200, 800):
         root = tmp_path / f"run{count}"
-        with open_part(root, shard_size_gb=64e-5, hook_facts=facts) as storage:
+        with open_part(root, shard_size_gb=64e-5) as storage:
             for batch in batches(count):
                 storage.add_batch(batch, activations_of(batch))
         tracemalloc.start()

@@ -31,7 +31,7 @@ from activation_extraction.text.packing import pack, samples_of
 from extract_activations import compile_step, main
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
-# Where computing takes longer than compiling.
+# For tests that compute for longer than it takes to compile as in a run.
 computes_much = pytest.mark.usefixtures("optimized")
 
 
