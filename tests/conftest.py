@@ -7,6 +7,8 @@ The fixture `optimized` has programs compiled as in a run. Tests marked `slow` h
 torch has one thread, as several would mostly wait for each other.
 What is compiled is kept until the session ends, for its own tests and for the processes that they
 start. Each worker of pytest-xdist has a cache of its own, as JAX does not write entries atomically.
+Temporary files are in memory where there is room for them: what is stored is forced to disk file by
+file, and a disk makes tests wait for that. TMPDIR, if set, says where they are instead.
 torch is imported where it is used, which takes seconds; transformers before the tool imports it
 without torch.
 """
@@ -16,6 +18,21 @@ import os
 import tempfile
 
 gc.disable()  # while all this is imported; see extract_activations.py
+
+MEMORY = "/dev/shm"
+ENOUGH = 8e9  # bytes; files of a session take 2.3e9 at most
+
+
+def _memory_is_usable() -> bool:
+    """Whether it has room, and lets programs run from there, which Docker's does not."""
+    if not os.access(MEMORY, os.W_OK):
+        return False
+    found = os.statvfs(MEMORY)
+    return found.f_bavail * found.f_frsize > ENOUGH and not found.f_flag & os.ST_NOEXEC
+
+
+if "TMPDIR" not in os.environ and _memory_is_usable():
+    tempfile.tempdir = os.environ["TMPDIR"] = MEMORY  # for pytest, and for what tests start
 
 SESSION_FOLDER = tempfile.mkdtemp(prefix="test-session-")
 os.environ |= {
