@@ -5,6 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # With the newest pip: the one that comes with Python 3.11 takes twice as long.
 MAKE_VENV := $(PYTHON) -m venv --upgrade-deps
+# Python compiles what it imports, once. pip would compile all there is, which takes twice as long as
+# the rest of installing it.
+export PIP_COMPILE := 0
+export PYTHONDONTWRITEBYTECODE :=
 SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activation_extraction tests benchmarks
 
 # On two cores: while two processes compute, the third one waits for hosts, buckets or a scheduler.
