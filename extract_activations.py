@@ -53,7 +53,12 @@ from activation_extraction.run.list_hooks import list_hooks
 from activation_extraction.run.lockstep import Lockstep, one_behind
 from activation_extraction.run.prepare import Job, model_request, prepare_together
 from activation_extraction.run.recompute import load_again
-from activation_extraction.run.summary import continue_with, print_summary, progress_of
+from activation_extraction.run.summary import (
+    continue_with,
+    kept_nothing,
+    print_summary,
+    progress_of,
+)
 from activation_extraction.text.batch import Batch
 from qwen2_jax_with_hooks import FAMILIES
 
@@ -95,7 +100,7 @@ def run(config: Config) -> int:
     remedy = continue_with(host.count, config.overwrite)
     with last_words(host, f"committed shards are safe; {remedy}"):
         with device_errors():
-            job = prepare_together(config, host, FAMILIES, watchdog.alive)
+            job = prepare_together(config, host, FAMILIES, watchdog)
         clock, signaled = Clock(), 0
         try:
             if any_host(host, [not job.storage.complete])[0]:
@@ -112,7 +117,13 @@ def run(config: Config) -> int:
                 remedy=error.remedy or remedy,
             ) from error
         print_summary(job, clock, complete, config.verbose)
+        nothing = complete and kept_nothing(job)
         leave(host)
+    if nothing:
+        raise RunError(
+            f"no token was stored: no sample has a token that is kept ({job.text.choice})",
+            remedy="start anew with another choice and --overwrite",
+        )
     if config.repair and complete:
         return verify(job.storage.place, None, 0)
     return 0 if complete else 128 + (signaled or signal.SIGTERM)
@@ -213,7 +224,8 @@ def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = N
     done = complete and failure is None
     try:
         with clock.measure("store"):
-            job.storage.finalize(done, job.documents.skipped_rows if done else 0)
+            rows = job.documents
+            job.storage.finalize(done, *((rows.skipped_rows, rows.empty_rows) if done else ()))
     except Exception as error:  # as in start_together
         failure = failure or error
     together(job.host, failure)

@@ -55,7 +55,7 @@ def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
         monkeypatch.setattr(prepare, "prepare", MagicMock())
         monkeypatch.setattr(prepare, defect, vanished)
         with pytest.raises(FileNotFoundError):
-            prepare.prepare_together(parse_args([]), Host(0, 2), FAMILIES, lambda: None)
+            prepare.prepare_together(parse_args([]), Host(0, 2), FAMILIES, Watchdog(600))
         assert len(told) == 2 - phase and type(told[-1][1]) is FileNotFoundError
 
 

@@ -26,11 +26,13 @@ from activation_extraction.output.folder import Folder
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.reading.verify import verify
+from activation_extraction.run.data_files import DataFiles
 from activation_extraction.run.dataset import Dataset, HostText
+from activation_extraction.run.hosts import Watchdog
 from activation_extraction.run.prepare import open_text
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.text.choice import TokenChoice
-from activation_extraction.text.files import open_files
+from activation_extraction.text.files import list_files, open_files
 from activation_extraction.text.workers import Worker
 
 IDENTITY = Identity(model_digest="tiny", activation_dtype="float32", max_seq_length=32)
@@ -55,8 +57,10 @@ def run(byte_tokenizer, rows, shard_format):
     """Runs or repairs all but the model. Shards are smaller than batches, or larger."""
 
     def run(folder, repairing=False, *, stop_after=None, identity=IDENTITY, **options):
+        path = str(options.pop("data", rows))
+        files = DataFiles(list_files(path))
         text = HostText(
-            Dataset(open_files(str(options.pop("data", rows)), "text"), "files", ""),
+            Dataset(open_files(path, "text"), "files", "", files),
             byte_tokenizer,
             Worker(),
             text_column="text",
@@ -78,7 +82,7 @@ def run(byte_tokenizer, rows, shard_format):
             **({"shard_size_gb": 1e-6, "shard_format": shard_format} | options),
         )
         try:
-            batches = open_text(text, place, repairing)[1]
+            batches = open_text(text, place, repairing, Watchdog(600))[1]
             place.open()
             for number, batch in enumerate(batches):
                 if stop_after == number:

@@ -28,7 +28,7 @@ def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path)
     fewer = first_documents(demo_inputs, tmp_path / "fewer.parquet", 200)
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--dataset_path", fewer])
     assert pod.wait() == [2, 2]
-    assert "error: hosts differ in data_revision: digest" in pod.text(1)
+    assert "error: hosts differ in data files: digest" in pod.text(1)
     # As where devices differ in memory and --mesh_type auto is asked for.
     pod = faulty_pod(tmp_path, [*flags, "--mesh_type", "auto"], "1:model axis")
     assert pod.wait() == [2, 2], [pod.text(i) for i in range(2)]

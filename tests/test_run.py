@@ -25,7 +25,7 @@ import extract_activations
 from activation_extraction.cli.config import parse_args
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run import demo
-from activation_extraction.run.hosts import Host
+from activation_extraction.run.hosts import Host, Watchdog
 from activation_extraction.run.prepare import prepare_together
 from activation_extraction.text.packing import pack, samples_of
 from extract_activations import compile_step, main
@@ -132,7 +132,7 @@ def test_devices_give_the_values_of_one_device(demo_inputs, tmp_path):
     for flags in (["--no_data_parallel"], ["--use_data_parallel"], ["--mesh_shape", "2,2,2"]):
         where = ["--max_seq_length", 96, "--output_dir", tmp_path / flags[0]]
         config = parse_args(arguments(demo_inputs, *flags, *where))
-        job = prepare_together(config, Host(), FAMILIES, lambda: None)
+        job = prepare_together(config, Host(), FAMILIES, Watchdog(600))
         batch = job.batches.peek()
         activations, votes = compile_step(job.forward)(batch, [True, False, False])
         assert votes.tolist() == [1, 0, 0]

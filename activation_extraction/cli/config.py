@@ -23,6 +23,7 @@ from activation_extraction.cli.defaults import (
 from activation_extraction.cli.engines import SLURM_COUNT, check_array, machine_variables
 from activation_extraction.cli.errors import InputError
 from activation_extraction.cli.flags import build_parser
+from activation_extraction.cli.positions import parse_positions
 
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 
@@ -276,6 +277,11 @@ def _refuse_values(flags: argparse.Namespace) -> None:
         raise InputError(
             f"--output_dir {flags.output_dir}: is a URL, but shards are written to a local folder "
             "first; use --upload_to_gcs with --gcs_bucket and --gcs_prefix"
+        )
+    if not parse_positions(flags.positions).may_keep(flags.max_seq_length):
+        raise InputError(
+            f"--positions {flags.positions}: keeps no token of any sample; samples have at most "
+            f"{flags.max_seq_length} tokens (--max_seq_length), with positions from 0"
         )
     if flags.machine_id >= flags.total_machines:
         raise InputError(

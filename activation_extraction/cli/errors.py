@@ -34,7 +34,7 @@ class StorageError(RunError):
     """A shard could not be committed, so no later one may be; all earlier ones are safe."""
 
 
-def for_the_user(error: Exception) -> Exception:
+def for_the_user(error: BaseException) -> Exception:
     """The error itself if `main` knows how to report it. Any other one is a bug in this program:
     its traceback is logged, and a RunError takes its place."""
     if isinstance(error, RunError | InputError | MemoryError):

@@ -36,6 +36,17 @@ class Positions:
             return self.share * length
         return len(range(length)[self.start : self.stop : self.step])
 
+    def may_keep(self, longest: int) -> bool:
+        """Whether a token of any sample of up to `longest` tokens can be kept."""
+        if self.share is not None:
+            return self.threshold > 0
+        return any(self.expected(length) for length in range(1, longest + 1))
+
+    @property
+    def threshold(self) -> int:
+        """The share of 2**64."""
+        return int((self.share or 0) * 2.0**64)
+
     def __str__(self) -> str:
         """The rule in one spelling, which `parse_positions` reads back."""
         if self.share is not None:

@@ -17,13 +17,14 @@ READABLE_VERSIONS = (2, 3)  # in version 2, pickled records do not name their ho
 class Commit:
     """One shard, as its JSON describes it.
 
-    first, last, count: its samples. tokens: the tokens of these samples. hooks: for each hook its
-    key, name, width and statistics. cursor: where a run continues after this shard. partial: the
-    shard was cut before it was full, because the data ended or the run was interrupted; a run that
-    continues makes it again. run: digest of the run's identity. committed: Unix time in seconds.
-    began: when the process that wrote it began to store. unpacked: bytes before compression.
-    statistics: sha256 of the file with the statistics of every dimension. The last two are None if
-    the JSON does not record them.
+    first, last, count: its samples. tokens: the tokens of these samples. cut_samples: how many of
+    them are cut at their end; cut_tokens: how many tokens were left out there. hooks: for each hook
+    its key, name, width and statistics. cursor: where a run continues after this shard. partial:
+    the shard was cut before it was full, because the data ended or the run was interrupted; a run
+    that continues makes it again. run: digest of the run's identity. committed: Unix time in
+    seconds. began: when the process that wrote it began to store. unpacked: bytes before
+    compression. statistics: sha256 of the file with the statistics of every dimension. The last two
+    are None if the JSON does not record them.
     """
 
     file: str
@@ -41,6 +42,8 @@ class Commit:
     began: float | None = None
     unpacked: int | None = None
     statistics: str | None = None
+    cut_samples: int = 0
+    cut_tokens: int = 0
 
     @property
     def number(self) -> int:

@@ -16,7 +16,10 @@ from activation_extraction.output.statistics_file import statistics_name
 from activation_extraction.output.totals import Totals
 
 RECENT = 21  # commits that show how fast a host is now
-SUMS = ("shards", "samples", "tokens", "bytes", "skipped_rows")
+SUMS = (
+    *("shards", "samples", "tokens", "bytes"),
+    *("skipped_rows", "empty_rows", "cut_samples", "cut_tokens"),
+)
 
 
 @dataclass
@@ -98,7 +101,7 @@ class Outline:
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "Outline":
         """The inverse of `to_json`. Raises DamagedError or KeyError."""
-        totals = Totals(**{name: content[name] for name in SUMS})
+        totals = Totals(**{name: content.get(name, 0) for name in SUMS})
         totals.add_statistics(content["hooks"])
         partial = content["partial"]
         return cls(

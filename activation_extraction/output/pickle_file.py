@@ -37,6 +37,8 @@ class Record(TypedDict):
     text_preview: str
     token_ids: np.ndarray | None  # int32 (tokens,)
     doc_id: DocId
+    row: Mapping[str, Any] | None  # of the data set, such as {"file": "a.jsonl", "line": 7}
+    cut: int  # how many tokens were left out at the end of its document
     positions: NotRequired[np.ndarray]  # int32 (tokens,), where a run keeps some tokens only
 
 
@@ -128,6 +130,8 @@ def _record(hook: str, row: SampleRow, activation: np.ndarray, positions: bool) 
         "text_preview": row.text_preview,
         "token_ids": row.token_ids,
         "doc_id": row.doc_id,
+        "row": row.row,
+        "cut": row.cut,
     }
     return {**record, "positions": row.positions} if positions else record
 
@@ -206,6 +210,8 @@ def _shard_of(records: Records) -> Shard:
             positions=positions_of(record),
             text_preview=record["text_preview"],
             doc_id=record["doc_id"],
+            row=record.get("row"),
+            cut=record.get("cut", 0),
         )
         for record in next(iter(records.values()), [])
     ]

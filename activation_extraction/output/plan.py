@@ -47,9 +47,9 @@ class StoragePlan:
     outline: of the bucket's first shards, if their JSONs were not read; `commits` lacks these.
     ranges: what is to be stored, in the order of the data. obsolete: files to delete, as (folder,
     name). settled: nothing is left to do, not even an upload or an update of metadata.json.
-    skipped_rows: those of a complete extraction, including rows after its last sample. versions:
-    those of the JSONs in the bucket when the plan was made. For a repair, `recorded` is the
-    metadata, of which only the totals change, and `expected` has the shards as they were, by
+    skipped_rows, empty_rows: those of a complete extraction, rows after its last sample too.
+    versions: those of the JSONs in the bucket when the plan was made. For a repair, `recorded` is
+    the metadata, of which only the totals change, and `expected` has the shards as they were, by
     number.
     """
 
@@ -59,6 +59,7 @@ class StoragePlan:
     obsolete: tuple[tuple[Folder, str], ...] = ()
     settled: bool = False
     skipped_rows: int = 0
+    empty_rows: int = 0
     recorded: Mapping[str, Any] | None = None
     expected: Mapping[int, Commit] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)

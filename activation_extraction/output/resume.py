@@ -24,7 +24,7 @@ class ResumePlanner:
     """Plans a run that begins, or continues what is stored.
 
     folder: the local one. remote: the one in the bucket; None without upload. delete_local: local
-    shards are deleted after their upload.
+    shards are deleted after their upload. more_rows: the data has new rows at its end.
     """
 
     folder: Folder
@@ -32,13 +32,14 @@ class ResumePlanner:
     identity: Identity
     max_samples: int | None
     delete_local: bool
+    more_rows: bool = False
 
     def look(self) -> StoragePlan:
         """Reads the JSON files, local ones and those in the bucket."""
         local = read_stored(self.folder)
         remote = None if self.remote is None else read_stored(self.remote, brief=True)
         places = f"--output_dir {self.folder.url}", self.remote.url if self.remote else ""
-        plan = take_up(local, remote, places, self.identity, self.max_samples)
+        plan = take_up(local, remote, places, self.identity, self.max_samples, self.more_rows)
         if remote is not None:
             plan = replace(plan, versions=remote.versions)
         if remote is None or not self.delete_local:
@@ -65,11 +66,13 @@ def take_up(
     places: tuple[str, str],
     identity: Identity,
     max_samples: int | None,
+    more_rows: bool = False,
 ) -> StoragePlan:
     """Compares what is stored, here and in the bucket (None without upload), with the request.
 
-    places: the names of the two in messages. Raises InputError if nothing may be added, because
-    another run is stored there, or because what is stored is damaged or has gaps.
+    places: the names of the two in messages. more_rows: as in ResumePlanner. Raises InputError if
+    nothing may be added, because another run is stored there, or because what is stored is damaged
+    or has gaps.
     """
     both = [local] if remote is None else [local, remote]
     for place, stored in zip(places, both, strict=False):
@@ -82,16 +85,18 @@ def take_up(
             f"--max_samples: {places[len(both) - 1]} already holds {count} samples, more than the "
             f"{max_samples} that this host may store; {OPTIONS}"
         )
-    complete = [_complete(stored, count, max_samples) for stored in both]
+    more = more_rows and count != max_samples
+    complete = [not more and _complete(stored, count, max_samples) for stored in both]
     if any(complete):
-        recorded = (stored.metadata for stored, done in zip(both, complete, strict=True) if done)
+        recorded = [s.metadata or {} for s, done in zip(both, complete, strict=True) if done]
         return StoragePlan(
             commits,
             outline=outline,
             ranges=(),
             waiting=frozenset(waiting),
             settled=complete[-1] and not waiting,
-            skipped_rows=max(m.get("skipped_rows", 0) for m in recorded if m is not None),
+            skipped_rows=max(told.get("skipped_rows", 0) for told in recorded),
+            empty_rows=max(told.get("empty_rows", 0) for told in recorded),
         )
     if commits and commits[-1].partial:
         waiting.discard(commits.pop().number)

@@ -3,6 +3,7 @@ those left by an earlier run with different numbers of machines or hosts.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,17 @@ def folder_name(worker: Worker, in_bucket: bool) -> str:
 def find_metadata(root: Folder) -> tuple[str, dict[str, Any]] | None:
     """A folder of this output that has metadata, and the metadata; None if there is none."""
     for folder in (root, *map(root.child, host_folders(root.folders()))):
-        data = folder.read(METADATA)
-        try:
-            if data is not None:
-                return folder.url, unseal(data, folder.url)
-        except DamagedError:  # --verify reports it
-            continue
+        metadata = metadata_in(folder)
+        if metadata is not None:
+            return folder.url, metadata
+    return None
+
+
+def metadata_in(folder: Folder) -> dict[str, Any] | None:
+    """What metadata.json in a folder says; None without one. --verify reports a damaged one."""
+    data = folder.read(METADATA)
+    with suppress(DamagedError):
+        return None if data is None else unseal(data, folder.url)
     return None
 
 

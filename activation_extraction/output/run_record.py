@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from activation_extraction.cli.errors import StorageError
 from activation_extraction.output.atomic_file import write_bytes
@@ -20,15 +20,28 @@ from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.shard import Key
 from activation_extraction.output.totals import Totals
 
+ROWS = ("skipped_rows", "empty_rows", "cut_samples", "cut_tokens")
 SUMS = ("shards", "samples", "tokens", "bytes", "hooks")  # in metadata.json
+
+
+class Sources(Protocol):
+    """The files that samples come from. grown: whether they have rows that they did not have."""
+
+    grown: bool
+
+    def settle(self) -> bool:
+        """Waits until it is known what all files are that were read; whether that is news."""
+        ...
+
+    def to_json(self) -> list[dict[str, Any]]: ...
 
 
 class RunRecord:
     """Writes both files to `folder`, and metadata.json to the bucket as well.
 
     ownership: the right to write to the bucket. hooks: key, name and whatever else is known of each
-    hook. owner: a name for this process. more: what else the caller wants recorded. A repair keeps
-    what is `recorded` already, except the sums.
+    hook. owner: a name for this process. sources: of the samples. more: what else the caller wants
+    recorded. A repair keeps what is `recorded` already, except the sums.
     """
 
     def __init__(
@@ -39,6 +52,7 @@ class RunRecord:
         identity: Identity,
         max_samples: int | None,
         owner: str,
+        sources: Sources | None,
         more: Mapping[str, Any],
     ) -> None:
         self.recorded: Mapping[str, Any] | None = None
@@ -49,6 +63,7 @@ class RunRecord:
         self._identity = identity
         self._max_samples = max_samples
         self._owner = owner
+        self._sources = sources
         self._more = more
         self._writing = threading.Lock()
         self._metrics: Mapping[str, Any] = {}  # the last ones
@@ -86,7 +101,7 @@ class RunRecord:
             "samples": totals.samples,
             "tokens": totals.tokens,
             "bytes": totals.bytes,
-            "skipped_rows": totals.skipped_rows,
+            **{name: getattr(totals, name) for name in ROWS},
             "max_samples": self._max_samples,
             "seconds": round(time.perf_counter() - self._began, 3),
             "written": round(time.time(), 3),
@@ -98,6 +113,7 @@ class RunRecord:
                 for key, statistics in totals.statistics.items()
             ],
             "identity": self._identity.to_json(),
+            "data_files": [] if self._sources is None else self._sources.to_json(),
             **self._more,
         }
 

@@ -3,7 +3,8 @@
 So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
 The file holds, in this order, `sample_idx` and `sample_offsets` (int64), `token_ids` and `position`
 (int32), and a tensor (tokens, width) per hook under the hook's full name. The header's metadata has
-the text previews and document ids as JSON lists. The bytes depend only on the content.
+JSON lists of the text previews, the document ids, the rows of the data set and how much was cut.
+The bytes depend only on the content.
 """
 
 import json
@@ -55,6 +56,8 @@ def write_safetensors(shard: Shard, names: Mapping[Key, str], file: Any) -> int:
         "format": FORMAT,
         "text_previews": _json_list([sample.text_preview for sample in shard.samples]),
         "doc_ids": _json_list([sample.doc_id for sample in shard.samples]),
+        "rows": _json_list([sample.row for sample in shard.samples]),
+        "cut": _json_list([sample.cut for sample in shard.samples]),
     }
     layout = {
         name: (parts[0].dtype, (sum(map(len, parts)), *parts[0].shape[1:]))
@@ -72,7 +75,7 @@ def write_safetensors(shard: Shard, names: Mapping[Key, str], file: Any) -> int:
 
 def text_bytes(row: SampleRow) -> int:
     """The bytes that a sample's texts take in the header."""
-    return len(_json(_json_list([row.text_preview, row.doc_id])))
+    return len(_json(_json_list([row.text_preview, row.doc_id, row.row, row.cut])))
 
 
 def header(
@@ -137,9 +140,16 @@ def _check_layout(tensors: Mapping[str, Tensor], size: int) -> None:
         raise ValueError(f"hook {wrong[0]} has shape {shapes[wrong[0]]}")
 
 
-def texts_of(header: Header) -> tuple[list[str], list[Any]]:
-    """Text previews and document ids, one per sample."""
-    return json.loads(header.metadata["text_previews"]), json.loads(header.metadata["doc_ids"])
+def texts_of(header: Header) -> list[list[Any]]:
+    """Text previews, document ids, rows of the data set, and how many tokens were cut off.
+
+    One of each per sample; RunError or another error of MALFORMED if that is not so.
+    """
+    found = [json.loads(header.metadata[name]) for name in ("text_previews", "doc_ids")]
+    for name, default in (("rows", None), ("cut", 0)):
+        stored = header.metadata.get(name)
+        found.append([default] * len(found[0]) if stored is None else json.loads(stored))
+    return found
 
 
 def read_safetensors(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
@@ -161,15 +171,13 @@ def read_safetensors(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
     tables = {name: _view(mapped, tensor) for name, tensor in head.tensors.items()}
     offsets = _checked_offsets(tables, path.name)
     try:
-        previews, doc_ids = texts_of(head)
         rows = [
-            SampleRow(index, ids, positions, preview, doc_id)
-            for index, ids, positions, preview, doc_id in zip(
+            SampleRow(*of_sample)
+            for of_sample in zip(
                 tables["sample_idx"].tolist(),
                 np.split(tables["token_ids"], offsets),
                 np.split(tables["position"], offsets),
-                previews,
-                doc_ids,
+                *texts_of(head),
                 strict=True,
             )
         ]

@@ -3,7 +3,9 @@
 Every shard format writes this and reads it back. Nothing here knows about files.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +19,8 @@ class SampleRow:
 
     token_ids and positions: int32, shape (tokens,); the position of a token counts from 0 at the
     start of its sample. token_ids: None if the caller gave none. doc_id: the `id` of the row in
-    the data set.
+    the data set, and row: which row that is. cut: how many tokens were left out at the end of its
+    document.
     """
 
     sample_idx: int
@@ -25,6 +28,8 @@ class SampleRow:
     positions: np.ndarray
     text_preview: str
     doc_id: DocId
+    row: Mapping[str, Any] | None = None
+    cut: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,10 @@ def same_content(one: Shard, other: Shard) -> bool:
 
 
 def _same_row(one: SampleRow, other: SampleRow) -> bool:
-    texts = [(row.sample_idx, row.text_preview, repr(row.doc_id)) for row in (one, other)]
+    texts = [
+        (each.sample_idx, each.text_preview, repr(each.doc_id), each.row, each.cut)
+        for each in (one, other)
+    ]
     arrays = [(row.token_ids, row.positions) for row in (one, other)]
     return texts[0] == texts[1] and all(map(_same_array, *arrays))
 

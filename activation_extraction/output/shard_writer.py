@@ -29,6 +29,7 @@ from activation_extraction.output.metadata import METRICS
 from activation_extraction.output.outline import Outline
 from activation_extraction.output.ownership import Ownership
 from activation_extraction.output.reasons import reason_of
+from activation_extraction.output.run_record import Sources
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.shard import Key, Shard
 from activation_extraction.output.statistics import Statistics, Sums, sums_of
@@ -54,7 +55,8 @@ class ShardWriter:
     """Writes shards to `folder` and uploads them by right of `ownership` (None: they stay there).
 
     names: key of each hook in the shards -> its full name. run: digest of the run's identity.
-    record: writes metadata.json, with the outline. `made` has the shards that this process has
+    sources: of the samples; it is on record what they are before a shard is committed. record:
+    writes metadata.json, with the outline. `made` has the shards that this process has
     stored.
     """
 
@@ -66,6 +68,7 @@ class ShardWriter:
         shard_format: ShardFormat,
         delete_local: bool,
         run: str,
+        sources: Sources | None,
         record: Callable[[], None],
     ) -> None:
         self.made: list[Commit] = []
@@ -77,6 +80,7 @@ class ShardWriter:
         self._format = shard_format
         self._delete_local = delete_local
         self._run = run
+        self._sources = sources
         self._record = record
         self._counting = threading.Lock()
         self.begin(Outline(), [], {})
@@ -177,12 +181,12 @@ class ShardWriter:
         try:
             self.check()
             action(*arguments)
-        except Exception as error:  # whatever it is, nothing may follow this shard
+        except BaseException as error:  # whatever it is, nothing may follow this shard
             if self.failure is None:
                 self.failure = self._told(error)
             raise self.failure from error
 
-    def _told(self, error: Exception) -> StorageError:
+    def _told(self, error: BaseException) -> StorageError:
         if isinstance(error, OSError):  # from the disk
             return StorageError(f"{self._folder}: {reason_of(error)[0]}")
         known = for_the_user(error)
@@ -214,10 +218,15 @@ class ShardWriter:
                 committed=round(time.time(), 3),
                 began=self._began,
                 statistics=statistics,
+                cut_samples=sum(row.cut > 0 for row in shard.samples),
+                cut_tokens=sum(row.cut for row in shard.samples),
             )
             expected = self._expected.get(number)
             if expected is not None and expected.sha256 == commit.sha256:
                 commit = replace(expected, statistics=commit.statistics)
+            if self._sources is not None and self._sources.settle():
+                with self._counting:
+                    self._record()
             write_bytes(announcement, seal(commit.to_json()))
         except OSError as error:
             raise StorageError(f"{path}: {reason_of(error)[0]}") from error

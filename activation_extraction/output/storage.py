@@ -29,7 +29,7 @@ from activation_extraction.output.ownership import Ownership
 from activation_extraction.output.plan import Planner, StoragePlan
 from activation_extraction.output.reasons import reason_of
 from activation_extraction.output.resume import ResumePlanner
-from activation_extraction.output.run_record import RunRecord
+from activation_extraction.output.run_record import RunRecord, Sources
 from activation_extraction.output.shard import DocId, Key, SampleRow
 from activation_extraction.output.shard_cutter import ShardCutter
 from activation_extraction.output.shard_writer import ShardWriter
@@ -64,7 +64,8 @@ class ActivationStorage:
     only reads. The first to write is `open`, which is called on entering the context, or else by
     the first sample.
 
-    remote: this host's folder in a bucket; shards then count as stored only once they are there.
+    sources: the files that the samples come from, which metadata.json lists. remote: this host's
+    folder in a bucket; shards then count as stored only once they are there.
     delete_local: delete shard files after their upload; their JSON files stay.
 
     Leaving the context commits what is complete, even after an exception or Ctrl-C; metadata.json
@@ -88,6 +89,7 @@ class ActivationStorage:
         delete_local: bool = True,
         hook_facts: Mapping[Key, Mapping[str, Any]] | None = None,
         planner: Planner | None = None,
+        sources: Sources | None = None,
     ) -> None:
         self.folder = Path(output_dir)
         self._remote = remote
@@ -107,6 +109,7 @@ class ActivationStorage:
             self.format,
             delete_local,
             self._identity.run,
+            sources,
             lambda: self._write_record("running"),
         )
         facts = hook_facts or {}
@@ -117,10 +120,16 @@ class ActivationStorage:
             self._identity,
             max_samples,
             owner,
+            sources,
             metadata or {},
         )
         self._planner = planner or ResumePlanner(
-            self._local, remote, self._identity, max_samples, delete_local
+            self._local,
+            remote,
+            self._identity,
+            max_samples,
+            delete_local,
+            more_rows=sources is not None and sources.grown,
         )
         self._follow(StoragePlan() if overwrite else self._planner.look())
         self._incomplete = IncompleteSamples(self._names)
@@ -132,7 +141,7 @@ class ActivationStorage:
         self._record.recorded = plan.recorded
         uploaded = [commit for commit in plan.commits if commit.number not in plan.waiting]
         self._writer.begin(plan.outline, uploaded, plan.expected)
-        self.totals.count_skipped(plan.skipped_rows)
+        self.totals.count_rows(plan.skipped_rows, plan.empty_rows)
         stride = self._identity.total_machines * self._identity.num_hosts
         self._cutter = ShardCutter(
             self._writer,
@@ -273,6 +282,8 @@ class ActivationStorage:
                     positions,
                     sample.text_preview,
                     sample.doc_id,
+                    sample.row,
+                    sample.cut,
                 )
                 self._check_next(sample.sample_idx)
                 self._cutter.add(row, {key: activations[key][where] for key in self._names})
@@ -288,13 +299,15 @@ class ActivationStorage:
         text_preview: str,
         token_ids: np.ndarray | None = None,
         doc_id: DocId = None,
+        row: Mapping[str, Any] | None = None,
+        cut: int = 0,
     ) -> None:
         """Adds one sample's activation (tokens, width) at one hook.
 
-        The array is kept, not copied, until its shard is written. Text, token ids and id are taken
-        from the sample's first hook. Raises KeyError for an unknown hook, and ValueError for a
-        sample that is out of order, given twice or not two-dimensional, that follows a complete
-        extraction, or that lacks the token ids which safetensors need.
+        The array is kept, not copied, until its shard is written. What else is known of the sample
+        (see SampleRow) is taken from its first hook. Raises KeyError for an unknown hook, and
+        ValueError for a sample that is out of order, given twice or not two-dimensional, that
+        follows a complete extraction, or that lacks the token ids which safetensors need.
         """
         self.open()
         if layer_idx not in self._names:
@@ -310,10 +323,10 @@ class ActivationStorage:
         self._check_next(sample_idx)
         ids = None if token_ids is None else np.asarray(token_ids, np.int32)
         positions = np.arange(len(activation), dtype=np.int32)
-        row = SampleRow(int(sample_idx), ids, positions, text_preview, doc_id)
-        row, slices = self._incomplete.add(layer_idx, activation, row)
+        sample = SampleRow(int(sample_idx), ids, positions, text_preview, doc_id, row, cut)
+        sample, slices = self._incomplete.add(layer_idx, activation, sample)
         if len(slices) == len(self._names):
-            self._cutter.add(row, slices)
+            self._cutter.add(sample, slices)
 
     def _check_next(self, sample_idx: int) -> None:
         """Raises ValueError for a sample that cannot follow those that are stored."""
@@ -334,19 +347,19 @@ class ActivationStorage:
         if self.plan.recorded is None:
             self._record.add_metrics(metrics)
 
-    def finalize(self, complete: bool = True, skipped_rows: int = 0) -> None:
+    def finalize(self, complete: bool = True, skipped_rows: int = 0, empty_rows: int = 0) -> None:
         """Commits every complete sample and metadata.json, and waits until all is stored.
 
-        complete: False if the run ends before its data does. skipped_rows: how many in all, if more
-        were skipped than the cursors count. Calling this again does nothing. Raises ValueError,
-        after committing, if a complete run leaves a sample incomplete.
+        complete: False if the run ends before its data does. skipped_rows, empty_rows: how many in
+        all, if there are more than the cursors count. Calling this again does nothing. Raises
+        ValueError, after committing, if a complete run leaves a sample incomplete.
         """
         if self._state is State.FOUND:
             self.open()
         if self._state is not State.OPEN:
             return self.close()
         complete = complete or self.plan.complete
-        self.totals.count_skipped(skipped_rows)
+        self.totals.count_rows(skipped_rows, empty_rows)
         self._state = State.CLOSED
         done = False
         try:

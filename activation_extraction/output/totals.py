@@ -11,13 +11,19 @@ from activation_extraction.output.statistics import Statistics
 
 @dataclass
 class Totals:
-    """What is committed, including earlier runs; and this run's seconds in the background."""
+    """What is committed, including earlier runs; and this run's seconds in the background.
+
+    cut_samples: those that are cut at their end; cut_tokens: how many tokens were left out there.
+    """
 
     shards: int = 0
     samples: int = 0
     tokens: int = 0
     bytes: int = 0
     skipped_rows: int = 0
+    empty_rows: int = 0
+    cut_samples: int = 0
+    cut_tokens: int = 0
     compress_seconds: float = 0.0  # what shards took besides writing
     write_seconds: float = 0.0
     upload_seconds: float = 0.0
@@ -29,7 +35,10 @@ class Totals:
         self.samples += commit.count
         self.tokens += commit.tokens
         self.bytes += commit.bytes
-        self.count_skipped((commit.cursor or {}).get("skipped_rows", 0))
+        self.cut_samples += commit.cut_samples
+        self.cut_tokens += commit.cut_tokens
+        cursor = commit.cursor or {}
+        self.count_rows(cursor.get("skipped_rows", 0), cursor.get("empty_rows", 0))
         self.add_statistics(commit.hooks)
 
     def add_statistics(self, hooks: Iterable[Mapping[str, Any]]) -> None:
@@ -38,9 +47,10 @@ class Totals:
             before = self.statistics.get(hook["key"], Statistics())
             self.statistics[hook["key"]] = before.merge(Statistics.from_json(hook))
 
-    def count_skipped(self, rows: int) -> None:
-        """rows: how many were skipped up to some point of the data."""
-        self.skipped_rows = max(self.skipped_rows, rows)
+    def count_rows(self, skipped: int, empty: int) -> None:
+        """How many rows were skipped, and how many are empty, up to some point of the data."""
+        self.skipped_rows = max(self.skipped_rows, skipped)
+        self.empty_rows = max(self.empty_rows, empty)
 
     def copy(self) -> "Totals":
         """One that can be added to by itself."""

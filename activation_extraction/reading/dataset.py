@@ -28,7 +28,13 @@ BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer, whichever is les
 
 @dataclass(frozen=True)
 class SampleActivations:
-    """One sample: activations by hook, (tokens, width), and what the run stored with it."""
+    """One sample: activations by hook, (tokens, width), and what the run stored with it.
+
+    row: of the data set, where the sample comes from: {"file", "line"} of JSON Lines, counted from
+    1; {"file", "row_group", "row"} of Parquet, from 0; {"row"} of a hub data set, from 0, with
+    {"share"} if it counts only one share of the data. cut: how many tokens of the document were
+    left out at its end.
+    """
 
     activations: dict[str, np.ndarray]
     token_ids: np.ndarray
@@ -36,6 +42,8 @@ class SampleActivations:
     sample_idx: int
     text_preview: str
     doc_id: Any
+    row: dict[str, Any] | None
+    cut: int
 
     def __getitem__(self, hook: str) -> np.ndarray:
         return self.activations[hook]
@@ -199,7 +207,7 @@ class ActivationDataset(Sequence[SampleActivations]):
             reader = self._shards.get(shard)
             span = [int(offset) for offset in reader.samples.offsets[number : number + 2]]
             token_ids, position = reader.tokens(*span)
-            previews, doc_ids = reader.texts
+            previews, doc_ids, source_rows, cut = reader.told
             rows = {name: np.array(reader.rows(name, *span)) for name in self.hooks}
         except RunError as error:
             raise OSError(str(error)) from error
@@ -210,6 +218,8 @@ class ActivationDataset(Sequence[SampleActivations]):
             sample_idx=int(reader.samples.sample_idx[number]),
             text_preview=previews[number],
             doc_id=doc_ids[number],
+            row=source_rows[number],
+            cut=cut[number],
         )
 
 

@@ -55,8 +55,8 @@ class ShardReader(Protocol):
     def samples(self) -> Samples: ...
 
     @property
-    def texts(self) -> tuple[list[str], list[Any]]:
-        """Text previews and document ids, one per sample."""
+    def told(self) -> Sequence[Sequence[Any]]:
+        """Text previews, document ids, rows of the data set and how much was cut, per sample."""
         ...
 
     def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -103,7 +103,7 @@ class SafetensorsReader:
         _check_samples(self._where, self.samples, commit)
 
     @cached_property
-    def texts(self) -> tuple[list[str], list[Any]]:
+    def told(self) -> Sequence[Sequence[Any]]:
         return safetensors_file.texts_of(self._header())
 
     def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -166,9 +166,11 @@ class PickleReader:
         try:
             self._slices = {name: _slices(shard[hook.key]) for name, hook in hooks.items()}
             token_ids = [np.asarray(record["token_ids"], np.int32) for record in records]
-            self.texts = (
+            self.told = (
                 [record["text_preview"] for record in records],
                 [record["doc_id"] for record in records],
+                [record.get("row") for record in records],
+                [record.get("cut", 0) for record in records],
             )
             positions = [positions_of(record) for record in records]
             indices = [record["sample_idx"] for record in records]

@@ -19,7 +19,8 @@ from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import METADATA, Stored, identity_of
 from activation_extraction.reading.folders import read_folders
 from activation_extraction.reading.verify_folder import check_folders
-from activation_extraction.reading.verify_shard import Chosen, check_shard
+from activation_extraction.reading.verify_rows import ids_that_recur, rows_stored_twice
+from activation_extraction.reading.verify_shard import Checked, Chosen, check_shard
 
 WORKERS = 4  # shards read at the same time; each is unpacked in memory
 # The largest relative error (Frobenius norm, per sample and hook) of a recomputed sample, by the
@@ -41,18 +42,20 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     metadata = next((stored.metadata for stored in folders.values() if stored.metadata), None)
     recompute = None if load is None or metadata is None else load(metadata)
     problems = list(check_folders(folders))
-    chosen: list[Chosen] = []
-    commits: list[Commit] = []
-    for commit, wrong, found in check_shards(root, folders, count if recompute is not None else 0):
-        commits.append(commit)
-        problems += wrong
-        chosen += found
+    checked = list(check_shards(root, folders, count if recompute is not None else 0))
+    problems += [problem for shard in checked for problem in shard.problems]
+    chosen = [sample for shard in checked for sample in shard.chosen]
+    sources = [shard.sources for shard in checked if shard.sources is not None]
+    problems += rows_stored_twice(sources)
     recomputed = "nothing recomputed (give --model_path)"
     if recompute is not None and metadata is not None:
         problems += _compare(metadata, chosen, recompute)
         recomputed = f"{len(chosen)} samples recomputed"
     for problem in problems:
         print(problem)
+    if told := ids_that_recur(sources):
+        print(f"note: {told}")
+    commits = [shard.commit for shard in checked]
     print(_verdict(len(folders), commits, recomputed, len(problems)))
     return 1 if problems else 0
 
@@ -66,10 +69,8 @@ def _verdict(folders: int, commits: list[Commit], recomputed: str, problems: int
     )
 
 
-def check_shards(
-    root: Folder, folders: dict[str, Stored], count: int = 0
-) -> Iterator[tuple[Commit, list[str], list[Chosen]]]:
-    """Reads every shard. Yields its commit, what is wrong with it, and the samples chosen from it.
+def check_shards(root: Folder, folders: dict[str, Stored], count: int = 0) -> Iterator[Checked]:
+    """Reads every shard.
 
     `count` random samples are chosen in all. Several shards are read at the same time; they are
     yielded in order.
@@ -89,7 +90,7 @@ def check_shards(
         ]
         try:
             for job, (_, commit) in zip(jobs, shards, strict=True):
-                yield commit, *job.result()
+                yield job.result()
                 bar.update(commit.bytes)
         finally:  # Ctrl-C waits only for the shards that are being read
             pool.shutdown(cancel_futures=True)

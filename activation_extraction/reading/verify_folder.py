@@ -54,7 +54,12 @@ def _check_one_run(folders: dict[str, Stored], names: Iterable[str]) -> Iterator
     """Whether all these folders are of the run that the first one is of."""
     common: dict[str, Any] = {}
     hosts: dict[int, int] = {}  # of every machine
+    digests: dict[tuple[str, int], str] = {}  # of files of the data set, by name and size
     for name in names:
+        for file in (folders[name].metadata or {}).get("data_files", ()):
+            known, digest = (file["name"], file["bytes"]), file["digest"]
+            if digest and digests.setdefault(known, digest) != digest:
+                yield f"{name}: has read a file {file['name']} with other content than others have"
         identity = folders[name].identity
         assert identity is not None
         shared = identity.shared

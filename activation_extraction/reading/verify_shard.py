@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from activation_extraction.output.shard import SampleRow, Shard
 from activation_extraction.output.statistics import Sums, sums_of
 from activation_extraction.reading.dimension_statistics import read_sums
 from activation_extraction.reading.verify_folder import differing, file_path
+from activation_extraction.reading.verify_rows import Sources
 from activation_extraction.text.batch import Cursor
 from activation_extraction.text.workers import Worker
 
@@ -42,20 +43,29 @@ class Chosen:
     start: Cursor | None
 
 
+class Checked(NamedTuple):
+    """A shard that has been read: what is wrong with it, those of its samples that are to be
+    recomputed, and where its samples come from (None if it cannot be read)."""
+
+    commit: Commit
+    problems: list[str]
+    chosen: list[Chosen]
+    sources: Sources | None = None
+
+
 def check_shard(
     store: Folder, folder: str, stored: Stored, commit: Commit, wanted: list[int], scratch: Path
-) -> tuple[list[str], list[Chosen]]:
-    """What is wrong with a shard, and those of its samples that are to be recomputed.
-
-    wanted: the positions of those samples. scratch: a folder for downloads.
+) -> Checked:
+    """Reads a shard. wanted: the positions of the samples to be recomputed. scratch: a folder for
+    downloads.
     """
     where = file_path(folder, commit.file)
     if problem := _check_size(store, stored, commit):
-        return [f"{where}: {problem}"], []
+        return Checked(commit, [f"{where}: {problem}"], [])
     if stored.identity is None:
-        return [], []
+        return Checked(commit, [], [])
     if tuple(commit.names.values()) != stored.identity.hooks:
-        return [f"{where}: has other hooks than its run"], []
+        return Checked(commit, [f"{where}: has other hooks than its run"], [])
     own = scratch / (folder or "all")
     own.mkdir(exist_ok=True)
     try:
@@ -68,13 +78,15 @@ def check_shard(
             except RunError as error:
                 problems.append(f"{where}: {error}")
         problems += [f"{where}: {what}" for what in _check_samples(shard, stored, commit, sums)]
-        return problems, [] if problems else _choose(shard, wanted, where, stored, commit)
+        chosen = [] if problems else _choose(shard, wanted, where, stored, commit)
+        return Checked(commit, problems, chosen, Sources.of(shard.samples))
     except ContentError as error:
-        return [f"{where}: {problem}" for problem in error.problems], []
+        problems = [f"{where}: {problem}" for problem in error.problems]
     except (RunError, OSError) as error:
-        return [f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")], []
+        problems = [f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")]
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        return [f"{where}: its content is not as it should be: {error!r:.200}"], []
+        problems = [f"{where}: its content is not as it should be: {error!r:.200}"]
+    return Checked(commit, problems, [])
 
 
 def _check_size(store: Folder, stored: Stored, commit: Commit) -> str | None:

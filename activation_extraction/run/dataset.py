@@ -1,9 +1,8 @@
 """The text of a run: opens the data set, and makes batches of one host's share of it."""
 
-import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
@@ -12,10 +11,11 @@ from tokenizers import Tokenizer
 from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.output.metadata import METADATA, identity_of
 from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.run.data_files import DataFiles
 from activation_extraction.text.batch import Batch, Cursor
 from activation_extraction.text.choice import TokenChoice
 from activation_extraction.text.documents import DocumentStream, with_remedy
-from activation_extraction.text.files import describe_files, open_files
+from activation_extraction.text.files import list_files, open_listed
 from activation_extraction.text.hub import open_hub_dataset
 from activation_extraction.text.packing import pack
 from activation_extraction.text.prefetch import Prefetch
@@ -29,12 +29,13 @@ BATCHES_AHEAD = 4
 class Dataset:
     """An open data set. Its name and content must stay the same when an extraction continues.
 
-    content: the revision of a hub data set, or a digest of the names and sizes of files.
+    content: the revision of a hub data set; "" for files, which `files` compares one by one.
     """
 
     rows: datasets.IterableDataset
     name: str
     content: str
+    files: DataFiles = field(default_factory=DataFiles)
 
 
 def open_dataset(
@@ -43,26 +44,22 @@ def open_dataset(
     subset: str | None,
     split: str | None,
     text_column: str,
-    earlier: Iterable[Mapping[str, Any]],
+    own: Sequence[Mapping[str, Any]],
+    others: Sequence[Mapping[str, Any]] = (),
 ) -> Dataset:
     """Opens the files at `path`, or else the hub data set with this name, subset and split.
 
-    earlier: the metadata that the output already holds; a hub data set is opened at the revision
-    that it records. Raises InputError.
+    own, others: the metadata that this host and others have stored already. A hub data set is
+    opened at the revision that it records; files must be those that it lists. Raises InputError.
     """
     if path is not None:
-        return _open_local(path, text_column)
-    return _open_from_hub(str(name), subset, str(split), earlier)
-
-
-def _open_local(path: str, text_column: str) -> Dataset:
-    rows = open_files(path, text_column)
-    described = json.dumps(describe_files(path))
-    return Dataset(rows, "files", hashlib.sha256(described.encode()).hexdigest())
+        files = DataFiles.found(list_files(path), own, others)
+        return Dataset(open_listed(path, files.files, text_column), "files", "", files)
+    return _open_from_hub(str(name), subset, str(split), [*others, *own])
 
 
 def _open_from_hub(
-    name: str, subset: str | None, split: str, earlier: Iterable[Mapping[str, Any]]
+    name: str, subset: str | None, split: str, earlier: Sequence[Mapping[str, Any]]
 ) -> Dataset:
     source = " ".join(filter(None, (name, subset, split)))
     revision = None
@@ -97,8 +94,13 @@ class HostText:
 
     def documents(self) -> DocumentStream:
         """The host's share of the documents, from the beginning."""
-        rows = self.dataset.rows
-        return DocumentStream(rows, self.text_column, self.worker, self.skip_bad_rows)
+        return DocumentStream(
+            self.dataset.rows,
+            self.text_column,
+            self.worker,
+            self.skip_bad_rows,
+            self.dataset.files.reads,
+        )
 
     def batches(
         self, documents: DocumentStream, most: int | None, start: Cursor | None
@@ -107,10 +109,16 @@ class HostText:
         stream = samples(documents, self.tokenizer, self.length, most, start)
         return map(self.choice.mark, pack(stream, self.rows, self.length))
 
-    def not_stored(self, documents: DocumentStream, storage: ActivationStorage) -> Prefetch[Batch]:
+    def not_stored(
+        self,
+        documents: DocumentStream,
+        storage: ActivationStorage,
+        watchdog: AbstractContextManager[object],
+    ) -> Prefetch[Batch]:
         """The batches whose samples are not stored yet, prepared in the background.
 
-        Raises InputError if the first of them cannot be read, or if there is no text at all.
+        watchdog: watches over the wait for the first of them. Raises InputError if that one cannot
+        be read, or if there is no text at all.
         """
         if storage.complete:
             return Prefetch(iter(()), BATCHES_AHEAD)
@@ -118,7 +126,9 @@ class HostText:
         batches = Prefetch(found, BATCHES_AHEAD)
         alone = self.worker == Worker()
         try:
-            if batches.peek() is None and alone and not storage.found_samples:
+            with watchdog:
+                first = batches.peek()
+            if first is None and alone and not storage.found_samples:
                 raise InputError("the data set is empty: no row has text; expected at least one")
         except RunError as error:
             raise with_remedy(error) from error

@@ -1,4 +1,4 @@
-"""Digests of files, which show whether two runs have the same model, tokenizer and code.
+"""Digests of files, which show whether two runs have the same model, tokenizer, code and data.
 
 Every byte counts, yet weights are read for this only once: the digest of a large file is kept in
 the user's cache folder until the file changes. A large file in the hub's cache is not read at all,
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -29,7 +30,7 @@ CHUNK = 2**20  # bytes
 READERS = 8  # files read at the same time
 # A file that changed less than this many seconds ago may change again and keep its timestamp.
 SETTLED = 3.0
-REMEMBERED = 1000  # files
+REMEMBERED = 10_000  # files
 MEMORY = "file_digests.json"
 
 
@@ -40,9 +41,7 @@ def digest_files(paths: Sequence[Path], remote: Mapping[str, str] = MappingProxy
     """
     digests = {path: _hub_digest(path) for path in paths}
     unknown = [path for path, digest in digests.items() if digest is None]
-    large = [path for path in unknown if path.stat().st_size >= LARGE]
-    found = _digest_large(large) if large else {}
-    found |= {path: _read(path) for path in unknown if path not in found}
+    found = file_digests(unknown, "weights")
     every = [*((path.name, digests[path] or found[path]) for path in paths), *remote.items()]
     lines = sorted(f"{name} {digest}\n" for name, digest in every)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -51,6 +50,40 @@ def digest_files(paths: Sequence[Path], remote: Mapping[str, str] = MappingProxy
 def model_digest(checkpoint: Checkpoint) -> str:
     """Digest of what decides what a model computes: config.json and the files of its weights."""
     return digest_files(checkpoint.local_files(), checkpoint.remote_digests())
+
+
+def file_digests(paths: Sequence[Path], what: str) -> dict[Path, str]:
+    """The SHA-256 of each file, read with a progress bar. what: they are, for the log."""
+    large = [path for path in paths if _size(path) >= LARGE]
+    found = _digest_large(large, partial(_read_all, what=what)) if large else {}
+    return {path: found[path] if path in found else _read(path) for path in paths}
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of one file, without a progress bar."""
+    if _size(path) < LARGE:
+        return _read(path)
+    return _digest_large([path], lambda paths: {path: _read(path) for path in paths})[path]
+
+
+def same_beginning(path: Path, size: int, sha256: str) -> bool:
+    """Whether the first `size` bytes of a file are whole lines with this SHA-256."""
+    digest, last = hashlib.sha256(), b""
+    try:
+        with open(path, "rb") as file:
+            while size > 0 and (last := file.read(min(size, CHUNK))):
+                digest.update(last)
+                size -= len(last)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return digest.hexdigest() == sha256 and last.endswith(b"\n")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _hub_digest(path: Path) -> str | None:
@@ -67,8 +100,10 @@ def _hub_digest(path: Path) -> str | None:
     return blob.name if blob.stat().st_ctime_ns <= path.lstat().st_ctime_ns else None
 
 
-def _digest_large(paths: Sequence[Path]) -> dict[Path, str]:
-    """The SHA-256 of every file; a file whose digest is remembered is not read."""
+def _digest_large(
+    paths: Sequence[Path], read_all: Callable[[Sequence[Path]], dict[Path, str]]
+) -> dict[Path, str]:
+    """The SHA-256 of every file; `read_all` reads those whose digest is not remembered."""
     remembered = _recall()
     keys = {path: _state(path) for path in paths}
     found = {path: remembered[keys[path]] for path in paths if keys[path] in remembered}
@@ -76,7 +111,7 @@ def _digest_large(paths: Sequence[Path]) -> dict[Path, str]:
     if not unread:
         return found
     settled = [path for path in unread if time.time() - path.stat().st_ctime > SETTLED]
-    found |= _read_all(unread)
+    found |= read_all(unread)
     same = {keys[path]: found[path] for path in settled if _state(path) == keys[path]}
     if same:
         _remember(remembered | same)
@@ -90,17 +125,18 @@ def _state(path: Path) -> str:
     return hashlib.sha256(os.fsencode(path.resolve()) + repr(state).encode()).hexdigest()
 
 
-def _read_all(paths: Sequence[Path]) -> dict[Path, str]:
+def _read_all(paths: Sequence[Path], what: str) -> dict[Path, str]:
     """The SHA-256 of every file; reads several at a time, with a progress bar."""
     total = sum(path.stat().st_size for path in paths)
+    gigabytes = total / 1e9
     log.info(
-        "reading %.2g GB of weights to compute their SHA-256; later starts remember it", total / 1e9
+        "reading %.2g GB of %s to compute the SHA-256; later starts remember it", gigabytes, what
     )
     bar = tqdm(
         total=total,
         unit="B",
         unit_scale=True,
-        desc="reading the model",
+        desc=f"reading {what}",
         leave=False,
         disable=not on_terminal(),
     )

@@ -196,7 +196,10 @@ def _difference(names: list[str], every: np.ndarray) -> InputError | None:
 
 
 class Watchdog:
-    """Ends the process when no step finishes for too long; first prints every thread's stack."""
+    """Ends the process when no step finishes for too long; first prints every thread's stack.
+
+    It watches inside its blocks, of which there may be several in turn.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -208,6 +211,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         self._last = time.monotonic()
+        self._done.clear()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
@@ -219,7 +223,8 @@ class Watchdog:
             if time.monotonic() - self._last > self._seconds:
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
                 _end_process(
-                    f"error: no step has finished for {self._seconds:g} s (--stall_timeout); the "
+                    "error: no batch has become ready and no step has finished for "
+                    f"{self._seconds:g} s (--stall_timeout); the "
                     "stack of every thread is above; committed shards are safe; to continue, start "
                     "the run again without --overwrite"
                 )

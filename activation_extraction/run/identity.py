@@ -1,6 +1,7 @@
 """What makes two runs the same: the identity of an extraction, and what all hosts must agree on."""
 
 import json
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from activation_extraction.model.forward import Forward
 from activation_extraction.output.identity import Identity
 from activation_extraction.run.dataset import Dataset
 from activation_extraction.run.digests import digest_files, model_digest
+from activation_extraction.text.files import TextFile
 from activation_extraction.text.workers import Worker
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets")
@@ -61,12 +63,15 @@ def identity_of(config: Config, forward: Forward, dataset: Dataset, worker: Work
     )
 
 
-def fingerprint(config: Config, forward: Forward, identity: Identity) -> dict[str, Any]:
-    """Everything that must be the same on every host of a run, by name."""
+def fingerprint(
+    config: Config, forward: Forward, identity: Identity, files: Sequence[TextFile]
+) -> dict[str, Any]:
+    """Everything that must be the same on every host of a run, by name. files: of the data set."""
     asked = {name: value for name, value in config.to_json().items() if name not in OWN_SETTINGS}
     return {
         "configuration": json.dumps(asked, sort_keys=True, default=str),
         **identity.shared,
+        "data files": json.dumps([(file.name, file.size) for file in files]),
         "package versions": json.dumps(package_versions()),
         "source": digest_files(_sources()),
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",

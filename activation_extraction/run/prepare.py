@@ -26,11 +26,16 @@ from activation_extraction.model.forward import (
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.folder_lock import check_free_disk, check_output_dir
 from activation_extraction.output.identity import Identity
-from activation_extraction.output.run_folders import RunFolders, check_siblings, find_metadata
+from activation_extraction.output.run_folders import (
+    RunFolders,
+    check_siblings,
+    find_metadata,
+    metadata_in,
+)
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run.dataset import HostText, open_dataset, share_of
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
-from activation_extraction.run.hosts import Host, agree
+from activation_extraction.run.hosts import Host, Watchdog, agree
 from activation_extraction.run.identity import fingerprint, identity_of, package_versions
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.revision import choose_commit, same_commit
@@ -49,7 +54,7 @@ class Job:
     """A request that has been checked: the model, the text, and where the result goes.
 
     batches: those that were not stored yet when the text was opened; documents: what they are made
-    from. where: the URL or path of the output, for messages.
+    from. where: the URL or path of the output, for messages. watchdog: of the whole run.
     """
 
     host: Host
@@ -62,10 +67,12 @@ class Job:
     identity: Identity
     where: str
     repair: RepairPlanner | None
+    watchdog: Watchdog
 
     def with_text_reopened(self) -> "Job":
         """The same job, with the batches that are still not stored."""
-        documents, batches = open_text(self.text, self.storage, self.repair is not None)
+        repairing = self.repair is not None
+        documents, batches = open_text(self.text, self.storage, repairing, self.watchdog)
         return replace(self, documents=documents, batches=batches)
 
 
@@ -74,36 +81,36 @@ class Output:
     """Where the output goes and what is there already.
 
     remote: this host's folder in the bucket. earlier: (where, metadata) of each root that holds an
-    earlier run; empty when this one starts anew. commit: the hub model's, as this host sees it (see
-    choose_commit).
+    earlier run, and own the metadata of this host's; both are empty when this run starts anew.
+    commit: the hub model's, as this host sees it (see choose_commit).
     """
 
     folders: RunFolders
     remote: Folder | None
     earlier: Sequence[tuple[str, dict[str, Any]]]
+    own: Sequence[dict[str, Any]]
     commit: tuple[str, str] | None
 
 
-def prepare_together(
-    config: Config, host: Host, families: Families, beat: Callable[[], None]
-) -> Job:
-    """Checks the request here and compares it with the other hosts'. Raises InputError.
-
-    beat: called whenever an upload makes progress.
-    """
-    output, problem = _attempt(lambda: prepare_output(config, host, beat))
+def prepare_together(config: Config, host: Host, families: Families, watchdog: Watchdog) -> Job:
+    """Checks the request here and compares it with the other hosts'. Raises InputError."""
+    output, problem = _attempt(lambda: prepare_output(config, host, watchdog.alive))
     agree(host, {"--model_revision": config.model_revision}, problem)
     assert output is not None
     commit = same_commit(host, output.commit)
 
     def compared() -> tuple[Job, dict[str, Any]]:
-        job = prepare(config, host, families, output, commit)
-        return job, fingerprint(config, job.forward, job.identity)
+        job = prepare(config, host, families, output, commit, watchdog)
+        files = job.text.dataset.files.files
+        return job, fingerprint(config, job.forward, job.identity, files)
 
     prepared, problem = _attempt(compared)
     agree(host, prepared[1] if prepared else {}, problem)
     assert prepared is not None
     job = prepared[0]
+    if host.several:  # only now do all of them have files of the same names
+        sampled, problem = _attempt(job.text.dataset.files.sampled)
+        agree(host, sampled or {}, problem)
     log_hooks(model_request(config), job.forward.model)
     if not job.text.choice.everything:
         log.info("kept tokens: %s", job.text.choice)
@@ -119,7 +126,10 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def prepare_output(config: Config, host: Host, beat: Callable[[], None]) -> Output:
-    """Checks where the output goes, and chooses the model's commit. Raises InputError."""
+    """Checks where the output goes, and chooses the model's commit. Raises InputError.
+
+    beat: called whenever an upload makes progress.
+    """
     worker = Worker(config.machine_id, config.total_machines, host.id, host.count)
     folders = RunFolders(worker, Path(config.output_dir), config.bucket_url, config.upload_timeout)
     check_output_dir(folders.folder)
@@ -129,15 +139,22 @@ def prepare_output(config: Config, host: Host, beat: Callable[[], None]) -> Outp
     folders.check_stale_folders(config.overwrite)
     roots = [] if config.overwrite else folders.roots
     earlier = [found for root, _ in roots if (found := find_metadata(root)) is not None]
+    places = [] if config.overwrite else [Folder(str(folders.folder)), *filter(None, (remote,))]
+    own = [metadata for metadata in map(metadata_in, places) if metadata is not None]
     commit = None
     if not config.demo:
         where, metadata = earlier[0] if earlier else ("", {})
         commit = choose_commit(config.model_path, config.model_revision, where, metadata)
-    return Output(folders, remote, earlier, commit)
+    return Output(folders, remote, earlier, own, commit)
 
 
 def prepare(
-    config: Config, host: Host, families: Families, output: Output, commit: str | None
+    config: Config,
+    host: Host,
+    families: Families,
+    output: Output,
+    commit: str | None,
+    watchdog: Watchdog,
 ) -> Job:
     """Checks the rest of the request. commit: the hub model's. Raises InputError."""
     if config.demo:
@@ -150,8 +167,8 @@ def prepare(
     )
     choice = choose_tokens(config, forward.model.config.vocab_size)
     source = config.dataset_path, config.dataset_name, config.dataset_config, config.dataset_split
-    earlier = [metadata for _, metadata in output.earlier]
-    dataset = open_dataset(*source, config.text_column, earlier)
+    others = [metadata for _, metadata in output.earlier]
+    dataset = open_dataset(*source, config.text_column, output.own, others)
     check_dataset(dataset.rows, config.text_column, config.skip_bad_rows)
     worker = output.folders.worker
     identity = identity_of(config, forward, dataset, worker)
@@ -171,8 +188,8 @@ def prepare(
     )
     described = describe_run(config, forward)
     repair = plan_repair(config, output, identity, described) if config.repair else None
-    storage = open_storage(config, forward, output, identity, described, text.max_samples, repair)
-    documents, batches = open_text(text, storage, repair is not None)
+    storage = open_storage(config, forward, output, identity, described, text, repair)
+    documents, batches = open_text(text, storage, repair is not None, watchdog)
     where = output.remote.url if output.remote else str(output.folders.folder)
     return Job(
         host=host,
@@ -185,6 +202,7 @@ def prepare(
         identity=identity,
         where=where,
         repair=repair,
+        watchdog=watchdog,
     )
 
 
@@ -214,6 +232,8 @@ def choose_tokens(config: Config, vocabulary: int) -> TokenChoice:
         raise InputError(
             f"--drop_token_ids {largest}: the model has token ids 0 to {vocabulary - 1}"
         )
+    if len(config.drop_token_ids) == vocabulary:
+        raise InputError("--drop_token_ids: names every token of the model; nothing is left")
     return TokenChoice(config.positions, config.drop_token_ids)
 
 
@@ -227,13 +247,13 @@ def _with_demo(config: Config, folder: Path, families: Families) -> Config:
 
 
 def open_text(
-    text: HostText, storage: ActivationStorage, repairing: bool
+    text: HostText, storage: ActivationStorage, repairing: bool, watchdog: Watchdog
 ) -> tuple[DocumentStream, Prefetch[Batch]]:
     """This host's documents, and the batches of them that are still to be computed."""
     documents = text.documents()
     if repairing:
         return documents, text.of_gaps(storage)
-    return documents, text.not_stored(documents, storage)
+    return documents, text.not_stored(documents, storage, watchdog)
 
 
 def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
@@ -268,7 +288,7 @@ def open_storage(
     output: Output,
     identity: Identity,
     described: dict[str, Any],
-    max_samples: int | None,
+    text: HostText,
     repair: RepairPlanner | None,
 ) -> ActivationStorage:
     """Opens the output for this run. Raises InputError if nothing may be added to it."""
@@ -282,7 +302,8 @@ def open_storage(
         overwrite=config.overwrite,
         metadata=described,
         identity=identity,
-        max_samples=max_samples,
+        max_samples=text.max_samples,
+        sources=text.dataset.files,
         remote=output.remote,
         delete_local=config.delete_local_after_upload,
         hook_facts={key: hook.facts(sizes) for key, hook in forward.hooks.items()},

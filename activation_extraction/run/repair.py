@@ -76,7 +76,7 @@ class RepairPlanner:
         self._refuse_moved(stored)
         log.info("looking for damaged shards")
         checked = list(check_shards(self.place, {"": stored}))
-        good = {commit.number for commit, problems, _ in checked if not problems}
+        good = {shard.commit.number for shard in checked if not shard.problems}
         ranges = find_gaps(stored, good, self.identity.total_machines * self.identity.num_hosts)
         commits = [stored.commits[number] for number in sorted(good)]
         obsolete = (*self._useless_copies(stored, good), *self._unknown(ranges))

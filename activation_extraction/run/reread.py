@@ -90,7 +90,7 @@ def open_texts(
         )
     path = dataset_path or asked["dataset_path"]
     source = path, asked["dataset_name"], asked["dataset_config"], asked["dataset_split"]
-    dataset = open_dataset(*source, identity.text_column, [metadata])
+    dataset = open_dataset(*source, identity.text_column, own=[metadata])
     if (dataset.name, dataset.content) != (identity.data, identity.data_revision):
         raise InputError(f"--dataset_path {path}: holds other files than the run has read")
     return Texts(dataset, load_tokenizer(files, checkpoint.model_path, vocabulary), identity)

@@ -9,6 +9,7 @@ from activation_extraction.cli.console import Clock, Progress
 from activation_extraction.model.devices import peak_flops
 from activation_extraction.output.formats import lines_of_dataset
 from activation_extraction.output.totals import Totals
+from activation_extraction.run.hosts import any_host
 from activation_extraction.run.prepare import Job
 
 ACTIVITIES = ("data", "compute", "copy", "store")
@@ -42,12 +43,26 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     print(what_is_stored(totals, len(job.forward.hooks), job.where, complete))
     if job.text.skip_bad_rows:
         print(f"skipped: {totals.skipped_rows:,} rows that could not be used (--skip_bad_rows)")
+    if totals.empty_rows:
+        print(f"empty: {totals.empty_rows:,} rows without text, which gave no sample")
+    if totals.cut_samples:
+        print(
+            f"cut: {totals.cut_samples:,} samples at {job.text.length:,} tokens "
+            f"(--max_seq_length); {totals.cut_tokens:,} tokens of them were left out"
+        )
     if job.host.id != 0 and not verbose:
         return
     if new := totals.tokens - storage.found_tokens:
         print(where_the_time_went(totals, clock, new, job.text.choice.everything))
     if totals.shards:
         print("read it with:", *how_to_read(job), sep="\n  ")
+
+
+def kept_nothing(job: Job) -> bool:
+    """Whether all hosts together have samples, but no token of them. All hosts must call this."""
+    totals = job.storage.totals
+    samples, tokens = any_host(job.host, [totals.samples > 0, totals.tokens > 0])
+    return samples and not tokens
 
 
 def how_to_read(job: Job) -> list[str]:

@@ -16,12 +16,14 @@ class Cursor:
 
     samples: how many samples come before it. stream: the state of the DocumentStream at the start
     of a chunk. skip: how many samples of that chunk come before the position. skipped_rows: how
-    many rows before it were skipped because they could not be used.
+    many rows before it were skipped because they could not be used; empty_rows: how many have no
+    text.
     """
 
     samples: int
     skip: int = 0
     skipped_rows: int = 0
+    empty_rows: int = 0
     stream: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -29,6 +31,7 @@ class Cursor:
             "samples": self.samples,
             "skip": self.skip,
             "skipped_rows": self.skipped_rows,
+            "empty_rows": self.empty_rows,
             "stream": dict(self.stream),
         }
 
@@ -40,7 +43,11 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Sample:
-    """One tokenised document. `cursor` continues at this sample, `next_cursor` after it."""
+    """One tokenised document. `cursor` continues at this sample, `next_cursor` after it.
+
+    row: the row of the data set that it comes from (see `Document`). cut: how many tokens of the
+    document were left out at its end.
+    """
 
     sample_idx: int
     token_ids: np.ndarray  # int32, shape (tokens,)
@@ -48,6 +55,8 @@ class Sample:
     doc_id: str | int | float | None
     cursor: Cursor
     next_cursor: Cursor
+    row: Mapping[str, Any] | None = None
+    cut: int = 0
 
 
 class Placed(NamedTuple):

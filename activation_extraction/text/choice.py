@@ -38,7 +38,7 @@ class TokenChoice:
             chosen = every[rule.start : rule.stop : rule.step]
         else:
             chance = _random(rule.seed, sample_idx, every)
-            chosen = every[chance < np.uint64(int(rule.share * 2.0**64))]
+            chosen = every[chance < np.uint64(rule.threshold)]
         return chosen[~np.isin(token_ids[chosen], self.dropped)]
 
     def mark(self, batch: Batch) -> Batch:

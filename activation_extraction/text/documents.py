@@ -1,17 +1,18 @@
 """Documents: one worker's rows that have text, in a fixed order.
 
-The stream can continue from any state that it has reported. Rows without text are not documents.
-ARC-AGI rows are rendered by `arc_prompt`. A row that cannot be used (not JSON, no such column, no
-text in it) is skipped, or ends the run with a message that gives its position. hub.py and files.py
-open the data sets.
+The stream can continue from any state that it has reported. Rows without text are not documents,
+and are counted. ARC-AGI rows are rendered by `arc_prompt`. A row that cannot be used (not JSON, no
+such column, no text in it) is skipped and counted, or ends the run with a message that gives its
+position. hub.py and files.py open the data sets.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 
@@ -33,10 +34,17 @@ DocId = str | int | float | None
 
 @dataclass(frozen=True)
 class Document:
-    """One row with non-empty text; `doc_id` is the row's own `id`, None if it has none."""
+    """One row with non-empty text; `doc_id` is the row's own `id`, None if it has none.
+
+    row: where it comes from: {"file", "line"} (from 1) of JSON Lines; {"file", "row_group", "row"}
+    (from 0) of Parquet; {"row"} (from 0) of a hub data set, with {"share"} if it is counted within
+    one share of several. where: the same in words.
+    """
 
     text: str
     doc_id: DocId
+    row: dict[str, Any]
+    where: str
 
 
 def arc_prompt(row: dict[str, Any]) -> str:
@@ -72,7 +80,10 @@ def _grid(grid: list[list[int]]) -> str:
 
 
 class DocumentStream:
-    """The documents of one worker, in order. `skipped_rows` counts the rows that were skipped.
+    """The documents of one worker, in order.
+
+    `skipped_rows` counts the rows that were skipped, and `empty_rows` those without text. `reads`
+    is called with the name of every file that a row is read from.
 
     Every row belongs to exactly one worker, and a machine's rows do not depend on how many hosts
     any machine has. If there are enough pieces (files or Parquet row groups), machines take whole
@@ -86,26 +97,32 @@ class DocumentStream:
         text_column: str,
         worker: Worker | None = None,
         skip_bad_rows: bool = False,
+        reads: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.worker = worker or Worker()
-        dataset, turn, turns = _share(dataset, self.worker.machine, self.worker.machines)
-        self._dataset, again, hosts = _share(dataset, self.worker.host, self.worker.hosts)
-        self._turn, self._turns = turn + turns * again, turns * hosts
+        machine = _Share.of(dataset, self.worker.machine, self.worker.machines)
+        host = _Share.of(machine.rows, self.worker.host, self.worker.hosts)
+        self._dataset = host.rows
+        self._turn = machine.turn + machine.turns * host.turn
+        self._turns = machine.turns * host.turns
+        self._share = ", ".join(filter(None, (machine.name, host.name)))
+        self._reads = reads
         self._text_column = text_column
         self._skip_bad_rows = skip_bad_rows
-        self.skipped_rows = 0
+        self.skipped_rows = self.empty_rows = 0
         self._rows = 0  # rows read from the pieces, including those of other workers
         self._position: dict[str, Any] | None = None  # the data set's; None before the first row
 
     def state(self) -> dict[str, Any]:
         """The position after the row that was read last, as JSON."""
-        return {"rows": self._rows, "skipped": self.skipped_rows, "dataset": self._position}
+        counts = {"rows": self._rows, "skipped": self.skipped_rows, "empty": self.empty_rows}
+        return {**counts, "dataset": self._position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration continue from where `state` was taken."""
         # A copy: the data set changes the state that it loads.
         self._rows, self._position = state["rows"], deepcopy(state["dataset"])
-        self.skipped_rows = state["skipped"]
+        self.skipped_rows, self.empty_rows = state["skipped"], state.get("empty", 0)
 
     def __iter__(self) -> Iterator[Document | None]:
         """Yields one item per row of this worker: None if the row is skipped or has no text.
@@ -134,43 +151,61 @@ class DocumentStream:
 
     def _document(self, row: FileRow | dict[str, Any]) -> Document | None:
         """The document in `row`, the row that was read last; None if there is none."""
+        if isinstance(row, FileRow):
+            self._reads(row.row["file"])
+        else:
+            share = {"share": self._share} if self._share else {}
+            row = FileRow(self._where(row), {**share, "row": self._rows - 1}, partial(dict, row))
         try:
-            columns = row.read() if isinstance(row, FileRow) else row
+            columns = row.read()
             text = _text_of(columns, self._text_column)
         except UnusableRowError as error:
-            where = row.where if isinstance(row, FileRow) else self._place(row)
-            if not self._skip_bad_rows:
-                raise RunError(f"a row cannot be used: {where}: {error}", remedy=SKIP) from error
-            self.skipped_rows += 1
-            level = logging.WARNING if self.skipped_rows <= LOGGED_ROWS else logging.DEBUG
-            log.log(level, "skipped a row: %s: %s", where, error)
+            self.reject(row.where, error)
             return None
         if text is None or not text.strip():
+            self.empty_rows += 1
             return None
-        return Document(_valid(text), _plain(columns.get("id")))
+        return Document(_valid(text), _plain(columns.get("id")), row.row, row.where)
 
-    def _place(self, row: dict[str, Any]) -> str:
+    def reject(self, where: str, why: object) -> None:
+        """Counts a row that cannot be used. Raises RunError unless such rows are skipped."""
+        if not self._skip_bad_rows:
+            raise RunError(f"a row cannot be used: {where}: {why}", remedy=SKIP)
+        self.skipped_rows += 1
+        level = logging.WARNING if self.skipped_rows <= LOGGED_ROWS else logging.DEBUG
+        log.log(level, "skipped a row: %s: %s", where, why)
+
+    def _where(self, row: dict[str, Any]) -> str:
         """The position of `row`, which was read last, in a hub data set."""
         whose = "of the data set" if self.worker == Worker() else "of the rows that this host reads"
         own_id = f", id {row['id']!r:.80}" if "id" in row else ""
         return f"row {self._rows - 1} (from 0) {whose}{own_id}"
 
 
-def _share(
-    dataset: datasets.IterableDataset, index: int, count: int
-) -> tuple[datasets.IterableDataset, int, int]:
-    """Share `index` out of `count` shares of a data set: (pieces, turn, turns).
+class _Share(NamedTuple):
+    """A share of a data set: row n of `rows` belongs to it if n % turns == turn.
 
-    Row n of the pieces belongs to the share if n % turns == turn.
+    name: which of how many groups of pieces `rows` is; "" if it is the whole data set.
     """
-    if count > 1 and dataset.num_shards < PIECES_PER_SHARE * count:
-        dataset = dataset.reshard()
-    pieces = dataset.num_shards
-    if pieces >= count:
-        return dataset.shard(num_shards=count, index=index), 0, 1
-    piece = index % pieces
-    turns = len(range(piece, count, pieces))
-    return dataset.shard(num_shards=pieces, index=piece), index // pieces, turns
+
+    rows: datasets.IterableDataset
+    turn: int
+    turns: int
+    name: str
+
+    @classmethod
+    def of(cls, dataset: datasets.IterableDataset, index: int, count: int) -> "_Share":
+        """Share `index` out of `count` shares."""
+        if count > 1 and dataset.num_shards < PIECES_PER_SHARE * count:
+            dataset = dataset.reshard()
+        groups = min(dataset.num_shards, count)
+        group = index % groups
+        return cls(
+            dataset.shard(num_shards=groups, index=group),
+            index // groups,
+            len(range(group, count, groups)),
+            f"{group} of {groups}" if groups > 1 else "",
+        )
 
 
 def check_dataset(

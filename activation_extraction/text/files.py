@@ -3,8 +3,11 @@
 rows.py reads the rows in them.
 """
 
+import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -19,6 +22,23 @@ from activation_extraction.text.rows import json_lines, parquet_rows
 PARQUET = (".parquet",)
 JSON_LINES = (".jsonl", ".jsonl.gz")
 READERS = 32  # files whose sizes or footers are read at the same time
+# What stores say of a file's content: Google Cloud Storage, S3, Azure and HTTP servers.
+VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "content_md5", "generation")
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of a data set. size: in bytes.
+
+    name: relative to the folder that the data set is, or is in, or that comes before its first
+    wildcard. version: the checksum or version that the store of a URL has for its content, "" if
+    it has none; for a file on this machine, when it was last modified.
+    """
+
+    url: str
+    name: str
+    size: int
+    version: str = ""
 
 
 def open_files(path: str, text_column: str) -> datasets.IterableDataset:
@@ -27,28 +47,37 @@ def open_files(path: str, text_column: str) -> datasets.IterableDataset:
     Only the needed columns of Parquet files are read. Raises InputError if there is no such file,
     if there are files of both kinds, or if a file is not what its name says.
     """
+    return open_listed(path, list_files(path), text_column)
+
+
+def open_listed(path: str, files: Sequence[TextFile], text_column: str) -> datasets.IterableDataset:
+    """Opens these files of `path`, in this order; see `open_files`."""
+    parquet = [file.url.endswith(PARQUET) for file in files]
+    if any(parquet) and not all(parquet):
+        raise InputError(
+            f"--dataset_path {path}: holds both Parquet and JSON Lines; choose one of "
+            "them, for example with a glob such as FOLDER/*.parquet"
+        )
     try:
-        urls = _list_files(path)
-        parquet = [url for url in urls if url.endswith(PARQUET)]
-        if parquet and len(parquet) < len(urls):
-            raise InputError(
-                f"--dataset_path {path}: holds both Parquet and JSON Lines; choose one of "
-                "them, for example with a glob such as FOLDER/*.parquet"
-            )
-        pieces: dict[str, Any] = {"urls": urls}
-        if parquet:
+        pieces: dict[str, Any] = {
+            "urls": [file.url for file in files],
+            "names": [file.name for file in files],
+        }
+        if any(parquet):
             with ThreadPoolExecutor(READERS) as pool:
-                counts = list(pool.map(_row_groups, urls))
-            pairs = zip(urls, counts, strict=True)
-            groups = [(url, n) for url, count in pairs for n in range(count)]
+                counts = list(pool.map(_row_groups, pieces["urls"]))
+            groups = [
+                (file, n) for file, count in zip(files, counts, strict=True) for n in range(count)
+            ]
             if not groups:
                 raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
             pieces = {
-                "urls": [url for url, _ in groups],
+                "urls": [file.url for file, _ in groups],
+                "names": [file.name for file, _ in groups],
                 "groups": [n for _, n in groups],
                 "text_column": text_column,
             }
-        rows = parquet_rows if parquet else json_lines
+        rows = parquet_rows if any(parquet) else json_lines
         return datasets.IterableDataset.from_generator(rows, gen_kwargs=pieces)
     except InputError:
         raise
@@ -56,7 +85,17 @@ def open_files(path: str, text_column: str) -> datasets.IterableDataset:
         raise InputError(f"--dataset_path {path}: {one_line(error)}") from error
 
 
-def _list_files(path: str) -> list[str]:
+def list_files(path: str) -> list[TextFile]:
+    """The files that `open_files` would read, sorted. Raises InputError if there is none."""
+    try:
+        return _list_files(path)
+    except InputError:
+        raise
+    except Exception as error:  # whatever a file system may raise
+        raise InputError(f"--dataset_path {path}: {one_line(error)}") from error
+
+
+def _list_files(path: str) -> list[TextFile]:
     fs, root = url_to_fs(path)
     if fs.isfile(root):
         found = [root]
@@ -72,21 +111,25 @@ def _list_files(path: str) -> list[str]:
         kinds = ", ".join(JSON_LINES + PARQUET)
         what = f"has no files that end in {kinds}" if exists else "no such file or folder"
         raise InputError(f"--dataset_path {path}: {what}")
-    local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
-    return known if local else [fs.unstrip_protocol(name) for name in known]
-
-
-def describe_files(path: str) -> list[tuple[str, int]]:
-    """The name and the size in bytes of every file that `open_files` would read.
-
-    Names are relative to the folder that `path` is, or is in, or names before its first wildcard.
-    """
-    fs, root = url_to_fs(path)
     folder = root if fs.isdir(root) else re.split(r"[*?[]", root)[0].rpartition("/")[0]
-    urls = _list_files(path)
-    names = [url[url.index(folder) + len(folder) :].lstrip("/") for url in urls]
+    local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
+
+    def file_of(name: str) -> TextFile:
+        found = fs.info(name)
+        relative = name[name.index(folder) + len(folder) :].lstrip("/")
+        relative = os.fsencode(relative).decode(errors="backslashreplace")
+        if local:
+            return TextFile(name, relative, found["size"], modified(found["mtime"]))
+        version = next((f"{key} {found[key]}" for key in VERSIONS if found.get(key)), "")
+        return TextFile(fs.unstrip_protocol(name), relative, found["size"], version)
+
     with ThreadPoolExecutor(READERS) as pool:
-        return list(zip(names, pool.map(fs.size, urls), strict=True))
+        return list(pool.map(file_of, known))
+
+
+def modified(mtime: float) -> str:
+    """The version of a file on this machine. mtime: in seconds, as os.stat has it."""
+    return f"modified {mtime!r}"
 
 
 def _row_groups(url: str) -> int:

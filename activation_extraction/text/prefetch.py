@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from activation_extraction.cli.errors import RunError, one_line
+
 T = TypeVar("T")
 POLL = 0.2  # seconds between checks whether to stop
 
@@ -12,19 +14,19 @@ POLL = 0.2  # seconds between checks whether to stop
 class Prefetch(Generic[T]):
     """Yields the items of an iterator, while a background thread prepares up to `depth` of them.
 
-    An exception in the iterator is raised here when its turn comes.
+    An exception in the iterator is raised here when its turn comes, whatever kind it is.
     """
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
         self._head: T | None = None
-        self._ready: queue.Queue[tuple[T | None, Exception | None]] = queue.Queue(depth)
+        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
         threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True).start()
 
     def _run(self, items: Iterator[T]) -> None:
         try:
             for item in items:
                 self._ready.put((item, None))
-        except Exception as error:
+        except BaseException as error:  # a thread that ends without a word is waited for
             self._ready.put((None, error))
         self._ready.put((None, None))
 
@@ -53,6 +55,8 @@ class Prefetch(Generic[T]):
                 found, error = self._ready.get(timeout=POLL)
             except queue.Empty:
                 continue
+            if error is not None and not isinstance(error, Exception):
+                raise RunError(f"preparing batches failed: {one_line(error)}") from error
             if error is not None:
                 raise error
             if found is None:

@@ -31,28 +31,38 @@ class UnusableRowError(Exception):
 
 @dataclass(frozen=True)
 class FileRow:
-    """A row of a file. `read` gives its columns, or raises UnusableRowError."""
+    """A row of a file. `read` gives its columns, or raises UnusableRowError.
+
+    where: its position, for messages. row: the same as it is stored with a sample.
+    """
 
     where: str
+    row: dict[str, Any]
     read: Callable[[], dict[str, Any]]
 
 
-def parquet_rows(urls: list[str], groups: list[int], text_column: str) -> Iterator[FileRow]:
-    """The rows of some row groups: group `groups[i]` of file `urls[i]`."""
-    for url, pairs in groupby(zip(urls, groups, strict=True), key=itemgetter(0)):
+def parquet_rows(
+    urls: list[str], names: list[str], groups: list[int], text_column: str
+) -> Iterator[FileRow]:
+    """The rows of some row groups: group `groups[i]` of file `urls[i]`, which is called `names[i]`.
+
+    Rows and row groups are counted from 0.
+    """
+    for (url, name), pairs in groupby(zip(urls, names, groups, strict=True), itemgetter(0, 1)):
         with _naming(url), fsspec.open(url, "rb") as file:
             parquet = pyarrow.parquet.ParquetFile(file)
             columns = parquet.schema_arrow.names
             wanted = [c for c in (text_column, *OTHER_COLUMNS) if c in columns]
             if text_column not in columns and not {"train", "test"} <= set(columns):
                 wanted = columns  # for the message, which names all of them
-            for _, group in pairs:
-                row = 0
+            for *_, group in pairs:
+                number = 0
                 for batch in parquet.iter_batches(256, row_groups=[group], columns=wanted):
                     for at in range(batch.num_rows):
-                        where = f"{url} row group {group} row {row} (both from 0)"
-                        yield FileRow(where, partial(_arrow_row, batch.slice(at, 1)))
-                        row += 1
+                        where = f"{url} row group {group} row {number} (both from 0)"
+                        row = {"file": name, "row_group": group, "row": number}
+                        yield FileRow(where, row, partial(_arrow_row, batch.slice(at, 1)))
+                        number += 1
 
 
 def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
@@ -62,13 +72,14 @@ def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
         raise UnusableRowError(f"not UTF-8: {error}") from error
 
 
-def json_lines(urls: list[str]) -> Iterator[FileRow]:
-    """The lines of some files, except blank ones."""
-    for url in urls:
+def json_lines(urls: list[str], names: list[str]) -> Iterator[FileRow]:
+    """The lines of some files, except blank ones; lines are counted from 1."""
+    for url, name in zip(urls, names, strict=True):
         with _naming(url), fsspec.open(url, "rb", compression="infer") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield FileRow(f"{url} line {number}", partial(_json_object, line))
+                    row = {"file": name, "line": number}
+                    yield FileRow(f"{url} line {number}", row, partial(_json_object, line))
 
 
 @contextmanager

@@ -4,20 +4,37 @@ Documents are tokenised in chunks. A cursor is the state of the stream before a 
 number of samples to skip within it, so continuing from any sample reads at most one chunk twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
-from activation_extraction.cli.errors import RunError
+from activation_extraction.cli.errors import RunError, one_line
 from activation_extraction.text.batch import Cursor, Sample
 from activation_extraction.text.documents import Document, DocumentStream
 
 CHUNK_ROWS = 64
 CHARACTERS_PER_TOKEN = 16  # ordinary text has fewer
+PIECE_CHARACTERS = 2**18  # of a long text, whose tokens are only counted
 PREVIEW_CHARACTERS = 200
+
+
+class Read(NamedTuple):
+    """A document, and how many rows had been skipped or were empty by then."""
+
+    document: Document
+    skipped_rows: int
+    empty_rows: int
+
+
+class Tokens(NamedTuple):
+    """The first token ids of a document, and how many more it has."""
+
+    ids: list[int]
+    cut: int
 
 
 def samples(
@@ -30,7 +47,8 @@ def samples(
     """The samples of one worker: its documents, each cut to its first `max_tokens` tokens.
 
     Stops after `max_samples` samples, counted from the beginning. start: a cursor from an earlier
-    iteration over the same data. A document without a single token gives no sample.
+    iteration over the same data. A document without a single token gives no sample, and its row
+    counts as empty; the row of one that the tokenizer cannot take cannot be used.
     """
     number = skip = 0
     if start is not None:
@@ -44,24 +62,37 @@ def samples(
         if wanted <= 0:
             return
         count, read, failure = _read(rows, documents, wanted)
-        texts = [document.text for document, _ in read]
-        tokenised = [
-            (document, skipped, ids)
-            for (document, skipped), ids in zip(
-                read, _encode(tokenizer, texts, max_tokens), strict=True
-            )
-            if ids
-        ]
-        for offset, (document, skipped, ids) in enumerate(tokenised):
+        begin = number
+        before = documents.skipped_rows, documents.empty_rows
+        tokens = _tokenise(tokenizer, [each.document.text for each in read], max_tokens)
+        for (document, skipped, empty), found in zip(read, tokens, strict=True):
+            if isinstance(found, str):
+                try:
+                    documents.reject(document.where, found)
+                except RunError as error:
+                    failure = error
+                    break
+                continue
+            if not found.ids:
+                documents.empty_rows += 1
+                continue
             if number >= first:
-                cursor = Cursor(number, offset, skipped, state)
+                cursor = Cursor(
+                    samples=number,
+                    skip=number - begin,
+                    skipped_rows=skipped + documents.skipped_rows - before[0],
+                    empty_rows=empty + documents.empty_rows - before[1],
+                    stream=state,
+                )
                 yield Sample(
                     sample_idx=documents.worker.sample_idx(number),
-                    token_ids=np.asarray(ids, np.int32),
+                    token_ids=np.asarray(found.ids, np.int32),
                     text_preview=document.text[:PREVIEW_CHARACTERS],
                     doc_id=document.doc_id,
                     cursor=cursor,
-                    next_cursor=replace(cursor, samples=number + 1, skip=offset + 1),
+                    next_cursor=replace(cursor, samples=number + 1, skip=number + 1 - begin),
+                    row=document.row,
+                    cut=found.cut,
                 )
             number += 1
         if failure is not None:
@@ -72,36 +103,77 @@ def samples(
 
 def _read(
     rows: Iterator[Document | None], documents: DocumentStream, count: int
-) -> tuple[int, list[tuple[Document, int]], RunError | None]:
+) -> tuple[int, list[Read], RunError | None]:
     """Reads up to `count` rows; returns how many there were, their documents, and any error.
 
-    Each document comes with the number of rows that had been skipped by then. After an error the
-    rows before it are still returned.
+    After an error the rows before it are still returned.
     """
     read = 0
-    found: list[tuple[Document, int]] = []
+    found: list[Read] = []
     try:
         for document in islice(rows, count):
             read += 1
             if document is not None:
-                found.append((document, documents.skipped_rows))
+                found.append(Read(document, documents.skipped_rows, documents.empty_rows))
     except RunError as error:
         return read, found, error
     return read, found, None
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str], max_tokens: int) -> list[list[int]]:
-    """The first `max_tokens` token ids of each text.
+def _tokenise(tokenizer: Tokenizer, texts: list[str], max_tokens: int) -> list[Tokens | str]:
+    """The first `max_tokens` token ids of each text; or why it cannot be tokenised.
 
-    Only the beginning of a very long text is tokenised. That gives the same tokens as the whole
-    text, except in the last two words, which the cut may have changed. If those are needed, the
-    whole text is tokenised.
+    Only the beginning of a very long text is kept. That gives the same tokens as the whole text,
+    except in the last two words, which the cut may have changed. If those are needed, the whole
+    text is tokenised at once; otherwise its tokens are only counted.
     """
+    try:
+        return _tokenise_all(tokenizer, texts, max_tokens)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of the tokenizer's native code is no Exception
+        if len(texts) == 1:
+            return [f"the tokenizer cannot take it: {one_line(error):.200}"]
+        return [_tokenise(tokenizer, [text], max_tokens)[0] for text in texts]
+
+
+def _tokenise_all(
+    tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int
+) -> list[Tokens | str]:
     enough = CHARACTERS_PER_TOKEN * max_tokens
     found = tokenizer.encode_batch([text[:enough] for text in texts], add_special_tokens=False)
-    for i, text in enumerate(texts):
-        if len(text) > enough:
-            words = found[i].word_ids
-            if len(words) < max_tokens or (words[max_tokens - 1] or 0) >= (words[-1] or 0) - 1:
-                found[i] = tokenizer.encode(text, add_special_tokens=False)
-    return [encoding.ids[:max_tokens] for encoding in found]
+    tokens: list[Tokens | str] = []
+    for text, encoding in zip(texts, found, strict=True):
+        if len(text) <= enough:
+            total = len(encoding.ids)
+        elif _reaches_the_end(encoding, max_tokens):
+            encoding = tokenizer.encode(text, add_special_tokens=False)
+            total = len(encoding.ids)
+        else:
+            total = _count(tokenizer, text)
+        tokens.append(Tokens(encoding.ids[:max_tokens], max(total - max_tokens, 0)))
+    return tokens
+
+
+def _reaches_the_end(encoding: Encoding, max_tokens: int) -> bool:
+    """Whether the first `max_tokens` tokens reach into the last two words."""
+    words = encoding.word_ids
+    return len(words) < max_tokens or (words[max_tokens - 1] or 0) >= (words[-1] or 0) - 1
+
+
+def _count(tokenizer: Tokenizer, text: str) -> int:
+    """How many tokens a long text has. It is tokenised in pieces, which takes less memory.
+
+    A piece ends with a line, where Qwen's words end, too; so the count is exact unless a piece has
+    no end of a line, or whitespace follows it: each of these may add a token.
+    """
+    pieces = []
+    start = 0
+    while start < len(text):
+        stop = start + PIECE_CHARACTERS
+        if stop < len(text):
+            stop = (text.rfind("\n", start, stop) + 1) or stop
+        pieces.append(text[start:stop])
+        start = stop
+    found = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+    return sum(len(encoding) for encoding in found)

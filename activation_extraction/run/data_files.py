@@ -1,0 +1,245 @@
+"""The files of a local data set, or at a URL: whether they still are what stored shards have read.
+
+metadata.json lists them in the order in which they are read, with a digest of those that a shard
+has samples of. A run that continues reads them in the recorded order, whatever they are called now,
+and refuses a file that has changed. The others are digested while the run computes.
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.run.digests import file_digest, file_digests, same_beginning
+from activation_extraction.text.files import JSON_LINES, TextFile, modified
+
+RECORD = "data_files"  # in metadata.json
+CHANGED = "restore the file that the run began with, give another folder, or --overwrite"
+# What hosts compare of a file at the start: blocks all over it, or all of it if it is small.
+BLOCK, BLOCKS = 2**16, 64
+
+log = logging.getLogger("extract_activations")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A file as metadata.json lists it. digest: "" if no stored shard has read the file."""
+
+    name: str
+    size: int
+    digest: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "bytes": self.size, "digest": self.digest}
+
+
+class DataFiles:
+    """Files in the order in which they are read, with digests of those that have been read.
+
+    `grown`: whether a file that the stored shards have read has new rows at its end.
+    """
+
+    def __init__(self, files: Sequence[TextFile] = ()) -> None:
+        self.files = tuple(files)
+        self.grown = False
+        self._by_name = {file.name: file for file in files}
+        self._read: dict[str, Recorded] = {}
+        self._elsewhere: dict[str, Recorded] = {}  # read by other hosts
+        self._pending: dict[str, Future[str]] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="digest-data")
+
+    @classmethod
+    def found(
+        cls,
+        files: Sequence[TextFile],
+        own: Sequence[Mapping[str, Any]],
+        others: Sequence[Mapping[str, Any]] = (),
+    ) -> "DataFiles":
+        """The files as a run that continues has to read them.
+
+        own: the metadata that this host has stored, here and in the bucket; others: that of other
+        hosts. Raises InputError, naming the file, if one that this host's shards have read has
+        changed, or if hosts have read different ones.
+        """
+        recorded = _merged([*own, *others])
+        if not recorded:
+            return cls(files)
+        mine = {file.name for metadata in own for file in recorded_files(metadata) if file.digest}
+        known = cls(_in_recorded_order(files, recorded))
+        pairs = zip(known.files, recorded, strict=True)
+        read = [(now, before) for now, before in pairs if before.name in mine]
+        digests = _digests([now for now, before in read if now.size == before.size])
+        known._elsewhere = {file.name: file for file in recorded if file.digest}
+        for now, before in read:
+            if digests.get(now.name) != before.digest:
+                if now is not read[-1][0] or not _has_grown(now, before):
+                    raise _changed(now, before)
+                known.grown = True
+            known._read[now.name] = before
+        return known
+
+    def reads(self, name: str) -> None:
+        """Starts to digest a file, since a row of it has been read."""
+        if name not in self._pending:
+            self._pending[name] = self._pool.submit(self._digest_now, self._by_name[name])
+
+    def _digest_now(self, file: TextFile) -> str:
+        digest = _digest(file)
+        if _is_local(file) and modified(os.stat(file.url).st_mtime) != file.version:
+            raise RunError(
+                f"{file.url}: has changed while the run was reading it",
+                remedy="let whatever writes to it finish; then give the same command again",
+            )
+        return digest
+
+    def settle(self) -> bool:
+        """Waits for the digests of all files read so far; whether any is new.
+
+        Raises RunError if a file has changed since the run began, or if other hosts have read one
+        with other content.
+        """
+        before = dict(self._read)
+        for name, future in list(self._pending.items()):
+            if not future.done():
+                log.info("waiting for the SHA-256 of %s", self._by_name[name].url)
+            found = Recorded(name, self._by_name[name].size, future.result())
+            if _contradict(found, self._elsewhere.get(name, found)):
+                raise RunError(_other_content(name))
+            self._read[name] = found
+        return self._read != before
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """As metadata.json lists them."""
+        read = dict(self._read)
+        every = [read.get(file.name, Recorded(file.name, file.size)) for file in self.files]
+        return [file.to_json() for file in every]
+
+    def sampled(self) -> dict[str, str]:
+        """For each file a digest of its size and of some of its content, for hosts to compare.
+
+        Reading all of it would take long for large files. All of a small file counts.
+        """
+        return {f"data file {file.name}": _sampled(file) for file in self.files}
+
+
+def _merged(earlier: Iterable[Mapping[str, Any]]) -> list[Recorded]:
+    """What all hosts have recorded. Raises InputError if they have read different files."""
+    merged: list[Recorded] = []
+    for recorded in filter(None, map(recorded_files, earlier)):
+        merged = merged or recorded
+        if [file.name for file in merged] != [file.name for file in recorded]:
+            raise InputError("--dataset_path: the hosts of this run have read different files")
+        for n, (one, other) in enumerate(zip(merged, recorded, strict=True)):
+            if _contradict(one, other):
+                raise InputError(_other_content(one.name))
+            merged[n] = one if one.digest else other
+    return merged
+
+
+def _contradict(one: Recorded, other: Recorded) -> bool:
+    """Whether a file had two contents. If their sizes differ, it may have grown in between."""
+    both = one.digest and other.digest and one.size == other.size
+    return bool(both) and one.digest != other.digest
+
+
+def _other_content(name: str) -> str:
+    return (
+        f"--dataset_path: {name} has other content here than where another host of this run has "
+        "read it"
+    )
+
+
+def recorded_files(metadata: Mapping[str, Any]) -> list[Recorded]:
+    """The files that metadata.json lists. Raises InputError if it cannot be read."""
+    try:
+        return [
+            Recorded(str(each["name"]), int(each["bytes"]), str(each["digest"]))
+            for each in metadata.get(RECORD, ())
+        ]
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise InputError(f"metadata.json: its {RECORD} cannot be read: {error!r}") from error
+
+
+def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) -> list[TextFile]:
+    """The files under their recorded names. A renamed file is known by its size and content.
+
+    Raises InputError if there is one too many or too few.
+    """
+    by_name = {file.name: file for file in files}
+    names = {file.name for file in recorded}
+    new = [file for file in files if file.name not in names]
+    ordered = []
+    for before in recorded:
+        now = by_name.get(before.name)
+        if now is None:
+            now = next((file for file in new if _may_be(file, before)), None)
+            if now is None:
+                raise InputError(f"--dataset_path: {before.name} is missing; {CHANGED}")
+            new.remove(now)
+        ordered.append(replace(now, name=before.name))
+    if new:
+        raise InputError(
+            f"--dataset_path: {new[0].name} was not there when the run began; take it out, give "
+            "another folder, or --overwrite"
+        )
+    return ordered
+
+
+def _may_be(file: TextFile, before: Recorded) -> bool:
+    return file.size == before.size and before.digest in ("", _digest(file))
+
+
+def _is_local(file: TextFile) -> bool:
+    return "://" not in file.url
+
+
+def _digest(file: TextFile) -> str:
+    """What identifies a file's content: SHA-256 here, the store's checksum or version at a URL."""
+    if _is_local(file):
+        return f"sha256 {file_digest(Path(file.url))}"
+    return file.version or f"{file.size} bytes"
+
+
+def _digests(files: Sequence[TextFile]) -> dict[str, str]:
+    """The digests of files by name; those here are read with a progress bar."""
+    here = file_digests([Path(file.url) for file in files if _is_local(file)], "the data set")
+    return {
+        file.name: f"sha256 {here[Path(file.url)]}" if _is_local(file) else _digest(file)
+        for file in files
+    }
+
+
+def _has_grown(now: TextFile, before: Recorded) -> bool:
+    """Whether lines were added at the end of a file, and nothing else has changed."""
+    if now.size <= before.size or not _is_local(now) or not now.url.endswith(JSON_LINES[0]):
+        return False
+    return same_beginning(Path(now.url), before.size, before.digest.removeprefix("sha256 "))
+
+
+def _changed(now: TextFile, before: Recorded) -> InputError:
+    sizes = "" if now.size == before.size else f" ({before.size:,} bytes then, {now.size:,} now)"
+    return InputError(
+        f"--dataset_path: {now.url} has changed since stored shards read it{sizes}; {CHANGED}"
+    )
+
+
+def _sampled(file: TextFile) -> str:
+    if not _is_local(file):
+        return f"{file.size} {file.version}"
+    digest = hashlib.sha256(str(file.size).encode())
+    if file.size:
+        try:
+            with open(file.url, "rb") as content:
+                whole = file.size <= BLOCK * BLOCKS
+                step = BLOCK if whole else (file.size - BLOCK) // (BLOCKS - 1)
+                for start in range(0, file.size, step):
+                    content.seek(start)
+                    digest.update(content.read(BLOCK))
+        except OSError as error:
+            raise InputError(f"{file.url}: cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
