@@ -34,6 +34,9 @@ def _memory_is_usable() -> bool:
 if "TMPDIR" not in os.environ and _memory_is_usable():
     tempfile.tempdir = os.environ["TMPDIR"] = MEMORY  # for pytest, and for what tests start
 
+QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+# Those of whoever started the tests. A worker of pytest-xdist finds ours before them.
+FLAGS_OF_THE_CALLER = os.environ.get("XLA_FLAGS", "").removeprefix(QUICK_TO_COMPILE).strip()
 SESSION_FOLDER = tempfile.mkdtemp(prefix="test-session-")
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
@@ -42,13 +45,16 @@ os.environ |= {
     "JAX_COMPILATION_CACHE_DIR": f"{SESSION_FOLDER}/jax",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+    "XLA_FLAGS": f"{QUICK_TO_COMPILE} {FLAGS_OF_THE_CALLER}".strip(),
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-AS_IN_A_RUN = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false", "XLA_FLAGS": ""}  # for other processes
+AS_IN_A_RUN = {  # for other processes
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",
+    "XLA_FLAGS": FLAGS_OF_THE_CALLER,
+}
 XLA_FLAGS_OF_A_RUN = {  # for this one, which has read its variables
     "xla_cpu_use_fusion_emitters": True,
     "xla_cpu_parallel_codegen_split_count": 32,

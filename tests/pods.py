@@ -14,6 +14,7 @@ import pytest
 
 import extract_activations
 
+ROUNDING = 1e-5  # of the RMS of residual streams, through the few layers of the demo's model
 SCRIPT = Path(extract_activations.__file__)
 
 
@@ -136,7 +137,7 @@ def records_of(folder):
     }
 
 
-def check_union(output, alone, folders, tolerance=1e-5):
+def check_union(output, alone, folders, tolerance=ROUNDING):
     """Every document once, with the values that one device gives. tolerance: of their RMS."""
     found = stored(output)
     assert {folder for folder, _ in found} == folders

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from conftest import inputs_with
-from pods import Pod, check_union, first_documents, flags_for, records_of
-from test_model import ROUNDING, TOLERANCE
+from pods import ROUNDING, Pod, check_union, first_documents, flags_for, records_of
+from test_model import TOLERANCE
 
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run import demo

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from conftest import make_reference
 from jax.sharding import Mesh
-from test_model import assert_same_but_for_rounding, by_hook, every_hook, load, rows, run
+from test_model import (
+    assert_same_but_for_rounding,
+    by_hook,
+    every_hook,
+    load,
+    rounding_of,
+    rows,
+    run,
+)
 from watched import Watched
 
 from activation_extraction.cli.errors import InputError
@@ -102,11 +110,12 @@ def test_every_mesh_gives_the_values_of_one_device(small, name, hooks):
         assert len(chosen) == len(ODD_HOOKS)
     if hooks not in expected:
         alone = create_model_with_hooks(reference.config, chosen)
-        expected[hooks] = run(alone, load(alone, reference.folder), *batch)
+        params = load(alone, reference.folder)
+        expected[hooks] = run(alone, params, *batch), rounding_of(alone, params, *batch)
     found, model = run_on(reference, batch, chosen, SHAPES[name], hosts=2)
     for got in found.values():
         assert len({str(shard.index) for shard in got.addressable_shards}) == 8
-    assert_same_but_for_rounding(by_hook(model, found), expected[hooks])
+    assert_same_but_for_rounding(by_hook(model, found), *expected[hooks])
 
 
 def test_weights_are_split_and_read_only_once(small):

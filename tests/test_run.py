@@ -11,13 +11,14 @@ import jax
 import numpy as np
 import pytest
 from conftest import Reference, make_reference, references
+from pods import ROUNDING
 from test_model import (
-    ROUNDING,
     TOLERANCE,
     assert_same_but_for_rounding,
     error_of,
     every_hook,
     load,
+    rounding_of,
     run,
 )
 
@@ -51,8 +52,11 @@ def test_packed_equals_alone(reference: Reference):
     params = load(model, reference.folder)
     forward = partial(run, model)
     lengths = np.random.default_rng(0).integers(1, 200, 24)
+    allowed = None
     for batch in pack(random_samples(lengths, config.vocab_size), rows=4, length=256):
-        packed = forward(params, batch.token_ids, batch.segment_ids, batch.positions)
+        arrays = batch.token_ids, batch.segment_ids, batch.positions
+        allowed = allowed or rounding_of(model, params, *arrays)  # the others are like the first
+        packed = forward(params, *arrays)
         for sample, row, start in batch.samples:
             (alone,) = pack(iter([sample]), rows=1, length=256)
             expected = forward(params, alone.token_ids, alone.segment_ids, alone.positions)
@@ -60,6 +64,7 @@ def test_packed_equals_alone(reference: Reference):
             assert_same_but_for_rounding(
                 {hook: value[row, tokens] for hook, value in packed.items()},
                 {hook: value[0, : len(sample.token_ids)] for hook, value in expected.items()},
+                allowed,
             )
 
 
