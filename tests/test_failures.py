@@ -19,7 +19,7 @@ from activation_extraction.model.devices import device_errors
 from activation_extraction.output import shard_writer
 from activation_extraction.output.folder import Folder
 from activation_extraction.run import prepare
-from activation_extraction.run.hosts import Host, together
+from activation_extraction.run.hosts import Host, Watchdog, together
 from qwen2_jax_with_hooks import FAMILIES, HookedQwen2
 
 
