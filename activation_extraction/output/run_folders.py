@@ -2,12 +2,14 @@
 those left by an earlier run with different numbers of machines or hosts.
 """
 
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from activation_extraction.cli.errors import InputError
+from activation_extraction.output.commit import CLAIM
 from activation_extraction.output.folder import Folder, FolderError
 from activation_extraction.output.folder_lock import check_output_dir
 from activation_extraction.output.identity import Identity
@@ -16,8 +18,8 @@ from activation_extraction.output.metadata import (
     METADATA,
     identity_of,
     own_files,
-    remove_extraction,
 )
+from activation_extraction.output.ownership import Ownership
 from activation_extraction.output.paths import HostFolder, host_folders
 from activation_extraction.output.resume import check_version, refuse_difference
 from activation_extraction.output.sealed_json import DamagedError, unseal
@@ -98,7 +100,7 @@ class RunFolders:
         _check_unused(stale)
         for folder in stale:
             if folder.local or self.worker.host == 0:
-                remove_extraction(folder)
+                Ownership(folder, uuid.uuid4().hex).delete()
         for root, _ in self.roots:
             if root.local or self.worker.host == 0:
                 root.remove(AGGREGATE)
@@ -114,10 +116,11 @@ def folder_name(worker: Worker, in_bucket: bool) -> str:
 def find_metadata(root: Folder) -> tuple[str, dict[str, Any]] | None:
     """A folder of this output that has metadata, and the metadata; None if there is none."""
     for folder in (root, *map(root.child, host_folders(root.folders()))):
-        data = folder.read(METADATA)
+        data = folder.read_sealed(METADATA)
         try:
-            if data is not None:
-                return folder.url, unseal(data, folder.url)
+            content = {CLAIM: None} if data is None else unseal(data, folder.url)
+            if CLAIM not in content:
+                return folder.url, content
         except DamagedError:  # --verify reports it
             continue
     return None
