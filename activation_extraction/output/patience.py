@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fsspec.callbacks import Callback
+from fsspec.exceptions import FSTimeoutError
 
 from activation_extraction.cli.errors import RunError
 from activation_extraction.cli.retries import gcsfs_listeners
@@ -105,8 +106,8 @@ class Patient(ABC):
                 raise
             except Exception as error:  # whatever a file system or the network may raise
                 reason, final = reason_of(error)
-                if isinstance(error, TimeoutError):
-                    reason = self._heard or reason
+                if isinstance(error, FSTimeoutError):
+                    reason = self._heard or "no answer"
                 spent += time.monotonic() - max(began, heartbeat.last if heartbeat else began)
                 if final or self.local:
                     raise FolderError(f"{self.url}: {what}: {reason}", final=True) from error
