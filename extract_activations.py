@@ -35,6 +35,7 @@ from activation_extraction.model.devices import device_errors
 from activation_extraction.model.forward import choose_dtypes
 from activation_extraction.model.step import Activations, Step, compile_step
 from activation_extraction.output.folder import Folder, FolderError
+from activation_extraction.output.patience import LOOKING
 from activation_extraction.reading.export import export
 from activation_extraction.reading.report import show_report
 from activation_extraction.reading.status_table import show_status
@@ -247,7 +248,8 @@ def show_hooks(config: Config) -> int:
 def look(config: Config) -> int:
     """--status, --verify, --report, --export: looks at what is stored; returns the exit status."""
     try:
-        root = Folder(config.location, config.upload_timeout)
+        patience = min(config.upload_timeout, LOOKING if config.status else config.upload_timeout)
+        root = Folder(config.location, patience)
         if config.status:
             return show_status(root, config.aggregate)
         if config.report is not None:

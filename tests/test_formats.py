@@ -73,7 +73,10 @@ def test_files_are_known_by_their_names(each):
     name = each.file_name(12345)
     assert name == f"shard_12345{each.suffix}" and format_of(name) is each
     own = [name, f".{name}.tmp"]
-    assert sorted(own_files([*own, f"{name}.bak", f"x{name}", "shard_1.pkl"])) == sorted(own)
+    others = [f"{name}.bak", f"x{name}", "shard_1.pkl", "shard_0000.json"]
+    others += [f"shard_{number}{each.suffix}" for number in ("00001", "٠٠٠١")]
+    assert sorted(own_files([*own, *others])) == sorted(own)
+    assert not any(map(format_of, others))
     for other in (f"{name}x", f".{name}", "shard_0001.json", "metadata.json"):
         assert format_of(other) is None
 

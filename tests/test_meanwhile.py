@@ -112,8 +112,9 @@ import extract_activations as script
 from activation_extraction.output.storage import ActivationStorage
 original = ActivationStorage.open
 def late(storage):
-    if storage._lock is None and not storage.complete and storage.folder.name in os.environ["DONE"]:
-        shutil.copytree(os.environ["WHOLE"] + "/" + storage.folder.name, storage.folder)
+    name = storage.folder.name
+    if storage._state.name == "FOUND" and not storage.complete and name in os.environ["DONE"]:
+        shutil.copytree(os.environ["WHOLE"] + "/" + name, storage.folder)
     original(storage)
 ActivationStorage.open = late
 status = script.main(sys.argv[1:])

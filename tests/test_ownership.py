@@ -170,7 +170,7 @@ def test_a_claim_is_no_shard(run, doors, tmp_path):
     run(tmp_path / "whole")
     identity = Identity(model_digest="tiny")
     late = ActivationStorage(tmp_path / "late", HOOKS, identity=identity, remote=doors.earlier)
-    assert late._ownership.claim(1, {})
+    assert late._ownership._claim("shard_0001.json")
     assert not read_stored(doors.later).files
     run(tmp_path / "a", interrupt_after=9, remote=doors.later)
     late = ActivationStorage(

@@ -21,7 +21,18 @@ def test_names_are_read_back(machine, host, hosts, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["", "machine", "machine_", "machine_x", "machine_000_host", "machine_000 ", "xmachine_000"],
+    [
+        "",
+        "machine",
+        "machine_",
+        "machine_x",
+        "machine_000_host",
+        "machine_000 ",
+        "xmachine_000",
+        "machine_0001",
+        "machine_٠٠١",
+        "machine_000_host_001",
+    ],
 )
 def test_other_names_are_no_host_folders(name):
     assert HostFolder.parse(name) is None

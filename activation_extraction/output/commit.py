@@ -9,7 +9,9 @@ from activation_extraction.output.statistics_file import statistics_name
 from activation_extraction.text.batch import Cursor
 
 FORMAT_VERSION = 3
-CLAIM = "claimed_by"  # the only field of a JSON that holds the place of a shard's
+CLAIM = "claimed_by"  # the only field of a JSON that holds the place of another one
+# A shard's number as we write it into names; shard_00001 is no file of ours.
+NUMBER = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
 READABLE_VERSIONS = (2, 3)  # in version 2, pickled records do not name their hook
 
 
@@ -95,7 +97,9 @@ class Commit:
 
 
 def claim_of(owner: str) -> bytes:
-    """A file in the place of a shard's JSON, which says who is to write it. It is no commit."""
+    """A file in the place of a shard's JSON, which says who is to write it. It is no commit.
+
+    In the place of metadata.json, it says who deletes the extraction."""
     return seal({CLAIM: owner})
 
 

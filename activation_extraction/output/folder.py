@@ -8,7 +8,6 @@ other modules.
 import base64
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,8 +19,16 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from activation_extraction.cli.errors import one_line
+from activation_extraction.output.atomic_file import copy_atomically, write_bytes
 from activation_extraction.output.conditional import conditions_of
-from activation_extraction.output.patience import PATIENCE, FolderError, Heartbeat, Patient
+from activation_extraction.output.patience import (
+    PATIENCE,
+    FolderError,
+    Heartbeat,
+    Patient,
+    end_requests,
+)
+from activation_extraction.output.sealed_json import is_sealed
 
 # gcsfs would ask Google over gRPC for the type of every bucket, and wait minutes for an emulator.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
@@ -65,6 +72,8 @@ class Folder(Patient):
         except (ValueError, ImportError) as error:
             raise FolderError(f"{url}: {one_line(error)}", final=True) from error
         self._path = path.rstrip("/")
+        if not {"gs", "gcs"}.isdisjoint(self._protocols):
+            end_requests(self._fs, patience)
         self._conditions = conditions_of(self._fs, self._protocols)
 
     @property
@@ -137,6 +146,20 @@ class Folder(Patient):
             except FileNotFoundError:
                 self._check_bucket()
                 return None
+
+        return self._persist(f"reading {name}", get)
+
+    def read_sealed(self, name: str) -> bytes | None:
+        """As `read`, of a sealed JSON file. Bytes that are not sealed are returned only if the
+        store holds them so; others were damaged on their way, and are read again."""
+
+        def get() -> bytes | None:
+            data, target = self.read(name), self._file(name)
+            if data is None or is_sealed(data):
+                return data
+            if self._found(target, len(data), hashlib.md5(data)):
+                return data
+            raise ConnectionError("what arrived is not what is stored")
 
         return self._persist(f"reading {name}", get)
 
@@ -225,7 +248,10 @@ class Folder(Patient):
             try:
                 if OBJECT_STORES.isdisjoint(self._protocols):  # those have no folders to make
                     self._fs.makedirs(self._path, exist_ok=True)
-                self._fs.put_file(str(path), target, callback=heartbeat, **options)
+                if self.local:
+                    copy_atomically(path, Path(target))
+                else:
+                    self._fs.put_file(str(path), target, callback=heartbeat, **options)
             except FileExistsError as error:
                 if not self._found(target, size, digest):
                     raise TakenError(f"{self.url}/{name}: is there already", True) from error
@@ -238,12 +264,30 @@ class Folder(Patient):
         self._persist(f"uploading {name}", upload, heartbeat)
         self.beat()
 
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a small file from memory; as `put`, the store has to confirm it."""
+        target = self._file(name)
+
+        def send() -> None:
+            if OBJECT_STORES.isdisjoint(self._protocols):
+                self._fs.makedirs(self._path, exist_ok=True)
+            try:
+                if self.local:
+                    write_bytes(Path(target), data)
+                else:
+                    self._fs.pipe_file(target, data)
+            except FileNotFoundError as error:
+                self._check_bucket()
+                raise ConnectionError("the upload was lost") from error
+            if not self._found(target, len(data), hashlib.md5(data)):
+                raise ConnectionError("what arrived differs from what was sent")
+
+        self._persist(f"uploading {name}", send)
+        self.beat()
+
     def try_writing(self) -> None:
         """Writes a small file and deletes it again."""
-        with tempfile.TemporaryDirectory() as folder:
-            trial = Path(folder) / TRIAL
-            trial.write_text("ok")
-            self.put(trial)
+        self.write(TRIAL, b"ok")
         self.remove(TRIAL)
 
     def _found(self, target: str, size: int, digest: Any) -> dict[str, Any] | None:

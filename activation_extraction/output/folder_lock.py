@@ -1,6 +1,7 @@
 """The lock on a local folder: only one process at a time writes to it."""
 
 import fcntl
+import logging
 import os
 import platform
 import shutil
@@ -9,9 +10,13 @@ import time
 from pathlib import Path
 
 from activation_extraction.cli.errors import InputError, RunError, one_line
+from activation_extraction.output.metadata import METRICS
+from activation_extraction.output.reasons import LINK
 
 LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+log = logging.getLogger("extract_activations")
 
 
 def check_output_dir(folder: Path) -> None:
@@ -25,8 +30,10 @@ def check_output_dir(folder: Path) -> None:
             raise InputError(f"{name}: is a file, expected a folder")
         with tempfile.TemporaryFile(dir=existing):
             pass
+        if (folder / METRICS).is_symlink():
+            raise InputError(f"{name}: {METRICS} {LINK}")
         if folder.exists():
-            os.close(lock_folder(folder, fcntl.LOCK_SH))
+            unlock(lock_folder(folder, fcntl.LOCK_SH))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise InputError(f"{name}: cannot be written to: {reason or one_line(error)}") from error
@@ -43,26 +50,40 @@ def check_free_disk(folder: Path, gigabytes: float) -> None:
         )
 
 
-def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int:
+def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int | None:
     """Locks the folder until this process ends, however it ends, or the descriptor is closed.
 
-    Raises RunError if another process keeps a lock (`is_locked` takes one only for a moment). That
+    Returns the descriptor; None, after a warning, if the file system has no locks. Raises RunError
+    if another process keeps a lock (`is_locked` takes one only for a moment). That
     process may be an earlier start of this run that is about to end, so a retry makes sense.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     for attempt in range(LOCK_ATTEMPTS):
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            break
+            return descriptor
         except BlockingIOError as error:
             if attempt == LOCK_ATTEMPTS - 1:
                 os.close(descriptor)
                 message = f"--output_dir {folder}: another process is writing to it"
                 raise RunError(message) from error
             time.sleep(LOCK_PAUSE)
-        except OSError:  # a file system without locks
-            break
-    return descriptor
+        except OSError as error:  # a file system without locks
+            os.close(descriptor)
+            if kind == fcntl.LOCK_EX:
+                log.warning(
+                    "%s: its file system has no locks (%s), so nothing prevents two processes from "
+                    "writing there; see to it that only one does",
+                    *(folder, error.strerror),
+                )
+            return None
+    raise AssertionError
+
+
+def unlock(descriptor: int | None) -> None:
+    """Gives up what `lock_folder` returned."""
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def is_locked(folder: Path) -> bool | None:

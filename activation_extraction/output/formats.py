@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from activation_extraction.output.atomic_file import Written, write_atomically
+from activation_extraction.output.commit import NUMBER
 from activation_extraction.output.pickle_file import (
     largest_size,
     read_pickle,
@@ -73,7 +74,7 @@ SAFETENSORS = ShardFormat(
 )
 FORMATS = (PICKLE, GZIP_PICKLE, SAFETENSORS)
 SUFFIXES = "|".join(re.escape(each.suffix) for each in FORMATS)
-SHARD_FILE = re.compile(rf"shard_\d{{4,}}({SUFFIXES})")
+SHARD_FILE = re.compile(rf"shard_{NUMBER}({SUFFIXES})")
 
 
 def chosen_format(name: str, compress: bool) -> ShardFormat:
@@ -103,11 +104,11 @@ def write_shard(
     shard: Shard,
     names: Mapping[Key, str],
     shard_format: ShardFormat,
-    outdated: Path | None = None,
+    ready: Callable[[], None] | None = None,
 ) -> WrittenShard:
     """Writes a shard atomically; its bytes depend on the shard alone.
 
-    names: key of each hook -> its full name. outdated: see `write_atomically`. Raises OSError.
+    names: key of each hook -> its full name. ready: see `write_atomically`. Raises OSError.
     """
     unpacked = 0
 
@@ -115,5 +116,5 @@ def write_shard(
         nonlocal unpacked
         unpacked = shard_format.write(shard, names, file)
 
-    written = write_atomically(path, write, outdated)
+    written = write_atomically(path, write, ready)
     return {**written, "unpacked": unpacked}

@@ -5,26 +5,35 @@ metadata.json describes the run; its `identity` must stay the same for a run to 
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from activation_extraction.output.commit import CLAIM, READABLE_VERSIONS, Commit, commit_name
+from activation_extraction.cli.errors import InputError
+from activation_extraction.output.commit import (
+    CLAIM,
+    NUMBER,
+    READABLE_VERSIONS,
+    Commit,
+    commit_name,
+    number_of,
+)
 from activation_extraction.output.folder import FileEntry, Folder, local_path
 from activation_extraction.output.formats import SUFFIXES
 from activation_extraction.output.identity import Identity, run_of
 from activation_extraction.output.outline import Outline
 from activation_extraction.output.sealed_json import DamagedError, unseal
+from activation_extraction.output.statistics_file import statistics_name
 from activation_extraction.output.totals import Totals
 
 METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
 AGGREGATE = "aggregated_metadata.json"
 OWN_FILES = re.compile(
-    rf"\.?(metadata\.json|metrics\.jsonl|shard_\d{{4,}}(\.json|\.npz|{SUFFIXES}))(\.tmp)?"
+    rf"\.?(metadata\.json|metrics\.jsonl|shard_{NUMBER}(\.json|\.npz|{SUFFIXES}))(\.tmp)?"
 )
 # What metadata.json says of a folder in which nothing is counted yet, beside its status.
 NOTHING = {"shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
@@ -115,7 +124,7 @@ def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
 
 def is_commit(name: str) -> bool:
     """Whether this is the name of a shard's JSON."""
-    return re.fullmatch(r"shard_\d{4,}\.json", name) is not None
+    return re.fullmatch(rf"shard_{NUMBER}\.json", name) is not None
 
 
 def own_files(names: Iterable[str]) -> list[str]:
@@ -139,7 +148,7 @@ def read_stored(folder: Folder, brief: bool = False) -> Stored:
 
 def _read_briefly(folder: Folder) -> Stored:
     """metadata.json first: the listing has all that it tells of, or something is missing."""
-    data = folder.read(METADATA)
+    data = folder.read_sealed(METADATA)
     listing = folder.listing()
     files = {name: entry.size for name, entry in listing.items()}
     with suppress(DamagedError, KeyError, TypeError):
@@ -168,7 +177,7 @@ def _read(
         known = {METADATA, *map(commit_name, [*range(1, outline.shards + 1), *commits])}
         names = [name for name in names if name not in known]
     with ThreadPoolExecutor(READERS) as pool:
-        for name, data in zip(names, pool.map(folder.read, names), strict=True):
+        for name, data in zip(names, pool.map(folder.read_sealed, names), strict=True):
             if data is None:  # deleted by a run in the meantime
                 continue
             try:
@@ -196,6 +205,10 @@ def _read(
 
 def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
     content = unseal(data, where)
+    if CLAIM in content:
+        raise DamagedError(
+            f"{where}: --overwrite has begun to delete what is here and did not end; start it again"
+        )
     if content.get("format_version") not in READABLE_VERSIONS:
         raise DamagedError(f"{where}: was written by another version of this program")
     if missing := [key for key in NEEDED if key not in content]:
@@ -227,18 +240,45 @@ def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
     return {}
 
 
-def remove_extraction(folder: Folder, keep: Collection[str] = ()) -> None:
-    """Deletes metadata, metrics, commits and shards from a folder, in this order; no other file.
+def owner_of(folder: Folder) -> str | None:
+    """The process that metadata.json names as the owner of a folder; None if it names none."""
+    content = _unsealed(folder, METADATA) or {}
+    return content.get(CLAIM, content.get("owner"))
 
-    What is left after a kill cannot be continued: shards without metadata are refused. keep: names
-    of files that stay.
+
+def check_own(folder: Folder) -> None:
+    """Raises InputError if --overwrite would delete or replace files of somebody else.
+
+    What is named as our files are is ours beside our metadata.json, or if the JSON of a shard names
+    it.
     """
-    names = [name for name in own_files(folder.files()) if name not in keep]
-    groups = (
-        [name for name in names if "shard_" not in name],
-        [name for name in names if "shard_" in name and ".json" in name],
-        [name for name in names if "shard_" in name and ".json" not in name],
-    )
+    names = [name for name in own_files(folder.files()) if name[0] != "."]
+    if not names or _unsealed(folder, METADATA) is not None:
+        return
+    known: set[str] = set()
+    for name in filter(is_commit, names):
+        content = _unsealed(folder, name)
+        if content is not None:
+            known |= {name, str(content.get("file")), statistics_name(number_of(name))}
+    if known:
+        known |= {METADATA, METRICS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InputError(
+            f"{folder.url}: --overwrite: {unknown[0]} may not be of this program: there is no "
+            f"sound {METADATA}, and no JSON of a shard names it; move it, or give another folder"
+        )
+
+
+def _unsealed(folder: Folder, name: str) -> dict[str, Any] | None:
+    """The content of a sealed JSON; None if there is none, or if it is damaged."""
+    data = folder.read_sealed(name)
+    with suppress(DamagedError):
+        return None if data is None else unseal(data, name)
+    return None
+
+
+def remove_files(folder: Folder, entries: Iterable[tuple[str, FileEntry]]) -> None:
+    """Deletes files, many at a time; where the store has versions, the listed ones only."""
     with ThreadPoolExecutor(READERS) as pool:
-        for group in groups:
-            list(pool.map(folder.remove, group))
+        list(pool.map(lambda each: folder.remove(each[0], each[1].version), entries))

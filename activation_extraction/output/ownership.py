@@ -1,8 +1,9 @@
 """Ownership: of several processes with one machine_id, only the one that began last may write.
 
-metadata.json in the bucket names the owner. Looking there before each write leaves a moment between
-looking and writing, in which another process may begin. Where the store writes conditionally
-(`Folder.conditional`: Google Cloud Storage and S3), that moment does no harm:
+On this machine, a lock on the folder decides. metadata.json names the owner for all who cannot see
+such a lock: in a bucket, and where the file system has none. Looking there before each write leaves
+a moment between looking and writing, in which another process may begin. Where the store writes
+conditionally (`Folder.conditional`: Google Cloud Storage and S3), that moment does no harm:
 
 - A process that begins claims the JSON of the first shard that it is to store: it writes its name
   there, on condition that the JSON is as it saw it when it looked for what is stored. Then it
@@ -11,24 +12,41 @@ looking and writing, in which another process may begin. Where the store writes 
   claim. JSONs are written in order, so a process that has lost one place writes no later one.
 - metadata.json is written on condition that it is what this process wrote before.
 - A shard file is only created; one that is there already is deleted first, by its version.
+- A process that deletes an extraction first claims the place that its owner would write to next,
+  and then that of metadata.json. It deletes only the versions that it has seen in a listing, after
+  which its claims still held: they are no later owner's. No later owner counts on them either: it
+  looks at metadata.json again after its own claim.
 
-So no JSON and no metadata.json of an earlier process appears once a later one owns the folder, and
-no shard file replaces one of the later. The owner is looked up before each write as well: in a
-store without such requests, or one that ignores their conditions, nothing more can be promised.
+So no JSON and no metadata.json of an earlier process appears once a later one owns the folder, no
+shard file replaces one of the later, and none of the later's is deleted. The owner is looked up
+before each write as well: in a store without such requests, or one that ignores their conditions,
+nothing more can be promised.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 
 from activation_extraction.cli.errors import StorageError
+from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.commit import claim_of, commit_name
 from activation_extraction.output.folder import Folder, TakenError
-from activation_extraction.output.metadata import METADATA, is_commit, remove_extraction
-from activation_extraction.output.sealed_json import unseal
+from activation_extraction.output.folder_lock import lock_folder, unlock
+from activation_extraction.output.metadata import (
+    METADATA,
+    check_own,
+    is_commit,
+    own_files,
+    owner_of,
+    remove_files,
+)
+from activation_extraction.output.plan import StoragePlan
+
+DELETIONS = 128  # files deleted before the owner is looked up again
 
 
 class Ownership:
-    """The right of the process `owner` to write to one host's folder in a bucket.
+    """The right of the process `owner` to write to one host's folder, local or in a bucket.
 
     Methods raise StorageError when another process has begun to write there.
     """
@@ -36,19 +54,28 @@ class Ownership:
     def __init__(self, folder: Folder, owner: str) -> None:
         self.owner = owner
         self.folder = folder
+        self._lock: int | None = None
         self._versions: dict[str, str] = {}  # of the JSONs in the bucket, as far as we know
         self._claimed: set[str] = set()
+        self._began = False  # whether metadata.json has named us
         self._metadata: str | None = None  # the version that we wrote
 
-    def claim(self, number: int, versions: Mapping[str, str]) -> bool:
-        """Claims shard `number`; False when its JSON is not as in `versions`: look again.
+    def lock(self) -> None:
+        """Locks a local folder, if its file system can. Raises RunError if it is locked."""
+        self._lock = lock_folder(Path(self.folder.url))
 
-        versions: of the JSONs, when it was decided what to store.
-        """
-        if not self.folder.conditional:
-            return True
-        self._versions = dict(versions)
-        return self._claim(commit_name(number))
+    def unlock(self) -> None:
+        """Gives up the lock."""
+        unlock(self._lock)
+        self._lock = None
+
+    def claim(self, plan: StoragePlan) -> bool:
+        """Claims the first shard to store; False when the folder is not as planned: look again."""
+        if self.folder.conditional:
+            self._versions = dict(plan.versions)
+            if not self._claim(commit_name(plan.first_to_store)):
+                return False
+        return owner_of(self.folder) == plan.owner
 
     def _claim(self, name: str) -> bool:
         before = self._versions.get(name)
@@ -62,23 +89,53 @@ class Ownership:
     def clear(self) -> None:
         """Deletes the extraction in the folder, whose owner may be at work, and claims shard 1.
 
-        The place that the owner would write to next stays claimed until we come to it.
+        The place that the owner would write to next stays claimed until we come to it, and
+        metadata.json names us: killed in the middle of this, it is not continued.
         """
-        while self.folder.conditional:
-            names = {name for name in self.folder.listing() if is_commit(name)}
-            self._versions, self._claimed = {}, set()
-            gate = next(n for n in range(1, len(names) + 2) if commit_name(n) not in names)
-            if not self._claim(commit_name(gate)):
-                continue
-            remove_extraction(self.folder, keep=self._claimed)
-            if gate == 1 or self._claim(commit_name(1)):
-                return
-        remove_extraction(self.folder)
+        self._delete()
+        first = commit_name(1)
+        if self.folder.conditional and first not in self._claimed and not self._claim(first):
+            raise self._lost()
+
+    def delete(self) -> None:
+        """Deletes the extraction in the folder for good."""
+        self._delete()
+        self.release()
+        self.folder.remove(METADATA, self._metadata)
+
+    def _delete(self) -> None:
+        check_own(self.folder)
+        self._stop_owner()
+        self.put_metadata(claim_of(self.owner))
+        before = None
+        while True:  # until nothing is left that was on its way when the owner was stopped
+            listing = self.folder.listing()
+            kept = {METADATA, *self._claimed}
+            entries = [(name, listing[name]) for name in own_files(listing) if name not in kept]
+            if not entries or entries == before:
+                break
+            for start in range(0, len(entries), DELETIONS):
+                self.check()
+                self._check_claims()
+                remove_files(self.folder, entries[start : start + DELETIONS])
+            before = entries
+        self._versions = {name: self._versions[name] for name in self._claimed}
+
+    def _stop_owner(self) -> None:
+        """Claims the JSON that the owner of the folder would write next."""
+        claimed = not self.folder.conditional
+        while not claimed:
+            jsons = {n: entry for n, entry in self.folder.listing().items() if is_commit(n)}
+            self._versions = {name: str(entry.version) for name, entry in jsons.items()}
+            claim_size = len(claim_of(self.owner))
+            commits = {name for name, entry in jsons.items() if entry.size > claim_size}
+            claimed = self._claim(next(n for n in map(commit_name, count(1)) if n not in commits))
 
     def check(self) -> None:
-        """Whether metadata.json still names us."""
-        data = self.folder.read(METADATA)
-        if data is None or unseal(data, self.folder.url).get("owner") != self.owner:
+        """Whether we still are the owner: by our lock, or by metadata.json."""
+        if self._lock is not None or not self._began:
+            return
+        if owner_of(self.folder) != self.owner:
             raise self._lost()
 
     def begin_shard(self, paths: Iterable[Path], json: str) -> None:
@@ -115,11 +172,26 @@ class Ownership:
         self._versions[path.name] = version
         self._claimed.discard(path.name)
 
-    def put_metadata(self, path: Path) -> None:
-        """Uploads metadata.json; the first one makes us the owner in everybody's eyes."""
-        if not self.folder.conditional:
-            return self.folder.put(path)
-        data, written = path.read_bytes(), None
+    def put_metadata(self, data: bytes) -> None:
+        """Writes metadata.json; the first one makes us the owner in everybody's eyes.
+
+        Raises OSError if the folder is local.
+        """
+        if self.folder.conditional:
+            self._metadata = self._put_metadata_if(data)
+        else:
+            self.check()
+            if self.folder.local:
+                path = self.folder.fetch(METADATA, Path())
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_bytes(path, data)
+            else:
+                self.folder.write(METADATA, data)
+        self._began = True
+
+    def _put_metadata_if(self, data: bytes) -> str:
+        """Returns its version."""
+        written = None
         if self._metadata is not None:
             written = self.folder.write_if(METADATA, data, self._metadata)
             if written is None:
@@ -128,7 +200,7 @@ class Ownership:
             before = self.folder.version(METADATA)
             self._check_claims()  # after looking: whoever claims later writes later
             written = self.folder.write_if(METADATA, data, before)
-        self._metadata = written
+        return written
 
     def _check_claims(self) -> None:
         for name in self._claimed:

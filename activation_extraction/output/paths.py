@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-NAME = re.compile(r"machine_(\d+)(?:_host_(\d+))?")
+NAME = re.compile(r"machine_([0-9]{3}|[1-9][0-9]{3,})(?:_host_([0-9]{2}|[1-9][0-9]{2,}))?")
 
 
 @dataclass(frozen=True, order=True)

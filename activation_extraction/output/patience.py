@@ -1,5 +1,6 @@
 """Requests that are retried for a while, unless their failure is final."""
 
+import asyncio
 import logging
 import random
 import time
@@ -8,12 +9,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fsspec.callbacks import Callback
+from fsspec.exceptions import FSTimeoutError
 
 from activation_extraction.cli.errors import RunError
 from activation_extraction.cli.retries import gcsfs_listeners
 from activation_extraction.output.reasons import reason_of
 
 PATIENCE = 300.0  # seconds
+LOOKING = 20.0  # seconds, for --status
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts
 
 log = logging.getLogger("extract_activations")
@@ -41,6 +44,16 @@ class Heartbeat(Callback):
         self._beat()
 
 
+def end_requests(file_system: Any, seconds: float) -> None:
+    """gcsfs tries each request again by itself, for minutes if nobody answers: no longer."""
+    request = type(file_system)._request
+
+    async def within(*arguments: Any, **options: Any) -> Any:
+        return await asyncio.wait_for(request(file_system, *arguments, **options), seconds)
+
+    file_system._request = within
+
+
 class Patient(ABC):
     """Sends requests to the folder `url`; see `Folder` for the rest."""
 
@@ -50,6 +63,7 @@ class Patient(ABC):
         self.retries = 0
         self._patience = patience
         self._failing = False  # whether a request has failed since the last success
+        self._heard = ""  # why the file system itself has tried a request again
 
     @property
     @abstractmethod
@@ -60,8 +74,10 @@ class Patient(ABC):
         """The result of `action`, which is retried unless its failure is final."""
 
         def listen(reason: str) -> None:
+            self._heard = reason
             self._say(what, reason)
 
+        self._heard = ""
         gcsfs_listeners.append(listen)
         try:
             result = self._try(what, action, heartbeat)
@@ -90,6 +106,8 @@ class Patient(ABC):
                 raise
             except Exception as error:  # whatever a file system or the network may raise
                 reason, final = reason_of(error)
+                if isinstance(error, FSTimeoutError):
+                    reason = self._heard or "no answer"
                 spent += time.monotonic() - max(began, heartbeat.last if heartbeat else began)
                 if final or self.local:
                     raise FolderError(f"{self.url}: {what}: {reason}", final=True) from error

@@ -48,8 +48,9 @@ class StoragePlan:
     ranges: what is to be stored, in the order of the data. obsolete: files to delete, as (folder,
     name). settled: nothing is left to do, not even an upload or an update of metadata.json.
     skipped_rows, empty_rows: those of a complete extraction, rows after its last sample too.
-    versions: those of the JSONs in the bucket when the plan was made. For a repair, `recorded` is
-    the metadata, of which only the totals change, and `expected` has the shards as they were, by
+    versions: those of the JSONs in the bucket when the plan was made. owner: the one that its
+    metadata.json named just before. For a repair, `recorded` is the metadata, of which only the
+    totals change, and `expected` has the shards as they were, by
     number.
     """
 
@@ -64,6 +65,7 @@ class StoragePlan:
     expected: Mapping[int, Commit] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     outline: Outline = field(default_factory=Outline)
+    owner: str | None = None
 
     @property
     def complete(self) -> bool:

@@ -1,15 +1,18 @@
 """Why a file system refused a request, in words for the user."""
 
 import errno
+import json
 
 from activation_extraction.cli.errors import one_line
 
+LINK = "is a symbolic link; expected a file or folder of its own, or none"
 LOCAL_AND_FINAL = {
     errno.ENOSPC: "the disk is full; make room first",
     errno.EDQUOT: "the disk quota is used up; make room first",
     errno.EROFS: "the file system is read-only; make it writable first",
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
+    errno.ELOOP: LINK,
 }
 # HTTP statuses after which a request may be sent again; 410 means a lost upload session.
 WORTH_ANOTHER_TRY = {408, 409, 410, 416, 429}
@@ -38,6 +41,8 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
         text = error.strerror
     if isinstance(error, FileNotFoundError):
         return f"not found ({text:.200})", True
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):  # as of a proxy in between
+        return f"the answer is not the store's ({text:.200})", False
     final = isinstance(error, ValueError | TypeError | ImportError)
     final = final or 400 <= status < 500 and status not in WORTH_ANOTHER_TRY
     return f"{text:.200}", final

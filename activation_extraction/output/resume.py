@@ -11,10 +11,16 @@ from activation_extraction.cli.errors import InputError
 from activation_extraction.output.commit import FORMAT_VERSION, Commit, number_of
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.identity import Difference, Identity
-from activation_extraction.output.metadata import METADATA, Stored, own_files, read_stored
+from activation_extraction.output.metadata import (
+    METADATA,
+    Stored,
+    own_files,
+    owner_of,
+    read_stored,
+)
 from activation_extraction.output.outline import Outline
 from activation_extraction.output.plan import ShardRange, StoragePlan
-from activation_extraction.output.sealed_json import ANEW
+from activation_extraction.output.sealed_json import REPAIRS
 
 OPTIONS = "give the same flags as before, another folder, or --overwrite to start anew"
 
@@ -36,12 +42,13 @@ class ResumePlanner:
 
     def look(self) -> StoragePlan:
         """Reads the JSON files, local ones and those in the bucket."""
+        owner = None if self.remote is None else owner_of(self.remote)
         local = read_stored(self.folder)
         remote = None if self.remote is None else read_stored(self.remote, brief=True)
         places = f"--output_dir {self.folder.url}", self.remote.url if self.remote else ""
         plan = take_up(local, remote, places, self.identity, self.max_samples, self.more_rows)
         if remote is not None:
-            plan = replace(plan, versions=remote.versions)
+            plan = replace(plan, versions=remote.versions, owner=owner)
         if remote is None or not self.delete_local:
             return plan
         # A run that was killed after an upload, before the deletion, left these behind.
@@ -129,12 +136,12 @@ def _choose_all(
 
 def _check_identity(place: str, stored: Stored, identity: Identity) -> None:
     for why in stored.damaged.values():
-        raise InputError(f"{why}; {ANEW}")
+        raise InputError(f"{why}; {REPAIRS}")
     if stored.metadata is None:
         if any(name.startswith("shard_") for name in own_files(stored.files)):
             raise InputError(
                 f"{place}: already holds shards, but no {METADATA}; --repair makes it again; or "
-                f"{OPTIONS}"
+                "give another folder"
             )
         return
     check_same_run(place, stored, identity)

@@ -2,6 +2,7 @@
 those left by an earlier run with different numbers of machines or hosts.
 """
 
+import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from activation_extraction.cli.errors import InputError
+from activation_extraction.output.commit import CLAIM
 from activation_extraction.output.folder import Folder, FolderError
 from activation_extraction.output.folder_lock import check_output_dir
 from activation_extraction.output.identity import Identity
@@ -17,8 +19,8 @@ from activation_extraction.output.metadata import (
     METADATA,
     identity_of,
     own_files,
-    remove_extraction,
 )
+from activation_extraction.output.ownership import Ownership
 from activation_extraction.output.paths import HostFolder, host_folders
 from activation_extraction.output.resume import check_version, refuse_difference
 from activation_extraction.output.sealed_json import DamagedError, unseal
@@ -99,7 +101,7 @@ class RunFolders:
         _check_unused(stale)
         for folder in stale:
             if folder.local or self.worker.host == 0:
-                remove_extraction(folder)
+                Ownership(folder, uuid.uuid4().hex).delete()
         for root, _ in self.roots:
             if root.local or self.worker.host == 0:
                 root.remove(AGGREGATE)
@@ -123,9 +125,10 @@ def find_metadata(root: Folder) -> tuple[str, dict[str, Any]] | None:
 
 def metadata_in(folder: Folder) -> dict[str, Any] | None:
     """What metadata.json in a folder says; None without one. --verify reports a damaged one."""
-    data = folder.read(METADATA)
+    data = folder.read_sealed(METADATA)
     with suppress(DamagedError):
-        return None if data is None else unseal(data, folder.url)
+        content = {CLAIM: None} if data is None else unseal(data, folder.url)
+        return None if CLAIM in content else content
     return None
 
 

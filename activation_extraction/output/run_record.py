@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from activation_extraction.cli.errors import StorageError
-from activation_extraction.output.atomic_file import write_bytes
+from activation_extraction.output.atomic_file import append_line, write_bytes
 from activation_extraction.output.commit import FORMAT_VERSION
 from activation_extraction.output.folder_lock import running_system
 from activation_extraction.output.identity import Identity
-from activation_extraction.output.metadata import METADATA, METRICS
+from activation_extraction.output.metadata import METRICS
 from activation_extraction.output.outline import Outline
 from activation_extraction.output.ownership import Ownership
 from activation_extraction.output.reasons import reason_of
@@ -37,16 +37,17 @@ class Sources(Protocol):
 
 
 class RunRecord:
-    """Writes both files to `folder`, and metadata.json to the bucket as well.
+    """Writes both files to a local folder, and metadata.json to the bucket as well.
 
-    ownership: the right to write to the bucket. hooks: key, name and whatever else is known of each
-    hook. owner: a name for this process. sources: of the samples. more: what else the caller wants
-    recorded. A repair keeps what is `recorded` already, except the sums.
+    local, ownership: the right to write to the folder, and to the bucket. hooks: key, name and
+    whatever else is known of each hook. owner: a name for this process. sources: of the samples.
+    more: what else the caller wants recorded. A repair keeps what is `recorded` already, except the
+    sums.
     """
 
     def __init__(
         self,
-        folder: Path,
+        local: Ownership,
         ownership: Ownership | None,
         hooks: Mapping[Key, Mapping[str, Any]],
         identity: Identity,
@@ -56,7 +57,8 @@ class RunRecord:
         more: Mapping[str, Any],
     ) -> None:
         self.recorded: Mapping[str, Any] | None = None
-        self._folder = folder
+        self._local = local
+        self._folder = Path(local.folder.url)
         self._remote = None if ownership is None else ownership.folder
         self._ownership = ownership
         self._hooks = hooks
@@ -89,9 +91,9 @@ class RunRecord:
         if self._remote is not None:
             content["outline"] = {**outline.to_json(), "metrics": self._metrics}
         with self._writing:
-            write_bytes(self._folder / METADATA, seal(content))
+            self._local.put_metadata(seal(content))
         if self._ownership is not None and upload:
-            self._ownership.put_metadata(self._folder / METADATA)
+            self._ownership.put_metadata(seal(content))
 
     def _content(self, status: str, totals: Totals) -> dict[str, Any]:
         return {
@@ -129,7 +131,6 @@ class RunRecord:
         """Appends a line to metrics.jsonl. Raises StorageError."""
         self._metrics = metrics
         try:
-            with open(self._folder / METRICS, "a") as file:
-                file.write(json.dumps(metrics) + "\n")
+            append_line(self._folder / METRICS, json.dumps(metrics))
         except OSError as error:
             raise StorageError(f"{self._folder / METRICS}: {reason_of(error)[0]}") from error

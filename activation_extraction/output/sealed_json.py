@@ -10,7 +10,7 @@ from typing import Any
 
 from activation_extraction.cli.errors import RunError
 
-ANEW = "--repair repairs it, --overwrite starts anew"
+REPAIRS = "--repair repairs it"
 
 
 class DamagedError(RunError):
@@ -39,12 +39,21 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
         checksum = content.pop("checksum")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"{where}: is damaged, or was not written by this program"
-        raise DamagedError(what, remedy=ANEW) from error
+        raise DamagedError(what, remedy=REPAIRS) from error
     try:
         intact = checksum == digest_of(content) and data == seal(content)
     except ValueError:  # NaN
         intact = False
     if not intact:
         what = f"{where}: is damaged: its checksum does not match its content"
-        raise DamagedError(what, remedy=ANEW)
+        raise DamagedError(what, remedy=REPAIRS)
     return content
+
+
+def is_sealed(data: bytes) -> bool:
+    """Whether this is a whole sealed JSON file."""
+    try:
+        unseal(data, "")
+    except DamagedError:
+        return False
+    return True

@@ -8,7 +8,6 @@ Every queue is bounded, so a slow bucket slows the caller down. After a failure 
 
 import hashlib
 import logging
-import shutil
 import threading
 import time
 from collections import deque
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -52,17 +50,17 @@ log = logging.getLogger("extract_activations")
 
 
 class ShardWriter:
-    """Writes shards to `folder` and uploads them by right of `ownership` (None: they stay there).
+    """Writes shards by right of `local`, and uploads them by right of `ownership`.
 
-    names: key of each hook in the shards -> its full name. run: digest of the run's identity.
-    sources: of the samples; it is on record what they are before a shard is committed. record:
-    writes metadata.json, with the outline. `made` has the shards that this process has
-    stored.
+    ownership: None if shards stay in the local folder. names: key of each hook in the shards -> its
+    full name. run: digest of the run's identity. sources: of the samples; it is on record what they
+    are before a shard is committed. record: writes metadata.json, with the outline. `made` has the
+    shards that this process has stored.
     """
 
     def __init__(
         self,
-        folder: Path,
+        local: Ownership,
         ownership: Ownership | None,
         names: Mapping[Key, str],
         shard_format: ShardFormat,
@@ -73,7 +71,8 @@ class ShardWriter:
     ) -> None:
         self.made: list[Commit] = []
         self.failure: StorageError | None = None
-        self._folder = folder
+        self._local = local
+        self._folder = Path(local.folder.url)
         self._remote = None if ownership is None else ownership.folder
         self._ownership = ownership
         self._names = names
@@ -198,9 +197,14 @@ class ShardWriter:
         by_name = {self._names[key]: of_hook for key, of_hook in sums.items()}
         began = time.perf_counter()
         announcement = self._folder / commit_name(number)
+
+        def ready() -> None:
+            """The JSON of a shard that this one replaces stays until this one is on the disk."""
+            self._local.check()
+            announcement.unlink(missing_ok=True)
+
         try:
-            # The JSON of a shard that this one replaces stays until this one is on the disk.
-            written = write_shard(path, shard, self._names, self._format, announcement)
+            written = write_shard(path, shard, self._names, self._format, ready)
             statistics = write_sums(self._folder, number, by_name)
             commit = Commit(
                 file=path.name,
@@ -227,6 +231,7 @@ class ShardWriter:
             if self._sources is not None and self._sources.settle():
                 with self._counting:
                     self._record()
+            self._local.check()
             write_bytes(announcement, seal(commit.to_json()))
         except OSError as error:
             raise StorageError(f"{path}: {reason_of(error)[0]}") from error
@@ -298,9 +303,8 @@ class ShardWriter:
             self.upload_metrics()
 
     def upload_metrics(self) -> None:
-        """Uploads a copy of metrics.jsonl, since lines are added to it all the time."""
+        """Uploads metrics.jsonl as it is now: lines are added to it all the time."""
         path = self._folder / METRICS
         self._metrics_uploaded = time.monotonic()
         if self._remote is not None and path.exists():
-            with TemporaryDirectory() as folder:
-                self._remote.put(Path(shutil.copyfile(path, f"{folder}/{METRICS}")))
+            self._remote.write(METRICS, path.read_bytes())

@@ -5,7 +5,6 @@ shards, shard_writer.py writes and uploads them, and run_record.py records the r
 long because its class is the one that users call, and the order of its steps belongs in one place.
 """
 
-import os
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,11 +19,11 @@ import numpy as np
 from activation_extraction.cli.errors import RunError, StorageError
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder
-from activation_extraction.output.folder_lock import check_output_dir, lock_folder
+from activation_extraction.output.folder_lock import check_output_dir
 from activation_extraction.output.formats import SAFETENSORS, chosen_format
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.incomplete import IncompleteSamples
-from activation_extraction.output.metadata import remove_extraction
+from activation_extraction.output.metadata import check_own
 from activation_extraction.output.ownership import Ownership
 from activation_extraction.output.plan import Planner, StoragePlan
 from activation_extraction.output.reasons import reason_of
@@ -100,10 +99,14 @@ class ActivationStorage:
         self._max_samples = max_samples
         self.format = chosen_format(shard_format, compress)
         check_output_dir(self.folder)
+        if overwrite:
+            for place in filter(None, (self._local, remote)):
+                check_own(place)
         owner = uuid.uuid4().hex
+        self._local_ownership = Ownership(self._local, owner)
         self._ownership = None if remote is None else Ownership(remote, owner)
         self._writer = ShardWriter(
-            self.folder,
+            self._local_ownership,
             self._ownership,
             self._names,
             self.format,
@@ -114,7 +117,7 @@ class ActivationStorage:
         )
         facts = hook_facts or {}
         self._record = RunRecord(
-            self.folder,
+            self._local_ownership,
             self._ownership,
             {key: {"key": key, "name": hooks[key], **facts.get(key, {})} for key in hooks},
             self._identity,
@@ -134,7 +137,6 @@ class ActivationStorage:
         self._follow(StoragePlan() if overwrite else self._planner.look())
         self._incomplete = IncompleteSamples(self._names)
         self._state = State.FOUND
-        self._lock: int | None = None
 
     def _follow(self, plan: StoragePlan) -> None:
         self.plan = plan
@@ -211,13 +213,13 @@ class ActivationStorage:
         self._record.begin()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(self.folder)
+            self._local_ownership.lock()
             if self._overwrite:
-                remove_extraction(self._local)
+                self._local_ownership.clear()
                 if self._ownership is not None:
                     self._ownership.clear()
             elif not self._take_over():
-                return self._unlock()
+                return self._local_ownership.unlock()
             self._state = State.OPEN
             self._begin_writing()
         except OSError as error:
@@ -230,7 +232,7 @@ class ActivationStorage:
             if self.plan.settled:
                 return False
             plan, ownership = self.plan, self._ownership
-            if ownership is None or ownership.claim(plan.first_to_store, plan.versions):
+            if ownership is None or ownership.claim(plan):
                 return True
 
     def _begin_writing(self) -> None:
@@ -387,12 +389,7 @@ class ActivationStorage:
         """Gives up the folder and the threads; what is not committed is lost."""
         self._state = State.CLOSED
         self._writer.close(patient)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._local_ownership.unlock()
 
     def _recount(self) -> None:
         """After a repair: adds up all shards in their order, as the run itself did."""

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -184,7 +184,8 @@ def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
     shard = replace(shard, slices=slices, chosen=not copy.identity.every_token)
     _check_fits(copy, commit, shard)
     path = copy.target / copy.shard_format.file_name(commit.number)
-    written = write_shard(path, shard, keys, copy.shard_format, copy.target / commit.name)
+    outdated = partial((copy.target / commit.name).unlink, missing_ok=True)
+    written = write_shard(path, shard, keys, copy.shard_format, outdated)
     sums = {keys[key]: sums_of(shard.slices[key], shard.samples) for key in keys}
     made = replace(
         commit,

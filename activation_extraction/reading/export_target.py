@@ -1,13 +1,12 @@
 """The local folder that an export writes to: taken by one process, and with room for it all."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from activation_extraction.cli.errors import InputError, RunError, one_line
-from activation_extraction.output.folder_lock import lock_folder
+from activation_extraction.output.folder_lock import lock_folder, unlock
 
 
 def local_folder(target: str) -> Path:
@@ -31,7 +30,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(lock)
+        unlock(lock)
 
 
 def check_space(folder: Path, needed: int) -> None:

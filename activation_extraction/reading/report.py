@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import METADATA, METRICS, Stored, identity_of
 from activation_extraction.output.reasons import reason_of
@@ -42,7 +43,7 @@ def show_report(root: Folder, file: str) -> int:
         raise InputError(f"--report {target}: expected a file in a folder that exists")
     html = make_report(root)
     try:
-        target.write_text(html, encoding="utf-8")
+        write_bytes(target, html.encode())
     except OSError as error:
         raise InputError(f"--report {target}: {reason_of(error)[0]}") from error
     print(f"report: {target}")

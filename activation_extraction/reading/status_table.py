@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from activation_extraction.cli.errors import RunError
@@ -163,7 +162,4 @@ def _write(root: Folder, content: dict[str, Any]) -> None:
         except OSError as error:
             raise RunError(f"{root.url}/{AGGREGATE}: {reason_of(error)[0]}") from error
         return
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / AGGREGATE
-        path.write_bytes(seal(content))
-        root.put(path)
+    root.write(AGGREGATE, seal(content))

@@ -25,6 +25,7 @@ def check_folders(folders: dict[str, Stored]) -> Iterator[str]:
         if name not in expected:
             yield f"{name or 'the output itself'}: holds shards that are not part of this run"
         yield from stored.damaged.values()
+        yield from _gaps(name, stored)
         if stored.metadata is None:
             if METADATA not in stored.damaged:
                 yield f"{file_path(name, METADATA)}: is missing"
@@ -102,6 +103,18 @@ def _worker_of(identity: Identity) -> Worker:
     )
 
 
+def _gaps(name: str, stored: Stored) -> Iterator[str]:
+    """The shards without a JSON before others that have one."""
+    before = 0
+    for number in sorted(stored.commits):
+        first, last = file_path(name, commit_name(before + 1)), commit_name(number - 1)
+        if number == before + 2:
+            yield f"{first}: is missing"
+        elif number > before + 2:
+            yield f"{first} to {last}: are missing"
+        before = number
+
+
 def _check_sequence(name: str, stored: Stored, worker: Worker) -> Iterator[str]:
     """Whether the shards follow each other, without a gap and without a sample stored twice."""
     upcoming = worker.sample_idx(0)
@@ -109,7 +122,6 @@ def _check_sequence(name: str, stored: Stored, worker: Worker) -> Iterator[str]:
     for number, commit in enumerate(stored.in_order, start=1):
         where = file_path(name, commit.name)
         if commit.number != number:
-            yield f"{file_path(name, commit_name(number))}: is missing"
             break
         if commit.run != stored.run:
             yield f"{where}: is of another run"

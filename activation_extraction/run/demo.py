@@ -5,24 +5,29 @@ schema) and have the same bytes every time. The weights are random: the demo sho
 works, not what a trained model has learned.
 """
 
+import errno
 import json
 import math
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pyarrow
 import pyarrow.parquet
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from activation_extraction.cli.errors import InputError
 from activation_extraction.model.checkpoint import SINGLE_FILE
 from activation_extraction.model.family import Families
 from activation_extraction.model.weights import WeightSpec
+from activation_extraction.output.atomic_file import write_bytes
+from activation_extraction.output.reasons import reason_of
 
 VOCAB_SIZE = 2048
 DOCUMENTS = 300
@@ -54,17 +59,30 @@ MODEL_CONFIG = {
 
 
 def make_demo(output: Path, families: Families) -> tuple[Path, Path]:
-    """Makes the model's folder and the documents in `output`/demo_inputs; returns their paths."""
+    """Makes the model's folder and the documents in `output`/demo_inputs; returns their paths.
+
+    Raises InputError if they cannot be written there.
+    """
     folder = output / "demo_inputs"
     model, documents = folder / "model", folder / "documents.parquet"
-    model.mkdir(parents=True, exist_ok=True)
-    paragraphs = _paragraphs()
-    write_documents(documents, paragraphs)
-    write_tokenizer(model, paragraphs)
-    (model / "config.json").write_text(json.dumps(MODEL_CONFIG, indent=2) + "\n")
     family, config = families.of(MODEL_CONFIG)
-    write_weights(model / SINGLE_FILE, family.weights_of(config))
+    paragraphs = _paragraphs()
+    try:
+        for each in (folder, model):
+            if each.is_symlink():
+                raise OSError(errno.ELOOP, "")
+            each.mkdir(parents=True, exist_ok=True)
+        write_documents(documents, paragraphs)
+        write_tokenizer(model, paragraphs)
+        write_bytes(model / "config.json", _json(MODEL_CONFIG))
+        write_weights(model / SINGLE_FILE, family.weights_of(config))
+    except OSError as error:
+        raise InputError(f"--demo: {folder}: {reason_of(error)[0]}") from error
     return model, documents
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _paragraphs() -> list[str]:
@@ -96,7 +114,9 @@ def write_documents(path: Path, paragraphs: list[str]) -> None:
                 "int_score": round(score),
             }
         )
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=100)
+    written = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), written, row_group_size=100)
+    write_bytes(path, written.getvalue().to_pybytes())
 
 
 def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
@@ -117,14 +137,14 @@ def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(paragraphs, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_bytes(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
     settings = {
         "tokenizer_class": "Qwen2Tokenizer",
         "model_max_length": MODEL_CONFIG["max_position_embeddings"],
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    write_bytes(folder / "tokenizer_config.json", _json(settings))
 
 
 def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
@@ -138,4 +158,4 @@ def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
             if name.endswith("norm.weight"):
                 values += 1
             tensors[name] = values.astype(ml_dtypes.bfloat16)
-    save_file(tensors, path, metadata={"format": "pt"})
+    write_bytes(path, save(tensors, metadata={"format": "pt"}))

@@ -14,7 +14,14 @@ from activation_extraction.cli.errors import InputError
 from activation_extraction.output.commit import FORMAT_VERSION, Commit, number_of
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.identity import Identity
-from activation_extraction.output.metadata import METADATA, NOTHING, Stored, own_files, read_stored
+from activation_extraction.output.metadata import (
+    METADATA,
+    NOTHING,
+    Stored,
+    own_files,
+    owner_of,
+    read_stored,
+)
 from activation_extraction.output.plan import ShardRange, StoragePlan
 from activation_extraction.output.resume import check_same_run
 from activation_extraction.output.totals import Totals
@@ -62,6 +69,7 @@ class RepairPlanner:
     delete_local: bool
     metadata: Mapping[str, Any]
     _found: Stored = field(default_factory=Stored)
+    _owner: str | None = None
 
     @property
     def place(self) -> Folder:
@@ -70,6 +78,7 @@ class RepairPlanner:
 
     def look(self) -> StoragePlan:
         """Reads every shard to find the damaged ones."""
+        self._owner = owner_of(self.place)
         self._found = found = read_stored(self.place)
         stored = found if found.metadata is not None else self._with_new_metadata(found)
         check_same_run(self.place.url, stored, self.identity)
@@ -89,12 +98,14 @@ class RepairPlanner:
             recorded=REBUILT if found.metadata is None else found.metadata,
             expected=stored.commits,
             versions=stored.versions,
+            owner=self._owner,
         )
 
     def look_again(self, plan: StoragePlan) -> StoragePlan:
         """Raises InputError if another process has changed the folder since it was checked."""
         now = read_stored(self.place)
-        if (now.metadata, now.commits) != (self._found.metadata, self._found.commits):
+        unchanged = (now.metadata, now.commits) == (self._found.metadata, self._found.commits)
+        if not unchanged or owner_of(self.place) != self._owner:
             raise InputError(
                 f"{self.place.url}: another process has written to it during the check; "
                 "start --repair again once that process has ended"

@@ -1,0 +1,126 @@
+"""What a store answers is not always what it holds, and a folder is not always what it seems."""
+
+import os
+import socket
+import tempfile
+
+import pytest
+from command_line import main
+from small_runs import content
+
+from activation_extraction.cli.errors import InputError, StorageError
+from activation_extraction.output import patience
+from activation_extraction.output.atomic_file import write_bytes
+from activation_extraction.output.folder import Folder, FolderError
+from activation_extraction.output.metadata import read_stored
+
+
+@pytest.mark.parametrize("answer", [b"", b"<html>sign in</html>", None])
+def test_a_json_that_arrives_damaged_is_read_again(run, bucket, tmp_path, monkeypatch, answer):
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
+    folder = Folder("gs://bucket/run/machine_000", patience=20)
+    run(tmp_path / "a", interrupt_after=7, max_samples=12, remote=folder)
+    original, damaged = folder._fs.cat_file, set()
+
+    def cat(path, **options):
+        data = original(path, **options)
+        if path.endswith(".json") and path not in damaged:
+            damaged.add(path)
+            return data[: len(data) // 2] if answer is None else answer
+        return data
+
+    monkeypatch.setattr(folder._fs, "cat_file", cat)
+    stored = read_stored(folder)
+    assert not stored.damaged and stored.metadata and len(damaged) == 1 + len(stored.commits)
+    damaged.clear()
+    run(tmp_path / "a", max_samples=12, remote=folder)
+    assert read_stored(folder).metadata["status"] == "complete"
+
+
+def test_a_json_that_is_stored_damaged_is_told_and_nothing_is_to_be_deleted(run, bucket, tmp_path):
+    folder = Folder("gs://bucket/run/machine_000", patience=20)
+    run(tmp_path / "a", interrupt_after=7, max_samples=12, remote=folder)
+    bucket.put("run/machine_000/metadata.json", b"{}")
+    with pytest.raises(InputError, match="--repair repairs it") as raised:
+        run(tmp_path / "b", max_samples=12, remote=folder)
+    assert "--overwrite" not in str(raised.value)
+
+
+def test_a_page_instead_of_a_listing_is_asked_for_again(bucket, monkeypatch):
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
+    bucket.put("run/file", b"1")
+    folder = Folder("gs://bucket/run", patience=20)
+    original, pages = type(folder._fs)._request, [b"<html>sign in</html>"]
+
+    async def request(*arguments, **options):
+        status, headers, info, body = await original(folder._fs, *arguments, **options)
+        return status, headers, info, pages.pop() if pages else body
+
+    monkeypatch.setattr(folder._fs, "_request", request)
+    assert folder.files() == {"file": 1} and not pages and folder.retries == 1
+
+
+def test_a_bucket_that_never_answers_is_given_up_after_the_time_that_was_asked(bucket, monkeypatch):
+    """Each request ends with the patience of the folder, whatever gcsfs does in between."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        folder = Folder("gs://bucket/run", patience=0.3)
+        with pytest.raises(FolderError, match="listing kept failing for .* no answer"):
+            folder.files()
+    assert folder.retries == 0
+
+
+def test_nothing_is_written_through_a_link(run, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("metadata.json", ".metadata.json.tmp", ".shard_0001.json.tmp", "shard_0001.npz"):
+        os.symlink(precious, out / name)
+    os.unlink(out / "metadata.json")
+    run(out, max_samples=12)
+    write_bytes(out / "shard_0001.npz", b"")
+    assert precious.read_text() == "mine" and content(out)
+    with pytest.raises(StorageError, match=r"metrics.jsonl: is a symbolic link"):
+        (out / "metrics.jsonl").unlink()
+        place = run(tmp_path / "other", interrupt_after=3, max_samples=12)
+        (tmp_path / "other/metrics.jsonl").unlink()
+        os.symlink(precious, tmp_path / "other/metrics.jsonl")
+        place.record({"line": 1})
+    with pytest.raises(InputError, match=r"metrics.jsonl is a symbolic link"):
+        run(tmp_path / "other", max_samples=12)
+    assert precious.read_text() == "mine"
+
+
+def test_a_report_and_a_bucket_on_this_machine_replace_links(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    os.symlink(precious, tmp_path / "file")
+    source = tmp_path / "source"
+    source.write_text("new")
+    Folder(f"file://{tmp_path}").put(source, "file")
+    assert precious.read_text() == "mine" and (tmp_path / "file").read_text() == "new"
+
+
+@pytest.mark.parametrize("name", ["demo_inputs", "demo_inputs/model"])
+def test_the_demo_writes_into_no_linked_folder(tmp_path, name, capsys):
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "out" / name
+    link.parent.mkdir(parents=True)
+    os.symlink(tmp_path / "elsewhere", link)
+    assert main("--demo", "--output_dir", tmp_path / "out") == 2
+    assert "is a symbolic link" in capsys.readouterr().err
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_what_is_uploaded_needs_no_temporary_folder(run, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    folder = Folder(f"memory://{tmp_path}/bucket")
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    folder.try_writing()
+    run(tmp_path / "a", max_samples=12, remote=folder)
+    assert folder.read("metrics.jsonl")
