@@ -29,6 +29,7 @@ import numpy as np
 from activation_extraction.cli.config import Config, parse_args
 from activation_extraction.cli.console import Clock, Progress, log, start_logging, stop_on_signals
 from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.cli.visible import say, say_error
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.devices import device_errors
@@ -72,16 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return show_hooks(config)
         return look(config) if config.looking else run(config)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 2
     except RunError as error:
-        print(f"error: {error}{f'; {error.remedy}' if error.remedy else ''}", file=sys.stderr)
+        say_error(f"error: {error}{f'; {error.remedy}' if error.remedy else ''}")
         return 1
     except MemoryError as error:
-        print(f"error: out of memory on the host: {error}", file=sys.stderr)
+        say_error(f"error: out of memory on the host: {error}")
         return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say_error("interrupted")
         return 128 + signal.SIGINT
 
 
@@ -228,7 +229,7 @@ def show_hooks(config: Config) -> int:
         family, model = FAMILIES.read(checkpoint.file("config.json"))
     stored = choose_dtypes(model_request(config))[1]
     rule, length = config.positions, config.max_seq_length
-    print("\n".join(list_hooks(family.hooks_of(model), model, stored, rule, length)))
+    say(*list_hooks(family.hooks_of(model), model, stored, rule, length))
     return 0
 
 
@@ -281,7 +282,7 @@ def script() -> NoReturn:
     except SystemExit as stop:  # --help
         status = int(stop.code or 0)
     except BaseException:
-        traceback.print_exc()
+        say_error(*traceback.format_exc().splitlines())
     sys.stdout.flush()
     sys.stderr.flush()
     # Everything that can be committed has been. Native threads of streaming readers, and those of

@@ -23,6 +23,7 @@ from activation_extraction.cli.defaults import (
 from activation_extraction.cli.engines import SLURM_COUNT, check_array, machine_variables
 from activation_extraction.cli.errors import InputError
 from activation_extraction.cli.flags import build_parser
+from activation_extraction.cli.visible import plain_url, say_error
 
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 
@@ -105,8 +106,11 @@ class Config:
         return self.bucket_url or self.output_dir
 
     def to_json(self) -> dict[str, Any]:
-        """The configuration as recorded in metadata.json."""
-        return asdict(self)
+        """The configuration as recorded in metadata.json: URLs are without secrets."""
+        return {
+            name: plain_url(value) if isinstance(value, str) else value
+            for name, value in asdict(self).items()
+        }
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
@@ -311,7 +315,7 @@ def check_flags() -> int:
     try:
         parse_args()
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 2
     return 0
 

@@ -12,20 +12,26 @@ from typing import Any
 from tqdm import tqdm
 from tqdm.contrib.logging import _TqdmLoggingHandler as TqdmLoggingHandler
 
+from activation_extraction.cli.visible import VisibleFormatter
+
 log = logging.getLogger("extract_activations")
+LIBRARIES = ("datasets", "huggingface_hub", "transformers")  # which log to stderr by themselves
 
 
 def start_logging(verbose: bool, machine: int, host: int | None) -> None:
-    """Logs one line per event to stderr, above the progress bar. Does not touch other loggers.
+    """Logs one line per event to stderr, above the progress bar.
 
-    Hosts other than the first log only warnings and errors. host: None while it is not known.
+    What libraries log passes the same filter. Hosts other than the first log only warnings and
+    errors. host: None while it is not known.
     """
     handler = TqdmLoggingHandler() if on_terminal() else logging.StreamHandler()
     who = f"machine {machine} host {'?' if host is None else host}"
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s %(levelname)s {who}: %(message)s", "%Y-%m-%d %H:%M:%S")
-    )
+    line = f"%(asctime)s %(levelname)s {who}: %(message)s"
+    handler.setFormatter(VisibleFormatter(line, "%Y-%m-%d %H:%M:%S"))
     log.handlers = [handler]
+    others = [each for name in LIBRARIES for each in logging.getLogger(name).handlers]
+    for each in filter(None, (logging.lastResort, *others)):
+        each.setFormatter(VisibleFormatter())
     log.propagate = False
     usual = logging.WARNING if host else logging.INFO
     log.setLevel(logging.DEBUG if verbose else usual)

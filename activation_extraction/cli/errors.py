@@ -7,12 +7,14 @@ Both carry one line for the user; any other exception that escapes is a bug in t
 
 import logging
 
+from activation_extraction.cli.visible import without_secrets
+
 log = logging.getLogger("extract_activations")
 
 
 def one_line(error: BaseException) -> str:
-    """The message of a library's exception, as one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """The message of a library's exception, as one line without secrets."""
+    return without_secrets(" ".join(str(error).split())) or type(error).__name__
 
 
 class InputError(Exception):

@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
 from activation_extraction.cli.console import log
 from activation_extraction.cli.errors import InputError, one_line
 from activation_extraction.cli.retries import hub_requests, name_unknown
+from activation_extraction.cli.visible import plain_url
 from activation_extraction.model.compilation import default_folder
 from activation_extraction.model.weight_files import Index, LocalFile, RemoteFile, WeightFile
 from activation_extraction.output.folder import Folder, FolderError
@@ -241,7 +242,11 @@ class Checkpoint:
 @functools.cache
 def _folder_for(url: str) -> Path:
     """A folder of this user for copies of small files."""
-    folder = default_folder().parent / "models" / hashlib.sha256(url.encode()).hexdigest()[:16]
+    folder = (
+        default_folder().parent
+        / "models"
+        / hashlib.sha256(plain_url(url).encode()).hexdigest()[:16]
+    )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.cli.visible import say
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import METADATA, METRICS, Stored, identity_of
 from activation_extraction.output.reasons import reason_of
@@ -45,7 +46,7 @@ def show_report(root: Folder, file: str) -> int:
         target.write_text(html, encoding="utf-8")
     except OSError as error:
         raise InputError(f"--report {target}: {reason_of(error)[0]}") from error
-    print(f"report: {target}")
+    say(f"report: {target}")
     return 0
 
 
@@ -58,7 +59,7 @@ def make_report(root: Folder) -> str:
     if not sum(commit.tokens for commit in commits):
         raise InputError(f"{root.url}: no {'token' if commits else 'shard'} is stored yet")
     try:
-        dataset = ActivationDataset(root.url)
+        dataset = ActivationDataset(root.given)
         sample = read_sample(dataset, commits)
     except ValueError as error:
         raise InputError(str(error)) from error

@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from activation_extraction.cli.errors import InputError, RunError, one_line
+from activation_extraction.cli.visible import say_error
 
 log = logging.getLogger("extract_activations")
 
@@ -98,7 +99,7 @@ def _local_device_ids() -> list[int] | None:
 
 
 def _end_process(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    say_error(message)
     os._exit(1)
 
 

@@ -14,6 +14,7 @@ import pyarrow.parquet
 from fsspec.core import url_to_fs
 
 from activation_extraction.cli.errors import InputError, one_line
+from activation_extraction.cli.visible import plain_url
 from activation_extraction.text.rows import json_lines, parquet_rows
 
 PARQUET = (".parquet",)
@@ -29,7 +30,7 @@ def open_files(path: str, text_column: str) -> datasets.IterableDataset:
     """
     try:
         urls = _list_files(path)
-        parquet = [url for url in urls if url.endswith(PARQUET)]
+        parquet = [url for url in urls if plain_url(url).endswith(PARQUET)]
         if parquet and len(parquet) < len(urls):
             raise InputError(
                 f"--dataset_path {path}: holds both Parquet and JSON Lines; choose one of "
@@ -66,7 +67,7 @@ def _list_files(path: str) -> list[str]:
         found = fs.find(root)
     # Below the folder that was asked for, hidden files are left-overs of editors and notebooks.
     visible = [name for name in found if "/." not in name.removeprefix(root)]
-    known = sorted(name for name in visible if name.endswith(PARQUET + JSON_LINES))
+    known = sorted(name for name in visible if plain_url(name).endswith(PARQUET + JSON_LINES))
     if not known:
         exists = found or fs.isdir(root)
         kinds = ", ".join(JSON_LINES + PARQUET)
@@ -79,12 +80,13 @@ def _list_files(path: str) -> list[str]:
 def describe_files(path: str) -> list[tuple[str, int]]:
     """The name and the size in bytes of every file that `open_files` would read.
 
-    Names are relative to the folder that `path` is, or is in, or names before its first wildcard.
+    Names are relative to the folder that `path` is, or is in, or names before its first wildcard,
+    and without what signs a URL.
     """
     fs, root = url_to_fs(path)
     folder = root if fs.isdir(root) else re.split(r"[*?[]", root)[0].rpartition("/")[0]
-    urls = _list_files(path)
-    names = [url[url.index(folder) + len(folder) :].lstrip("/") for url in urls]
+    urls, folder = _list_files(path), plain_url(folder)
+    names = [plain.partition(folder)[2].lstrip("/") for plain in map(plain_url, urls)]
     with ThreadPoolExecutor(READERS) as pool:
         return list(zip(names, pool.map(fs.size, urls), strict=True))
 

@@ -16,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 
 from activation_extraction.cli.errors import RunError, one_line
+from activation_extraction.cli.visible import plain_url
 
 OTHER_COLUMNS = ("id", "train", "test")
 REPLACE = (
@@ -65,7 +66,8 @@ def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
 def json_lines(urls: list[str]) -> Iterator[FileRow]:
     """The lines of some files, except blank ones."""
     for url in urls:
-        with _naming(url), fsspec.open(url, "rb", compression="infer") as lines:
+        compression = "gzip" if plain_url(url).endswith(".gz") else None
+        with _naming(url), fsspec.open(url, "rb", compression=compression) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield FileRow(f"{url} line {number}", partial(_json_object, line))
