@@ -28,17 +28,14 @@ import numpy as np
 
 from activation_extraction.cli.config import Config, parse_args
 from activation_extraction.cli.console import Clock, Progress, log, start_logging, stop_on_signals
-from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.cli.errors import RunError, exit_status
 from activation_extraction.cli.visible import say, say_error
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.forward import choose_dtypes
 from activation_extraction.model.step import Activations, Step, compile_step
-from activation_extraction.output.folder import Folder, FolderError
-from activation_extraction.reading.export import export
-from activation_extraction.reading.report import show_report
-from activation_extraction.reading.status_table import show_status
+from activation_extraction.reading.look import look
 from activation_extraction.reading.verify import verify
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.hosts import (
@@ -66,24 +63,15 @@ NO_REPAIR = "no shard needs repair"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    try:
+
+    def begin() -> int:
         config = parse_args(argv)
         start_logging(config.verbose, config.machine_id, config.host_id if config.multihost else 0)
         if config.list_hooks:
             return show_hooks(config)
-        return look(config) if config.looking else run(config)
-    except InputError as error:
-        say_error(f"error: {error}")
-        return 2
-    except RunError as error:
-        say_error(f"error: {error}{f'; {error.remedy}' if error.remedy else ''}")
-        return 1
-    except MemoryError as error:
-        say_error(f"error: out of memory on the host: {error}")
-        return 1
-    except KeyboardInterrupt:
-        say_error("interrupted")
-        return 128 + signal.SIGINT
+        return look_back(config) if config.looking else run(config)
+
+    return exit_status(begin)
 
 
 def run(config: Config) -> int:
@@ -233,29 +221,13 @@ def show_hooks(config: Config) -> int:
     return 0
 
 
-def look(config: Config) -> int:
+def look_back(config: Config) -> int:
     """--status, --verify, --report, --export: looks at what is stored; returns the exit status."""
-    try:
-        root = Folder(config.location, config.upload_timeout)
-        if config.status:
-            return show_status(root, config.aggregate)
-        if config.report is not None:
-            return show_report(root, config.report)
-        if config.export is not None and config.export_dir is not None:
-            export(
-                *(root, config.export, config.export_dir),
-                *(config.hook_names, config.compress_shards),
-            )
-            return 0
-        if not config.verify_samples:
-            return verify(root, None, 0)
+    load = None
+    if config.verify_samples:
         use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)
         load = partial(load_again, FAMILIES, model_request(config), config.dataset_path)
-        return verify(root, load, config.verify_samples)
-    except FolderError as error:
-        if error.final:
-            raise InputError(str(error)) from error
-        raise
+    return look(config, load)
 
 
 def join_hosts(config: Config) -> Host:

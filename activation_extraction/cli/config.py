@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import fsspec
+
 from activation_extraction.cli.defaults import (
     DATASET,
     DEFAULTS,
@@ -21,7 +23,7 @@ from activation_extraction.cli.defaults import (
     ONLY_MULTIHOST,
 )
 from activation_extraction.cli.engines import SLURM_COUNT, check_array, machine_variables
-from activation_extraction.cli.errors import InputError
+from activation_extraction.cli.errors import InputError, one_line
 from activation_extraction.cli.flags import build_parser
 from activation_extraction.cli.visible import plain_url, say_error
 
@@ -274,8 +276,20 @@ def _refuse_conflicts(flags: argparse.Namespace) -> None:
         raise InputError("--mesh_shape and --no_data_parallel cannot be used together")
 
 
+def _check_protocols(flags: argparse.Namespace) -> None:
+    """Raises InputError for a URL whose protocol fsspec does not know, or has no library for."""
+    for flag in ("model_path", "dataset_path", "output_dir", "gcs_bucket"):
+        value = getattr(flags, flag) or ""
+        for protocol in re.findall(r"(?:^|::)([\w+.-]+)://", value):
+            try:
+                fsspec.get_filesystem_class(protocol)
+            except (ValueError, ImportError) as error:
+                raise InputError(f"--{flag} {value}: {one_line(error)}") from error
+
+
 def _refuse_values(flags: argparse.Namespace) -> None:
-    """Raises InputError for values, given or default, that make no sense together."""
+    """Raises InputError for values, given or default, that make no sense."""
+    _check_protocols(flags)
     if "://" in flags.output_dir and not _looking(flags):
         raise InputError(
             f"--output_dir {flags.output_dir}: is a URL, but shards are written to a local folder "

@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -166,11 +166,9 @@ class Progress:
             total = f" of {self._max_samples:,}" if self._max_samples is not None else ""
             utilisation = "" if share is None else f", {share:.0%} of peak"
             log.info(
-                "%s%s samples, %s tokens, %.0f tokens/s%s; stored %d shards, %.2f GB, "
-                "%d uploading, %d retries",
+                "%s%s samples, %s tokens, %.0f tokens/s%s%s",
                 *(f"{metrics['samples']:,}", total, f"{self.tokens:,}", rate, utilisation),
-                *(metrics["shards_stored"], metrics["bytes_stored"] / 1e9),
-                *(metrics["shards_uploading"], metrics["upload_retries"]),
+                _storing(metrics),
             )
 
     def close(self) -> None:
@@ -178,3 +176,12 @@ class Progress:
         if self._reported[1] < self.tokens:
             self._report()
         self._bar.close()
+
+
+def _storing(metrics: Mapping[str, Any]) -> str:
+    """What a line of progress says of shards; nothing before there is one."""
+    shards, uploading = metrics["shards_stored"], metrics["shards_uploading"]
+    told = [f"stored {shards} shards, {metrics['bytes_stored'] / 1e9:.2f} GB"] if shards else []
+    if shards or uploading or metrics["upload_retries"]:
+        told.append(f"{uploading} uploading, {metrics['upload_retries']} retries")
+    return f"; {', '.join(told)}" if told else ""

@@ -65,7 +65,7 @@ class Folder(Patient):
                 self._fs, path = url_to_fs(self.given, **_options(self.given))
             else:  # url_to_fs gives some characters of file names a meaning
                 self._fs, path = LocalFileSystem(), os.path.abspath(self.given or "/")
-        except (ValueError, ImportError) as error:
+        except Exception as error:  # some file systems connect at once, and raise what they like
             raise FolderError(f"{self.url}: {one_line(error)}", final=True) from error
         self._path = path.rstrip("/")
         self._conditions = conditions_of(self._fs, self._protocols)

@@ -15,6 +15,7 @@ from fsspec.core import url_to_fs
 
 from activation_extraction.cli.errors import InputError, one_line
 from activation_extraction.cli.visible import plain_url
+from activation_extraction.text.hub import writable_cache
 from activation_extraction.text.rows import json_lines, parquet_rows
 
 PARQUET = (".parquet",)
@@ -50,7 +51,8 @@ def open_files(path: str, text_column: str) -> datasets.IterableDataset:
                 "text_column": text_column,
             }
         rows = parquet_rows if parquet else json_lines
-        return datasets.IterableDataset.from_generator(rows, gen_kwargs=pieces)
+        with writable_cache():
+            return datasets.IterableDataset.from_generator(rows, gen_kwargs=pieces)
     except InputError:
         raise
     except Exception as error:  # whatever a file system may raise

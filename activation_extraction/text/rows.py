@@ -30,6 +30,10 @@ class UnusableRowError(Exception):
     """A row has no text that can be read. The message says why."""
 
 
+class MissingColumnError(UnusableRowError):
+    """A row lacks the column of the text."""
+
+
 @dataclass(frozen=True)
 class FileRow:
     """A row of a file. `read` gives its columns, or raises UnusableRowError."""
