@@ -95,14 +95,14 @@ def test_the_recorded_configuration_has_no_secrets():
     config = parse_args(
         ["--model_path", "https://me:pass@host/model", "--output_dir", "out?token=1"]
         + ["--dataset_path", "https://host/a.jsonl?sig=secret", "--upload_to_gcs"]
-        + ["--gcs_bucket", "s3://key:pass@bucket"]
+        + ["--gcs_bucket", "gs://key:pass@bucket"]
     )
     recorded = config.to_json()
     assert recorded["model_path"] == "https://host/model"
     assert recorded["dataset_path"] == "https://host/a.jsonl"
-    assert recorded["bucket_url"] == "s3://bucket/activations"
+    assert recorded["bucket_url"] == "gs://bucket/activations"
     assert recorded["output_dir"] == "out?token=1"  # not a URL
-    assert config.bucket_url == "s3://key:pass@bucket/activations"  # opens the bucket
+    assert config.bucket_url == "gs://key:pass@bucket/activations"  # opens the bucket
 
 
 def test_a_bucket_is_stored_and_named_without_secrets(tmp_path):
