@@ -28,17 +28,14 @@ import numpy as np
 
 from activation_extraction.cli.config import Config, parse_args
 from activation_extraction.cli.console import Clock, Progress, log, start_logging, stop_on_signals
-from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.cli.errors import RunError, exit_status
+from activation_extraction.cli.visible import say, say_error
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.forward import choose_dtypes
 from activation_extraction.model.step import Activations, Step, compile_step
-from activation_extraction.output.folder import Folder, FolderError
-from activation_extraction.output.patience import LOOKING
-from activation_extraction.reading.export import export
-from activation_extraction.reading.report import show_report
-from activation_extraction.reading.status_table import show_status
+from activation_extraction.reading.look import look
 from activation_extraction.reading.verify import verify
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.hosts import (
@@ -71,24 +68,15 @@ NO_REPAIR = "no shard needs repair"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    try:
+
+    def begin() -> int:
         config = parse_args(argv)
         start_logging(config.verbose, config.machine_id, config.host_id if config.multihost else 0)
         if config.list_hooks:
             return show_hooks(config)
-        return look(config) if config.looking else run(config)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RunError as error:
-        print(f"error: {error}{f'; {error.remedy}' if error.remedy else ''}", file=sys.stderr)
-        return 1
-    except MemoryError as error:
-        print(f"error: out of memory on the host: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return look_back(config) if config.looking else run(config)
+
+    return exit_status(begin)
 
 
 def run(config: Config) -> int:
@@ -241,34 +229,17 @@ def show_hooks(config: Config) -> int:
         family, model = FAMILIES.read(checkpoint.file("config.json"))
     stored = choose_dtypes(model_request(config))[1]
     rule, length = config.positions, config.max_seq_length
-    print("\n".join(list_hooks(family.hooks_of(model), model, stored, rule, length)))
+    say(*list_hooks(family.hooks_of(model), model, stored, rule, length))
     return 0
 
 
-def look(config: Config) -> int:
+def look_back(config: Config) -> int:
     """--status, --verify, --report, --export: looks at what is stored; returns the exit status."""
-    try:
-        patience = min(config.upload_timeout, LOOKING if config.status else config.upload_timeout)
-        root = Folder(config.location, patience)
-        if config.status:
-            return show_status(root, config.aggregate)
-        if config.report is not None:
-            return show_report(root, config.report)
-        if config.export is not None and config.export_dir is not None:
-            export(
-                *(root, config.export, config.export_dir),
-                *(config.hook_names, config.compress_shards),
-            )
-            return 0
-        if not config.verify_samples:
-            return verify(root, None, 0)
+    load = None
+    if config.verify_samples:
         use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)
         load = partial(load_again, FAMILIES, model_request(config), config.dataset_path)
-        return verify(root, load, config.verify_samples)
-    except FolderError as error:
-        if error.final:
-            raise InputError(str(error)) from error
-        raise
+    return look(config, load)
 
 
 def join_hosts(config: Config) -> Host:
@@ -295,7 +266,7 @@ def script() -> NoReturn:
     except SystemExit as stop:  # --help
         status = int(stop.code or 0)
     except BaseException:
-        traceback.print_exc()
+        say_error(*traceback.format_exc().splitlines())
     sys.stdout.flush()
     sys.stderr.flush()
     # Everything that can be committed has been. Native threads of streaming readers, and those of

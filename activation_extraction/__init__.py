@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from activation_extraction.reading.dataset import ActivationDataset
 
 __all__ = ["ActivationDataset"]
+__version__ = "0.1.0"  # of the package, too: pyproject.toml reads it here
 
 
 def __getattr__(name: str) -> Any:

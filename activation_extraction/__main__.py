@@ -3,17 +3,33 @@
 import sys
 from typing import NoReturn
 
+from activation_extraction.cli.config import parse_args
+from activation_extraction.cli.console import start_logging
+from activation_extraction.cli.errors import InputError, exit_status
+
 
 def main() -> NoReturn:
-    """Runs extract_activations.py, or says which package it lacks."""
+    """Runs extract_activations.py; where a package of the model is missing, only looks."""
     try:
         from extract_activations import script
     except ModuleNotFoundError as error:
-        sys.exit(
-            f"error: {error.name} is not installed; extracting needs more packages than reading; "
-            "run: pip install 'activation-extraction[extract]'"
-        )
+        missing = str(error.name)
+        sys.exit(exit_status(lambda: look_without(missing)))
     script()
+
+
+def look_without(missing: str) -> int:
+    """What works without a package. Raises InputError if the flags ask for more than looking."""
+    config = parse_args()
+    if not config.looking or config.verify_samples:
+        raise InputError(
+            f"{missing} is not installed; running a model needs more packages than reading; in "
+            "the folder of the checkout run: pip install '.[extract]'"
+        )
+    from activation_extraction.reading.look import look
+
+    start_logging(config.verbose, config.machine_id, 0)
+    return look(config)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,13 @@ def main(*arguments):
     return extract_activations.main([str(argument) for argument in arguments])
 
 
-def start(*arguments, **options):
+def start(*arguments, environment=None, **options):
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | (environment or {}),
         **options,
     )
 

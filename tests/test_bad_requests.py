@@ -1,9 +1,18 @@
 """Bad flags, files and folders: one line that names them, and exit status 2."""
 
+import errno
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from command_line import assert_refused, start
+
+from activation_extraction.cli import retries
+from activation_extraction.cli.config import parse_args
+from activation_extraction.cli.errors import InputError
+from activation_extraction.cli.positions import parse_positions
+from activation_extraction.cli.retries import hub_unreachable, unwritable_cache
 
 
 def lines(*rows):
@@ -154,7 +163,57 @@ BAD_REQUESTS = {
     "s3fs is not installed": (
         ["--upload_to_gcs", "--gcs_bucket", "s3://b", "--output_dir", "{}/o"],
         {},
-        "--upload_to_gcs: s3://b",
+        "--gcs_bucket s3://b: Install s3fs",
+    ),
+    "unknown protocol of a bucket": (
+        ["--upload_to_gcs", "--gcs_bucket", "nope://b"],
+        {},
+        "--gcs_bucket nope://b: Protocol not known: nope",
+    ),
+    "unknown protocol of a model": (
+        ["--model_path", "nope://b/m"],
+        {},
+        "--model_path nope://b/m: Protocol not known: nope",
+    ),
+    "unknown protocol within another": (
+        ["--dataset_path", "simplecache::nope://b/m"],
+        {},
+        "--dataset_path simplecache::nope://b/m: Protocol not known: nope",
+    ),
+    "unknown protocol of the output": (
+        ["--status", "--output_dir", "nope://b"],
+        {},
+        "--output_dir nope://b: Protocol not known: nope",
+    ),
+    "model at a server that is not there": (
+        ["--model_path", "ftp://127.0.0.1:1/m"],
+        {},
+        "--model_path ftp://127.0.0.1:1/m",
+    ),
+    "data at a server that is not there": (
+        ["--dataset_path", "ftp://127.0.0.1:1/m.jsonl"],
+        {},
+        "--dataset_path ftp://127.0.0.1:1/m.jsonl",
+    ),
+    "bucket at a server that is not there": (
+        ["--upload_to_gcs", "--gcs_bucket", "ftp://127.0.0.1:1"],
+        {},
+        "--upload_to_gcs: ftp://127.0.0.1:1",
+    ),
+    "output at a server that is not there": (
+        ["--verify", "--output_dir", "ftp://127.0.0.1:1/o"],
+        {},
+        "ftp://127.0.0.1:1/o",
+    ),
+    "a report of nothing": (
+        ["--report", "--output_dir", "{}/nothing"],
+        {},
+        "nothing: holds no extraction",
+    ),
+    "a value that looks like a flag": (
+        ["--text_column", "-x"],
+        {},
+        "a value that begins with - follows a =, such as --text_column=-x",
     ),
     "aggregate without status": (["--aggregate"], {}, "--aggregate: needs --status"),
     "verify and status": (["--verify", "--status"], {}, "cannot be used together"),
@@ -179,6 +238,74 @@ def test_bad_requests_exit_2_with_one_line(name, inputs, tmp_path, capsys):
         (tmp_path / path).write_text(content)
     arguments = [*inputs, *(str(flag).replace("{}", str(tmp_path)) for flag in flags)]
     assert_refused(capsys, tmp_path, arguments, named)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_wrong_text_column_lists_the_columns_and_skips_nothing(kind, inputs, tmp_path, capsys):
+    path = tmp_path / f"rows.{kind}"
+    path.write_text(lines({"body": "x", "id": 1}))
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "id": [1]}), path)
+    assert_refused(
+        *(capsys, tmp_path, [*inputs, "--dataset_path", path]),
+        "--text_column text: no such column; the columns are body, id\n",
+    )
+
+
+def test_a_slice_is_no_flag():
+    for typed in ("-8:", "-8:-1", "-8::2", ":-1"):
+        assert parse_args(["--positions", typed]).positions == parse_positions(typed).__str__()
+    with pytest.raises(InputError, match="--layers_to_extract: -1 is less than 0"):
+        parse_args(["--layers_to_extract", "-1"])
+
+
+@pytest.mark.long
+def test_a_run_on_local_data_needs_no_home(inputs, tmp_path):
+    """Neither the cache of compiled programs nor that of data sets can be written."""
+    home = dict.fromkeys(("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"), "")
+    home |= {"HOME": "/dev/null/home", "HF_HOME": "/dev/null/home/hub"}
+    out = "--output_dir", tmp_path / "out", "--max_samples", 2
+    process = start(*inputs, *out, environment=home)
+    printed, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "done: 2 samples" in printed
+    assert "/dev/null/home/.cache/activation_extraction/jax: Not a directory" in err
+    assert "XDG_CACHE_HOME names another" in err and "HF_DATASETS_CACHE names another" in err
+
+
+@pytest.mark.long
+def test_a_hub_that_does_not_answer_is_not_waited_for(inputs, tmp_path):
+    """The libraries would say that they try again, and do so for a minute."""
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path / "home")}
+    rest = "--output_dir", tmp_path / "out"
+    without_data = [*inputs[: inputs.index("--dataset_path")]]
+    for flags, named in (
+        (["--model_path", "org/nothing"], "--model_path org/nothing: no such local folder, and"),
+        ([*without_data, "--dataset_name", "org/nothing"], "--dataset_name org/nothing train: "),
+    ):
+        process = start(*flags, *rest, environment=nowhere)
+        out, err = process.communicate(timeout=300)
+        assert (process.returncode, out) == (2, ""), err
+        assert err.startswith(f"error: {named}") and err.count("\n") == 1, err
+
+
+def test_only_a_lasting_failure_to_connect_counts(monkeypatch):
+    asked = []
+    monkeypatch.setattr(retries.time, "sleep", asked.append)
+    monkeypatch.delenv("http_proxy", raising=False)
+    assert isinstance(hub_unreachable("http://127.0.0.1:1"), ConnectionRefusedError)
+    assert isinstance(hub_unreachable("http://no.such.name.invalid"), OSError)
+    assert len(asked) == 4  # each is tried again, twice
+    monkeypatch.setenv("http_proxy", "http://proxy.invalid:1")
+    assert hub_unreachable("http://127.0.0.1:2") is None  # the proxy may reach it
+
+
+def test_an_unwritable_cache_is_named_with_its_variable():
+    error = NotADirectoryError(errno.ENOTDIR, "Not a directory", "/dev/null/home/hub")
+    outer = RuntimeError("cannot download")
+    outer.__cause__ = error
+    assert "/dev/null/home/hub: Not a directory; HF_HOME names" in str(unwritable_cache(outer))
+    assert unwritable_cache(FileNotFoundError(errno.ENOENT, "no such file", "x")) is None
 
 
 @pytest.mark.long

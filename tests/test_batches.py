@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from activation_extraction import ActivationDataset
 from activation_extraction.reading import token_source
+from activation_extraction.reading.hook_names import ByHook
 from activation_extraction.reading.token_batch import TokenBatch
 
 FIRST, SECOND, THIRD = WIDTHS
@@ -356,7 +357,7 @@ def test_closing_ends_the_reading_ahead(run):
 
 def test_map_reaches_every_array():
     values = partial(np.arange, 3)
-    batch = TokenBatch({"a": values(), "b": values()}, values(), values(), values())
+    batch = TokenBatch(ByHook({"a": values(), "b": values()}), values(), values(), values())
     doubled = batch.map(lambda each: 2 * each)
     for each in batch_arrays(doubled).values():
         np.testing.assert_array_equal(each, [0, 2, 4])

@@ -77,6 +77,19 @@ def test_a_line_of_progress_and_of_metrics_every_interval(clock, capsys):
     assert lines[0].endswith(expected)
 
 
+def test_nothing_is_said_of_shards_before_there_is_one(clock, capsys):
+    """A short run ends before its only shard is complete; its last line is no figure of nothing."""
+    start_logging(False, 3, 0)
+    none = dict.fromkeys(GAUGES, 0)
+    for gauges, end in ((none, "200 tokens/s\n"), (none | {"upload_retries": 2}, "2 retries\n")):
+        progress = Progress(None, 0, 30, 1, None, lambda g=gauges: dict(g), lambda _: None)
+        clock[0] += 10
+        progress.advance(samples=5, tokens=2000, flops=2e13)
+        progress.close()
+        err = capsys.readouterr().err
+        assert "5 samples" in err and err.endswith(end) and "stored" not in err
+
+
 def test_a_bar_on_a_terminal_and_no_lines(clock, capsys, monkeypatch):
     monkeypatch.setattr(console, "on_terminal", lambda: True)
     start_logging(False, 3, 0)

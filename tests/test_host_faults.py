@@ -3,9 +3,11 @@
 import json
 import shutil
 import signal
+import socket
 import time
 
 import pytest
+from command_line import start
 from pods import Pod, check_union, first_documents, flags_for
 
 pytestmark = pytest.mark.long
@@ -38,6 +40,18 @@ def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path)
     assert pod.wait() == [2, 2], [pod.text(i) for i in range(2)]
     assert "error: hosts differ in attention: digest" in pod.text(0)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_port_that_is_taken_is_named_by_host_0(demo_inputs, tmp_path):
+    """JAX would end the process with SIGSEGV or SIGABRT."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        pod = ["--multihost", "--coordinator_address", address, "--num_hosts", 2, "--host_id", 0]
+        process = start(*flags_for(demo_inputs, tmp_path / "out"), *pod)
+        out, err = process.communicate(timeout=300)
+    assert (process.returncode, out) == (1, ""), err
+    assert f"error: --coordinator_address {address}: host 0 cannot listen at port" in err
+    assert "Address already in use; end the process that uses it" in err
 
 
 def test_bad_input_on_one_host_ends_all(demo_inputs, tmp_path):

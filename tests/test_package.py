@@ -1,6 +1,5 @@
 """The wheel: what it holds, what it needs, and the command that it makes."""
 
-import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,9 @@ import zipfile
 
 import pytest
 from cloud import REPOSITORY
+from extractions import extract
+
+from activation_extraction import __version__
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
@@ -74,7 +76,33 @@ def test_reading_needs_no_more_than_the_base_dependencies(installed, tmp_path):
     code = "import activation_extraction.reading.status, sys; print('jax' in sys.modules)"
     done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
-    command = [python.parent / "extract-activations", "--help"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and re.match(r"error: \w+ is not installed", done.stderr)
-    assert "activation-extraction[extract]" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_bare_command_looks_at_runs_and_says_what_the_rest_needs(installed, tmp_path):
+    extract(tmp_path / "run")
+
+    def call(*flags):
+        command = [installed[1].parent / "extract-activations", *flags]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    looks = [["--help"], ["--version"], ["--status"], ["--verify"]]
+    looks += [["--export", form, "--export_dir", form] for form in ("memmap", "safetensors")]
+    for flags in looks:
+        done = call(*flags, "--output_dir", "run")
+        assert done.returncode == 0 and done.stdout and not done.stderr, done.stderr
+    assert call("--version").stdout == f"activation-extraction {__version__}\n"
+    needs = {"--report": "[report]", "--demo": "[extract]", "--list_hooks": "[extract]"}
+    for flag, extra in needs.items():
+        done = call(flag, "--output_dir", "run")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith("error: ") and f"pip install '.{extra}'" in done.stderr
+
+
+def test_hints_install_from_the_checkout_and_not_by_a_name_that_is_not_ours():
+    for path in [REPOSITORY / "README.md", *REPOSITORY.rglob("activation_extraction/**/*.py")]:
+        assert "install 'activation" not in path.read_text(), path
+
+
+def test_what_building_leaves_is_ignored():
+    assert "build/" in (REPOSITORY / ".gitignore").read_text().splitlines()

@@ -102,12 +102,13 @@ def test_each_type_of_layer_has_hooks_of_its_own():
         assert layers == [*own], name
     (hook,) = table.matching(["blocks.2.linear_attn.hook_in"], 4).values()
     assert hook.name == "blocks.2.ln1.hook_out"
-    assert hook.facts({"D": 64}) == {"module": "model.layers.2.input_layernorm.output", "width": 64}
+    module, alias = "model.layers.2.input_layernorm.output", "blocks.2.linear_attn.hook_in"
+    assert hook.facts({"D": 64}) == {"module": module, "aliases": [alias, module], "width": 64}
     with pytest.raises(InputError, match="layer 0 is of type linear_attention"):
         table.of_layers([0], "attn", 4)
     (values,) = table.matching(["blocks.0.linear_attn.hook_v"], 4).values()
     facts = values.facts(FAMILIES.config(TEXT).sizes)
-    assert facts == {"module": None, "width": 128, "heads": 8, "head_size": 16}
+    assert facts == {"module": None, "aliases": [], "width": 128, "heads": 8, "head_size": 16}
 
 
 def test_what_is_before_the_mlp_and_what_the_mlp_is_vary_independently():

@@ -34,7 +34,7 @@ SCRIPTS = ("deploy/deploy.sh", "launch_v5e64.sh")
 NOT_OURS = {"RESOURCE_EXHAUSTED"}
 # Of gcloud, docker and the engines; the last ones are our benchmark's.
 OTHERS_FLAGS = {
-    *("--accelerator-type", "--spot", "--version", "--platform"),
+    *("--accelerator-type", "--spot", "--platform"),
     *("--build-arg", "--array", "--documents", "--rounds", "--only"),
 }
 # Stands for .venv/bin/python and the other programs there: what would take long is only recorded.

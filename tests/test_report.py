@@ -176,7 +176,7 @@ def test_refusals_are_one_line(tmp_path, run, capsys, monkeypatch):
     assert "a folder that exists" in refused(str(tmp_path / "no/a.html"), "--output_dir", str(run))
     assert "cannot be used together" in refused("--status", "--output_dir", str(run))
     monkeypatch.setattr(report, "find_spec", lambda name: None)
-    assert "needs matplotlib: pip install" in refused("--output_dir", str(run))
+    assert "pip install '.[report]'" in refused("--output_dir", str(run))
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from gcs_server import gcs
 from test_folder import Flaky
 
 from activation_extraction.cli.errors import InputError
+from activation_extraction.model import checkpoint
 from activation_extraction.model.weights import Checkpoint
 from activation_extraction.output import patience
 from activation_extraction.output.folder import Folder, FolderError
@@ -45,7 +46,18 @@ def address(monkeypatch):
     return choose
 
 
-def test_a_hub_that_does_not_answer_is_one_line_at_once(address, lines):
+def test_a_hub_at_which_nobody_listens_is_not_asked_again(address, lines):
+    address(f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(InputError, match="--model_path org/x: .* the hub cannot be reached"):
+        Checkpoint("org/x").file("config.json")
+    with pytest.raises(InputError, match="--dataset_name org/x train: .*Connection refused"):
+        open_hub_dataset("org/x", None, "train")
+    assert not lines
+
+
+def test_a_hub_that_does_not_answer_is_one_line_at_once(address, lines, monkeypatch):
+    """Such as one behind a proxy, which is asked for longer."""
+    monkeypatch.setattr(checkpoint, "hub_unreachable", lambda _: None)
     address(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(InputError, match="--model_path org/x: .* the hub cannot be reached"):
         Checkpoint("org/x").file("config.json")
@@ -65,11 +77,9 @@ def test_a_hub_without_an_address_says_how_to_do_without_it(address, lines, monk
     address("https://hub.invalid")
     with pytest.raises(InputError, match="does not resolve: offline. --model_path takes a folder"):
         Checkpoint("org/x").file("config.json")
-    ((name, line),) = lines
-    assert "Name or service not known" in line
     with pytest.raises(InputError, match="does not resolve: offline. --dataset_path reads local"):
         open_hub_dataset("org/x", None, "train")
-    assert len(lines) == 1
+    assert not lines
 
 
 @pytest.fixture

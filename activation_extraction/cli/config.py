@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import fsspec
+
 from activation_extraction.cli.defaults import (
     DATASET,
     DEFAULTS,
@@ -21,9 +23,10 @@ from activation_extraction.cli.defaults import (
     ONLY_MULTIHOST,
 )
 from activation_extraction.cli.engines import SLURM_COUNT, check_array, machine_variables
-from activation_extraction.cli.errors import InputError
+from activation_extraction.cli.errors import InputError, one_line
 from activation_extraction.cli.flags import build_parser
 from activation_extraction.cli.positions import parse_positions
+from activation_extraction.cli.visible import plain_url, say_error
 
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 
@@ -106,8 +109,11 @@ class Config:
         return self.bucket_url or self.output_dir
 
     def to_json(self) -> dict[str, Any]:
-        """The configuration as recorded in metadata.json."""
-        return asdict(self)
+        """The configuration as recorded in metadata.json: URLs are without secrets."""
+        return {
+            name: plain_url(value) if isinstance(value, str) else value
+            for name, value in asdict(self).items()
+        }
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
@@ -271,8 +277,20 @@ def _refuse_conflicts(flags: argparse.Namespace) -> None:
         raise InputError("--mesh_shape and --no_data_parallel cannot be used together")
 
 
+def _check_protocols(flags: argparse.Namespace) -> None:
+    """Raises InputError for a URL whose protocol fsspec does not know, or has no library for."""
+    for flag in ("model_path", "dataset_path", "output_dir", "gcs_bucket"):
+        value = getattr(flags, flag) or ""
+        for protocol in re.findall(r"(?:^|::)([\w+.-]+)://", value):
+            try:
+                fsspec.get_filesystem_class(protocol)
+            except (ValueError, ImportError) as error:
+                raise InputError(f"--{flag} {value}: {one_line(error)}") from error
+
+
 def _refuse_values(flags: argparse.Namespace) -> None:
-    """Raises InputError for values, given or default, that make no sense together."""
+    """Raises InputError for values, given or default, that make no sense."""
+    _check_protocols(flags)
     if "://" in flags.output_dir and not _looking(flags):
         raise InputError(
             f"--output_dir {flags.output_dir}: is a URL, but shards are written to a local folder "
@@ -317,7 +335,7 @@ def check_flags() -> int:
     try:
         parse_args()
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 2
     return 0
 

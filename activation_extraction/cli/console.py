@@ -5,27 +5,33 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
 from tqdm.contrib.logging import _TqdmLoggingHandler as TqdmLoggingHandler
 
+from activation_extraction.cli.visible import VisibleFormatter
+
 log = logging.getLogger("extract_activations")
+LIBRARIES = ("datasets", "huggingface_hub", "transformers")  # which log to stderr by themselves
 
 
 def start_logging(verbose: bool, machine: int, host: int | None) -> None:
-    """Logs one line per event to stderr, above the progress bar. Does not touch other loggers.
+    """Logs one line per event to stderr, above the progress bar.
 
-    Hosts other than the first log only warnings and errors. host: None while it is not known.
+    What libraries log passes the same filter. Hosts other than the first log only warnings and
+    errors. host: None while it is not known.
     """
     handler = TqdmLoggingHandler() if on_terminal() else logging.StreamHandler()
     who = f"machine {machine} host {'?' if host is None else host}"
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s %(levelname)s {who}: %(message)s", "%Y-%m-%d %H:%M:%S")
-    )
+    line = f"%(asctime)s %(levelname)s {who}: %(message)s"
+    handler.setFormatter(VisibleFormatter(line, "%Y-%m-%d %H:%M:%S"))
     log.handlers = [handler]
+    others = [each for name in LIBRARIES for each in logging.getLogger(name).handlers]
+    for each in filter(None, (logging.lastResort, *others)):
+        each.setFormatter(VisibleFormatter())
     log.propagate = False
     usual = logging.WARNING if host else logging.INFO
     log.setLevel(logging.DEBUG if verbose else usual)
@@ -160,11 +166,9 @@ class Progress:
             total = f" of {self._max_samples:,}" if self._max_samples is not None else ""
             utilisation = "" if share is None else f", {share:.0%} of peak"
             log.info(
-                "%s%s samples, %s tokens, %.0f tokens/s%s; stored %d shards, %.2f GB, "
-                "%d uploading, %d retries",
+                "%s%s samples, %s tokens, %.0f tokens/s%s%s",
                 *(f"{metrics['samples']:,}", total, f"{self.tokens:,}", rate, utilisation),
-                *(metrics["shards_stored"], metrics["bytes_stored"] / 1e9),
-                *(metrics["shards_uploading"], metrics["upload_retries"]),
+                _storing(metrics),
             )
 
     def close(self) -> None:
@@ -172,3 +176,12 @@ class Progress:
         if self._reported[1] < self.tokens:
             self._report()
         self._bar.close()
+
+
+def _storing(metrics: Mapping[str, Any]) -> str:
+    """What a line of progress says of shards; nothing before there is one."""
+    shards, uploading = metrics["shards_stored"], metrics["shards_uploading"]
+    told = [f"stored {shards} shards, {metrics['bytes_stored'] / 1e9:.2f} GB"] if shards else []
+    if shards or uploading or metrics["upload_retries"]:
+        told.append(f"{uploading} uploading, {metrics['upload_retries']} retries")
+    return f"; {', '.join(told)}" if told else ""

@@ -6,13 +6,17 @@ Both carry one line for the user; any other exception that escapes is a bug in t
 """
 
 import logging
+import signal
+from collections.abc import Callable
+
+from activation_extraction.cli.visible import say_error, without_secrets
 
 log = logging.getLogger("extract_activations")
 
 
 def one_line(error: BaseException) -> str:
-    """The message of a library's exception, as one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """The message of a library's exception, as one line without secrets."""
+    return without_secrets(" ".join(str(error).split())) or type(error).__name__
 
 
 class InputError(Exception):
@@ -44,3 +48,21 @@ def for_the_user(error: BaseException) -> Exception:
         f"unexpected {type(error).__name__}: {one_line(error)}",
         remedy="this is a bug in this program; its traceback is above",
     )
+
+
+def exit_status(action: Callable[[], int]) -> int:
+    """The status that `action` returns, or that of its failure, which is printed as one line."""
+    try:
+        return action()
+    except InputError as error:
+        say_error(f"error: {error}")
+        return 2
+    except RunError as error:
+        say_error(f"error: {error}{f'; {error.remedy}' if error.remedy else ''}")
+        return 1
+    except MemoryError as error:
+        say_error(f"error: out of memory on the host: {error}")
+        return 1
+    except KeyboardInterrupt:
+        say_error("interrupted")
+        return 128 + signal.SIGINT

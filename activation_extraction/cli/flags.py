@@ -6,7 +6,8 @@ in afterwards. Boolean flags are the exception.
 """
 
 import argparse
-from typing import NoReturn
+import sys
+from typing import Any, NoReturn
 
 from activation_extraction.cli.declare import (
     MESH_AXES,
@@ -29,7 +30,7 @@ from activation_extraction.cli.output_flags import (
     add_general_flags,
     add_output_flags,
 )
-from activation_extraction.cli.positions import positions
+from activation_extraction.cli.positions import SLICE, positions
 
 ACTIVATION_TYPES = ("residual", "mlp", "attn")
 
@@ -38,7 +39,19 @@ class _Parser(argparse.ArgumentParser):
     """Reports a bad flag, such as one without its value, as an InputError: one line, no usage."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("argument"):  # one that begins with "-" looks like a flag
+            message += "; a value that begins with - follows a =, such as --text_column=-x"
         raise InputError(f"{message} (see --help)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Takes a slice such as -8: for the value that it is, and not for a flag."""
+        joined: list[str] = []
+        for typed in sys.argv[1:] if args is None else args:
+            if SLICE.fullmatch(typed) and joined and joined[-1] == "--positions":
+                joined[-1] += f"={typed}"
+            else:
+                joined.append(typed)
+        return super().parse_known_args(joined, namespace)
 
 
 def build_parser() -> argparse.ArgumentParser:

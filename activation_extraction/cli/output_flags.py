@@ -2,6 +2,7 @@
 
 import argparse
 
+from activation_extraction import __version__
 from activation_extraction.cli.declare import (
     add,
     add_pair,
@@ -174,6 +175,8 @@ def add_checking_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_general_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("general")
+    version = f"activation-extraction {__version__}"
+    group.add_argument("--version", action="version", version=version, help="print the version")
     add_switch(
         group,
         "demo",

@@ -1,13 +1,20 @@
 """Replaces what libraries log about the requests that they retry by one line of our own."""
 
+import errno
+import functools
 import logging
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 log = logging.getLogger("extract_activations")
 
+UNREACHABLE = {errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH}
+UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
 LOGGERS = ("huggingface_hub.utils._http", "datasets.utils.file_utils")
 RETRIES = re.compile(r"'?(.*?)'? thrown while requesting|Retrying in|Retrying \d|Rate limited")
 
@@ -44,6 +51,30 @@ def hub_requests(what: str) -> Iterator[None]:
             logging.getLogger(name).removeFilter(first)
 
 
+@functools.cache
+def hub_unreachable(endpoint: str) -> OSError | None:
+    """Why nothing answers at the hub's URL: no such name, nobody listening, no network.
+
+    The libraries would go on trying for a minute. None if there may be an answer, also from a proxy
+    that the environment names.
+    """
+    url, proxies = urlsplit(endpoint), getproxies()
+    if proxies.get(url.scheme) or proxies.get("all"):
+        return None
+    port = url.port or (80 if url.scheme == "http" else 443)
+    for attempts_left in reversed(range(3)):
+        try:
+            socket.create_connection((url.hostname or "", port), timeout=5).close()
+        except OSError as error:
+            lasting = isinstance(error, socket.gaierror) or error.errno in UNREACHABLE
+            if not lasting or not attempts_left:
+                return error if lasting else None
+            time.sleep(1)
+        else:
+            return None
+    return None
+
+
 def name_unknown(error: BaseException | None) -> bool:
     """Whether an error was caused by a host name that does not resolve."""
     while error is not None and not isinstance(error, socket.gaierror):
@@ -68,3 +99,15 @@ gcsfs_listeners: list[Callable[[str], None]] = []  # only the latest one is call
 _gcsfs = logging.getLogger("gcsfs")
 _gcsfs.handlers, _gcsfs.propagate = [_GcsfsLog()], False
 _gcsfs.setLevel(logging.DEBUG)
+
+
+def unwritable_cache(error: BaseException | None) -> str | None:
+    """What an error says of the hub's cache if that cannot be written; None for other errors."""
+    while error is not None:
+        if isinstance(error, OSError) and error.filename and error.errno in UNWRITABLE:
+            return (
+                f"the cache of the hub's files cannot be written: {error.filename}: "
+                f"{error.strerror}; HF_HOME names another folder for it"
+            )
+        error = error.__cause__ or error.__context__
+    return None

@@ -24,7 +24,13 @@ from huggingface_hub.errors import (
 
 from activation_extraction.cli.console import log
 from activation_extraction.cli.errors import InputError, one_line
-from activation_extraction.cli.retries import hub_requests, name_unknown
+from activation_extraction.cli.retries import (
+    hub_requests,
+    hub_unreachable,
+    name_unknown,
+    unwritable_cache,
+)
+from activation_extraction.cli.visible import plain_url
 from activation_extraction.model.compilation import default_folder
 from activation_extraction.model.weight_files import Index, LocalFile, RemoteFile, WeightFile
 from activation_extraction.output.folder import Folder, FolderError
@@ -117,9 +123,14 @@ class Checkpoint:
         return copy
 
     def _download(self, name: str) -> Path | None:
+        unreachable = None if constants.HF_HUB_OFFLINE else hub_unreachable(constants.ENDPOINT)
+        cached = unreachable is not None
         try:
             with hub_requests(f"--model_path {self.model_path}"):
-                path = Path(hf_hub_download(self.model_path, name, revision=self._revision))
+                found = hf_hub_download(
+                    self.model_path, name, revision=self._revision, local_files_only=cached
+                )
+            path = Path(found)
             self._revision = path.parent.name  # files lie in a folder named after their commit
             return path
         except LocalEntryNotFoundError as error:
@@ -128,7 +139,7 @@ class Checkpoint:
             if known is _CACHED_NO_EXIST:
                 return None
             reason = f"cannot be reached for {name} (no network, or HF_HUB_OFFLINE)"
-            if name_unknown(error):
+            if name_unknown(unreachable or error):
                 reason = "has a name that does not resolve: offline? --model_path takes a folder"
             raise InputError(
                 f"--model_path {self.model_path}: no such local folder, and the hub {reason}"
@@ -136,6 +147,8 @@ class Checkpoint:
         except EntryNotFoundError:
             return None
         except (HfHubHTTPError, HFValidationError, OSError) as error:
+            if cache := unwritable_cache(error):
+                raise InputError(f"--model_path {self.model_path}: {cache}") from error
             asked = f" --model_revision {self._revision}" if self._revision else ""
             raise InputError(
                 f"--model_path {self.model_path}{asked}: no such local folder, and the hub says: "
@@ -241,7 +254,11 @@ class Checkpoint:
 @functools.cache
 def _folder_for(url: str) -> Path:
     """A folder of this user for copies of small files."""
-    folder = default_folder().parent / "models" / hashlib.sha256(url.encode()).hexdigest()[:16]
+    folder = (
+        default_folder().parent
+        / "models"
+        / hashlib.sha256(plain_url(url).encode()).hexdigest()[:16]
+    )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:

@@ -52,7 +52,9 @@ def _folder(given: str | None, output: Path, several: bool) -> str | None:
         try:
             return _usable(default_folder(), output)
         except InputError as error:
-            log.warning("%s: nothing is kept for the next start", error)
+            log.warning(
+                "%s: nothing is kept for the next start; XDG_CACHE_HOME names another cache", error
+            )
             return None
     return given if _is_url(given) else _usable(Path(os.path.expanduser(given)), output)
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from activation_extraction.cli.errors import InputError
 
@@ -86,9 +86,9 @@ class Hook(NamedTuple):
         for name in (self.kind.name, *self.kind.aliases, *self.kind.modules):
             yield name.format(self.layer)
 
-    def facts(self, sizes: Mapping[str, int]) -> dict[str, int | str | None]:
+    def facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         """What metadata.json says of it beside its canonical name."""
-        found: dict[str, int | str | None] = {"module": self.module}
+        found: dict[str, Any] = {"module": self.module, "aliases": [*self.names()][1:]}
         found["width"] = self.kind.width(sizes)
         heads, size = self.kind.letters[:-1], self.kind.letters[-1]
         if size in HEAD_SIZES:

@@ -19,6 +19,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from activation_extraction.cli.errors import one_line
+from activation_extraction.cli.visible import plain_url
 from activation_extraction.output.atomic_file import copy_atomically, write_bytes
 from activation_extraction.output.conditional import conditions_of
 from activation_extraction.output.patience import (
@@ -56,6 +57,7 @@ class FileEntry:
 class Folder(Patient):
     """One folder. patience: for how many seconds without progress a failing request is retried.
 
+    `given` opens it again; `url` is the same without secrets, for messages and for what is stored.
     beat: called whenever there is progress. `retries` counts the attempts that failed. Methods
     raise FolderError, and may be called from several threads.
     """
@@ -63,14 +65,15 @@ class Folder(Patient):
     def __init__(
         self, url: str, patience: float = PATIENCE, beat: Callable[[], None] = lambda: None
     ) -> None:
-        super().__init__(url.rstrip("/"), patience, beat)
+        self.given = url.rstrip("/")
+        super().__init__(plain_url(self.given), patience, beat)
         try:
             if "://" in url:
-                self._fs, path = url_to_fs(self.url, **_options(self.url))
+                self._fs, path = url_to_fs(self.given, **_options(self.given))
             else:  # url_to_fs gives some characters of file names a meaning
-                self._fs, path = LocalFileSystem(), os.path.abspath(self.url or "/")
-        except (ValueError, ImportError) as error:
-            raise FolderError(f"{url}: {one_line(error)}", final=True) from error
+                self._fs, path = LocalFileSystem(), os.path.abspath(self.given or "/")
+        except Exception as error:  # some file systems connect at once, and raise what they like
+            raise FolderError(f"{self.url}: {one_line(error)}", final=True) from error
         self._path = path.rstrip("/")
         if not {"gs", "gcs"}.isdisjoint(self._protocols):
             end_requests(self._fs, patience)
@@ -95,7 +98,7 @@ class Folder(Patient):
         """The folder `name` inside this one; "" is this one itself."""
         if not name:
             return self
-        return Folder(f"{self.url}/{name}", self._patience, self.beat)
+        return Folder(f"{self.given}/{name}", self._patience, self.beat)
 
     def files(self) -> dict[str, int]:
         """Name -> size in bytes of the files here; empty if the folder does not exist."""

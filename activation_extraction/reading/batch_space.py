@@ -102,7 +102,7 @@ class BatchSpace:
         if stored and len(self._lent) < HELD:
             slot.lend()
             return found.map(lambda v: owned_by(slot, v) if is_aligned(v) else self._copy(v))
-        copies = {hook: self._copy(values, dtype) for hook, values in found.activations.items()}
+        copies = found.activations.map(lambda values: self._copy(values, dtype))
         rest = map(self._copy, (found.token_ids, found.sample_idx, found.position))
         return TokenBatch(copies, *rest)
 

@@ -20,6 +20,7 @@ from activation_extraction.output.statistics import Statistics, Sums
 from activation_extraction.reading.batches import Batches, BatchOptions
 from activation_extraction.reading.dimension_statistics import HookStatistics, merged_sums
 from activation_extraction.reading.folders import expected_names, read_folders
+from activation_extraction.reading.hook_names import ByHook, recorded_aliases
 from activation_extraction.reading.shard_readers import OpenShards, StoredHook
 from activation_extraction.reading.token_source import TokenSource
 
@@ -36,7 +37,7 @@ class SampleActivations:
     left out at its end.
     """
 
-    activations: dict[str, np.ndarray]
+    activations: ByHook[np.ndarray]
     token_ids: np.ndarray
     position: np.ndarray
     sample_idx: int
@@ -53,7 +54,9 @@ class ActivationDataset(Sequence[SampleActivations]):
     """The samples of a run, in the order of its machines, hosts and shards.
 
     url: the run's output, a local folder or any URL that fsspec knows. hooks: names of the hooks to
-    read; all of them by default. A run that is still going on is read as far as it is stored now.
+    read, or globs, as --hook_names takes them; all of them by default. A run that is still going on
+    is read as far as it is stored now. Whatever is by hook lists the canonical names, and finds a
+    hook by its other names, too.
     `metadata` is what the first host's metadata.json says.
 
     Raises ValueError when there is no such run or hook, when shards are missing or cut short, or
@@ -61,23 +64,25 @@ class ActivationDataset(Sequence[SampleActivations]):
     """
 
     def __init__(self, url: Any, hooks: Sequence[str] | None = None) -> None:
-        self.url = str(url)
-        folders = _read_run(self.url)
+        root, folders = _read_run(str(url))
+        self.url = root.url
         every = [stored.metadata for stored in folders.values() if stored.metadata is not None]
         self.metadata: dict[str, Any] = every[0]
         self.complete: bool = set(folders) == set(expected_names(folders)) and all(
             metadata["status"] == "complete" for metadata in every
         )
-        recorded = {hook["name"]: hook for hook in self.metadata["hooks"]}
+        aliases = recorded_aliases(self.metadata["hooks"])
+        recorded = ByHook({hook["name"]: hook for hook in self.metadata["hooks"]}, aliases)
         names = _chosen(self.url, recorded, hooks)
+        stored = {name: _stored_hook(recorded[name], self.metadata) for name in names}
         self._shards = OpenShards(
-            self.url,
+            root.given,
             [(name, commit) for name in folders for commit in folders[name].in_order],
-            {name: _stored_hook(recorded[name], self.metadata) for name in names},
+            ByHook(stored, aliases),
         )
         self._commits = [commit for _, commit in self._shards.shards]
         self._ends = list(accumulate(commit.count for commit in self._commits))
-        self._local = Folder(self.url).local
+        self._local = root.local
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -94,9 +99,9 @@ class ActivationDataset(Sequence[SampleActivations]):
         return sum(commit.tokens for commit in self._commits)
 
     @property
-    def hooks(self) -> dict[str, int]:
+    def hooks(self) -> ByHook[int]:
         """The width of every hook that is read, by name."""
-        return {name: hook.width for name, hook in self._shards.hooks.items()}
+        return self._shards.hooks.map(lambda hook: hook.width)
 
     @property
     def dtype(self) -> np.dtype:
@@ -104,7 +109,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         return next(iter(self._shards.hooks.values())).dtype
 
     @cached_property
-    def statistics(self) -> dict[str, HookStatistics]:
+    def statistics(self) -> ByHook[HookStatistics]:
         """Statistics over all that is stored, by hook. No shard is read for them.
 
         Those of every dimension are read from the small files beside the shards when they are
@@ -114,17 +119,18 @@ class ActivationDataset(Sequence[SampleActivations]):
         for hook in (hook for commit in self._commits for hook in commit.hooks):
             if hook["name"] in found:
                 found[hook["name"]] = found[hook["name"]].merge(Statistics.from_json(hook))
-        return {
+        statistics = {
             name: HookStatistics.of_hook(found[name], partial(self._sums_of, name))
             for name in found
         }
+        return ByHook(statistics, self._shards.hooks.aliases)
 
     def _sums_of(self, hook: str) -> Sums:
         return self._sums[hook]
 
     @cached_property
     def _sums(self) -> dict[str, Sums]:
-        return merged_sums(Folder(self.url), self._shards.shards, self.hooks)
+        return merged_sums(Folder(self._shards.url), self._shards.shards, self.hooks)
 
     @property
     def tokenizer_path(self) -> str:
@@ -165,9 +171,10 @@ class ActivationDataset(Sequence[SampleActivations]):
     ) -> Batches:
         """All tokens, in batches of `size`: one pass over the data.
 
-        hooks: those to read, by default all of this dataset's. shuffle: a seed, or None for the
-        stored order. buffer: the number of tokens kept in memory and shuffled there, by default 64
-        batches, at most 1 GiB. Pickles are unpacked whole, so up to two shards come on top of that.
+        hooks: those to read, as for the dataset, by default all of its hooks. shuffle: a seed, or
+        None for the stored order. buffer: the number of tokens kept in memory and shuffled there,
+        by default 64 batches, at most 1 GiB. Pickles are unpacked whole, so up to two shards come
+        on top of that.
         skip_first: leave out that many tokens at the start of every sample. max_norm: leave out
         tokens with a larger norm at any hook, or at the hooks that it names. dtype: of the result,
         by default as stored. worker, workers: read only one of so many shares, which do not
@@ -175,8 +182,10 @@ class ActivationDataset(Sequence[SampleActivations]):
 
         Raises ValueError for arguments that make no sense.
         """
-        names = _chosen(self.url, self.hooks, hooks)
+        known = self.hooks
+        names = _chosen(self.url, known, hooks)
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(names, max_norm)
+        limits = {known.aliases.get(name, name): limit for name, limit in limits.items()}
         for name in limits:
             if name not in names:
                 raise ValueError(f"max_norm: hook {name!r} is not read; {', '.join(names)} are")
@@ -212,7 +221,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         except RunError as error:
             raise OSError(str(error)) from error
         return SampleActivations(
-            activations=rows,
+            activations=ByHook(rows, self._shards.hooks.aliases),
             token_ids=np.array(token_ids),
             position=np.array(position),
             sample_idx=int(reader.samples.sample_idx[number]),
@@ -223,10 +232,11 @@ class ActivationDataset(Sequence[SampleActivations]):
         )
 
 
-def _read_run(url: str) -> dict[str, Stored]:
-    """All folders of a run. Raises ValueError unless everything that they promise is there."""
+def _read_run(given: str) -> tuple[Folder, dict[str, Stored]]:
+    """A run and its folders. Raises ValueError unless everything that they promise is there."""
     try:
-        folders = read_folders(Folder(url))
+        root = Folder(given)
+        url, folders = root.url, read_folders(root)
     except (InputError, RunError) as error:
         raise ValueError(str(error)) from error
     for name, stored in folders.items():
@@ -234,7 +244,7 @@ def _read_run(url: str) -> dict[str, Stored]:
     for name in set(folders) - set(expected_names(folders)):
         raise ValueError(f"{url}: {name or 'the folder itself'} is not part of the same run")
     _check_one_run(url, folders)
-    return folders
+    return root, folders
 
 
 def _check_folder(where: str, stored: Stored) -> None:
@@ -283,12 +293,13 @@ def _dtype(name: Any) -> np.dtype:
         raise ValueError(f"dtype {name!r}: {error}") from error
 
 
-def _chosen(where: str, known: Mapping[str, Any] | Sequence[str], hooks: Any) -> list[str]:
+def _chosen(where: str, known: ByHook[Any], hooks: Any) -> list[str]:
     """The hooks that were asked for. Raises ValueError for one that is not there."""
-    names = list(known) if hooks is None else [hooks] if isinstance(hooks, str) else list(hooks)
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{where}: has no hook {name!r}; it has {', '.join(known)}")
+    asked = [hooks] if isinstance(hooks, str) else hooks
+    try:
+        names = list(known) if asked is None else known.matching(asked)
+    except KeyError as error:
+        raise ValueError(f"{where}: has no hook {error}; it has {', '.join(known)}") from None
     if not names:
         raise ValueError(f"{where}: no hook is asked for; it has {', '.join(known)}")
     return names

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 from activation_extraction.cli.errors import InputError, RunError, one_line
 from activation_extraction.cli.output_flags import SHARD_FORMATS
+from activation_extraction.cli.visible import say
 from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.formats import chosen_format, lines_of_dataset
@@ -56,7 +56,7 @@ def export(
     """
     folders = _finished(root)
     try:
-        dataset = ActivationDataset(root.url)
+        dataset = ActivationDataset(root.given)
     except ValueError as error:
         raise InputError(one_line(error)) from error
     except OSError as error:
@@ -111,24 +111,24 @@ def _export_run(
     changes = {"shard_format": form, "compress_shards": compress}
     sizes = {name: width * dataset.dtype.itemsize for name, width in hooks.items()}
     export_run(root, folders, local_folder(target), chosen_format(form, compress), changes, sizes)
-    print(
+    say(
         f"exported: {len(dataset):,} samples, {dataset.tokens:,} tokens, {len(hooks)} hook(s), as "
         f"{form} in {target}"
     )
-    print("read it with:", *lines_of_dataset(target), sep="\n  ")
+    say("read it with:", *(f"  {line}" for line in lines_of_dataset(target)))
 
 
 def _chosen(dataset: ActivationDataset, patterns: Sequence[str] | None) -> dict[str, int]:
     """Name -> width of the hooks to export."""
-    for pattern in patterns or ():
-        if not any(fnmatchcase(name, pattern) for name in dataset.hooks):
-            known = ", ".join(dataset.hooks)
-            raise InputError(f"--hook_names {pattern}: no such hook; the run has {known}")
-    return {
-        name: width
-        for name, width in dataset.hooks.items()
-        if patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    hooks = dataset.hooks
+    try:
+        wanted = hooks if patterns is None else hooks.matching(patterns)
+    except KeyError as error:
+        known = ", ".join(hooks)
+        raise InputError(
+            f"--hook_names {error.args[0]}: no such hook; the run has {known}"
+        ) from None
+    return {name: width for name, width in hooks.items() if name in wanted}
 
 
 def _contents(
@@ -242,9 +242,9 @@ def _finish(
 
 def _print_summary(contents: Contents, folder: Path) -> None:
     size = contents.tokens * sum(map(contents.row_bytes, contents.hooks))
-    print(
+    say(
         f"exported: {contents.tokens:,} tokens, {len(contents.hooks)} hook(s), {contents.chunks} "
         f"chunk(s), {size / 1e9:,.3f} GB of activations in {folder}"
     )
     hook = next(iter(contents.hooks))
-    print("read it with:", FORMATS[contents.form].how_to_read(folder, hook), sep="\n  ")
+    say("read it with:", f"  {FORMATS[contents.form].how_to_read(folder, hook)}")

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.cli.visible import say
 from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import METADATA, METRICS, Stored, identity_of
@@ -36,30 +37,32 @@ def show_report(root: Folder, file: str) -> int:
     file: where to; "" means report.html, beside metadata.json of a local folder, else in the
     working directory. Raises InputError, also when nothing is stored or matplotlib is missing.
     """
+    folders = read_folders(root)
     target = Path(file or (root.fetch(NAME, Path()) if root.local else NAME)).expanduser()
     if find_spec("matplotlib") is None:
-        raise InputError("--report: needs matplotlib: pip install 'activation-extraction[report]'")
+        raise InputError(
+            "--report: needs matplotlib; in the folder of the checkout run: pip install '.[report]'"
+        )
     if target.is_dir() or not target.parent.is_dir():
         raise InputError(f"--report {target}: expected a file in a folder that exists")
-    html = make_report(root)
+    html = make_report(root, folders)
     try:
         write_bytes(target, html.encode())
     except OSError as error:
         raise InputError(f"--report {target}: {reason_of(error)[0]}") from error
-    print(f"report: {target}")
+    say(f"report: {target}")
     return 0
 
 
-def make_report(root: Folder) -> str:
+def make_report(root: Folder, folders: dict[str, Stored]) -> str:
     """The HTML file. Raises InputError when nothing is stored, RunError when a shard is damaged."""
     from activation_extraction.reading.report_page import Content, page  # imports matplotlib
 
-    folders = read_folders(root)
     commits = [commit for stored in folders.values() for commit in stored.in_order]
     if not sum(commit.tokens for commit in commits):
         raise InputError(f"{root.url}: no {'token' if commits else 'shard'} is stored yet")
     try:
-        dataset = ActivationDataset(root.url)
+        dataset = ActivationDataset(root.given)
         sample = read_sample(dataset, commits)
     except ValueError as error:
         raise InputError(str(error)) from error

@@ -23,6 +23,7 @@ from activation_extraction.output import safetensors_file
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.pickle_file import Record, positions_of, read_records
+from activation_extraction.reading.hook_names import ByHook
 
 OPEN_SHARDS = 128  # that stay open, where a shard is read by ranges; one pickle stays in memory
 
@@ -264,7 +265,7 @@ class OpenShards:
 
     url: str
     shards: list[tuple[str, Commit]]
-    hooks: dict[str, StoredHook]
+    hooks: ByHook[StoredHook]
 
     def __post_init__(self) -> None:
         self._process = os.getpid()
@@ -272,12 +273,10 @@ class OpenShards:
         self._folders: dict[str, Folder] = {}
         self._readers: OrderedDict[int, ShardReader] = OrderedDict()
 
-    def __getstate__(self) -> tuple[str, list[tuple[str, Commit]], dict[str, StoredHook]]:
+    def __getstate__(self) -> tuple[str, list[tuple[str, Commit]], ByHook[StoredHook]]:
         return self.url, self.shards, self.hooks
 
-    def __setstate__(
-        self, state: tuple[str, list[tuple[str, Commit]], dict[str, StoredHook]]
-    ) -> None:
+    def __setstate__(self, state: tuple[str, list[tuple[str, Commit]], ByHook[StoredHook]]) -> None:
         self.url, self.shards, self.hooks = state
         self.__post_init__()
 

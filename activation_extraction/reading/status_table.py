@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from activation_extraction.cli.errors import RunError
+from activation_extraction.cli.visible import say
 from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.commit import FORMAT_VERSION
 from activation_extraction.output.folder import Folder
@@ -43,13 +44,13 @@ def show_status(root: Folder, write: bool) -> int:
     _print_table(hosts, total)
     waiting = [host.name for host in hosts if host.state == "not started"]
     if waiting:
-        print(f"not started: {', '.join(waiting)}")
+        say(f"not started: {', '.join(waiting)}")
     problems = [problem for stored in folders.values() for problem in problems_of(stored)]
     for problem in problems:
-        print(f"damaged: {problem}")
+        say(f"damaged: {problem}")
     if write:
         _write(root, total)
-        print(f"written: {root.url}/{AGGREGATE}")
+        say(f"written: {root.url}/{AGGREGATE}")
     return 1 if problems else 0
 
 
@@ -92,7 +93,7 @@ def _print_table(hosts: list[HostState], total: dict[str, Any]) -> None:
     rows.append(("all", "", *_row(_sum(hosts, total))[2:]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        say("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
 def _sum(hosts: list[HostState], total: dict[str, Any]) -> HostState:

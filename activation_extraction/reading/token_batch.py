@@ -1,22 +1,24 @@
 """Tokens with their activations at several hooks: NumPy arrays, PyTorch tensors or JAX arrays."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
 
+from activation_extraction.reading.hook_names import ByHook
+
 
 @dataclass(frozen=True)
 class TokenBatch:
     """Some tokens; row t of every array belongs to the same token.
 
-    activations: hook -> (size, width). token_ids, position: int32 (size,); the position counts
-    from 0 within the sample. sample_idx: int64 (size,).
+    activations: hook, by any of its names -> (size, width). token_ids, position: int32 (size,);
+    the position counts from 0 within the sample. sample_idx: int64 (size,).
     """
 
-    activations: Mapping[str, Any]
+    activations: ByHook[Any]
     token_ids: Any
     sample_idx: Any
     position: Any
@@ -43,7 +45,7 @@ class TokenBatch:
     def map(self, convert: Callable[[np.ndarray], Any]) -> "TokenBatch":
         """`convert` applied to every array."""
         return TokenBatch(
-            {hook: convert(values) for hook, values in self.activations.items()},
+            self.activations.map(convert),
             convert(self.token_ids),
             convert(self.sample_idx),
             convert(self.position),

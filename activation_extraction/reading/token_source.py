@@ -10,6 +10,7 @@ import numpy as np
 from activation_extraction.cli.errors import RunError
 from activation_extraction.output.commit import Commit
 from activation_extraction.reading.batches import BatchOptions
+from activation_extraction.reading.hook_names import ByHook
 from activation_extraction.reading.shard_readers import OpenShards, ShardReader, read_by_ranges
 from activation_extraction.reading.token_batch import TokenBatch
 from activation_extraction.reading.windows import Block, Chunk, Plan
@@ -49,10 +50,11 @@ class TokenSource:
 
     def _empty(self, options: BatchOptions) -> TokenBatch:
         """No tokens, in arrays like those of all others."""
-        hooks = {name: self.shards.hooks[name] for name in options.hooks}
+        stored = self.shards.hooks
+        hooks = ByHook({name: stored[name] for name in options.hooks}, stored.aliases)
         none = np.empty(0, np.int32)
         return TokenBatch(
-            {name: np.empty((0, hook.width), hook.dtype) for name, hook in hooks.items()},
+            hooks.map(lambda hook: np.empty((0, hook.width), hook.dtype)),
             token_ids=none,
             sample_idx=none.astype(np.int64),
             position=none,
@@ -119,7 +121,7 @@ def _block(reader: ShardReader, chunk: Chunk, hooks: Sequence[str]) -> TokenBatc
         token_ids, position = reader.tokens(*span)
         samples = np.searchsorted(reader.samples.offsets, np.arange(*span), "right") - 1
         return TokenBatch(
-            {hook: reader.rows(hook, *span) for hook in hooks},
+            ByHook({hook: reader.rows(hook, *span) for hook in hooks}),
             token_ids,
             reader.samples.sample_idx[samples],
             position,

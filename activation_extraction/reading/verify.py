@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from activation_extraction.cli.visible import say
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import METADATA, Stored, identity_of
@@ -51,12 +52,10 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     if recompute is not None and metadata is not None:
         problems += _compare(metadata, chosen, recompute)
         recomputed = f"{len(chosen)} samples recomputed"
-    for problem in problems:
-        print(problem)
-    if told := ids_that_recur(sources):
-        print(f"note: {told}")
+    note = ids_that_recur(sources)
     commits = [shard.commit for shard in checked]
-    print(_verdict(len(folders), commits, recomputed, len(problems)))
+    verdict = _verdict(len(folders), commits, recomputed, len(problems))
+    say(*problems, *([f"note: {note}"] if note else ()), verdict)
     return 1 if problems else 0
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from activation_extraction.cli.errors import InputError, RunError, one_line
+from activation_extraction.cli.visible import say_error
 
 log = logging.getLogger("extract_activations")
 
@@ -62,6 +63,8 @@ def join(
     )
     if coordinator is not None and host_id:
         _wait_for_port(coordinator, connect_seconds, failed)
+    elif coordinator is not None:
+        _check_port(coordinator)
     # This program handles SIGTERM itself; JAX's preemption service would swallow the signal.
     jax.config.update("jax_enable_preemption_service", False)
     timer = threading.Timer(connect_seconds, _end_process, [f"error: {failed}"])
@@ -98,8 +101,24 @@ def _local_device_ids() -> list[int] | None:
 
 
 def _end_process(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    say_error(message)
     os._exit(1)
+
+
+def _check_port(address: str) -> None:
+    """Raises RunError unless host 0 can listen at the port: JAX would abort without a word."""
+    port = int(address.rsplit(":", 1)[1])
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    try:
+        with socket.socket(family) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", port))
+    except OSError as error:
+        raise RunError(
+            f"--coordinator_address {address}: host 0 cannot listen at port {port}: "
+            f"{error.strerror}",
+            remedy="end the process that uses it, or give all hosts another port",
+        ) from error
 
 
 def _wait_for_port(address: str, seconds: float, failed: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from activation_extraction.cli.errors import InputError
+from activation_extraction.cli.visible import plain_url
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.output.resume import OPTIONS
 from activation_extraction.run.hosts import Host, gather
@@ -41,7 +42,7 @@ def choose_commit(
 def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
     """The commit that an extraction used; None if its model is another one, or a local one."""
     theirs = metadata.get("configuration", {}).get("model_path")
-    if theirs != model_path or Checkpoint(model_path).local:
+    if theirs != plain_url(model_path) or Checkpoint(model_path).local:
         return None
     return metadata.get("model_commit")
 

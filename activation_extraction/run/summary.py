@@ -6,6 +6,7 @@ Totals over all machines and hosts are the subject of reading/status_table.py.
 from collections.abc import Iterable
 
 from activation_extraction.cli.console import Clock, Progress
+from activation_extraction.cli.visible import say
 from activation_extraction.model.devices import peak_flops
 from activation_extraction.output.formats import lines_of_dataset
 from activation_extraction.output.totals import Totals
@@ -38,24 +39,24 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     if job.repair is not None:
         differing = job.repair.differing(storage.made) if complete else ()
         made = [commit.number for commit in storage.made]
-        print(*differing, what_was_repaired(made, job.where, complete), sep="\n")
+        say(*differing, what_was_repaired(made, job.where, complete))
         return
-    print(what_is_stored(totals, len(job.forward.hooks), job.where, complete))
+    say(what_is_stored(totals, len(job.forward.hooks), job.where, complete))
     if job.text.skip_bad_rows:
-        print(f"skipped: {totals.skipped_rows:,} rows that could not be used (--skip_bad_rows)")
+        say(f"skipped: {totals.skipped_rows:,} rows that could not be used (--skip_bad_rows)")
     if totals.empty_rows:
-        print(f"empty: {totals.empty_rows:,} rows without text, which gave no sample")
+        say(f"empty: {totals.empty_rows:,} rows without text, which gave no sample")
     if totals.cut_samples:
-        print(
+        say(
             f"cut: {totals.cut_samples:,} samples at {job.text.length:,} tokens "
             f"(--max_seq_length); {totals.cut_tokens:,} tokens of them were left out"
         )
     if job.host.id != 0 and not verbose:
         return
     if new := totals.tokens - storage.found_tokens:
-        print(where_the_time_went(totals, clock, new, job.text.choice.everything))
+        say(where_the_time_went(totals, clock, new, job.text.choice.everything))
     if totals.shards:
-        print("read it with:", *how_to_read(job), sep="\n  ")
+        say("read it with:", *(f"  {line}" for line in how_to_read(job)))
 
 
 def kept_nothing(job: Job) -> bool:

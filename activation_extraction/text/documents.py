@@ -18,7 +18,7 @@ import datasets
 
 from activation_extraction.cli.errors import InputError, RunError, one_line
 from activation_extraction.cli.retries import hub_requests
-from activation_extraction.text.rows import FileRow, UnusableRowError
+from activation_extraction.text.rows import FileRow, MissingColumnError, UnusableRowError
 from activation_extraction.text.workers import Worker
 
 log = logging.getLogger("extract_activations")
@@ -223,6 +223,8 @@ def check_dataset(
                 if read > stream.skipped_rows:
                     return
     except RunError as error:
+        if isinstance(error.__cause__, MissingColumnError):  # skipping would skip every row
+            raise InputError(str(error)) from error
         raise with_remedy(error) from error
     if not read:
         raise InputError("the data set is empty: it has no rows; expected at least one with text")
@@ -252,7 +254,7 @@ def _text_of(row: dict[str, Any], column: str) -> str | None:
             raise UnusableRowError(
                 f"it has ARC-AGI columns but no grids in them: {error!r}"
             ) from error
-    raise UnusableRowError(
+    raise MissingColumnError(
         f"--text_column {column}: no such column; the columns are {', '.join(row)}"
     )
 

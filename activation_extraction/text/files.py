@@ -17,6 +17,8 @@ import pyarrow.parquet
 from fsspec.core import url_to_fs
 
 from activation_extraction.cli.errors import InputError, one_line
+from activation_extraction.cli.visible import plain_url
+from activation_extraction.text.hub import writable_cache
 from activation_extraction.text.rows import json_lines, parquet_rows
 
 PARQUET = (".parquet",)
@@ -52,7 +54,7 @@ def open_files(path: str, text_column: str) -> datasets.IterableDataset:
 
 def open_listed(path: str, files: Sequence[TextFile], text_column: str) -> datasets.IterableDataset:
     """Opens these files of `path`, in this order; see `open_files`."""
-    parquet = [file.url.endswith(PARQUET) for file in files]
+    parquet = [plain_url(file.url).endswith(PARQUET) for file in files]
     if any(parquet) and not all(parquet):
         raise InputError(
             f"--dataset_path {path}: holds both Parquet and JSON Lines; choose one of "
@@ -78,7 +80,8 @@ def open_listed(path: str, files: Sequence[TextFile], text_column: str) -> datas
                 "text_column": text_column,
             }
         rows = parquet_rows if any(parquet) else json_lines
-        return datasets.IterableDataset.from_generator(rows, gen_kwargs=pieces)
+        with writable_cache():
+            return datasets.IterableDataset.from_generator(rows, gen_kwargs=pieces)
     except InputError:
         raise
     except Exception as error:  # whatever a file system may raise
@@ -105,18 +108,19 @@ def _list_files(path: str) -> list[TextFile]:
         found = fs.find(root)
     # Below the folder that was asked for, hidden files are left-overs of editors and notebooks.
     visible = [name for name in found if "/." not in name.removeprefix(root)]
-    known = sorted(name for name in visible if name.endswith(PARQUET + JSON_LINES))
+    known = sorted(name for name in visible if plain_url(name).endswith(PARQUET + JSON_LINES))
     if not known:
         exists = found or fs.isdir(root)
         kinds = ", ".join(JSON_LINES + PARQUET)
         what = f"has no files that end in {kinds}" if exists else "no such file or folder"
         raise InputError(f"--dataset_path {path}: {what}")
     folder = root if fs.isdir(root) else re.split(r"[*?[]", root)[0].rpartition("/")[0]
+    folder = plain_url(folder)
     local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
 
     def file_of(name: str) -> TextFile:
         found = fs.info(name)
-        relative = name[name.index(folder) + len(folder) :].lstrip("/")
+        relative = plain_url(name).partition(folder)[2].lstrip("/")
         relative = os.fsencode(relative).decode(errors="backslashreplace")
         if local:
             return TextFile(name, relative, found["size"], modified(found["mtime"]))

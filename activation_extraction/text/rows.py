@@ -16,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 
 from activation_extraction.cli.errors import RunError, one_line
+from activation_extraction.cli.visible import plain_url
 
 OTHER_COLUMNS = ("id", "train", "test")
 REPLACE = (
@@ -27,6 +28,10 @@ DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, pyarrow.ArrowException)
 
 class UnusableRowError(Exception):
     """A row has no text that can be read. The message says why."""
+
+
+class MissingColumnError(UnusableRowError):
+    """A row lacks the column of the text."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,8 @@ def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
 def json_lines(urls: list[str], names: list[str]) -> Iterator[FileRow]:
     """The lines of some files, except blank ones; lines are counted from 1."""
     for url, name in zip(urls, names, strict=True):
-        with _naming(url), fsspec.open(url, "rb", compression="infer") as lines:
+        compression = "gzip" if plain_url(url).endswith(".gz") else None
+        with _naming(url), fsspec.open(url, "rb", compression=compression) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     row = {"file": name, "line": number}
