@@ -45,6 +45,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
 )
+WEIGHT_FILE = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # lies in the folder of its index
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -177,7 +178,12 @@ class Checkpoint:
         if index is None:
             return None
         try:
-            return dict(json.loads(index.read_text())["weight_map"])
+            files = dict(json.loads(index.read_text())["weight_map"])
+            for tensor, name in files.items():
+                if type(name) is not str or not WEIGHT_FILE.fullmatch(name):
+                    what = f"{ascii(name):.80} for {ascii(tensor):.80}"
+                    raise ValueError(f"weight_map: {what}, expected a file beside it")
+            return files
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{index}: not a safetensors index: {error!r}") from error
 

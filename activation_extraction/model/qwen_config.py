@@ -17,6 +17,9 @@ from activation_extraction.cli.errors import InputError, one_line
 from activation_extraction.cli.late_imports import transformers
 from activation_extraction.model.rope import Rope, positive
 
+# Hundreds of times what any model has, so that an absurd one is refused before it is computed with.
+LARGEST_SIZE = 2**27
+LARGEST_DEPTH = 10_000
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -202,10 +205,22 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
     raw: its contents, with a model_type that transformers knows. Raises InputError for what
     transformers does not take.
     """
+    _refuse_absurd(raw, source)
     try:
         return transformers().AutoConfig.for_model(**copy.deepcopy(dict(raw)))  # it writes to it
     except Exception as error:  # its validation raises types of its own, and whatever it runs into
         raise InputError(f"{source}: {one_line(error)}") from error
+
+
+def _refuse_absurd(raw: Mapping[str, Any], source: str) -> None:
+    """Raises InputError for sizes for which transformers itself would need too much memory."""
+    text = raw.get("text_config")
+    for part in (raw, text if isinstance(text, Mapping) else {}):
+        for name in POSITIVE:
+            value: Any = part.get(name)
+            most = LARGEST_DEPTH if name == "num_hidden_layers" else LARGEST_SIZE
+            if type(value) in (int, float) and value > most:
+                raise InputError(f"{source}: {name} is {value:.6g}, expected at most {most:,}")
 
 
 def positive_int(hf: Any, field: str, source: str) -> int:
@@ -213,6 +228,8 @@ def positive_int(hf: Any, field: str, source: str) -> int:
     value = getattr(hf, field)
     if type(value) is not int or value < 1:
         raise InputError(f"{source}: {field} must be a positive integer, found {value!r}")
+    if value > LARGEST_SIZE:
+        raise InputError(f"{source}: {field} is {value:.6g}, expected at most {LARGEST_SIZE:,}")
     return value
 
 

@@ -4,6 +4,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from activation_extraction.output.json_fields import (
+    COUNT,
+    FLAG,
+    HOOK,
+    NUMBER,
+    OBJECT,
+    STATISTICS,
+    TEXT,
+    check_fields,
+    list_of,
+    object_of,
+    optional,
+)
 from activation_extraction.output.sealed_json import DamagedError, seal
 from activation_extraction.output.statistics_file import statistics_name
 from activation_extraction.text.batch import Cursor
@@ -11,8 +24,35 @@ from activation_extraction.text.batch import Cursor
 FORMAT_VERSION = 3
 CLAIM = "claimed_by"  # the only field of a JSON that holds the place of another one
 # A shard's number as we write it into names; shard_00001 is no file of ours.
-NUMBER = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
+NUMBER_OF_A_SHARD = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
 READABLE_VERSIONS = (2, 3)  # in version 2, pickled records do not name their hook
+CURSOR = {
+    "samples": COUNT,
+    "skip": COUNT,
+    "skipped_rows": COUNT,
+    "empty_rows": COUNT,
+    "stream": OBJECT,
+}
+FIELDS = {
+    "file": TEXT,
+    "sha256": TEXT,
+    "bytes": COUNT,
+    "first": COUNT,
+    "last": COUNT,
+    "count": COUNT,
+    "tokens": COUNT,
+    "partial": FLAG,
+    "cursor": optional(object_of(CURSOR, ("samples",))),
+    "hooks": list_of(object_of(HOOK, ("key", "name", *STATISTICS))),
+    "run": TEXT,
+    "committed": NUMBER,
+    "began": optional(NUMBER),
+    "unpacked": optional(COUNT),
+    "statistics": optional(TEXT),
+    "cut_samples": COUNT,
+    "cut_tokens": COUNT,
+}
+MOST_PER_BYTE = 1032  # samples, or values, that a byte of a file can hold: gzip's largest ratio
 
 
 @dataclass(frozen=True)
@@ -86,14 +126,24 @@ class Commit:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "Commit":
-        """The inverse of `to_json`. Raises DamagedError if fields are missing or unknown."""
+        """The inverse of `to_json`. Raises DamagedError if fields are missing or unknown, or have
+        values that cannot be."""
         content = dict(content)
         try:
             if content.pop("format_version") not in READABLE_VERSIONS:
                 raise DamagedError(f"{where}: was written by another version of this program")
-            return cls(**content.pop("samples"), **content)
-        except (KeyError, TypeError) as error:
+            content |= content.pop("samples")
+            made = cls(**content)
+        except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{where}: fields are missing or unknown: {error}") from error
+        check_fields(content, FIELDS, where)
+        width = max((hook.get("width", 1) for hook in made.hooks), default=1)
+        if max(made.count, made.tokens * width) > MOST_PER_BYTE * made.bytes:
+            raise DamagedError(
+                f"{where}: {made.count} samples and {made.tokens} tokens cannot be in "
+                f"{made.bytes} bytes"
+            )
+        return made
 
 
 def claim_of(owner: str) -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from activation_extraction.output.atomic_file import Written, write_atomically
-from activation_extraction.output.commit import NUMBER
+from activation_extraction.output.commit import NUMBER_OF_A_SHARD
 from activation_extraction.output.pickle_file import (
     largest_size,
     read_pickle,
@@ -74,7 +74,7 @@ SAFETENSORS = ShardFormat(
 )
 FORMATS = (PICKLE, GZIP_PICKLE, SAFETENSORS)
 SUFFIXES = "|".join(re.escape(each.suffix) for each in FORMATS)
-SHARD_FILE = re.compile(rf"shard_{NUMBER}({SUFFIXES})")
+SHARD_FILE = re.compile(rf"shard_{NUMBER_OF_A_SHARD}({SUFFIXES})")
 
 
 def chosen_format(name: str, compress: bool) -> ShardFormat:

@@ -9,8 +9,42 @@ from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from typing import Any
 
+from activation_extraction.output.json_fields import (
+    COUNT,
+    FLAG,
+    LARGEST_WIDTH,
+    POSITIVE,
+    TEXT,
+    any_of,
+    check_fields,
+    integer,
+    list_of,
+)
 from activation_extraction.output.sealed_json import DamagedError, digest_of
 
+MOST_MACHINES, MOST_HOSTS = 100_000, 10_000  # --status and --verify name all of them
+FIELDS = {
+    "model_digest": TEXT,
+    "tokenizer_digest": TEXT,
+    "data": TEXT,
+    "data_revision": TEXT,
+    "text_column": TEXT,
+    "skip_bad_rows": FLAG,
+    "max_seq_length": integer(0, LARGEST_WIDTH),
+    "hooks": list_of(TEXT),
+    "keyed_by": any_of(TEXT, list_of(TEXT)),
+    "dtype": TEXT,
+    "activation_dtype": TEXT,
+    "shard_size_gb": POSITIVE,
+    "shard_format": TEXT,
+    "compress_shards": FLAG,
+    "positions": TEXT,
+    "drop_token_ids": list_of(COUNT),
+    "total_machines": integer(1, MOST_MACHINES),
+    "num_hosts": integer(1, MOST_HOSTS),
+    "machine": integer(0, MOST_MACHINES - 1),
+    "host": integer(0, MOST_HOSTS - 1),
+}
 PER_HOST, MAY_TURN_ON, ADDED = "per_host", "may_turn_on", "added"
 # Names of fields in format version 2.
 OLD_NAMES = {
@@ -92,9 +126,11 @@ class Identity:
         try:
             known = {OLD_NAMES.get(name, name): value for name, value in content.items()}
             tuples = {name: tuple(known.get(name, ())) for name in ("hooks", "drop_token_ids")}
-            return cls(**{**known, **tuples})
+            made = cls(**{**known, **tuples})
         except (TypeError, AttributeError) as error:
             raise DamagedError(f"{where}: its identity cannot be read: {error}") from error
+        check_fields(vars(made), FIELDS, f"{where}: its identity")
+        return made
 
     def compare(self, stored: "Identity") -> Difference | None:
         """The first field in which `stored` differs; None if this run may continue it."""

@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from activation_extraction.cli.errors import InputError
 from activation_extraction.output.commit import (
     CLAIM,
-    NUMBER,
+    NUMBER_OF_A_SHARD,
     READABLE_VERSIONS,
     Commit,
     commit_name,
@@ -24,20 +25,56 @@ from activation_extraction.output.commit import (
 from activation_extraction.output.folder import FileEntry, Folder, local_path
 from activation_extraction.output.formats import SUFFIXES
 from activation_extraction.output.identity import Identity, run_of
+from activation_extraction.output.json_fields import (
+    COUNT,
+    HOOK,
+    LARGEST_WIDTH,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    check_fields,
+    integer,
+    list_of,
+    object_of,
+    optional,
+)
 from activation_extraction.output.outline import Outline
 from activation_extraction.output.sealed_json import DamagedError, unseal
 from activation_extraction.output.statistics_file import statistics_name
-from activation_extraction.output.totals import Totals
+from activation_extraction.output.totals import ROW_COUNTS, Totals
 
 METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
 AGGREGATE = "aggregated_metadata.json"
 OWN_FILES = re.compile(
-    rf"\.?(metadata\.json|metrics\.jsonl|shard_{NUMBER}(\.json|\.npz|{SUFFIXES}))(\.tmp)?"
+    rf"\.?(metadata\.json|metrics\.jsonl|shard_{NUMBER_OF_A_SHARD}(\.json|\.npz|{SUFFIXES}))(\.tmp)?"
 )
 # What metadata.json says of a folder in which nothing is counted yet, beside its status.
 NOTHING = {"shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
 NEEDED = ("identity", "status", "max_samples", "written")  # in the metadata
+MODEL = {"hidden_size": integer(1, LARGEST_WIDTH), "vocab_size": integer(1, LARGEST_WIDTH)}
+DATA_FILE = {"name": TEXT, "bytes": COUNT, "digest": TEXT}
+FIELDS = {
+    "status": TEXT,
+    "shards": COUNT,
+    "samples": COUNT,
+    "tokens": COUNT,
+    "bytes": COUNT,
+    **dict.fromkeys(ROW_COUNTS, COUNT),
+    "max_samples": optional(COUNT),
+    "seconds": NUMBER,
+    "written": NUMBER,
+    "remote": optional(TEXT),
+    "hooks": list_of(object_of(HOOK, ("key", "name"))),
+    "identity": OBJECT,
+    "data_files": list_of(object_of(DATA_FILE, tuple(DATA_FILE))),
+    "configuration": object_of({"batch_size": integer(1, LARGEST_WIDTH)}),
+    "model": object_of(MODEL),
+    "backend": TEXT,
+    "mesh": optional(OBJECT),
+    "attention": optional(OBJECT),
+    "versions": optional(OBJECT),
+}
 METRICS_TAIL = 4096  # bytes that hold the last line
 READERS = 32  # files read at the same time; they are small
 
@@ -97,9 +134,9 @@ class Stored:
         remote = (self.metadata or {}).get("remote") or ""
         return not self.local or local_path(remote) == local_path(self.url)
 
-    def missing(self) -> tuple[list[int], list[int], list[int]]:
-        """Numbers of the shards without a JSON, of those without a file of the right size, and of
-        those without their statistics file.
+    def missing(self) -> tuple[list[range], list[int], list[int]]:
+        """Numbers of the shards without a JSON, in ranges (nothing bounds them), of those without a
+        file of the right size, and of those without their statistics file.
 
         All are empty if the shards go to a bucket, since they may be deleted after their upload.
         """
@@ -108,7 +145,7 @@ class Stored:
             return [], [], []
         known = self.outline.shards
         last = max([told.get("shards", 0), known, *self.commits])
-        without_json = [n for n in range(known + 1, last + 1) if n not in self.commits]
+        without_json = gaps([known, *sorted(self.commits), last + 1])
         without_file = [c.number for c in self.in_order if not self.has(c)]
         without_statistics = [c.number for c in self.in_order if self._lacks_statistics(c)]
         return without_json, without_file, without_statistics
@@ -117,14 +154,19 @@ class Stored:
         return commit.statistics is not None and commit.statistics_file not in self.files
 
 
+def gaps(numbers: Iterable[int]) -> list[range]:
+    """The numbers that are missing between ascending ones."""
+    return [range(a + 1, b) for a, b in pairwise(numbers) if b > a + 1]
+
+
 def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
     """The identity that metadata.json records. Raises DamagedError if it cannot be read."""
-    return Identity.from_json(metadata["identity"], where)
+    return Identity.from_json(metadata.get("identity"), where)
 
 
 def is_commit(name: str) -> bool:
     """Whether this is the name of a shard's JSON."""
-    return re.fullmatch(rf"shard_{NUMBER}\.json", name) is not None
+    return re.fullmatch(rf"shard_{NUMBER_OF_A_SHARD}\.json", name) is not None
 
 
 def own_files(names: Iterable[str]) -> list[str]:
@@ -151,7 +193,7 @@ def _read_briefly(folder: Folder) -> Stored:
     data = folder.read_sealed(METADATA)
     listing = folder.listing()
     files = {name: entry.size for name, entry in listing.items()}
-    with suppress(DamagedError, KeyError, TypeError):
+    with suppress(DamagedError, KeyError, TypeError, AttributeError):
         where = f"{folder.url}/{METADATA}"
         metadata = _read_metadata(data or b"", where)
         outline = Outline.from_json(metadata["outline"], where)
@@ -213,6 +255,7 @@ def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
         raise DamagedError(f"{where}: was written by another version of this program")
     if missing := [key for key in NEEDED if key not in content]:
         raise DamagedError(f"{where}: lacks {', '.join(missing)}")
+    check_fields(content, FIELDS, where)
     identity_of(content, where)
     return content
 
@@ -233,10 +276,10 @@ def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
     size = files.get(METRICS, 0)
     tail = folder.read(METRICS, start=-min(size, METRICS_TAIL)) if size else None
     for line in reversed((tail or b"").splitlines()):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             metrics = json.loads(line)
             if isinstance(metrics, dict):
-                return metrics
+                return numbers_of(metrics)
     return {}
 
 
@@ -244,6 +287,11 @@ def owner_of(folder: Folder) -> str | None:
     """The process that metadata.json names as the owner of a folder; None if it names none."""
     content = _unsealed(folder, METADATA) or {}
     return content.get(CLAIM, content.get("owner"))
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """A line of metrics.jsonl without anything that is no number."""
+    return {name: value for name, value in metrics.items() if NUMBER.fits(value)}
 
 
 def check_own(folder: Folder) -> None:

@@ -11,15 +11,32 @@ from typing import Any
 
 from activation_extraction.output.commit import Commit, commit_name
 from activation_extraction.output.formats import format_of
+from activation_extraction.output.json_fields import (
+    COUNT,
+    HOOK,
+    NUMBER,
+    OBJECT,
+    STATISTICS,
+    check_fields,
+    list_of,
+    object_of,
+    optional,
+)
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.statistics_file import statistics_name
-from activation_extraction.output.totals import Totals
+from activation_extraction.output.totals import ROW_COUNTS, Totals
 
 RECENT = 21  # commits that show how fast a host is now
-SUMS = (
-    *("shards", "samples", "tokens", "bytes"),
-    *("skipped_rows", "empty_rows", "cut_samples", "cut_tokens"),
-)
+SUMS = ("shards", "samples", "tokens", "bytes", *ROW_COUNTS)
+FIELDS = {
+    **dict.fromkeys(SUMS, COUNT),
+    "json_bytes": COUNT,
+    "statistics": COUNT,
+    "hooks": list_of(object_of(HOOK, ("key", *STATISTICS))),
+    "recent": list_of(OBJECT),
+    "partial": optional(OBJECT),
+    "metrics": OBJECT,
+}
 
 
 @dataclass
@@ -62,6 +79,8 @@ class Outline:
     def fits(self, files: Mapping[str, int]) -> bool:
         """Whether a listing has these shards and the files beside them: all names, and the sum of
         the sizes of shards and of JSONs."""
+        if self.shards > len(files):
+            return False
         numbers = range(1, self.shards + 1)
         return (
             self._adds_up(files, [commit_name(n) for n in numbers], self.json_bytes)
@@ -101,6 +120,7 @@ class Outline:
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "Outline":
         """The inverse of `to_json`. Raises DamagedError or KeyError."""
+        check_fields(content, FIELDS, where)
         totals = Totals(**{name: content.get(name, 0) for name in SUMS})
         totals.add_statistics(content["hooks"])
         partial = content["partial"]
@@ -110,7 +130,7 @@ class Outline:
             content["statistics"],
             tuple(Commit.from_json(commit, where) for commit in content["recent"]),
             None if partial is None else Commit.from_json(partial, where),
-            content["metrics"],
+            {name: value for name, value in content["metrics"].items() if NUMBER.fits(value)},
         )
 
 

@@ -25,6 +25,11 @@ COMPRESSION_LEVEL = 1
 COMPRESSION_THREADS = min((os.cpu_count() or 1) + 1, 8)
 # What a shard may unpack to if no JSON records its size. Activations hardly compress.
 GENEROUS_BYTES, GENEROUS_RATIO = 64 * 2**20, 16
+LARGEST_RATIO = 1032  # of what gzip unpacks to the size of its file
+MOST_PARTS = 64  # fields of a record, and values of a field
+LONGEST_NUMBER = 14_000  # bits; Python prints no longer ones
+
+SCALARS: tuple[type, ...] = (type(None), bool, int, float, str)
 
 
 class Record(TypedDict):
@@ -43,6 +48,17 @@ class Record(TypedDict):
 
 
 Records = dict[Key, list[Record]]
+# The types of a record's fields. A field that is not here may have any scalar, a flat list, tuple
+# or dict of them, or an array.
+FIELDS: dict[str, tuple[type, ...]] = {
+    "sample_idx": (int,),
+    "hook": (str,),
+    "activation": (np.ndarray,),
+    "text_preview": (str,),
+    "token_ids": (np.ndarray, type(None)),
+    "doc_id": (str, int, float, type(None)),
+    "positions": (np.ndarray,),
+}
 
 
 class ContentError(RunError):
@@ -146,30 +162,62 @@ def read_records(path: str | Path, limit: int | None = None) -> Records:
     """Reads a pickled shard without running pickled code. If its name ends in .gz, it is unpacked.
 
     limit: the most bytes that it may unpack to; by default the size that the JSON beside it
-    records, or without one 64 MiB plus 16 times the size of the file. Raises UnsafeError for
-    anything but plain containers and NumPy arrays of numbers, and for more than `limit` bytes;
-    RunError for a damaged file.
+    records, or without one 64 MiB plus 16 times the size of the file; never more than gzip can make
+    of the file. Raises UnsafeError for anything but plain containers and NumPy arrays of numbers,
+    and for more than `limit` bytes; RunError for a damaged file; OSError.
     """
     path = Path(path)
     limit = _recorded_limit(path) if limit is None else limit
     with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        limit = min(limit, LARGEST_RATIO * max(size, 1))
         stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if path.suffix == ".gz" else file
         try:
-            records = unpickle(stream, limit)
+            records = unpickle(stream, limit, size)
             if stream.read(1):  # reading on also makes gzip check its checksum
                 raise RunError("is damaged: bytes follow the end of its pickle")
         except RunError as error:
             raise type(error)(f"{path.name}: {error}") from error
         except Exception as error:  # whatever broken bytes may raise in gzip, pickle or NumPy
             raise RunError(f"{path.name}: cannot be read: {one_line(error):.200}") from error
-    if not isinstance(records, dict) or not all(isinstance(r, list) for r in records.values()):
-        raise RunError(f"{path.name}: is not a shard: expected a dict of lists of records")
+    for problem in _malformed(records):
+        raise RunError(f"{path.name}: is not a shard: {problem}")
     return records
+
+
+def _malformed(records: Any) -> Iterator[str]:
+    """Where what was unpickled has another form than a shard."""
+    lists: list[Any] = list(records.values()) if type(records) is dict else [None]
+    own = len({id(each) for each in lists}) == len(lists)  # or a few bytes would stand for many
+    if not own or not all(type(each) is list for each in lists):
+        yield "expected a dict of lists of records"
+        return
+    every = [record for each in lists for record in each]
+    if not all(type(record) is dict and len(record) <= MOST_PARTS for record in every):
+        yield f"expected records, dicts of at most {MOST_PARTS} fields"
+        return
+    for record in every:
+        for name, value in record.items():
+            kind = type(value)
+            known = kind in FIELDS.get(name, (kind,))
+            if not known or (kind is not np.ndarray and kind is not str and not _is_plain(value)):
+                yield f"the field {name!r:.80} of a record is a {kind.__name__}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value of a record is a scalar, or a flat container of scalars."""
+    parts = list(value) if type(value) in (tuple, list) else [value]
+    if type(value) is dict:
+        parts = list(value.values())
+    return len(parts) <= MOST_PARTS and all(
+        type(each) in SCALARS and (type(each) is not int or each.bit_length() < LONGEST_NUMBER)
+        for each in parts
+    )
 
 
 def largest_size(file_size: int, unpacked: int | None) -> int:
     """The most bytes that a shard may unpack to. unpacked: the size that its JSON records."""
-    if isinstance(unpacked, int):
+    if type(unpacked) is int:
         return unpacked
     return GENEROUS_BYTES + GENEROUS_RATIO * file_size
 

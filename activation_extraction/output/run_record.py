@@ -18,9 +18,8 @@ from activation_extraction.output.ownership import Ownership
 from activation_extraction.output.reasons import reason_of
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.shard import Key
-from activation_extraction.output.totals import Totals
+from activation_extraction.output.totals import ROW_COUNTS, Totals
 
-ROWS = ("skipped_rows", "empty_rows", "cut_samples", "cut_tokens")
 SUMS = ("shards", "samples", "tokens", "bytes", "hooks")  # in metadata.json
 
 
@@ -103,7 +102,7 @@ class RunRecord:
             "samples": totals.samples,
             "tokens": totals.tokens,
             "bytes": totals.bytes,
-            **{name: getattr(totals, name) for name in ROWS},
+            **{name: getattr(totals, name) for name in ROW_COUNTS},
             "max_samples": self._max_samples,
             "seconds": round(time.perf_counter() - self._began, 3),
             "written": round(time.time(), 3),

@@ -40,6 +40,8 @@ class Tensor:
         """
         begin, end = entry["data_offsets"]
         tensor = cls(DTYPES[entry["dtype"]], tuple(entry["shape"]), start + begin)
+        if type(begin) is not int or type(end) is not int or begin < 0:
+            raise ValueError(f"data_offsets {begin!r:.40}, {end!r:.40}")
         if any(type(size) is not int or size < 0 for size in tensor.shape):
             raise ValueError(f"shape {tensor.shape}")
         if tensor.end != start + end:

@@ -9,6 +9,7 @@ import io
 import os
 import threading
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +20,11 @@ from activation_extraction.cli.errors import RunError
 from activation_extraction.output.atomic_file import write_bytes
 from activation_extraction.output.statistics import BUCKETS, Sums
 
+UNREADABLE = (
+    *(ValueError, KeyError, OSError, EOFError, RuntimeError, NotImplementedError),
+    *(zipfile.BadZipFile, zlib.error),
+)
+DTYPES = ("<i8", "<f8", "<f8", "<f8", "<f8")  # of the fields
 FIELDS = [field.name for field in fields(Sums)]
 
 # numpy.load parses headers with `ast`. In CPython before 3.11.8 and 3.12.2 two threads that do so
@@ -62,18 +68,34 @@ def unpack_sums(
     if hashlib.sha256(data).hexdigest() != sha256:
         raise RunError(f"{where}: is damaged: its sha256 is not the one in the shard's JSON")
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            if any(each.file_size != each.compress_size for each in archive.infolist()):
+        with zipfile.ZipFile(io.BytesIO(data)) as archive, _one_parses:
+            entries = archive.infolist()
+            if any(each.file_size != each.compress_size for each in entries):
                 raise ValueError("it is compressed")
-        with _one_parses, np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            return {hook: _sums(arrays, hook, width) for hook, width in hooks}
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+            if sum(each.file_size for each in entries) > len(data):
+                raise ValueError("its arrays overlap")
+            return {hook: _sums(archive, hook, width) for hook, width in hooks}
+    except UNREADABLE as error:
         raise RunError(f"{where}: cannot be read: {error}") from error
 
 
-def _sums(arrays: Mapping[str, np.ndarray], hook: str, width: int) -> Sums:
-    found = [arrays[f"{hook}/{name}"] for name in FIELDS]
+def _sums(archive: zipfile.ZipFile, hook: str, width: int) -> Sums:
     shapes = [(BUCKETS,), (BUCKETS,), (2, width), (2, width), ()]
-    if [each.shape for each in found] != shapes:
-        raise ValueError(f"{hook} has shapes {[each.shape for each in found]}, expected {shapes}")
-    return Sums(*found)
+    return Sums(
+        *(
+            _array(archive.read(f"{hook}/{name}.npy"), shape, np.dtype(kind), f"{hook}/{name}")
+            for name, shape, kind in zip(FIELDS, shapes, DTYPES, strict=True)
+        )
+    )
+
+
+def _array(data: bytes, shape: tuple[int, ...], dtype: np.dtype, where: str) -> np.ndarray:
+    """An array from the content of a .npy file. `numpy.load` would allocate whatever its header
+    says before it looks for the values."""
+    file = io.BytesIO(data)
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError(f"{where} is of an unknown version")
+    found, fortran, kind = np.lib.format.read_array_header_1_0(file)
+    if (found, kind, fortran and len(shape) > 1) != (shape, dtype, False):
+        raise ValueError(f"{where} is {kind} {found}, expected {dtype} {shape}")
+    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape).copy()

@@ -8,6 +8,9 @@ from activation_extraction.output.commit import Commit
 from activation_extraction.output.shard import Key
 from activation_extraction.output.statistics import Statistics
 
+# What becomes of rows and documents that are not stored, or not whole.
+ROW_COUNTS = ("skipped_rows", "empty_rows", "cut_samples", "cut_tokens")
+
 
 @dataclass
 class Totals:

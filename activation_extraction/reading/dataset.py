@@ -15,7 +15,7 @@ import numpy as np
 
 from activation_extraction.cli.errors import InputError, RunError
 from activation_extraction.output.folder import Folder
-from activation_extraction.output.metadata import METADATA, Stored, identity_of
+from activation_extraction.output.metadata import METADATA, Stored, gaps, identity_of
 from activation_extraction.output.statistics import Statistics, Sums
 from activation_extraction.reading.batches import Batches, BatchOptions
 from activation_extraction.reading.dimension_statistics import HookStatistics, merged_sums
@@ -71,8 +71,9 @@ class ActivationDataset(Sequence[SampleActivations]):
         self.complete: bool = set(folders) == set(expected_names(folders)) and all(
             metadata["status"] == "complete" for metadata in every
         )
-        aliases = recorded_aliases(self.metadata["hooks"])
-        recorded = ByHook({hook["name"]: hook for hook in self.metadata["hooks"]}, aliases)
+        told = self.metadata.get("hooks", ())
+        aliases = recorded_aliases(told)
+        recorded = ByHook({hook["name"]: hook for hook in told}, aliases)
         names = _chosen(self.url, recorded, hooks)
         stored = {name: _stored_hook(recorded[name], self.metadata) for name in names}
         self._shards = OpenShards(
@@ -254,9 +255,9 @@ def _check_folder(where: str, stored: Stored) -> None:
     if stored.metadata is None:
         raise ValueError(f"{where}/metadata.json: is missing")
     numbers = [commit.number for commit in stored.in_order]
-    last = max([stored.metadata["shards"], *numbers])
-    if missing := sorted(set(range(1, last + 1)) - set(numbers)):
-        raise ValueError(f"{where}: shard {missing[0]} is missing; --verify lists what is wrong")
+    last = max([stored.metadata.get("shards", 0), *numbers])
+    if missing := gaps([0, *numbers, last + 1]):
+        raise ValueError(f"{where}: shard {missing[0][0]} is missing; --verify lists what is wrong")
     for commit in stored.in_order:
         if not stored.has(commit):
             remote = stored.metadata.get("remote")

@@ -99,13 +99,16 @@ def merged_sums(
         if commit.statistics is None:
             where = f"{root.url}/{name}/".replace("//", "/")
             raise ValueError(f"{where}{commit.file}: was stored without statistics of dimensions")
-    total = {name: Sums.zeros(width) for name, width in hooks.items()}
+    total: dict[str, Sums] = {}  # as large as what was read
     folders = {name: root.child(name) for name, _ in shards}
     try:
         with ThreadPoolExecutor(READERS) as pool:
             for found in pool.map(lambda at: read_sums(folders[at[0]], at[1], hooks), shards):
                 for hook, sums in found.items():
-                    total[hook].merge(sums)
+                    if hook in total:
+                        total[hook].merge(sums)
+                    else:
+                        total[hook] = sums
     except RunError as error:
         raise OSError(str(error)) from error
-    return total
+    return total or {name: Sums.zeros(width) for name, width in hooks.items()}

@@ -12,6 +12,7 @@ from pathlib import Path
 from activation_extraction.cli.errors import InputError
 from activation_extraction.output.folder import Folder, local_path
 from activation_extraction.output.folder_lock import is_locked, running_system
+from activation_extraction.output.identity import MOST_HOSTS
 from activation_extraction.output.metadata import Stored, own_files, read_stored
 from activation_extraction.output.paths import HostFolder, host_folders, names_of_machine
 
@@ -89,4 +90,5 @@ def expected_names(folders: dict[str, Stored]) -> list[str]:
 def _least_hosts(folders: Iterable[HostFolder]) -> int:
     """The least number of hosts of a machine that left these folders; 1 when there are none."""
     numbers = [folder.host for folder in folders if folder.host is not None]
-    return max(*numbers, 1) + 1 if numbers else 1
+    known = [number for number in numbers if number < MOST_HOSTS]
+    return max(*known, 1) + 1 if known else 1

@@ -127,7 +127,7 @@ def _analyse(
 
 def parse_hook(name: str) -> tuple[int | None, str]:
     """Layer and kind of a hook: blocks.7.hook_mlp_out -> 7, hook_mlp_out."""
-    found = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
+    found = re.fullmatch(r"blocks\.([0-9]{1,9})\.(.+)", name)
     return (int(found[1]), found[2]) if found else (None, "other hooks")
 
 

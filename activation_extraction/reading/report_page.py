@@ -71,7 +71,8 @@ def _head(run: Run, title: str, hooks: int) -> str:
         "stored": f"{run.bytes / 1e9:,.2f} GB",
     }
     tiles = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in totals.items())
-    state = f'<span class="state {run.state.split()[0]}">{escape(run.state)}</span>'
+    word = escape("".join(run.state.split()[:1]))  # one that report.css may know
+    state = f'<span class="state {word}">{escape(run.state)}</span>'
     return (
         f"<header><h1>{title}</h1>\n<p>{state} from {escape(run.dataset)}</p>\n"
         f'<dl class="tiles">{tiles}</dl></header>'

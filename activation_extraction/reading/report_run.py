@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.output.folder import Folder
-from activation_extraction.output.metadata import METRICS, Stored
+from activation_extraction.output.metadata import METRICS, Stored, numbers_of
 from activation_extraction.reading.report_sample import Document
 from activation_extraction.reading.status import HostState, host_states, problems_of
 
@@ -96,10 +96,10 @@ def read_metrics(folder: Folder, size: int) -> list[dict[str, Any]]:
     data = folder.read(METRICS, start=start) if size else None
     lines = []
     for line in (data or b"").splitlines()[1 if start else 0 :]:
-        with suppress(ValueError):  # a line that is being written, or was cut
+        with suppress(ValueError, RecursionError):  # a line that is being written, or was cut
             content = json.loads(line)
-            if isinstance(content, dict) and "time" in content:
-                lines.append(content)
+            if isinstance(content, dict) and "time" in (found := numbers_of(content)):
+                lines.append(found)
     return lines
 
 
@@ -129,7 +129,7 @@ def lengths_of(
         longest_row,
         float((sampled >= longest_row).mean()),
         mean,
-        1 - mean / longest_row,
+        1 - mean / max(longest_row, 1),
         packed,
     )
 
@@ -192,6 +192,6 @@ def padding(lines: Sequence[Mapping[str, Any]], slots: int) -> float | None:
     """The share of padding in what a host computed since its last start. slots: tokens of a step,
     padding included."""
     for line in reversed(lines):
-        if steps := _metrics(line, "steps"):
+        if slots and (steps := _metrics(line, "steps")):
             return 1 - _metrics(line, "tokens") / (steps * slots)
     return None

@@ -105,7 +105,13 @@ class SafetensorsReader:
 
     @cached_property
     def told(self) -> Sequence[Sequence[Any]]:
-        return safetensors_file.texts_of(self._header())
+        try:
+            told = safetensors_file.texts_of(self._header())
+            if any(len(each) != len(self.samples.sample_idx) for each in told):
+                raise ValueError("they are not one for each sample")
+        except safetensors_file.MALFORMED as error:
+            raise RunError(f"{self._where}: its texts cannot be read: {error}") from error
+        return told
 
     def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         return self.rows("token_ids", start, stop), self.rows("position", start, stop)
@@ -176,13 +182,14 @@ class PickleReader:
             positions = [positions_of(record) for record in records]
             indices = [record["sample_idx"] for record in records]
             lengths = [len(ids) for ids in token_ids]
-            if [len(each) for each in positions] != lengths:
+            if [each.shape for each in (*token_ids, *positions)] != 2 * [(n,) for n in lengths]:
                 raise ValueError("positions and token ids differ in number")
-        except (KeyError, TypeError, ValueError) as error:
+            index = np.array(indices, np.int64)
+            if any(len(part) != len(records) for part in self._slices.values()):
+                raise ValueError("hooks differ in their number of samples")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RunError(f"{where}: its records cannot be read: {error!r:.200}") from error
-        self.samples = Samples(
-            np.array(indices, np.int64), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        )
+        self.samples = Samples(index, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
         _check_samples(where, self.samples, commit)
         for name, hook in hooks.items():
             for length, part in zip(lengths, self._slices[name], strict=True):
@@ -218,7 +225,10 @@ def _unpickle(folder: Folder, commit: Commit, where: str) -> dict[Any, list[Reco
 
 
 def _slices(records: Sequence[Record]) -> list[np.ndarray]:
-    return [record["activation"] for record in records]
+    slices = [record["activation"] for record in records]
+    if not all(type(each) is np.ndarray for each in slices):
+        raise ValueError("an activation that is no array")
+    return slices
 
 
 def _sha256(path: Path) -> str:
@@ -242,6 +252,8 @@ def _check_size(path: Path, commit: Commit, where: str) -> None:
 def _check_samples(where: str, samples: Samples, commit: Commit) -> None:
     """Raises RunError unless the table of samples is the one that the JSON file describes."""
     _expect(where, "number of samples", len(samples.sample_idx), commit.count)
+    if not commit.count:
+        raise RunError(f"{where}: has no sample")
     ends = [int(i) for i in samples.sample_idx[[0, -1]]]
     _expect(where, "first and last sample", ends, [commit.first, commit.last])
     bounds = [int(samples.offsets[0]), int(samples.offsets[-1])]

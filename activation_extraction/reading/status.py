@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from activation_extraction.output.commit import Commit, number_of
-from activation_extraction.output.metadata import METADATA, Stored
+from activation_extraction.output.metadata import METADATA, Stored, gaps
 from activation_extraction.output.paths import HostFolder
 from activation_extraction.reading.folders import expected_names
 
@@ -99,9 +99,15 @@ def problems_of(stored: Stored) -> list[str]:
     if stored.metadata is None and METADATA not in stored.damaged:
         problems.append(f"{stored.url}/{METADATA}: is missing")
     without_json, without_file, without_statistics = stored.missing()
-    unread = {number_of(name) for name in stored.damaged if name != METADATA}
-    if lost := [number for number in without_json if number not in unread]:
-        problems.append(f"{stored.url}: shards are missing: {ranges(lost)}")
+    unread = sorted({number_of(name) for name in stored.damaged if name != METADATA})
+    lost = [
+        part
+        for gap in without_json
+        for part in gaps([gap.start - 1, *(n for n in unread if n in gap), gap.stop])
+    ]
+    if lost:
+        named = ", ".join("-".join(map(str, sorted({gap[0], gap[-1]}))) for gap in lost)
+        problems.append(f"{stored.url}: shards are missing: {named}")
     if without_file:
         numbers = ranges(without_file)
         problems.append(f"{stored.url}: shard files are missing or cut short: {numbers}")

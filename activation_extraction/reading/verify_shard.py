@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import ne
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,8 +147,9 @@ def _check_samples(
     identity, metadata = stored.identity, stored.metadata or {}
     assert identity is not None
     stride = Worker(machines=identity.total_machines, hosts=identity.num_hosts).stride
-    indices = list(range(commit.first, commit.last + 1, stride))
-    if [row.sample_idx for row in shard.samples] != indices:
+    indices = range(commit.first, commit.last + 1, stride)
+    found = [row.sample_idx for row in shard.samples]
+    if len(found) != len(indices) or any(map(ne, found, indices)):
         yield "its samples are not those of its JSON"
         return
     if shard.tokens != commit.tokens:

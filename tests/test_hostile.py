@@ -1,0 +1,206 @@
+"""Shards and JSON files that somebody wrote to exhaust their readers. A child process reads each,
+with a limit on its memory: what ends it, or takes more, is seen here and ends no other test."""
+
+import gzip
+import hashlib
+import json
+import pickle
+import resource
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from command_line import start
+from extractions import HOOKS, edit, extract, load, replace_shard
+from test_shards import EMPTY, FLOAT32
+
+from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.qwen_config import complete
+from activation_extraction.output.formats import format_of
+from activation_extraction.output.safetensors_header import Tensor
+from activation_extraction.output.statistics import Sums
+from activation_extraction.output.statistics_file import pack_sums, unpack_sums
+from activation_extraction.reading.dataset import ActivationDataset
+
+MEMORY = 2**30  # bytes of address space beyond what the imports take
+READ = """
+import resource, sys
+from activation_extraction.cli.errors import RunError
+from activation_extraction.output.pickle_file import read_records
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[2]),) * 2)
+try:
+    read_records(sys.argv[1], 2**60)
+except RunError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def array(shape, data):
+    """An array in a list, in a dict."""
+    state = b"(K\x01" + shape + FLOAT32 + b"\x89C" + bytes([len(data)]) + data + b"tb"
+    return b"\x80\x04" + EMPTY + state + b"."
+
+
+def long(number):
+    return b"\x8a\x08" + struct.pack("<q", number)
+
+
+PICKLES = {
+    "nested tuples as a key": b"\x80\x04})" + b"\x85" * 10**6 + b"Ns.",
+    "doubled tuples as a key": b"\x80\x04}K\x01" + b"\x94h\x00h\x00\x86" * 40 + b"Ns.",
+    "a key that is a long number": b"\x80\x04}\x8a\x10" + b"\x01" * 16 + b"Ns.",
+    "a key that is an array": b"\x80\x04}" + EMPTY + b"Ns.",
+    "empty dicts": b"\x80\x04](" + b"}" * 19_000_000 + b"e.",
+    "nested tuples": b"\x80\x04)" + b"\x85" * 19_000_000 + b".",
+    "a memo of nothing": b"\x80\x04)" + b"\x94" * 19_000_000 + b".",
+    "marks": b"\x80\x04" + b"(" * 19_000_000 + b".",
+    "numbers": b"\x80\x04](" + b"M\xff\xff" * 6_000_000 + b"e.",
+    "(5e9, 0)": array(long(5 * 10**9) + b"K\x00\x86", b""),
+    "(0, 5e9), again and again": b"\x80\x04]("
+    + (EMPTY + b"(K\x01K\x00" + long(5 * 10**8) + b"\x86" + FLOAT32 + b"\x89C\x00tb") * 500
+    + b"e.",
+    "a negative size": array(long(-1) + b"\x85", b"abcd"),
+    "more values than bytes": array(long(10**9) + b"\x85", b"abcd"),
+    "the same bytes in every array": b"\x80\x04](B"
+    + struct.pack("<I", 1000) + bytes(1000) + b"\x94"
+    + (EMPTY + b"(K\x01K\xfa\x85" + FLOAT32 + b"\x89h\x00tb") * 20_000 + b"e.",
+    "bytes of 2**60": b"\x80\x04\x8e" + struct.pack("<Q", 2**60),
+    "a frame of 2**60": b"\x80\x04\x95" + struct.pack("<Q", 2**60),
+    "a list in itself": b"\x80\x04}K\x03]\x94h\x00as.",
+    "one list for many hooks": b"\x80\x04}(K\x03]\x94K\x04h\x00u.",
+    "items of an array": b"\x80\x04" + EMPTY + b"K\x00K\x01s.",
+    "a deep value": b"\x80\x04}K\x03](}\x8c\x01a)\x85\x85seas.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_a_small_pickle_takes_little_memory_and_ends_in_one_way(name, tmp_path):
+    path = tmp_path / "shard_0001.pkl.gz"
+    path.write_bytes(gzip.compress(PICKLES[name]))
+    assert path.stat().st_size < 50_000
+    found = subprocess.run(
+        [sys.executable, "-c", READ, str(path), str(MEMORY // 8)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.startswith(("UnsafeError: shard_0001.pkl.gz: ", "RunError: shard_0001"))
+    assert "MemoryError" not in found.stdout and found.stdout.count("\n") == 1
+
+
+HUGE = 10**11
+JSONS = {
+    "shards": ("metadata.json", lambda content: content.update(shards=HUGE)),
+    "machines": ("metadata.json", lambda content: content["identity"].update(total_machines=HUGE)),
+    "hosts": ("metadata.json", lambda content: content["identity"].update(num_hosts=HUGE)),
+    "last": ("shard_0004.json", lambda content: content["samples"].update(last=HUGE)),
+    "count": ("shard_0004.json", lambda content: content["samples"].update(count=HUGE)),
+    "tokens": ("shard_0004.json", lambda content: content.update(tokens=HUGE)),
+    "width": ("shard_0004.json", lambda content: content["hooks"][0].update(width=HUGE)),
+    "width in the metadata": ("metadata.json", lambda c: c["hooks"][0].update(width=HUGE)),
+    "unpacked": ("shard_0004.json", lambda content: content.update(unpacked=2**60)),
+    "a number as text": ("shard_0004.json", lambda content: content.update(tokens="7")),
+    "a negative count": ("shard_0004.json", lambda c: c["samples"].update(count=-1)),
+    "no hooks": ("shard_0004.json", lambda content: content.update(hooks=[{}])),
+    "a cursor of what": ("shard_0004.json", lambda content: content.update(cursor={"x": 1})),
+    "a status of what": ("metadata.json", lambda content: content.update(status=[1])),
+    "hooks as text": ("metadata.json", lambda content: content.update(hooks="x")),
+    "written as text": ("metadata.json", lambda content: content.update(written="now")),
+    "rows of 0": ("metadata.json", lambda c: c.update(configuration={"batch_size": 0})),
+}
+
+
+def limited():
+    resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30,) * 2)
+
+
+@pytest.mark.parametrize("name", JSONS)
+def test_a_number_takes_no_memory_before_it_is_checked(name, tmp_path):
+    extract(tmp_path, hook_facts={key: {"width": 16} for key in HOOKS})
+    file, change = JSONS[name]
+    edit(tmp_path / file, change)
+    for action in ("--status", "--verify"):
+        process = start(action, "--output_dir", tmp_path, preexec_fn=limited)
+        _, said = process.communicate(timeout=300)
+        assert "Traceback" not in said and process.returncode in (0, 1), said
+        assert action == "--status" or process.returncode == 1 or name == "unpacked"
+    if name not in ("last", "unpacked"):
+        with pytest.raises(ValueError, match=r"shard_0004|metadata|shard 5 is missing"):
+            ActivationDataset(tmp_path)
+
+
+def test_a_shard_with_a_huge_number_in_its_name_is_no_reason_to_count(tmp_path):
+    extract(tmp_path)
+    content = (tmp_path / "shard_0004.json").read_bytes()
+    (tmp_path / "shard_99999999999.json").write_bytes(content)
+    edit(
+        tmp_path / "shard_99999999999.json",
+        lambda content: content.update(file="shard_99999999999.pkl.gz"),
+    )
+    with pytest.raises(ValueError, match="shard 5 is missing"):
+        ActivationDataset(tmp_path)
+
+
+def test_the_number_of_a_shard_is_in_ascii_and_has_one_form():
+    assert format_of("shard_0001.pkl") and format_of("shard_12345.pkl")
+    for name in ("shard_00001.pkl", "shard_٠٠٠١.pkl", "shard_001.pkl"):
+        assert format_of(name) is None
+
+
+@pytest.mark.parametrize("field", ["sample_idx", "activation", "token_ids", "text_preview"])
+@pytest.mark.parametrize("value", ["x", (1, 2), {"a": 1}, np.zeros(()), None, 2**70])
+def test_a_record_of_other_types_raises_oserror(field, value, tmp_path):
+    extract(tmp_path, hook_facts={key: {"width": 16} for key in HOOKS})
+    shard = load(tmp_path, 1)
+    shard[3][0][field] = value
+    if field == "token_ids" and value is None:
+        return
+    replace_shard(tmp_path, 1, gzip.compress(pickle.dumps(shard, 4)))
+    if (field, type(value)) == ("text_preview", str):
+        assert ActivationDataset(tmp_path)[0].text_preview == "x"
+    else:
+        with pytest.raises(OSError, match="shard_0001"):
+            ActivationDataset(tmp_path)[0]
+
+
+def test_statistics_whose_header_claims_more_than_is_there_take_no_memory():
+    hook = {"h": Sums.zeros(8)}
+    data = pack_sums(hook)
+    huge = data.replace(b"(2, 8), }        ", b"(2, 99999999), } ")
+    assert huge != data and len(huge) == len(data)
+    for width in (8, 99999999, 10**12):
+        with pytest.raises(RunError, match="cannot be read"):
+            unpack_sums(huge, hashlib.sha256(huge).hexdigest(), [("h", width)], "shard_0001.npz")
+    assert unpack_sums(data, hashlib.sha256(data).hexdigest(), [("h", 8)], "")["h"].close_to(
+        hook["h"]
+    )
+
+
+@pytest.mark.parametrize("offsets", [[-8, 0], [0.0, 8], ["0", 8], [True, 9], [0]])
+def test_the_offsets_of_a_tensor_are_whole_numbers_from_0_on(offsets):
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": offsets}
+    with pytest.raises((ValueError, TypeError)):
+        Tensor.from_json(entry, 16)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x.safetensors", "/x.safetensors", "..", "a/b", "a\\b", "gs://x", "", 7, None]
+)
+def test_weights_lie_in_the_folder_of_their_index(name, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    index = {"weight_map": {"a": "model-1.safetensors", "lm_head.weight": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match="weight_map: .* for 'lm_head.weight'"):
+        _ = Checkpoint(str(tmp_path)).file_of_tensor
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_hidden_layers"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_absurd_size_is_refused_before_anything_is_made_of_it(field, nested):
+    sizes = {field: 10**12}
+    raw = {"model_type": "qwen3", **({"text_config": sizes} if nested else sizes)}
+    with pytest.raises(InputError, match=f"^config.json: {field} is 1e[+]12, expected at most"):
+        complete(raw, "config.json")

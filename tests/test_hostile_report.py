@@ -1,0 +1,88 @@
+"""--report of a run whose every text is hostile: the page shows it as text and nothing else."""
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+from extractions import HIDDEN, HOOKS, edit, extract
+
+from activation_extraction.output.folder import Folder
+from activation_extraction.output.identity import run_of
+from activation_extraction.reading.report import make_report
+from activation_extraction.reading.report_run import padding
+from extract_activations import main
+
+HOSTILE = "\"><script>evil()</script><img/src=x/onerror=evil()>'<b onclick=evil()>&lt;evil>"
+NAMES = {key: f"blocks.{key}.hook{HOSTILE}" for key in HOOKS}
+
+
+class Page(HTMLParser):
+    """Collects elements and attributes."""
+
+    def __init__(self, html):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.attributes, self.text = set(), [], ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def spoil(value):
+    """Every text inside, hostile."""
+    if isinstance(value, dict):
+        return {name: spoil(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [spoil(inner) for inner in value]
+    return HOSTILE if isinstance(value, str) else value
+
+
+def spoil_metadata(content):
+    kept = ("identity", "format_version", "hooks")
+    more = {
+        "configuration": {"model_path": "m", "dataset_path": "d", "bucket_url": "b"},
+        "model_commit": "c", "mesh": {"x": "1"}, "attention": {"name": "n"},
+        "versions": {HOSTILE: "1"},
+    }  # fmt: skip
+    content |= {name: spoil(v) for name, v in (content | more).items() if name not in kept}
+    content["identity"] |= dict.fromkeys(("text_column", "data", "dtype"), HOSTILE)
+    for hook in content["hooks"]:
+        hook["name"] = NAMES[hook["key"]]
+    content["remote"] = None
+
+
+def test_nothing_that_was_stored_becomes_a_part_of_the_page(tmp_path):
+    plain, hostile = tmp_path / "plain", tmp_path / "hostile"
+    for root in (plain, hostile):
+        extract(root, hook_facts={key: {"width": HIDDEN} for key in HOOKS})
+    edit(hostile / "metadata.json", spoil_metadata)
+
+    def rename(content):
+        content["run"] = run_of(json.loads((hostile / "metadata.json").read_bytes())["identity"])
+        for hook in content["hooks"]:
+            hook["name"] = NAMES[hook["key"]]
+
+    for path in hostile.glob("shard_*.json"):
+        edit(path, rename)
+    expected, found = (Page(make_report(Folder(str(root)))) for root in (plain, hostile))
+    assert "evil()" in found.text and found.tags <= expected.tags
+    assert not {"script", "img"} & found.tags
+    assert {n for n, _ in found.attributes} <= {n for n, _ in expected.attributes}
+
+
+@pytest.mark.parametrize("line", ['{"time": "x"}', '{"time": 1, "tokens": "y"}', "[" * 10**5])
+def test_metrics_that_are_no_numbers_are_left_out(line, tmp_path, capsys):
+    extract(tmp_path, hook_facts={key: {"width": HIDDEN} for key in HOOKS})
+    more = '{"time": 1, "model_flops_utilisation": "evil", "steps": [1]}'
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n{more}\n")
+    make_report(Folder(str(tmp_path)))
+    assert main(["--status", "--output_dir", str(tmp_path)]) == 0
+    assert "evil" not in capsys.readouterr().out
+
+
+def test_padding_of_rows_without_slots_is_not_known():
+    assert padding([{"time": 1, "steps": 1, "tokens": 5}], 0) is None
