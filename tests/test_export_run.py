@@ -1,6 +1,7 @@
 """--export pickle and --export safetensors: the copy is a run, and holds what the source holds."""
 
 import json
+import re
 import shutil
 from contextlib import suppress
 from types import SimpleNamespace
@@ -191,7 +192,7 @@ def test_a_shard_with_too_many_texts_stays_a_pickle(run, tmp_path, monkeypatch, 
     assert extract_activations.main(command) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"error: --export safetensors: {second}: the ids and text previews of ")
-    assert " take 1,0" in error and "--export memmap" in error
+    assert re.search(r" take 1,\d\d\d ", error) and "--export memmap" in error
     kept = target / HOSTS[0]
     assert sorted(shards_in(kept)) == [shard_name(1, "safetensors")]
     assert not list(kept.glob("*0002*")) and not list(kept.glob(".*"))

@@ -113,17 +113,14 @@ JSONS = {
 }
 
 
-def limited():
-    resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30,) * 2)
-
-
 @pytest.mark.parametrize("name", JSONS)
 def test_a_number_takes_no_memory_before_it_is_checked(name, tmp_path):
     extract(tmp_path, hook_facts={key: {"width": 16} for key in HOOKS})
     file, change = JSONS[name]
     edit(tmp_path / file, change)
     for action in ("--status", "--verify"):
-        process = start(action, "--output_dir", tmp_path, preexec_fn=limited)
+        process = start(action, "--output_dir", tmp_path)
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (6 * 2**30,) * 2)
         _, said = process.communicate(timeout=300)
         assert "Traceback" not in said and process.returncode in (0, 1), said
         assert action == "--status" or process.returncode == 1 or name == "unpacked"

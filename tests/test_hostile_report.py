@@ -8,12 +8,18 @@ from extractions import HIDDEN, HOOKS, edit, extract
 
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.identity import run_of
+from activation_extraction.reading.folders import read_folders
 from activation_extraction.reading.report import make_report
 from activation_extraction.reading.report_run import padding
 from extract_activations import main
 
 HOSTILE = "\"><script>evil()</script><img/src=x/onerror=evil()>'<b onclick=evil()>&lt;evil>"
 NAMES = {key: f"blocks.{key}.hook{HOSTILE}" for key in HOOKS}
+
+
+def page_of(root):
+    folder = Folder(str(root))
+    return make_report(folder, read_folders(folder))
 
 
 class Page(HTMLParser):
@@ -68,7 +74,7 @@ def test_nothing_that_was_stored_becomes_a_part_of_the_page(tmp_path):
 
     for path in hostile.glob("shard_*.json"):
         edit(path, rename)
-    expected, found = (Page(make_report(Folder(str(root)))) for root in (plain, hostile))
+    expected, found = (Page(page_of(root)) for root in (plain, hostile))
     assert "evil()" in found.text and found.tags <= expected.tags
     assert not {"script", "img"} & found.tags
     assert {n for n, _ in found.attributes} <= {n for n, _ in expected.attributes}
@@ -79,7 +85,7 @@ def test_metrics_that_are_no_numbers_are_left_out(line, tmp_path, capsys):
     extract(tmp_path, hook_facts={key: {"width": HIDDEN} for key in HOOKS})
     more = '{"time": 1, "model_flops_utilisation": "evil", "steps": [1]}'
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n{more}\n")
-    make_report(Folder(str(tmp_path)))
+    page_of(tmp_path)
     assert main(["--status", "--output_dir", str(tmp_path)]) == 0
     assert "evil" not in capsys.readouterr().out
 

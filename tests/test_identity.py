@@ -26,7 +26,6 @@ REFUSED = {
     "shard_format": ["--shard_format", "safetensors"],
     "positions": ["--positions", "last"],
     "drop_token_ids": ["--drop_token_ids", "3"],
-    "data_revision": ["--dataset_path", "{other_data}"],
     "model_digest": ["--model_path", "{other_model}"],
     "tokenizer_digest": ["--model_path", "{other_tokenizer}"],
     "text_column": ["--text_column", "url"],
@@ -50,9 +49,6 @@ def started(demo_inputs, tmp_path_factory):
     weights[-1] ^= 1
     (folder / "other_model/model.safetensors").write_bytes(weights)
     (folder / "other_tokenizer/tokenizer_config.json").write_text("{}")
-    (folder / "other_data").mkdir()
-    for name in ("a", "b"):
-        shutil.copy(demo_inputs / "documents.parquet", folder / f"other_data/{name}.parquet")
     return folder, flags
 
 

@@ -165,7 +165,10 @@ def test_verify_reads_the_text_again_to_recompute_kept_tokens(
     shutil.copy(demo_inputs / "documents.parquet", other)
     assert verify(few, demo_inputs, "--dataset_path", other) == 0
     assert verify(few, demo_inputs, "--dataset_path", texts([{"text": "other"}])) == 2
-    assert "holds other files than the run has read" in capsys.readouterr().err
+    assert (
+        "documents.parquet is missing; restore the file that the run began with"
+        in capsys.readouterr().err
+    )
 
 
 def edited(few, tmp_path, change):
@@ -270,9 +273,9 @@ def test_the_other_format_holds_the_same_kept_tokens(flags, few, tmp_path):
 
 @pytest.mark.long
 def test_a_run_of_which_no_token_is_kept(flags, tmp_path, capsys):
-    """Not of much use, and yet in order."""
+    """It fails, since it is of no use, and yet all is in order."""
     out = tmp_path / "out"
-    assert main(*flags, "--positions", "2000:", "--output_dir", out) == 0
+    assert main(*flags, "--positions", "random:1e-15", "--output_dir", out) == 1
     assert main("--verify", "--output_dir", out) == 0
     dataset = ActivationDataset(out)
     assert (len(dataset), dataset.tokens) == (60, 0) and dataset[7].token_ids.shape == (0,)

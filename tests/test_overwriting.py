@@ -58,7 +58,7 @@ def test_without_conditions_the_owner_is_looked_up_before_each_group(run, tmp_pa
         before = folder.files()
         go.set()
     assert set(before) - set(folder.files()) <= {"shard_0001.json"}
-    assert read_stored(folder).missing()[0] in ([], [1])
+    assert read_stored(folder).missing()[0] in ([], [range(1, 2)])
 
 
 @pytest.mark.parametrize("name", ["shard_0001.safetensors", "shard_0007.json", "metadata.json"])

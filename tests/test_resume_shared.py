@@ -150,7 +150,7 @@ def test_a_shard_that_another_machine_stored_meanwhile_is_replaced_as_a_whole(
     monkeypatch.setattr(Folder, "put", killed)
     for key in HOOKS:
         late.add_activation(key, np.zeros((3, HIDDEN), np.float32), 0, "")
-    with pytest.raises(Killed):
+    with pytest.raises(StorageError, match="unexpected Killed"):
         late.finalize()
     assert Folder(url).files()["shard_0001.pkl.gz"]
     assert not Folder(url).read("shard_0001.json")

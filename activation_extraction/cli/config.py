@@ -11,9 +11,8 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
 from typing import Any
-
-import fsspec
 
 from activation_extraction.cli.defaults import (
     DATASET,
@@ -278,7 +277,14 @@ def _refuse_conflicts(flags: argparse.Namespace) -> None:
 
 
 def _check_protocols(flags: argparse.Namespace) -> None:
-    """Raises InputError for a URL whose protocol fsspec does not know, or has no library for."""
+    """Raises InputError for a URL whose protocol fsspec does not know, or has no library for.
+
+    Without fsspec, as where a laptop only checks the flags, nothing is said of protocols.
+    """
+    if find_spec("fsspec") is None:
+        return
+    import fsspec
+
     for flag in ("model_path", "dataset_path", "output_dir", "gcs_bucket"):
         value = getattr(flags, flag) or ""
         for protocol in re.findall(r"(?:^|::)([\w+.-]+)://", value):

@@ -7,7 +7,9 @@ Always read a compressed file to its end: its checksum is there, and `pickle.loa
 
 import os
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from pickle import PickleBuffer
 from typing import Any, NotRequired, TypedDict
@@ -128,13 +130,22 @@ def write_gzip_pickle(shard: Shard, names: Mapping[Key, str], file: Any) -> int:
 def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
     """The records of a shard. names: key of each hook -> its full name."""
     positions = shard.needs_positions
+    rows = [replace(row, row=_interned(row.row)) for row in shard.samples]
     return {
         key: [
             _record(names[key], row, activation, positions)
-            for row, activation in zip(shard.samples, slices, strict=True)
+            for row, activation in zip(rows, slices, strict=True)
         ]
         for key, slices in shard.slices.items()
     }
+
+
+def _interned(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The same with each text as one object, wherever it was read from: pickles write it once."""
+    if row is None:
+        return None
+    texts = {name: sys.intern(value) for name, value in row.items() if type(value) is str}
+    return {sys.intern(name): texts.get(name, value) for name, value in row.items()}
 
 
 def _record(hook: str, row: SampleRow, activation: np.ndarray, positions: bool) -> Record:

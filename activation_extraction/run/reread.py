@@ -92,5 +92,5 @@ def open_texts(
     source = path, asked["dataset_name"], asked["dataset_config"], asked["dataset_split"]
     dataset = open_dataset(*source, identity.text_column, own=[metadata])
     if (dataset.name, dataset.content) != (identity.data, identity.data_revision):
-        raise InputError(f"--dataset_path {path}: holds other files than the run has read")
+        raise InputError(f"--dataset_path {path}: is not the data set that the run has read")
     return Texts(dataset, load_tokenizer(files, checkpoint.model_path, vocabulary), identity)

@@ -170,7 +170,8 @@ class DocumentStream:
     def reject(self, where: str, why: object) -> None:
         """Counts a row that cannot be used. Raises RunError unless such rows are skipped."""
         if not self._skip_bad_rows:
-            raise RunError(f"a row cannot be used: {where}: {why}", remedy=SKIP)
+            cause = why if isinstance(why, UnusableRowError) else None
+            raise RunError(f"a row cannot be used: {where}: {why}", remedy=SKIP) from cause
         self.skipped_rows += 1
         level = logging.WARNING if self.skipped_rows <= LOGGED_ROWS else logging.DEBUG
         log.log(level, "skipped a row: %s: %s", where, why)
