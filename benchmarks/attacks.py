@@ -32,6 +32,7 @@ from activation_extraction.output.pickle_file import read_records
 from activation_extraction.output.sealed_json import seal, unseal
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.reading.dataset import ActivationDataset
+from activation_extraction.reading.folders import read_folders
 from activation_extraction.reading.report import make_report
 from activation_extraction.reading.status_table import show_status
 from activation_extraction.reading.verify import verify
@@ -86,7 +87,8 @@ def readers(folder: Path) -> Iterator[Callable[[], object]]:
 def report(folder: Path) -> str:
     """The outcome of a report."""
     try:
-        make_report(Folder(str(folder)))
+        root = Folder(str(folder))
+        make_report(root, read_folders(root))
     except CLEAN as error:
         return f"refused: {error}"
     return "read"

@@ -124,3 +124,11 @@ def test_what_is_uploaded_needs_no_temporary_folder(run, tmp_path, monkeypatch):
     folder.try_writing()
     run(tmp_path / "a", max_samples=12, remote=folder)
     assert folder.read("metrics.jsonl")
+
+
+def test_without_a_temporary_folder_tmpdir_is_named(run, tmp_path, monkeypatch, capsys):
+    run(tmp_path / "out")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    assert main("--verify", "--output_dir", tmp_path / "out") == 1
+    err = capsys.readouterr().err
+    assert "error: no temporary folder can be made: " in err and "; set TMPDIR to a folder" in err

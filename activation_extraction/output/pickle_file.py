@@ -59,6 +59,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "text_preview": (str,),
     "token_ids": (np.ndarray, type(None)),
     "doc_id": (str, int, float, type(None)),
+    "row": (dict, type(None)),
+    "cut": (int,),
     "positions": (np.ndarray,),
 }
 

@@ -2,8 +2,12 @@
 
 import errno
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from activation_extraction.cli.errors import one_line
+from activation_extraction.cli.errors import RunError, one_line
 
 LINK = "is a symbolic link; expected a file or folder of its own, or none"
 LOCAL_AND_FINAL = {
@@ -46,3 +50,17 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
     final = isinstance(error, ValueError | TypeError | ImportError)
     final = final or 400 <= status < 500 and status not in WORTH_ANOTHER_TRY
     return f"{text:.200}", final
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for downloads. Raises RunError, naming TMPDIR, if none can be made."""
+    try:
+        made = TemporaryDirectory()
+    except OSError as error:
+        raise RunError(
+            f"no temporary folder can be made: {reason_of(error)[0]}",
+            remedy="set TMPDIR to a folder with room for a few shards",
+        ) from error
+    with made as folder:
+        yield Path(folder)

@@ -172,14 +172,18 @@ class ActivationDataset(Sequence[SampleActivations]):
     ) -> Batches:
         """All tokens, in batches of `size`: one pass over the data.
 
+        The order of shuffled batches depends on how the shards were cut. So batches of two runs,
+        taken side by side with `zip`, hold different tokens unless both runs have the same hooks,
+        dtype and shard size; compare `sample_idx` and `position` of what you pair.
+
         hooks: those to read, as for the dataset, by default all of its hooks. shuffle: a seed, or
         None for the stored order. buffer: the number of tokens kept in memory and shuffled there,
         by default 64 batches, at most 1 GiB. Pickles are unpacked whole, so up to two shards come
-        on top of that.
-        skip_first: leave out that many tokens at the start of every sample. max_norm: leave out
-        tokens with a larger norm at any hook, or at the hooks that it names. dtype: of the result,
-        by default as stored. worker, workers: read only one of so many shares, which do not
-        overlap; the workers of a PyTorch DataLoader divide it further by themselves.
+        on top of that. skip_first: leave out that many tokens at the start of every sample.
+        max_norm: leave out tokens with a larger norm at any hook, or at the hooks that it names.
+        dtype: of the result, by default as stored. worker, workers: read only one of so many
+        shares, which do not overlap; the workers of a PyTorch DataLoader divide it further by
+        themselves.
 
         Raises ValueError for arguments that make no sense.
         """

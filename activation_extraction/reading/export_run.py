@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from tqdm import tqdm
@@ -25,6 +24,7 @@ from activation_extraction.output.folder_lock import running_system
 from activation_extraction.output.formats import SAFETENSORS, ShardFormat, write_shard
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.metadata import METADATA, METRICS, NOTHING, Stored, read_stored
+from activation_extraction.output.reasons import scratch_folder
 from activation_extraction.output.safetensors_file import LARGEST_TEXTS
 from activation_extraction.output.sealed_json import seal
 from activation_extraction.output.shard import Shard, same_content
@@ -174,8 +174,8 @@ def _check_fits(copy: _Copy, commit: Commit, shard: Shard) -> None:
 
 def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
     """Writes one shard, reads it back, and then writes its JSON."""
-    with TemporaryDirectory() as scratch:
-        shard, intact = read_shard(copy.source, commit, Path(scratch))
+    with scratch_folder() as scratch:
+        shard, intact = read_shard(copy.source, commit, scratch)
     if not intact:
         where = f"{copy.source.url}/{commit.file}"
         raise RunError(f"{where}: its sha256 is not its JSON's", remedy="run --verify on the run")

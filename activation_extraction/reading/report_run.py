@@ -78,6 +78,9 @@ def _facts(
         ("Attention", (metadata.get("attention") or {}).get("name")),
         ("Uploaded to", asked.get("bucket_url")),
         ("Skipped rows", metadata.get("skipped_rows")),
+        ("Rows without text", metadata.get("empty_rows")),
+        ("Samples that are cut", metadata.get("cut_samples")),
+        ("Tokens left out there", metadata.get("cut_tokens")),
         ("Versions", _pairs(metadata.get("versions"))),
     )
 

@@ -6,7 +6,6 @@ for. A pickle has to be read whole. Reading never runs pickled code.
 
 import hashlib
 import os
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from activation_extraction.output import safetensors_file
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.pickle_file import Record, positions_of, read_records
+from activation_extraction.output.reasons import scratch_folder
 from activation_extraction.reading.hook_names import ByHook
 
 OPEN_SHARDS = 128  # that stay open, where a shard is read by ranges; one pickle stays in memory
@@ -214,8 +214,8 @@ class PickleReader:
 
 def _unpickle(folder: Folder, commit: Commit, where: str) -> dict[Any, list[Record]]:
     """Reads a pickle. Its sha256 is compared meanwhile. Raises RunError."""
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(1) as pool:
-        path = folder.fetch(commit.file, Path(scratch))
+    with scratch_folder() as scratch, ThreadPoolExecutor(1) as pool:
+        path = folder.fetch(commit.file, scratch)
         _check_size(path, commit, where)
         digest = pool.submit(_sha256, path)
         shard = read_records(path, commit.unpacked)

@@ -7,8 +7,6 @@ recomputes a few samples. It lists everything that is wrong instead of stopping 
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from activation_extraction.cli.visible import say
 from activation_extraction.output.commit import Commit
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.metadata import METADATA, Stored, identity_of
+from activation_extraction.output.reasons import scratch_folder
 from activation_extraction.reading.folders import read_folders
 from activation_extraction.reading.verify_folder import check_folders
 from activation_extraction.reading.verify_rows import ids_that_recur, rows_stored_twice
@@ -77,14 +76,12 @@ def check_shards(root: Folder, folders: dict[str, Stored], count: int = 0) -> It
     shards = [(name, commit) for name in folders for commit in folders[name].in_order]
     total = sum(commit.bytes for _, commit in shards)
     with (
-        TemporaryDirectory() as scratch,
+        scratch_folder() as scratch,
         ThreadPoolExecutor(WORKERS) as pool,
         tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None) as bar,
     ):
         jobs = [
-            pool.submit(
-                check_shard, root.child(name), name, folders[name], commit, wanted, Path(scratch)
-            )
+            pool.submit(check_shard, root.child(name), name, folders[name], commit, wanted, scratch)
             for (name, commit), wanted in zip(shards, _pick(shards, count), strict=True)
         ]
         try:
