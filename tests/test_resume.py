@@ -192,8 +192,8 @@ def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
     for bad in range(1, DOCUMENTS):
         folder = tmp_path / f"bad_{bad}"
 
-        def fails(urls, bad=bad):
-            for number, row in enumerate(original(urls)):
+        def fails(urls, names, bad=bad):
+            for number, row in enumerate(original(urls, names)):
                 if number == bad:
                     raise ConnectionError("gone")
                 yield row
