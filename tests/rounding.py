@@ -47,7 +47,7 @@ def allowed_errors(
 def assert_within_rounding(
     got: Any, reference: Callable[..., np.ndarray], arrays: tuple[Any, ...], terms: int
 ) -> None:
-    """That `got` is reference(*arrays) but for rounding; see `allowed_errors`."""
+    """Asserts that `got` is reference(*arrays) but for rounding; see `allowed_errors`."""
 
     def function(inputs: Any) -> dict[str, np.ndarray]:
         return {"": np.asarray(reference(*inputs))}

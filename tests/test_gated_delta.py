@@ -75,7 +75,7 @@ def recurrence(q, k, v, log_decay, beta):
 
 
 def assert_delta_rule(arrays, ids, places):
-    """That ours, in chunks, is the recurrence, but for rounding. Padding may be anything."""
+    """Asserts that ours, in chunks, is the recurrence but for rounding. Padding may be anything."""
     got = np.asarray(jax.jit(gated_delta_rule)(*arrays, ids))
     assert got.shape == arrays[2].shape and got.dtype == np.float32
     assert np.isfinite(got).all()

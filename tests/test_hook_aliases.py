@@ -1,4 +1,4 @@
-"""What is asked for by an alias is found by it: in the reader, its batches and --export."""
+"""A hook is found by each of its names: in the reader, in its batches and in --export."""
 
 import json
 import pickle

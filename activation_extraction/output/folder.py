@@ -153,8 +153,10 @@ class Folder(Patient):
         return self._persist(f"reading {name}", get)
 
     def read_sealed(self, name: str) -> bytes | None:
-        """As `read`, of a sealed JSON file. Bytes that are not sealed are returned only if the
-        store holds them so; others were damaged on their way, and are read again."""
+        """Reads a sealed JSON file as `read` does, and again if its bytes were damaged on the way.
+
+        Bytes that are not sealed are returned only if the store holds them like that.
+        """
 
         def get() -> bytes | None:
             data, target = self.read(name), self._file(name)

@@ -14,7 +14,7 @@ ROW_COUNTS = ("skipped_rows", "empty_rows", "cut_samples", "cut_tokens")
 
 @dataclass
 class Totals:
-    """What is committed, including earlier runs; and this run's seconds in the background.
+    """Adds up what is committed, by earlier runs too, and this run's seconds in the background.
 
     cut_samples: those that are cut at their end; cut_tokens: how many tokens were left out there.
     """

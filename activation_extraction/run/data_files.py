@@ -114,15 +114,15 @@ class DataFiles:
         return self._read != before
 
     def to_json(self) -> list[dict[str, Any]]:
-        """As metadata.json lists them."""
+        """Returns the files as metadata.json lists them."""
         read = dict(self._read)
         every = [read.get(file.name, Recorded(file.name, file.size)) for file in self.files]
         return [file.to_json() for file in every]
 
     def sampled(self) -> dict[str, str]:
-        """For each file a digest of its size and of some of its content, for hosts to compare.
+        """Returns a digest of each file's size and of samples of its content, for hosts to compare.
 
-        Reading all of it would take long for large files. All of a small file counts.
+        Reading all of a large file would take long. All of a small one counts.
         """
         return {f"data file {file.name}": _sampled(file) for file in self.files}
 
