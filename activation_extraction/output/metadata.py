@@ -283,6 +283,12 @@ def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
     return {}
 
 
+def metadata_in(folder: Folder) -> dict[str, Any] | None:
+    """What metadata.json of a run says; None without one. --verify reports a damaged one."""
+    content = _unsealed(folder, METADATA)
+    return None if content is None or CLAIM in content else content
+
+
 def owner_of(folder: Folder) -> str | None:
     """The process that metadata.json names as the owner of a folder; None if it names none."""
     content = _unsealed(folder, METADATA) or {}

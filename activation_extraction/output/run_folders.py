@@ -4,26 +4,23 @@ those left by an earlier run with different numbers of machines or hosts.
 
 import uuid
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from activation_extraction.cli.errors import InputError
-from activation_extraction.output.commit import CLAIM
 from activation_extraction.output.folder import Folder, FolderError
 from activation_extraction.output.folder_lock import check_output_dir
 from activation_extraction.output.identity import Identity
 from activation_extraction.output.metadata import (
     AGGREGATE,
-    METADATA,
     identity_of,
+    metadata_in,
     own_files,
 )
 from activation_extraction.output.ownership import Ownership
 from activation_extraction.output.paths import HostFolder, host_folders
 from activation_extraction.output.resume import check_version, refuse_difference
-from activation_extraction.output.sealed_json import DamagedError, unseal
 from activation_extraction.text.workers import Worker
 
 
@@ -120,15 +117,6 @@ def find_metadata(root: Folder) -> tuple[str, dict[str, Any]] | None:
         metadata = metadata_in(folder)
         if metadata is not None:
             return folder.url, metadata
-    return None
-
-
-def metadata_in(folder: Folder) -> dict[str, Any] | None:
-    """What metadata.json in a folder says; None without one. --verify reports a damaged one."""
-    data = folder.read_sealed(METADATA)
-    with suppress(DamagedError):
-        content = {CLAIM: None} if data is None else unseal(data, folder.url)
-        return None if CLAIM in content else content
     return None
 
 

@@ -45,13 +45,13 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     checked = list(check_shards(root, folders, count if recompute is not None else 0))
     problems += [problem for shard in checked for problem in shard.problems]
     chosen = [sample for shard in checked for sample in shard.chosen]
-    sources = [shard.sources for shard in checked if shard.sources is not None]
-    problems += rows_stored_twice(sources)
+    digests = [shard.digests for shard in checked if shard.digests is not None]
+    problems += rows_stored_twice(digests)
     recomputed = "nothing recomputed (give --model_path)"
     if recompute is not None and metadata is not None:
         problems += _compare(metadata, chosen, recompute)
         recomputed = f"{len(chosen)} samples recomputed"
-    note = ids_that_recur(sources)
+    note = ids_that_recur(digests)
     commits = [shard.commit for shard in checked]
     verdict = _verdict(len(folders), commits, recomputed, len(problems))
     say(*problems, *([f"note: {note}"] if note else ()), verdict)

@@ -18,8 +18,8 @@ SHOWN = 5  # pairs of samples with the same row
 
 
 @dataclass(frozen=True)
-class Sources:
-    """Where the samples of a shard come from.
+class RowDigests:
+    """Digests of where the samples of a shard come from.
 
     sample_idx: int64, shape (samples,). rows, ids: DIGEST, of the same shape; 0 where a sample has
     none.
@@ -30,7 +30,7 @@ class Sources:
     ids: np.ndarray
 
     @classmethod
-    def of(cls, samples: Iterable[SampleRow]) -> "Sources":
+    def of(cls, samples: Iterable[SampleRow]) -> "RowDigests":
         samples = list(samples)
         return cls(
             np.array([sample.sample_idx for sample in samples], np.int64),
@@ -39,7 +39,7 @@ class Sources:
         )
 
 
-def rows_stored_twice(every: list[Sources]) -> Iterator[str]:
+def rows_stored_twice(every: list[RowDigests]) -> Iterator[str]:
     """A line for the first few pairs of samples that come from the same row, and how many."""
     sample_idx, repeated = _repeated(every, [each.rows for each in every])
     for one, other in repeated[:SHOWN]:
@@ -51,7 +51,7 @@ def rows_stored_twice(every: list[Sources]) -> Iterator[str]:
         yield f"{len(repeated):,} rows of the data set are stored twice in all"
 
 
-def ids_that_recur(every: list[Sources]) -> str | None:
+def ids_that_recur(every: list[RowDigests]) -> str | None:
     """A line about document ids that several samples have, if there are any."""
     sample_idx, repeated = _repeated(every, [each.ids for each in every])
     if not len(repeated):
@@ -63,7 +63,7 @@ def ids_that_recur(every: list[Sources]) -> str | None:
     )
 
 
-def _repeated(every: list[Sources], digests: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _repeated(every: list[RowDigests], digests: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """All `sample_idx`, and pairs of places there, (pairs, 2), whose digests are the same."""
     sample_idx = np.concatenate([np.zeros(0, np.int64), *(each.sample_idx for each in every)])
     values = np.concatenate([np.zeros(0, DIGEST), *digests])

@@ -20,7 +20,7 @@ from activation_extraction.output.shard import SampleRow, Shard
 from activation_extraction.output.statistics import Sums, sums_of
 from activation_extraction.reading.dimension_statistics import read_sums
 from activation_extraction.reading.verify_folder import differing, file_path
-from activation_extraction.reading.verify_rows import Sources
+from activation_extraction.reading.verify_rows import RowDigests
 from activation_extraction.text.batch import Cursor
 from activation_extraction.text.workers import Worker
 
@@ -46,12 +46,12 @@ class Chosen:
 
 class Checked(NamedTuple):
     """A shard that has been read: what is wrong with it, those of its samples that are to be
-    recomputed, and where its samples come from (None if it cannot be read)."""
+    recomputed, and digests of what all of them come from (None if it cannot be read)."""
 
     commit: Commit
     problems: list[str]
     chosen: list[Chosen]
-    sources: Sources | None = None
+    digests: RowDigests | None = None
 
 
 def check_shard(
@@ -80,7 +80,7 @@ def check_shard(
                 problems.append(f"{where}: {error}")
         problems += [f"{where}: {what}" for what in _check_samples(shard, stored, commit, sums)]
         chosen = [] if problems else _choose(shard, wanted, where, stored, commit)
-        return Checked(commit, problems, chosen, Sources.of(shard.samples))
+        return Checked(commit, problems, chosen, RowDigests.of(shard.samples))
     except ContentError as error:
         problems = [f"{where}: {problem}" for problem in error.problems]
     except (RunError, OSError) as error:

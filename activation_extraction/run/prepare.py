@@ -26,11 +26,11 @@ from activation_extraction.model.forward import (
 from activation_extraction.output.folder import Folder
 from activation_extraction.output.folder_lock import check_free_disk, check_output_dir
 from activation_extraction.output.identity import Identity
+from activation_extraction.output.metadata import metadata_in
 from activation_extraction.output.run_folders import (
     RunFolders,
     check_siblings,
     find_metadata,
-    metadata_in,
 )
 from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run.dataset import HostText, open_dataset, share_of
