@@ -103,6 +103,8 @@ def run(byte_tokenizer, rows, shard_format):
                                     sample.text_preview,
                                     sample.token_ids,
                                     sample.doc_id,
+                                    sample.row,
+                                    sample.cut,
                                 )
                     raise Killed
                 place.add_batch(batch, activations(batch))
