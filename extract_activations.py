@@ -28,15 +28,15 @@ import numpy as np
 
 from activation_extraction.cli.config import Config, parse_args
 from activation_extraction.cli.console import Clock, Progress, log, start_logging, stop_on_signals
-from activation_extraction.cli.errors import RunError, exit_status
-from activation_extraction.cli.visible import say, say_error
+from activation_extraction.common.errors import RunError, exit_status
+from activation_extraction.common.visible import say, say_error
+from activation_extraction.inspect.look import look
+from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.forward import choose_dtypes
 from activation_extraction.model.step import Activations, Step, compile_step
-from activation_extraction.reading.look import look
-from activation_extraction.reading.verify import verify
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.hosts import (
     Host,

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.console import start_logging
-from activation_extraction.cli.errors import InputError, exit_status
+from activation_extraction.common.errors import InputError, exit_status
 
 
 def main() -> NoReturn:
@@ -26,7 +26,7 @@ def look_without(missing: str) -> int:
             f"{missing} is not installed; running a model needs more packages than reading; in "
             "the folder of the checkout run: pip install '.[extract]'"
         )
-    from activation_extraction.reading.look import look
+    from activation_extraction.inspect.look import look
 
     start_logging(config.verbose, config.machine_id, 0)
     return look(config)

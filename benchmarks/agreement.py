@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from activation_extraction.output.pickle_file import read_records
+from activation_extraction.store.pickle_file import read_records
 
 SHARD_LIMIT = 4 * 10**9  # bytes that a shard may unpack to
 # Largest deviation of a value from the first contender's, relative to the layer's RMS. bfloat16

@@ -24,18 +24,18 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.formats import format_of
-from activation_extraction.output.identity import Identity
-from activation_extraction.output.pickle_file import read_records
-from activation_extraction.output.sealed_json import seal, unseal
-from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.reading.dataset import ActivationDataset
-from activation_extraction.reading.folders import read_folders
-from activation_extraction.reading.report import make_report
-from activation_extraction.reading.status_table import show_status
-from activation_extraction.reading.verify import verify
+from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.dataset.dataset import ActivationDataset
+from activation_extraction.dataset.folders import read_folders
+from activation_extraction.inspect.report import make_report
+from activation_extraction.inspect.status_table import show_status
+from activation_extraction.inspect.verify import verify
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.formats import format_of
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.pickle_file import read_records
+from activation_extraction.store.sealed_json import seal, unseal
+from activation_extraction.store.storage import ActivationStorage
 from benchmarks.processes import ROOT
 
 MEMORY = 2**30  # bytes beyond what the imports take

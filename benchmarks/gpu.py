@@ -28,7 +28,7 @@ from flax.traverse_util import unflatten_dict
 from jax import Array
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.cli.errors import one_line
+from activation_extraction.common.errors import one_line
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.forward import build_model
 from activation_extraction.model.kernels import triton_attention

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 SLOWLY = """
 import sys, time
 import extract_activations as script
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.store.storage import ActivationStorage
 add = ActivationStorage.add_batch
 def slowly(*arguments):
     time.sleep(0.15)

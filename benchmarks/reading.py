@@ -39,11 +39,11 @@ from isal import igzip
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.output_flags import SHARD_FORMATS
-from activation_extraction.output.identity import Identity
-from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.reading import shard_readers
-from activation_extraction.reading.dataset import BUFFER_BATCHES
-from activation_extraction.reading.shared_work import THREADS
+from activation_extraction.dataset import shard_readers
+from activation_extraction.dataset.dataset import BUFFER_BATCHES
+from activation_extraction.dataset.shared_work import THREADS
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.storage import ActivationStorage
 from benchmarks.processes import machine
 
 HOOKS, WIDTH, LENGTH, BATCH = 14, 896, 512, 512

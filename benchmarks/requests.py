@@ -26,15 +26,15 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import numpy as np
 from gcs_server import Bucket, gcs
 
-from activation_extraction.output.commit import Commit
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.metadata import METADATA, read_stored
-from activation_extraction.output.outline import Outline
-from activation_extraction.output.paths import HostFolder
-from activation_extraction.output.sealed_json import seal, unseal
-from activation_extraction.output.statistics_file import statistics_name
-from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.reading.status_table import show_status
+from activation_extraction.inspect.status_table import show_status
+from activation_extraction.store.commit import Commit
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.metadata import METADATA, read_stored
+from activation_extraction.store.outline import Outline
+from activation_extraction.store.paths import HostFolder
+from activation_extraction.store.sealed_json import seal, unseal
+from activation_extraction.store.statistics_file import statistics_name
+from activation_extraction.store.storage import ActivationStorage
 from benchmarks.indexed_bucket import indexed_bucket
 
 ROOT, NAME = "gs://bucket/run", "machine_000"

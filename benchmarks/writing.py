@@ -26,11 +26,11 @@ import ml_dtypes
 import numpy as np
 from isal import igzip
 
-from activation_extraction.output.formats import GZIP_PICKLE, write_shard
-from activation_extraction.output.pickle_file import COMPRESSION_LEVEL, pickle_records, records_of
-from activation_extraction.output.shard import SampleRow, Shard
-from activation_extraction.output.statistics import sums_of
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.store.formats import GZIP_PICKLE, write_shard
+from activation_extraction.store.pickle_file import COMPRESSION_LEVEL, pickle_records, records_of
+from activation_extraction.store.shard import SampleRow, Shard
+from activation_extraction.store.statistics import sums_of
+from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
 from benchmarks.processes import machine

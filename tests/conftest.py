@@ -77,10 +77,10 @@ from jax._src import compiler
 from tiny_models import OPTIMIZED, QUICK_REFERENCE, TINY
 from tokenizers import Tokenizer
 
+from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.output.folder import Folder
-from activation_extraction.reading.verify import verify
 from activation_extraction.run import demo
+from activation_extraction.store.folder import Folder
 from activation_extraction.text.tokenizer import load_tokenizer
 from qwen2_jax_with_hooks import FAMILIES
 

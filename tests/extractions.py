@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.output.atomic_file import write_atomically
-from activation_extraction.output.identity import Identity
-from activation_extraction.output.pickle_file import gzip_records, pickle_records
-from activation_extraction.output.sealed_json import seal, unseal
-from activation_extraction.output.statistics import Statistics, Sums
-from activation_extraction.output.statistics_file import pack_sums, statistics_name
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.store.atomic_file import write_atomically
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.pickle_file import gzip_records, pickle_records
+from activation_extraction.store.sealed_json import seal, unseal
+from activation_extraction.store.statistics import Statistics, Sums
+from activation_extraction.store.statistics_file import pack_sums, statistics_name
+from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample
 from activation_extraction.text.packing import pack
 from activation_extraction.text.workers import Worker

@@ -10,7 +10,7 @@ import numpy as np
 from extractions import edit, identity_of
 
 from activation_extraction.cli.output_flags import SHARD_FORMATS
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.workers import Worker
 
 HOOKS = {

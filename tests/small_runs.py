@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from activation_extraction.cli.errors import RunError, StorageError
 from activation_extraction.cli.output_flags import SHARD_FORMATS
+from activation_extraction.common.errors import RunError, StorageError
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.output.formats import chosen_format
-from activation_extraction.output.identity import Identity
-from activation_extraction.output.sealed_json import seal
-from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run import demo
+from activation_extraction.store.formats import chosen_format
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.sealed_json import seal
+from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.files import open_files
 from activation_extraction.text.packing import pack

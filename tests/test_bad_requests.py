@@ -8,11 +8,11 @@ import pyarrow.parquet
 import pytest
 from command_line import assert_refused, start
 
-from activation_extraction.cli import retries
 from activation_extraction.cli.config import parse_args
-from activation_extraction.cli.errors import InputError
-from activation_extraction.cli.positions import parse_positions
-from activation_extraction.cli.retries import hub_unreachable, unwritable_cache
+from activation_extraction.common import retries
+from activation_extraction.common.errors import InputError
+from activation_extraction.common.positions import parse_positions
+from activation_extraction.common.retries import hub_unreachable, unwritable_cache
 
 
 def lines(*rows):

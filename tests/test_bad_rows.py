@@ -14,7 +14,7 @@ from pods import flags_for
 from small_runs import content, set_status
 
 import extract_activations
-from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.text import documents
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text.documents import DocumentStream, check_dataset

@@ -9,8 +9,8 @@ import pytest
 from runs_to_read import WIDTHS, make_run
 
 from activation_extraction import ActivationDataset
-from activation_extraction.reading.batch_space import HELD
-from activation_extraction.reading.shared_work import SharedWork
+from activation_extraction.dataset.batch_space import HELD
+from activation_extraction.dataset.shared_work import SharedWork
 
 FIRST = next(iter(WIDTHS))
 

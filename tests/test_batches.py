@@ -22,9 +22,9 @@ from runs_to_read import (
 from torch.utils.data import DataLoader
 
 from activation_extraction import ActivationDataset
-from activation_extraction.reading import token_source
-from activation_extraction.reading.hook_names import ByHook
-from activation_extraction.reading.token_batch import TokenBatch
+from activation_extraction.dataset import token_source
+from activation_extraction.dataset.hook_names import ByHook
+from activation_extraction.dataset.token_batch import TokenBatch
 
 FIRST, SECOND, THIRD = WIDTHS
 
@@ -295,7 +295,7 @@ def test_chunks_and_the_default_buffer_follow_from_bytes(run, monkeypatch):
     """However wide the hooks are; a buffer that was asked for decides the size of chunks."""
     dataset = ActivationDataset(run.root)
     assert dataset.batches(100)._options.buffer == 6400
-    monkeypatch.setattr("activation_extraction.reading.dataset.BUFFER_BYTES", 32 * 500)
+    monkeypatch.setattr("activation_extraction.dataset.dataset.BUFFER_BYTES", 32 * 500)
     assert dataset.batches(100, hooks=FIRST)._options.buffer == 500
     assert dataset.batches(400, hooks=FIRST)._options.buffer == 800
     source = dataset.batches(8, buffer=640)._source

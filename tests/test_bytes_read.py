@@ -12,8 +12,8 @@ from runs_to_read import (
 )
 
 from activation_extraction import ActivationDataset
-from activation_extraction.output.folder import Folder
-from activation_extraction.reading import shard_readers
+from activation_extraction.dataset import shard_readers
+from activation_extraction.store.folder import Folder
 
 
 def upload(run, url):

@@ -10,9 +10,9 @@ import extract_activations
 from activation_extraction.cli import console
 from activation_extraction.cli.console import Progress, start_logging
 from activation_extraction.model import devices
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.metadata import read_stored
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.metadata import read_stored
+from activation_extraction.store.storage import ActivationStorage
 from qwen2_jax_with_hooks import FAMILIES
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (DEBUG|INFO|WARNING) machine 3 host (\d|\?): .+")

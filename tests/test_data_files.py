@@ -10,10 +10,10 @@ from extractions import change_shard
 from pods import Pod, flags_for
 from small_runs import content
 
-from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.output import shard_writer
+from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.run import data_files
 from activation_extraction.run.data_files import DataFiles
+from activation_extraction.store import shard_writer
 from activation_extraction.text.files import TextFile, list_files
 
 

@@ -28,8 +28,8 @@ from runs_to_read import (
 )
 
 from activation_extraction import ActivationDataset
-from activation_extraction.output.statistics import Statistics
-from activation_extraction.reading import shard_readers
+from activation_extraction.dataset import shard_readers
+from activation_extraction.store.statistics import Statistics
 
 FIRST = next(iter(WIDTHS))
 KINDS = [(shard_format, dtype) for shard_format in FORMATS for dtype in DTYPES]

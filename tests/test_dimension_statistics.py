@@ -14,9 +14,9 @@ from extractions import edit, extract
 from runs_to_read import DTYPES, FORMATS, WIDTHS, activation_of, make_run, store, stored_tokens
 
 from activation_extraction import ActivationDataset
-from activation_extraction.output.statistics import BUCKETS, Sums
-from activation_extraction.output.statistics_file import pack_sums, unpack_sums
-from activation_extraction.reading import shard_readers
+from activation_extraction.dataset import shard_readers
+from activation_extraction.store.statistics import BUCKETS, Sums
+from activation_extraction.store.statistics_file import pack_sums, unpack_sums
 
 FIRST = next(iter(WIDTHS))
 KINDS = [(shard_format, dtype) for shard_format in FORMATS for dtype in DTYPES]

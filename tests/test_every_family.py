@@ -13,8 +13,8 @@ from conftest import inputs_with
 from pods import ROUNDING, Pod, check_union, first_documents, flags_for, records_of
 from test_model import TOLERANCE
 
-from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run import demo
+from activation_extraction.store.storage import ActivationStorage
 from extract_activations import main
 from qwen2_jax_with_hooks import FAMILIES
 

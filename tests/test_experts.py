@@ -23,7 +23,7 @@ from test_model import (
 from tiny_models import MOE, SHARED
 from watched import Watched
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.experts import (

@@ -19,14 +19,14 @@ from extractions import HOOKS, activations_of, batches, edit, extract, open_part
 from safetensors.torch import load_file
 
 import extract_activations
-from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.folder_lock import lock_folder
-from activation_extraction.reading import export as exporting
-from activation_extraction.reading import export_formats, export_target
-from activation_extraction.reading.dataset import ActivationDataset
-from activation_extraction.reading.export import export
-from activation_extraction.reading.torch_file import write_tensor
+from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.dataset.dataset import ActivationDataset
+from activation_extraction.inspect import export as exporting
+from activation_extraction.inspect import export_formats, export_target
+from activation_extraction.inspect.export import export
+from activation_extraction.inspect.torch_file import write_tensor
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.folder_lock import lock_folder
 
 FIRST, SECOND = HOOKS.values()
 PER_CHUNK = 7  # tokens; samples have 10
@@ -176,8 +176,8 @@ PROGRAM = """
 import os, signal, sys
 for name in ("jax", "torch"):
     sys.modules[name] = None
-from activation_extraction.output.folder import Folder
-from activation_extraction.reading import export
+from activation_extraction.store.folder import Folder
+from activation_extraction.inspect import export
 export.CHUNK_BYTES = 896
 replace, left = os.replace, iter(range(int(sys.argv[3])))
 def kill_or_replace(*paths):

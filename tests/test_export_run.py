@@ -15,16 +15,16 @@ from test_killed import killed_at
 
 import extract_activations
 from activation_extraction import ActivationDataset
-from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.output import formats
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.folder_lock import lock_folder
-from activation_extraction.output.formats import format_of
-from activation_extraction.output.identity import Identity
-from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.reading import export_run, export_target
-from activation_extraction.reading.export import export
-from activation_extraction.reading.status_table import show_status
+from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.inspect import export_run, export_target
+from activation_extraction.inspect.export import export
+from activation_extraction.inspect.status_table import show_status
+from activation_extraction.store import formats
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.folder_lock import lock_folder
+from activation_extraction.store.formats import format_of
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.storage import ActivationStorage
 from benchmarks.kill_and_resume import shards_in
 
 FIRST, SECOND = HOOKS.values()

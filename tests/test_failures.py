@@ -14,12 +14,12 @@ from safetensors.numpy import load_file, save_file
 import extract_activations
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.console import Progress
-from activation_extraction.cli.errors import RunError, StorageError
+from activation_extraction.common.errors import RunError, StorageError
 from activation_extraction.model.devices import device_errors
-from activation_extraction.output import shard_writer
-from activation_extraction.output.folder import Folder
 from activation_extraction.run import prepare
 from activation_extraction.run.hosts import Host, Watchdog, together
+from activation_extraction.store import shard_writer
+from activation_extraction.store.folder import Folder
 from qwen2_jax_with_hooks import FAMILIES, HookedQwen2
 
 

@@ -11,7 +11,7 @@ from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, ru
 from test_run import random_samples
 from tiny_models import YARN
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model.rope import Rope
 from activation_extraction.text.packing import pack
 from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks

@@ -7,10 +7,10 @@ import gcsfs
 import google.auth.exceptions
 import pytest
 
-from activation_extraction.output import folder as folder_module
-from activation_extraction.output import patience
-from activation_extraction.output.folder import Folder, FolderError
-from activation_extraction.output.reasons import reason_of
+from activation_extraction.store import folder as folder_module
+from activation_extraction.store import patience
+from activation_extraction.store.folder import Folder, FolderError
+from activation_extraction.store.reasons import reason_of
 
 
 class Flaky:

@@ -8,13 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from activation_extraction.cli.errors import RunError, StorageError
 from activation_extraction.cli.output_flags import SHARD_FORMATS
-from activation_extraction.output import shard_cutter
-from activation_extraction.output.formats import FORMATS, format_of, write_shard
-from activation_extraction.output.metadata import own_files
-from activation_extraction.output.shard import SampleRow, Shard, same_content
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.common.errors import RunError, StorageError
+from activation_extraction.store import shard_cutter
+from activation_extraction.store.formats import FORMATS, format_of, write_shard
+from activation_extraction.store.metadata import own_files
+from activation_extraction.store.shard import SampleRow, Shard, same_content
+from activation_extraction.store.storage import ActivationStorage
 
 NAMES: dict[int | str, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_mlp_out"}
 

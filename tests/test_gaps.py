@@ -21,16 +21,16 @@ from small_runs import (
 )
 from test_killed import forget, killed_at
 
-from activation_extraction.cli.errors import InputError, StorageError
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.identity import Identity
-from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.reading.verify import verify
+from activation_extraction.common.errors import InputError, StorageError
+from activation_extraction.inspect.verify import verify
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.run.dataset import Dataset, HostText
 from activation_extraction.run.hosts import Watchdog
 from activation_extraction.run.prepare import open_text
 from activation_extraction.run.repair import RepairPlanner
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.choice import TokenChoice
 from activation_extraction.text.files import list_files, open_files
 from activation_extraction.text.workers import Worker

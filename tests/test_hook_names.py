@@ -9,9 +9,9 @@ from extractions import HOOKS, change_shard, edit, extract, load
 from pods import flags_for
 
 import extract_activations
-from activation_extraction.cli.errors import InputError
-from activation_extraction.output.pickle_file import pickle_records, read_records
+from activation_extraction.common.errors import InputError
 from activation_extraction.run import demo
+from activation_extraction.store.pickle_file import pickle_records, read_records
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import FAMILIES
 

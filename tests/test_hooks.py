@@ -9,7 +9,7 @@ import pytest
 from conftest import Reference, make_reference
 from test_model import assert_same_but_for_rounding, every_hook, load, rounding_of, rows, run
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model.mesh import build_layout
 from extract_activations import main
 from qwen2_jax import weight_table

@@ -150,8 +150,8 @@ def test_hosts_that_others_do_not_join_give_up(demo_inputs, tmp_path, present):
 INJECT = """
 import os, signal, sys, time
 import extract_activations as script
-from activation_extraction.output import shard_writer
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.store import shard_writer
+from activation_extraction.store.storage import ActivationStorage
 host, fault = os.environ["FAULT"].split(":")
 if fault == "slow writer":
     original = shard_writer.write_shard
@@ -182,7 +182,7 @@ if host == os.environ["HOST_ID"]:
         script.compile_step = broken
     if fault == "metrics":
         def full(*_):
-            from activation_extraction.cli.errors import StorageError
+            from activation_extraction.common.errors import StorageError
             raise StorageError("no room for metrics")
         ActivationStorage.record = full
     if fault in ("metrics", "slow to leave"):  # the others have nothing more to do by then

@@ -16,20 +16,20 @@ from command_line import start
 from extractions import HOOKS, edit, extract, load, replace_shard
 from test_shards import EMPTY, FLOAT32
 
-from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.qwen_config import complete
-from activation_extraction.output.formats import format_of
-from activation_extraction.output.safetensors_header import Tensor
-from activation_extraction.output.statistics import Sums
-from activation_extraction.output.statistics_file import pack_sums, unpack_sums
-from activation_extraction.reading.dataset import ActivationDataset
+from activation_extraction.store.formats import format_of
+from activation_extraction.store.safetensors_header import Tensor
+from activation_extraction.store.statistics import Sums
+from activation_extraction.store.statistics_file import pack_sums, unpack_sums
 
 MEMORY = 2**30  # bytes of address space beyond what the imports take
 READ = """
 import resource, sys
-from activation_extraction.cli.errors import RunError
-from activation_extraction.output.pickle_file import read_records
+from activation_extraction.common.errors import RunError
+from activation_extraction.store.pickle_file import read_records
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[2]),) * 2)
 try:

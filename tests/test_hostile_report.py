@@ -6,11 +6,11 @@ from html.parser import HTMLParser
 import pytest
 from extractions import HIDDEN, HOOKS, edit, extract
 
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.identity import run_of
-from activation_extraction.reading.folders import read_folders
-from activation_extraction.reading.report import make_report
-from activation_extraction.reading.report_run import padding
+from activation_extraction.dataset.folders import read_folders
+from activation_extraction.inspect.report import make_report
+from activation_extraction.inspect.report_run import padding
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.identity import run_of
 from extract_activations import main
 
 HOSTILE = "\"><script>evil()</script><img/src=x/onerror=evil()>'<b onclick=evil()>&lt;evil>"

@@ -9,10 +9,10 @@ from pods import flags_for
 from small_runs import content, set_status
 
 import extract_activations
-from activation_extraction.output import shard_writer
-from activation_extraction.output.pickle_file import read_records
-from activation_extraction.output.reasons import reason_of
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.store import shard_writer
+from activation_extraction.store.pickle_file import read_records
+from activation_extraction.store.reasons import reason_of
+from activation_extraction.store.storage import ActivationStorage
 
 REFUSED = {
     "max_seq_length": ["--max_seq_length", "48"],

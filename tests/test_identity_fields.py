@@ -5,8 +5,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from activation_extraction.output.identity import Difference, Identity, run_of
-from activation_extraction.output.sealed_json import DamagedError
+from activation_extraction.store.identity import Difference, Identity, run_of
+from activation_extraction.store.sealed_json import DamagedError
 
 ONE = Identity(
     model_digest="1" * 64,

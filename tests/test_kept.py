@@ -14,11 +14,11 @@ from small_runs import content, set_status
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
+from activation_extraction.inspect.export_formats import FORMATS
 from activation_extraction.model import kept as kept_module
 from activation_extraction.model.kept import take_kept
 from activation_extraction.model.mesh import host_rows
-from activation_extraction.output.pickle_file import read_pickle, read_records, write_pickle
-from activation_extraction.reading.export_formats import FORMATS
+from activation_extraction.store.pickle_file import read_pickle, read_records, write_pickle
 from activation_extraction.text.choice import TokenChoice
 from benchmarks.kill_and_resume import shards_in
 

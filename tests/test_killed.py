@@ -19,13 +19,13 @@ import pytest
 import small_runs
 from small_runs import Killed, both_formats, content, shard_name, status
 
-from activation_extraction.cli.errors import InputError, StorageError
-from activation_extraction.output import metadata, shard_writer
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.metadata import AGGREGATE
-from activation_extraction.output.run_folders import RunFolders
-from activation_extraction.output.sealed_json import unseal
-from activation_extraction.reading.status_table import show_status
+from activation_extraction.common.errors import InputError, StorageError
+from activation_extraction.inspect.status_table import show_status
+from activation_extraction.store import metadata, shard_writer
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.metadata import AGGREGATE
+from activation_extraction.store.run_folders import RunFolders
+from activation_extraction.store.sealed_json import unseal
 from activation_extraction.text.workers import Worker
 
 PLACES = ["local", "bucket", "bucket, local kept"]

@@ -12,7 +12,7 @@ from conftest import Reference, make_reference
 from test_mesh import ODD_HOOKS
 from test_model import assert_same_but_for_rounding, by_hook, load, rounding_of, rows, run
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.decoder import stage_length
 from activation_extraction.model.devices import usable_devices

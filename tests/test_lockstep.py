@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from activation_extraction.cli.console import Clock
-from activation_extraction.cli.errors import RunError
+from activation_extraction.common.errors import RunError
 from activation_extraction.run.lockstep import Lockstep, one_behind
 
 

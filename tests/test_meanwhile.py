@@ -8,9 +8,9 @@ from pods import Pod, flags_for
 from small_runs import content, set_status
 
 import extract_activations
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.metadata import METADATA
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.metadata import METADATA
+from activation_extraction.store.storage import ActivationStorage
 
 
 def main(*flags):
@@ -109,7 +109,7 @@ def test_a_bucket_that_another_process_completes(demo_inputs, whole, steps, tmp_
 SCRIPT = """
 import os, shutil, sys
 import extract_activations as script
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.store.storage import ActivationStorage
 original = ActivationStorage.open
 def late(storage):
     name = storage.folder.name

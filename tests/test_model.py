@@ -12,7 +12,7 @@ from delta_reference import untouched
 from flax.traverse_util import flatten_dict
 from rounding import allowed_errors
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.groups import rows_at_once
 from activation_extraction.model.mesh import build_layout

@@ -10,11 +10,11 @@ import pytest
 from small_runs import content, shard_name
 from test_ownership import Held, beside, doors  # noqa: F401
 
-from activation_extraction.cli.errors import InputError, StorageError
-from activation_extraction.output import ownership, shard_writer
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.metadata import read_stored
-from activation_extraction.output.sealed_json import seal
+from activation_extraction.common.errors import InputError, StorageError
+from activation_extraction.store import ownership, shard_writer
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.metadata import read_stored
+from activation_extraction.store.sealed_json import seal
 
 FEW = {"max_samples": 12}
 # The writes of a process that overwrites: its claim, its mark, its deletions, and its own shards.

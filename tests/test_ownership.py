@@ -14,13 +14,13 @@ from gcs_server import MUTATIONS
 from small_runs import HOOKS
 from test_upload import flags, undisturbed, upload_flags, uploaded  # noqa: F401
 
-from activation_extraction.cli.errors import StorageError
-from activation_extraction.output import patience
-from activation_extraction.output.folder import Folder, TakenError
-from activation_extraction.output.identity import Identity
-from activation_extraction.output.metadata import is_commit, read_stored
-from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.reading.status import host_states, problems_of
+from activation_extraction.common.errors import StorageError
+from activation_extraction.inspect.status import host_states, problems_of
+from activation_extraction.store import patience
+from activation_extraction.store.folder import Folder, TakenError
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.metadata import is_commit, read_stored
+from activation_extraction.store.storage import ActivationStorage
 
 URL = "gs://bucket/run/machine_000"
 # The writes of the earlier process after its claim, and up to its last word.

@@ -12,10 +12,10 @@ from extractions import (
 )
 from test_status import NOW, begin, kill, parts_at
 
-from activation_extraction.output import folder_lock
-from activation_extraction.output.folder import Folder
-from activation_extraction.reading import folders as folders_module
-from activation_extraction.reading.status_table import show_status
+from activation_extraction.dataset import folders as folders_module
+from activation_extraction.inspect.status_table import show_status
+from activation_extraction.store import folder_lock
+from activation_extraction.store.folder import Folder
 
 
 def set_times(folder, started, commits, began=None):

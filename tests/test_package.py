@@ -66,14 +66,14 @@ def test_the_wheel_holds_the_sources_and_nothing_else(installed):
     package = REPOSITORY / "activation_extraction"
     expected = {str(path.relative_to(REPOSITORY)) for path in package.rglob("*.py")}
     expected |= {"extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py"}
-    data = ("reading/report.css", "run/demo_texts.txt")
+    data = ("inspect/report.css", "run/demo_texts.txt")
     assert names == expected | {f"{package.name}/{name}" for name in data}
 
 
 @pytest.mark.slow
 def test_reading_needs_no_more_than_the_base_dependencies(installed, tmp_path):
     _, python = installed
-    code = "import activation_extraction.reading.status, sys; print('jax' in sys.modules)"
+    code = "import activation_extraction.inspect.status, sys; print('jax' in sys.modules)"
     done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from activation_extraction.output.paths import HostFolder, host_folders, names_of_machine
+from activation_extraction.store.paths import HostFolder, host_folders, names_of_machine
 
 
 @pytest.mark.parametrize(

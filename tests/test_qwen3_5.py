@@ -15,7 +15,7 @@ from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, ru
 from test_model import by_hook as values_of
 from watched import Watched
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.mesh import build_layout

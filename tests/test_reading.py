@@ -13,11 +13,11 @@ import pytest
 from extractions import HOOKS, edit, extract, open_part, replace_shard, write_records
 
 import extract_activations
-from activation_extraction.cli.errors import RunError
 from activation_extraction.cli.help_text import epilog
-from activation_extraction.output.formats import format_of
-from activation_extraction.output.pickle_file import read_records
-from activation_extraction.output.safe_unpickler import UnsafeError
+from activation_extraction.common.errors import RunError
+from activation_extraction.store.formats import format_of
+from activation_extraction.store.pickle_file import read_records
+from activation_extraction.store.safe_unpickler import UnsafeError
 
 FLIPS = 300
 LONG_ID = "urn:" + "9876543210" * 500

@@ -17,14 +17,14 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import extract_activations
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model import weight_files
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weight_files import RemoteFile
 from activation_extraction.model.weights import load_params
-from activation_extraction.output.folder import Folder
 from activation_extraction.run.digests import model_digest
+from activation_extraction.store.folder import Folder
 from activation_extraction.text.tokenizer import load_tokenizer
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import FAMILIES
@@ -142,12 +142,12 @@ import json, sys
 sys.path[:0] = sys.argv[1:3]
 from test_remote_weights import load, same
 import jax, numpy as np
-from activation_extraction.cli.errors import RunError
+from activation_extraction.common.errors import RunError
 from activation_extraction.model import checkpoint
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import load_params
-from activation_extraction.output.folder import Folder
+from activation_extraction.store.folder import Folder
 from activation_extraction.run.digests import model_digest
 from activation_extraction.text.tokenizer import load_tokenizer
 from qwen2_jax import Qwen2, weight_table

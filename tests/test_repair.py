@@ -8,8 +8,8 @@ from pods import Pod, flags_for
 from test_upload import uploaded
 
 from activation_extraction.cli.output_flags import SHARD_FORMATS
-from activation_extraction.output import formats
-from activation_extraction.output.sealed_json import unseal
+from activation_extraction.store import formats
+from activation_extraction.store.sealed_json import unseal
 from benchmarks.kill_and_resume import shards_in
 
 SHARDS = 10

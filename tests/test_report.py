@@ -12,18 +12,18 @@ from browser import CHROMIUM, chromium
 from cloud import REPOSITORY
 from extractions import HIDDEN, HOOKS, TOKENS, edit, extract, load
 
-from activation_extraction.output.folder import Folder
-from activation_extraction.reading import report
-from activation_extraction.reading.dataset import ActivationDataset
-from activation_extraction.reading.folders import read_folders
-from activation_extraction.reading.report_analysis import (
+from activation_extraction.dataset.dataset import ActivationDataset
+from activation_extraction.dataset.folders import read_folders
+from activation_extraction.inspect import report
+from activation_extraction.inspect.report_analysis import (
     analyse,
     directions_of,
     largest_tokens,
     position_buckets,
 )
-from activation_extraction.reading.report_run import intervals, padding, throughput
-from activation_extraction.reading.report_sample import choose_samples, read_sample
+from activation_extraction.inspect.report_run import intervals, padding, throughput
+from activation_extraction.inspect.report_sample import choose_samples, read_sample
+from activation_extraction.store.folder import Folder
 from extract_activations import main
 
 SECTIONS = ("glance", "run", "norms", "directions", "tokens", "lengths", "throughput")
@@ -145,7 +145,7 @@ def test_texts_of_documents_cannot_become_html(tmp_path, run):
 
 def report_page(sample, hooks):
     """The list of the largest tokens of a page."""
-    from activation_extraction.reading.report_page import Content, _token_items
+    from activation_extraction.inspect.report_page import Content, _token_items
 
     content = Content(None, sample, [], hooks, {}, None, None, None)
     return [item for hook in hooks for item in _token_items(content, hook)]
@@ -184,8 +184,8 @@ def test_neither_jax_nor_torch_is_needed(tmp_path, run):
     code = (
         "import sys\n"
         "sys.modules |= dict.fromkeys(('jax', 'torch', 'transformers'))\n"
-        "from activation_extraction.output.folder import Folder\n"
-        "from activation_extraction.reading.report import show_report\n"
+        "from activation_extraction.store.folder import Folder\n"
+        "from activation_extraction.inspect.report import show_report\n"
         "sys.exit(show_report(Folder(sys.argv[1]), sys.argv[2]))"
     )
     command = [sys.executable, "-c", code, str(run), str(tmp_path / "a.html")]

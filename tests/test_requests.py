@@ -4,11 +4,11 @@ import pytest
 from gcs_server import MUTATIONS
 from small_runs import Killed, content
 
-from activation_extraction.cli.errors import RunError
-from activation_extraction.output import shard_writer
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.metadata import METADATA, read_stored
-from activation_extraction.output.sealed_json import seal, unseal
+from activation_extraction.common.errors import RunError
+from activation_extraction.store import shard_writer
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.metadata import METADATA, read_stored
+from activation_extraction.store.sealed_json import seal, unseal
 from benchmarks import indexed_bucket
 from benchmarks.requests import NAME, ROOT, count, fill, measure_run, resume, status
 

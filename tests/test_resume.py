@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, both_formats, content, shards_of, status
 
-from activation_extraction.cli.errors import InputError, RunError, StorageError
-from activation_extraction.output import pickle_file
-from activation_extraction.output.identity import Identity
-from activation_extraction.output.sealed_json import seal
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.common.errors import InputError, RunError, StorageError
+from activation_extraction.store import pickle_file
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.sealed_json import seal
+from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text import files
 from activation_extraction.text import rows as rows_module
 from activation_extraction.text.documents import DocumentStream

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, content, shards_of, status
 
-from activation_extraction.cli.errors import InputError, RunError, StorageError
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.identity import Identity
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.common.errors import InputError, RunError, StorageError
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.storage import ActivationStorage
 
 
 def test_two_processes_do_not_write_to_one_folder(run, tmp_path):

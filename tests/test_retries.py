@@ -11,11 +11,11 @@ from cloud import free_port
 from gcs_server import gcs
 from test_folder import Flaky
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model import checkpoint
 from activation_extraction.model.weights import Checkpoint
-from activation_extraction.output import patience
-from activation_extraction.output.folder import Folder, FolderError
+from activation_extraction.store import patience
+from activation_extraction.store.folder import Folder, FolderError
 from activation_extraction.text.hub import open_hub_dataset
 
 

@@ -14,14 +14,16 @@ SCRIPTS = {"extract_activations", "qwen2_jax", "qwen2_jax_with_hooks"}
 # A room -> the rooms it may import from. Small modules of shared types are named by themselves.
 SHARED = ("text.batch", "text.workers")
 ARROWS = {
-    "cli": (),
-    "text": ("cli",),
-    "output": ("cli", *SHARED),
-    "reading": ("cli", "output", *SHARED),
-    "model": ("cli", "output.folder", "output.safetensors_header", *SHARED),
-    "run": ("cli", "text", "output", "model", "reading"),
+    "common": (),
+    "cli": ("common",),
+    "text": ("common", "cli"),
+    "store": ("common", *SHARED),
+    "dataset": ("common", "store", *SHARED),
+    "inspect": ("common", "cli", "store", "dataset", *SHARED),
+    "model": ("common", "cli", "store.folder", "store.safetensors_header", *SHARED),
+    "run": ("common", "cli", "text", "store", "model", "dataset", "inspect"),
 }
-WITHOUT_JAX = ("cli", "text", "output", "reading")
+WITHOUT_JAX = ("common", "cli", "text", "store", "dataset", "inspect")
 # Of the other rooms, what configurations say and which hooks there are.
 ALSO_WITHOUT_JAX = ("hook_points", "hybrid_config", "moe_config", "qwen_config")
 
@@ -111,7 +113,7 @@ def test_a_forbidden_import_is_noticed(tmp_path):
         "from activation_extraction.text import packing\n"
         "def late():\n    import qwen2_jax\n"
     )
-    assert forbidden("output", path) == ["qwen2_jax", "text.packing"]
+    assert forbidden("store", path) == ["qwen2_jax", "text.packing"]
     assert forbidden("text", path) == ["qwen2_jax"]
 
 

@@ -24,10 +24,10 @@ from test_model import (
 
 import extract_activations
 from activation_extraction.cli.config import parse_args
-from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run import demo
 from activation_extraction.run.hosts import Host, Watchdog
 from activation_extraction.run.prepare import prepare_together
+from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.packing import pack, samples_of
 from extract_activations import compile_step, main
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks

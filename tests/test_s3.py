@@ -3,7 +3,7 @@
 import fsspec
 import pytest
 
-from activation_extraction.output.folder import Folder, TakenError
+from activation_extraction.store.folder import Folder, TakenError
 
 WHY = "tests/requirements-s3.txt is not installed"
 s3fs = pytest.importorskip("s3fs", reason=WHY)

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from extractions import HOOKS, extract, load, replace_shard, write_records
 
-from activation_extraction.cli.errors import RunError
-from activation_extraction.output import atomic_file, pickle_file
-from activation_extraction.output.atomic_file import write_atomically
-from activation_extraction.output.pickle_file import read_records
-from activation_extraction.output.safe_unpickler import UnsafeError
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.common.errors import RunError
+from activation_extraction.store import atomic_file, pickle_file
+from activation_extraction.store.atomic_file import write_atomically
+from activation_extraction.store.pickle_file import read_records
+from activation_extraction.store.safe_unpickler import UnsafeError
+from activation_extraction.store.storage import ActivationStorage
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 

@@ -9,7 +9,7 @@ from cloud import REPOSITORY, Cloud
 from pods import check_union, flags_for
 from slurm import missing, run_slurm
 
-from activation_extraction.output.folder import Folder
+from activation_extraction.store.folder import Folder
 
 pytestmark = [
     pytest.mark.long,

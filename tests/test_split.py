@@ -12,9 +12,9 @@ from extractions import extract
 from pods import Pod, flags_for, stored
 
 import extract_activations
-from activation_extraction.output.folder import Folder
-from activation_extraction.reading.folders import expected_names, read_folders
-from activation_extraction.reading.status import host_states
+from activation_extraction.dataset.folders import expected_names, read_folders
+from activation_extraction.inspect.status import host_states
+from activation_extraction.store.folder import Folder
 from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.files import open_files
 from activation_extraction.text.samples import samples

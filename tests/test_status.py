@@ -21,17 +21,17 @@ from extractions import (
 )
 
 import extract_activations
-from activation_extraction.cli.errors import InputError, StorageError
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.metadata import AGGREGATE, Stored
-from activation_extraction.output.paths import HostFolder
-from activation_extraction.output.sealed_json import unseal
-from activation_extraction.output.statistics import Statistics
-from activation_extraction.reading import status_table
-from activation_extraction.reading.folders import expected_names, read_folders
-from activation_extraction.reading.status import host_states
-from activation_extraction.reading.status_table import aggregate, show_status
-from activation_extraction.reading.verify import verify
+from activation_extraction.common.errors import InputError, StorageError
+from activation_extraction.dataset.folders import expected_names, read_folders
+from activation_extraction.inspect import status_table
+from activation_extraction.inspect.status import host_states
+from activation_extraction.inspect.status_table import aggregate, show_status
+from activation_extraction.inspect.verify import verify
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.metadata import AGGREGATE, Stored
+from activation_extraction.store.paths import HostFolder
+from activation_extraction.store.sealed_json import unseal
+from activation_extraction.store.statistics import Statistics
 
 NOW = 1_800_000_000.0
 

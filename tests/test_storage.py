@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from extractions import merge_all
 
-from activation_extraction.cli.errors import InputError, StorageError
-from activation_extraction.output.identity import Identity
-from activation_extraction.output.statistics import Statistics
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.common.errors import InputError, StorageError
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.statistics import Statistics
+from activation_extraction.store.storage import ActivationStorage
 
 HOOKS = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN = 16
@@ -138,7 +138,7 @@ def test_a_shard_is_read_without_jax(tmp_path, dtype):
 
 def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
     """The JSON is the commit: when it cannot be written, the run fails and totals do not count."""
-    from activation_extraction.output import shard_writer, statistics_file
+    from activation_extraction.store import shard_writer, statistics_file
 
     order = []
     writers = (
@@ -170,9 +170,9 @@ def test_a_full_disk_stops_the_run_and_keeps_what_is_committed(tmp_path):
     script = f"""
 import resource, signal, sys
 import numpy as np
-from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.output.identity import Identity
-from activation_extraction.cli.errors import StorageError
+from activation_extraction.store.storage import ActivationStorage
+from activation_extraction.store.identity import Identity
+from activation_extraction.common.errors import StorageError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 storage = ActivationStorage({str(tmp_path)!r}, {{0: "h"}}, shard_size_gb=1e-5, compress=False)
 try:
@@ -198,7 +198,7 @@ except StorageError as error:
 
 def test_nothing_is_committed_after_a_failed_shard(tmp_path, monkeypatch):
     """Also when the caller goes on: what is stored stays a prefix."""
-    import activation_extraction.output.shard_writer as module
+    import activation_extraction.store.shard_writer as module
 
     original = module.write_shard
 

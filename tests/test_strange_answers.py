@@ -8,11 +8,11 @@ import pytest
 from command_line import main
 from small_runs import content
 
-from activation_extraction.cli.errors import InputError, StorageError
-from activation_extraction.output import patience
-from activation_extraction.output.atomic_file import write_bytes
-from activation_extraction.output.folder import Folder, FolderError
-from activation_extraction.output.metadata import read_stored
+from activation_extraction.common.errors import InputError, StorageError
+from activation_extraction.store import patience
+from activation_extraction.store.atomic_file import write_bytes
+from activation_extraction.store.folder import Folder, FolderError
+from activation_extraction.store.metadata import read_stored
 
 
 @pytest.mark.parametrize("answer", [b"", b"<html>sign in</html>", None])

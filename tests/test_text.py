@@ -14,7 +14,7 @@ import pytest
 from conftest import tokenizer_of
 from tokenizers import Tokenizer
 
-from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text.batch import Cursor
 from activation_extraction.text.documents import (

@@ -15,10 +15,10 @@ import pytest
 from cloud import REPOSITORY
 
 from activation_extraction import ActivationDataset
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.identity import Identity
-from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.reading.export import export
+from activation_extraction.inspect.export import export
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.packing import pack, samples_of
 
 PYTHON = Path(os.environ.get("TRAINERS_PYTHON", f"{sys.prefix}/trainers/bin/python"))

@@ -9,7 +9,7 @@ import pytest
 from pods import flags_for
 
 import extract_activations
-from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.model import trial
 from activation_extraction.model.attention import blocked_attention, dense_attention
 from activation_extraction.model.devices import usable_devices

@@ -17,12 +17,12 @@ from pods import Pod
 from small_runs import HIDDEN, HOOKS, both_formats
 
 import extract_activations
-from activation_extraction.cli.errors import StorageError
-from activation_extraction.output import folder as folder_module
-from activation_extraction.output import shard_writer
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.formats import format_of
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.common.errors import StorageError
+from activation_extraction.store import folder as folder_module
+from activation_extraction.store import shard_writer
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.formats import format_of
+from activation_extraction.store.storage import ActivationStorage
 from benchmarks.kill_and_resume import kill_and_resume, shards_in
 
 
@@ -320,9 +320,9 @@ def test_an_upload_error_ends_the_run_at_the_next_batch(tmp_path, monkeypatch):
 MEMORY = """
 import os, sys, threading, time
 import numpy as np
-from activation_extraction.output.storage import ActivationStorage
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.formats import format_of
+from activation_extraction.store.storage import ActivationStorage
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.formats import format_of
 from benchmarks.processes import resident
 shard = 128 * 2**20
 storage = ActivationStorage(

@@ -21,10 +21,10 @@ from safetensors.numpy import load_file, save_file
 from small_runs import both_formats, shard_name
 
 import extract_activations
-from activation_extraction.cli.errors import InputError
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.sealed_json import DamagedError, seal, unseal
-from activation_extraction.reading import verify as verify_module
+from activation_extraction.common.errors import InputError
+from activation_extraction.inspect import verify as verify_module
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.sealed_json import DamagedError, seal, unseal
 
 
 def main(*arguments):

@@ -14,9 +14,9 @@ from extractions import edit, extract
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.console import log, start_logging
-from activation_extraction.cli.visible import say, visible, without_secrets
-from activation_extraction.output.folder import Folder, FolderError
-from activation_extraction.output.metadata import read_stored
+from activation_extraction.common.visible import say, visible, without_secrets
+from activation_extraction.store.folder import Folder, FolderError
+from activation_extraction.store.metadata import read_stored
 from activation_extraction.text.files import list_files, open_files
 
 # Clears the screen, sets the title, C1's CSI, a change of direction, a hidden space, a line of

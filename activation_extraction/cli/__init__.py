@@ -2,6 +2,6 @@
 
 flags.py and output_flags.py list the flags; declare.py parses their values and words what is wrong
 with one. config.py adds environment variables and defaults, and refuses flags that do not fit
-together. console.py shows progress and takes signals; errors.py defines the two kinds of failure.
-This folder imports no JAX and nothing from the other folders.
+together. console.py shows progress and takes signals. This folder imports no JAX, and of the other
+folders only `common`.
 """

@@ -22,10 +22,10 @@ from activation_extraction.cli.defaults import (
     ONLY_MULTIHOST,
 )
 from activation_extraction.cli.engines import SLURM_COUNT, check_array, machine_variables
-from activation_extraction.cli.errors import InputError, one_line
 from activation_extraction.cli.flags import build_parser
-from activation_extraction.cli.positions import parse_positions
-from activation_extraction.cli.visible import plain_url, say_error
+from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.positions import parse_positions
+from activation_extraction.common.visible import plain_url, say_error
 
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 from tqdm.contrib.logging import _TqdmLoggingHandler as TqdmLoggingHandler
 
-from activation_extraction.cli.visible import VisibleFormatter
+from activation_extraction.common.visible import VisibleFormatter
 
 log = logging.getLogger("extract_activations")
 LIBRARIES = ("datasets", "huggingface_hub", "transformers")  # which log to stderr by themselves

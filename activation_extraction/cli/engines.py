@@ -6,7 +6,7 @@ environment variables. Only the scheduler decides where and when a machine is st
 
 from collections.abc import Mapping
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 
 SLURM_ID, SLURM_COUNT = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT"
 SKYPILOT_ID, SKYPILOT_COUNT = "SKYPILOT_JOB_RANK", "SKYPILOT_NUM_JOBS"

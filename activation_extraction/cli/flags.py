@@ -22,7 +22,6 @@ from activation_extraction.cli.declare import (
 )
 from activation_extraction.cli.defaults import DATASET, DEFAULT_LAYERS, DEFAULTS
 from activation_extraction.cli.defaults import DEMO_MAX_SEQ_LENGTH as DEMO_LENGTH
-from activation_extraction.cli.errors import InputError
 from activation_extraction.cli.help_text import epilog
 from activation_extraction.cli.output_flags import (
     add_bucket_flags,
@@ -30,7 +29,8 @@ from activation_extraction.cli.output_flags import (
     add_general_flags,
     add_output_flags,
 )
-from activation_extraction.cli.positions import SLICE, positions
+from activation_extraction.common.errors import InputError
+from activation_extraction.common.positions import SLICE, positions
 
 ACTIVATION_TYPES = ("residual", "mlp", "attn")
 

@@ -23,17 +23,17 @@ from huggingface_hub.errors import (
 )
 
 from activation_extraction.cli.console import log
-from activation_extraction.cli.errors import InputError, one_line
-from activation_extraction.cli.retries import (
+from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.retries import (
     hub_requests,
     hub_unreachable,
     name_unknown,
     unwritable_cache,
 )
-from activation_extraction.cli.visible import plain_url
+from activation_extraction.common.visible import plain_url
 from activation_extraction.model.compilation import default_folder
 from activation_extraction.model.weight_files import Index, LocalFile, RemoteFile, WeightFile
-from activation_extraction.output.folder import Folder, FolderError
+from activation_extraction.store.folder import Folder, FolderError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

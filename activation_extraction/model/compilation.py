@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 
 from activation_extraction.cli.console import log
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 
 OFF = "off"
 HIT = "/jax/compilation_cache/cache_hits"  # jax.monitoring's event

@@ -19,7 +19,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model.bits import from_bits
 from activation_extraction.model.groups import in_groups
 from activation_extraction.model.mesh import Layout

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from activation_extraction.cli.errors import InputError, RunError, one_line
+from activation_extraction.common.errors import InputError, RunError, one_line
 
 # Dense bfloat16 FLOP/s of one device, by a part of its kind's name (vendors' data sheets).
 PEAK_FLOPS = {

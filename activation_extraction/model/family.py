@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import flax.linen as nn
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model.hooks import Hook, HookTable
 from activation_extraction.model.hybrid_config import config_beside_vision
 from activation_extraction.model.kernels import Kernels

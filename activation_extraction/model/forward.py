@@ -18,7 +18,7 @@ from jax import Array
 
 from activation_extraction.cli.console import log
 from activation_extraction.cli.defaults import DEFAULT_LAYERS
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.family import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 
 HEAD_SIZES = "HCZ"  # letters
 ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model.moe_config import ExpertsConfig, MoeConfig
 from activation_extraction.model.qwen_config import QwenConfig, positive_int, refuse_quantized
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 
 from activation_extraction.cli.declare import MESH_AXES
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 
 DEFAULT_3D_DEVICES = 64
 DEFAULT_3D_AXES = ("pipeline", "data", "model")

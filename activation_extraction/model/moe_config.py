@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model.qwen_config import QwenConfig, positive_int
 
 DENSE, SPARSE = "dense", "sparse"  # what a layer's MLP is

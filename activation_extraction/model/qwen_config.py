@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from activation_extraction.cli.errors import InputError, one_line
-from activation_extraction.cli.late_imports import transformers
+from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.late_imports import transformers
 from activation_extraction.model.rope import Rope, positive
 
 # Hundreds of times what any model has, so that an absurd one is refused before it is computed with.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 
 BETA_FAST, BETA_SLOW = 32.0, 1.0  # YaRN's bounds, in turns over the trained context
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from activation_extraction.cli.console import log
-from activation_extraction.cli.errors import InputError, RunError, one_line
+from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.model.attention import Attention, blocked_attention, dense_attention
 from activation_extraction.model.experts import ragged_experts, tiled_experts
 from activation_extraction.model.family import HookedModel

@@ -20,7 +20,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax import lax
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint, Index
 from activation_extraction.model.mesh import Layout
 

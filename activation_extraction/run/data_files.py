@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.cli.errors import InputError, RunError
+from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.run.digests import file_digest, file_digests, same_beginning
 from activation_extraction.text.files import JSON_LINES, TextFile, modified
 

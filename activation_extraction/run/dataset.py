@@ -8,10 +8,10 @@ from typing import Any
 import datasets
 from tokenizers import Tokenizer
 
-from activation_extraction.cli.errors import InputError, RunError
-from activation_extraction.output.metadata import METADATA, identity_of
-from activation_extraction.output.storage import ActivationStorage
+from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.run.data_files import DataFiles
+from activation_extraction.store.metadata import METADATA, identity_of
+from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor
 from activation_extraction.text.choice import TokenChoice
 from activation_extraction.text.documents import DocumentStream, with_remedy

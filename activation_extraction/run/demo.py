@@ -22,12 +22,12 @@ import pyarrow.parquet
 from safetensors.numpy import save
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import SINGLE_FILE
 from activation_extraction.model.family import Families
 from activation_extraction.model.weights import WeightSpec
-from activation_extraction.output.atomic_file import write_bytes
-from activation_extraction.output.reasons import reason_of
+from activation_extraction.store.atomic_file import write_bytes
+from activation_extraction.store.reasons import reason_of
 
 VOCAB_SIZE = 2048
 DOCUMENTS = 300

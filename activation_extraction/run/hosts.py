@@ -24,8 +24,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from activation_extraction.cli.errors import InputError, RunError, one_line
-from activation_extraction.cli.visible import say_error
+from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.visible import say_error
 
 log = logging.getLogger("extract_activations")
 

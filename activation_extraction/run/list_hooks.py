@@ -6,9 +6,9 @@ The names come from the hook table; this module only formats them.
 from collections.abc import Sequence
 from typing import Any
 
-from activation_extraction.cli.positions import ALL, parse_positions
+from activation_extraction.common.positions import ALL, parse_positions
+from activation_extraction.inspect.status import ranges
 from activation_extraction.model.hooks import HookTable
-from activation_extraction.reading.status import ranges
 
 COLUMNS = "hook", "Hugging Face module", "width", "bytes/token", "other names"
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from activation_extraction.cli.console import Clock
-from activation_extraction.cli.errors import for_the_user
+from activation_extraction.common.errors import for_the_user
 from activation_extraction.run.hosts import elsewhere
 from activation_extraction.text.batch import Batch
 

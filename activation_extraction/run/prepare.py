@@ -13,7 +13,7 @@ import jax
 
 from activation_extraction.cli.config import Config
 from activation_extraction.cli.console import log
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.family import Families
 from activation_extraction.model.forward import (
@@ -23,22 +23,22 @@ from activation_extraction.model.forward import (
     log_hooks,
     prepare_model,
 )
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.folder_lock import check_free_disk, check_output_dir
-from activation_extraction.output.identity import Identity
-from activation_extraction.output.metadata import metadata_in
-from activation_extraction.output.run_folders import (
-    RunFolders,
-    check_siblings,
-    find_metadata,
-)
-from activation_extraction.output.storage import ActivationStorage
 from activation_extraction.run.dataset import HostText, open_dataset, share_of
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
 from activation_extraction.run.hosts import Host, Watchdog, agree
 from activation_extraction.run.identity import fingerprint, identity_of, package_versions
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.revision import choose_commit, same_commit
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.folder_lock import check_free_disk, check_output_dir
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.metadata import metadata_in
+from activation_extraction.store.run_folders import (
+    RunFolders,
+    check_siblings,
+    find_metadata,
+)
+from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.choice import TokenChoice
 from activation_extraction.text.documents import DocumentStream, check_dataset

@@ -1,6 +1,6 @@
 """Loads the model of a stored extraction again, so that --verify can recompute samples.
 
-reading/verify.py compares the results with what is stored.
+inspect/verify.py compares the results with what is stored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
+from activation_extraction.inspect.verify import Recompute
+from activation_extraction.inspect.verify_shard import Chosen
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.family import Families
 from activation_extraction.model.forward import Forward, ModelRequest, prepare_model
 from activation_extraction.model.step import Step, compile_step
-from activation_extraction.output.metadata import METADATA, identity_of
-from activation_extraction.reading.verify import Recompute
-from activation_extraction.reading.verify_shard import Chosen
 from activation_extraction.run.digests import model_digest
 from activation_extraction.run.lockstep import Votes
 from activation_extraction.run.reread import OTHER_TEXT, open_texts
 from activation_extraction.run.revision import recorded_commit
+from activation_extraction.store.metadata import METADATA, identity_of
 from activation_extraction.text.packing import pack, samples_of
 
 NO_VOTES = Votes(with_data=False, stopping=False, failed=False)

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from activation_extraction.cli.errors import InputError
-from activation_extraction.output.commit import FORMAT_VERSION, Commit, number_of
-from activation_extraction.output.folder import Folder
-from activation_extraction.output.identity import Identity
-from activation_extraction.output.metadata import (
+from activation_extraction.common.errors import InputError
+from activation_extraction.inspect.verify import check_shards
+from activation_extraction.store.commit import FORMAT_VERSION, Commit, number_of
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.metadata import (
     METADATA,
     NOTHING,
     Stored,
@@ -22,10 +23,9 @@ from activation_extraction.output.metadata import (
     owner_of,
     read_stored,
 )
-from activation_extraction.output.plan import ShardRange, StoragePlan
-from activation_extraction.output.resume import check_same_run
-from activation_extraction.output.totals import Totals
-from activation_extraction.reading.verify import check_shards
+from activation_extraction.store.plan import ShardRange, StoragePlan
+from activation_extraction.store.resume import check_same_run
+from activation_extraction.store.totals import Totals
 
 # What a rebuilt metadata.json says at first; the next run without --repair continues from there.
 REBUILT = {"status": "interrupted", **NOTHING}

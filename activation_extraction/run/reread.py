@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from activation_extraction.cli.errors import InputError
+from activation_extraction.common.errors import InputError
+from activation_extraction.inspect.verify_shard import Chosen
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.output.identity import Identity
-from activation_extraction.output.metadata import METADATA, identity_of
-from activation_extraction.reading.verify_shard import Chosen
 from activation_extraction.run.dataset import Dataset, open_dataset
 from activation_extraction.run.digests import digest_files
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.metadata import METADATA, identity_of
 from activation_extraction.text.choice import TokenChoice
 from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.samples import samples

@@ -6,11 +6,11 @@ The first start records it in metadata.json, so a new commit on the hub does not
 from collections.abc import Mapping
 from typing import Any
 
-from activation_extraction.cli.errors import InputError
-from activation_extraction.cli.visible import plain_url
+from activation_extraction.common.errors import InputError
+from activation_extraction.common.visible import plain_url
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.output.resume import OPTIONS
 from activation_extraction.run.hosts import Host, gather
+from activation_extraction.store.resume import OPTIONS
 
 RECORDED, NEW = "recorded", "new"
 

@@ -1,17 +1,17 @@
 """What a run tells its user: its progress, and at the end what this host stored and how to go on.
 
-Totals over all machines and hosts are the subject of reading/status_table.py.
+Totals over all machines and hosts are the subject of inspect/status_table.py.
 """
 
 from collections.abc import Iterable
 
 from activation_extraction.cli.console import Clock, Progress
-from activation_extraction.cli.visible import say
+from activation_extraction.common.visible import say
 from activation_extraction.model.devices import peak_flops
-from activation_extraction.output.formats import lines_of_dataset
-from activation_extraction.output.totals import Totals
 from activation_extraction.run.hosts import any_host
 from activation_extraction.run.prepare import Job
+from activation_extraction.store.formats import lines_of_dataset
+from activation_extraction.store.totals import Totals
 
 ACTIVITIES = ("data", "compute", "copy", "store")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from activation_extraction.cli.positions import ALL, parse_positions
+from activation_extraction.common.positions import ALL, parse_positions
 from activation_extraction.text.batch import Batch
 
 

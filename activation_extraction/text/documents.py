@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import datasets
 
-from activation_extraction.cli.errors import InputError, RunError, one_line
-from activation_extraction.cli.retries import hub_requests
+from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.retries import hub_requests
 from activation_extraction.text.rows import FileRow, MissingColumnError, UnusableRowError
 from activation_extraction.text.workers import Worker
 

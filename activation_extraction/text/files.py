@@ -16,8 +16,8 @@ import pyarrow
 import pyarrow.parquet
 from fsspec.core import url_to_fs
 
-from activation_extraction.cli.errors import InputError, one_line
-from activation_extraction.cli.visible import plain_url
+from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.visible import plain_url
 from activation_extraction.text.hub import writable_cache
 from activation_extraction.text.rows import json_lines, parquet_rows
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import datasets
 from huggingface_hub import HfApi, constants
 
-from activation_extraction.cli.errors import InputError, one_line
-from activation_extraction.cli.retries import (
+from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.retries import (
     hub_requests,
     hub_unreachable,
     name_unknown,

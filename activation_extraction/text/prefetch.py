@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from activation_extraction.cli.errors import RunError, one_line
+from activation_extraction.common.errors import RunError, one_line
 
 T = TypeVar("T")
 POLL = 0.2  # seconds between checks whether to stop

@@ -15,8 +15,8 @@ import fsspec
 import pyarrow
 import pyarrow.parquet
 
-from activation_extraction.cli.errors import RunError, one_line
-from activation_extraction.cli.visible import plain_url
+from activation_extraction.common.errors import RunError, one_line
+from activation_extraction.common.visible import plain_url
 
 OTHER_COLUMNS = ("id", "train", "test")
 REPLACE = (

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from activation_extraction.cli.errors import RunError, one_line
+from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.text.batch import Cursor, Sample
 from activation_extraction.text.documents import Document, DocumentStream
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from activation_extraction.cli.errors import InputError, one_line
-from activation_extraction.cli.late_imports import transformers
+from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.late_imports import transformers
 
 
 def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> Tokenizer:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from activation_extraction.reading.dataset import ActivationDataset
+from activation_extraction.dataset.dataset import ActivationDataset
 
 FIRST, SECOND = "blocks.3.hook_resid_post", "blocks.5.hook_resid_post"
 SIZE, STEPS = 2048, 80

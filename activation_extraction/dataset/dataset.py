@@ -1,0 +1,310 @@
+"""ActivationDataset: what a run has stored, for training on it. Needs neither JAX nor PyTorch.
+
+It reads the JSON files of all machines and hosts once, at the start, and shards when they are
+needed.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any, overload
+
+import numpy as np
+
+from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.dataset.batches import Batches, BatchOptions
+from activation_extraction.dataset.dimension_statistics import HookStatistics, merged_sums
+from activation_extraction.dataset.folders import expected_names, read_folders
+from activation_extraction.dataset.hook_names import ByHook, recorded_aliases
+from activation_extraction.dataset.shard_readers import OpenShards, StoredHook
+from activation_extraction.dataset.token_source import TokenSource
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.metadata import METADATA, Stored, gaps, identity_of
+from activation_extraction.store.statistics import Statistics, Sums
+
+BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer, whichever is less
+
+
+@dataclass(frozen=True)
+class SampleActivations:
+    """One sample: activations by hook, (tokens, width), and what the run stored with it.
+
+    row: of the data set, where the sample comes from: {"file", "line"} of JSON Lines, counted from
+    1; {"file", "row_group", "row"} of Parquet, from 0; {"row"} of a hub data set, from 0, with
+    {"share"} if it counts only one share of the data. cut: how many tokens of the document were
+    left out at its end.
+    """
+
+    activations: ByHook[np.ndarray]
+    token_ids: np.ndarray
+    position: np.ndarray
+    sample_idx: int
+    text_preview: str
+    doc_id: Any
+    row: dict[str, Any] | None
+    cut: int
+
+    def __getitem__(self, hook: str) -> np.ndarray:
+        return self.activations[hook]
+
+
+class ActivationDataset(Sequence[SampleActivations]):
+    """The samples of a run, in the order of its machines, hosts and shards.
+
+    url: the run's output, a local folder or any URL that fsspec knows. hooks: names of the hooks to
+    read, or globs, as --hook_names takes them; all of them by default. A run that is still going on
+    is read as far as it is stored now. Whatever is by hook lists the canonical names, and finds a
+    hook by its other names, too.
+    `metadata` is what the first host's metadata.json says.
+
+    Raises ValueError when there is no such run or hook, when shards are missing or cut short, or
+    when folders of different runs are mixed. Reading raises OSError for a damaged shard.
+    """
+
+    def __init__(self, url: Any, hooks: Sequence[str] | None = None) -> None:
+        root, folders = _read_run(str(url))
+        self.url = root.url
+        every = [stored.metadata for stored in folders.values() if stored.metadata is not None]
+        self.metadata: dict[str, Any] = every[0]
+        self.complete: bool = set(folders) == set(expected_names(folders)) and all(
+            metadata["status"] == "complete" for metadata in every
+        )
+        told = self.metadata.get("hooks", ())
+        aliases = recorded_aliases(told)
+        recorded = ByHook({hook["name"]: hook for hook in told}, aliases)
+        names = _chosen(self.url, recorded, hooks)
+        stored = {name: _stored_hook(recorded[name], self.metadata) for name in names}
+        self._shards = OpenShards(
+            root.given,
+            [(name, commit) for name in folders for commit in folders[name].in_order],
+            ByHook(stored, aliases),
+        )
+        self._commits = [commit for _, commit in self._shards.shards]
+        self._ends = list(accumulate(commit.count for commit in self._commits))
+        self._local = root.local
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __repr__(self) -> str:
+        return (
+            f"ActivationDataset({self.url!r}: {len(self):,} samples, {self.tokens:,} tokens, "
+            f"hooks {self.hooks})"
+        )
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all samples."""
+        return sum(commit.tokens for commit in self._commits)
+
+    @property
+    def hooks(self) -> ByHook[int]:
+        """The width of every hook that is read, by name."""
+        return self._shards.hooks.map(lambda hook: hook.width)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype in which activations are stored."""
+        return next(iter(self._shards.hooks.values())).dtype
+
+    @cached_property
+    def statistics(self) -> ByHook[HookStatistics]:
+        """Statistics over all that is stored, by hook. No shard is read for them.
+
+        Those of every dimension are read from the small files beside the shards when they are
+        first asked for.
+        """
+        found = dict.fromkeys(self.hooks, Statistics())
+        for hook in (hook for commit in self._commits for hook in commit.hooks):
+            if hook["name"] in found:
+                found[hook["name"]] = found[hook["name"]].merge(Statistics.from_json(hook))
+        statistics = {
+            name: HookStatistics.of_hook(found[name], partial(self._sums_of, name))
+            for name in found
+        }
+        return ByHook(statistics, self._shards.hooks.aliases)
+
+    def _sums_of(self, hook: str) -> Sums:
+        return self._sums[hook]
+
+    @cached_property
+    def _sums(self) -> dict[str, Sums]:
+        return merged_sums(Folder(self._shards.url), self._shards.shards, self.hooks)
+
+    @property
+    def tokenizer_path(self) -> str:
+        """The folder or hub name of the model, whose tokenizer made the token ids."""
+        try:
+            return str(self.metadata["configuration"]["model_path"])
+        except KeyError:
+            raise ValueError(f"{self.url}: its metadata does not name the model") from None
+
+    @overload
+    def __getitem__(self, index: int) -> SampleActivations: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[SampleActivations]: ...
+    def __getitem__(self, index: int | slice) -> SampleActivations | list[SampleActivations]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index}: there are {len(self)} samples")
+        index %= len(self)
+        shard = bisect_right(self._ends, index)
+        first = self._ends[shard] - self._commits[shard].count
+        return self._sample(shard, index - first)
+
+    def __iter__(self) -> Iterator[SampleActivations]:
+        return (self[index] for index in range(len(self)))
+
+    def batches(
+        self,
+        size: int,
+        hooks: Sequence[str] | None = None,
+        shuffle: int | None = None,
+        buffer: int | None = None,
+        skip_first: int = 0,
+        max_norm: float | Mapping[str, float] | None = None,
+        dtype: Any = None,
+        worker: int = 0,
+        workers: int = 1,
+    ) -> Batches:
+        """All tokens, in batches of `size`: one pass over the data.
+
+        The order of shuffled batches depends on how the shards were cut. So batches of two runs,
+        taken side by side with `zip`, hold different tokens unless both runs have the same hooks,
+        dtype and shard size; compare `sample_idx` and `position` of what you pair.
+
+        hooks: those to read, as for the dataset, by default all of its hooks. shuffle: a seed, or
+        None for the stored order. buffer: the number of tokens kept in memory and shuffled there,
+        by default 64 batches, at most 1 GiB. Pickles are unpacked whole, so up to two shards come
+        on top of that. skip_first: leave out that many tokens at the start of every sample.
+        max_norm: leave out tokens with a larger norm at any hook, or at the hooks that it names.
+        dtype: of the result, by default as stored. worker, workers: read only one of so many
+        shares, which do not overlap; the workers of a PyTorch DataLoader divide it further by
+        themselves.
+
+        Raises ValueError for arguments that make no sense.
+        """
+        known = self.hooks
+        names = _chosen(self.url, known, hooks)
+        limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(names, max_norm)
+        limits = {known.aliases.get(name, name): limit for name, limit in limits.items()}
+        for name in limits:
+            if name not in names:
+                raise ValueError(f"max_norm: hook {name!r} is not read; {', '.join(names)} are")
+        if buffer is None:
+            fitting = BUFFER_BYTES // self._shards.row_bytes(names)
+            buffer = max(min(BUFFER_BATCHES * size, fitting), 2 * size)
+        if size < 1 or buffer < 2 * size:
+            raise ValueError(f"buffer {buffer}: it must hold two batches of {size} tokens")
+        if not 0 <= worker < workers:
+            raise ValueError(f"worker {worker}: expected 0 to {workers - 1}, of {workers} workers")
+        if isinstance(shuffle, bool) or (shuffle is not None and shuffle < 0):
+            raise ValueError(f"shuffle {shuffle}: expected a seed, 0 or larger, or None")
+        options = BatchOptions(
+            size=size,
+            hooks=tuple(names),
+            shuffle=shuffle,
+            buffer=buffer,
+            skip_first=skip_first,
+            max_norm={name: float(limit) for name, limit in limits.items() if limit is not None},
+            dtype=None if dtype is None else _dtype(dtype).name,
+            worker=worker,
+            workers=workers,
+        )
+        return Batches(TokenSource(self._shards, self._local), options)
+
+    def _sample(self, shard: int, number: int) -> SampleActivations:
+        try:
+            reader = self._shards.get(shard)
+            span = [int(offset) for offset in reader.samples.offsets[number : number + 2]]
+            token_ids, position = reader.tokens(*span)
+            previews, doc_ids, source_rows, cut = reader.told
+            rows = {name: np.array(reader.rows(name, *span)) for name in self.hooks}
+        except RunError as error:
+            raise OSError(str(error)) from error
+        return SampleActivations(
+            activations=ByHook(rows, self._shards.hooks.aliases),
+            token_ids=np.array(token_ids),
+            position=np.array(position),
+            sample_idx=int(reader.samples.sample_idx[number]),
+            text_preview=previews[number],
+            doc_id=doc_ids[number],
+            row=source_rows[number],
+            cut=cut[number],
+        )
+
+
+def _read_run(given: str) -> tuple[Folder, dict[str, Stored]]:
+    """A run and its folders. Raises ValueError unless everything that they promise is there."""
+    try:
+        root = Folder(given)
+        url, folders = root.url, read_folders(root)
+    except (InputError, RunError) as error:
+        raise ValueError(str(error)) from error
+    for name, stored in folders.items():
+        _check_folder(f"{url}/{name}".rstrip("/"), stored)
+    for name in set(folders) - set(expected_names(folders)):
+        raise ValueError(f"{url}: {name or 'the folder itself'} is not part of the same run")
+    _check_one_run(url, folders)
+    return root, folders
+
+
+def _check_folder(where: str, stored: Stored) -> None:
+    """Raises ValueError when JSON files are damaged, or shards are missing or cut short."""
+    for why in stored.damaged.values():
+        raise ValueError(why)
+    if stored.metadata is None:
+        raise ValueError(f"{where}/metadata.json: is missing")
+    numbers = [commit.number for commit in stored.in_order]
+    last = max([stored.metadata.get("shards", 0), *numbers])
+    if missing := gaps([0, *numbers, last + 1]):
+        raise ValueError(f"{where}: shard {missing[0][0]} is missing; --verify lists what is wrong")
+    for commit in stored.in_order:
+        if not stored.has(commit):
+            remote = stored.metadata.get("remote")
+            elsewhere = remote is not None and not stored.in_bucket
+            hint = f"; the shards were uploaded to {remote}" if elsewhere else ""
+            raise ValueError(f"{where}/{commit.file}: is missing or cut short{hint}")
+
+
+def _check_one_run(url: str, folders: Mapping[str, Stored]) -> None:
+    """Raises ValueError when the folders are of runs with different settings."""
+    every = [identity_of(stored.metadata or {}, METADATA) for stored in folders.values()]
+    for other in every[1:]:
+        difference = every[0].compare_shared(other)
+        if difference is not None:
+            raise ValueError(
+                f"{url}: holds shards of different runs: their {difference.name} differs"
+            )
+
+
+def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> StoredHook:
+    """recorded: what the metadata says of the hook; older runs do not record its width."""
+    width = recorded.get("width", metadata.get("model", {}).get("hidden_size"))
+    if width is None:
+        raise ValueError(f"the metadata does not record how wide {recorded['name']} is")
+    return StoredHook(
+        recorded["key"], width, _dtype(identity_of(metadata, METADATA).activation_dtype)
+    )
+
+
+def _dtype(name: Any) -> np.dtype:
+    try:
+        return np.dtype(name)
+    except TypeError as error:
+        raise ValueError(f"dtype {name!r}: {error}") from error
+
+
+def _chosen(where: str, known: ByHook[Any], hooks: Any) -> list[str]:
+    """The hooks that were asked for. Raises ValueError for one that is not there."""
+    asked = [hooks] if isinstance(hooks, str) else hooks
+    try:
+        names = list(known) if asked is None else known.matching(asked)
+    except KeyError as error:
+        raise ValueError(f"{where}: has no hook {error}; it has {', '.join(known)}") from None
+    if not names:
+        raise ValueError(f"{where}: no hook is asked for; it has {', '.join(known)}")
+    return names

@@ -1,0 +1,94 @@
+"""The folders of a run: which ones there are, and which ones there should be.
+
+Reads their JSON files and lists their other files. What the files say is judged elsewhere.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from activation_extraction.common.errors import InputError
+from activation_extraction.store.folder import Folder, local_path
+from activation_extraction.store.folder_lock import is_locked, running_system
+from activation_extraction.store.identity import MOST_HOSTS
+from activation_extraction.store.metadata import Stored, own_files, read_stored
+from activation_extraction.store.paths import HostFolder, host_folders, names_of_machine
+
+FOLDERS = 16  # read at the same time
+
+
+def read_folders(root: Folder, brief: bool = False) -> dict[str, Stored]:
+    """What is stored in each folder, by the folder's name ("" for the output itself).
+
+    brief: see `read_stored`.
+
+    Raises InputError when there is no extraction at all.
+    """
+    here = root.names("file", "directory")
+    names = list(host_folders(here))
+    if _finished_files(here):
+        names.insert(0, "")
+    with ThreadPoolExecutor(FOLDERS) as pool:
+        stored = list(pool.map(lambda name: _read(root.child(name), brief), names))
+    found = {name: s for name, s in zip(names, stored, strict=True) if _finished_files(s.files)}
+    if not found:
+        raise InputError(f"{root.url}: holds no extraction")
+    return found
+
+
+def _read(folder: Folder, brief: bool) -> Stored:
+    """What is stored in a folder, and whether a process holds it.
+
+    Reads again when files are missing or the run seems dead: it may have written in between.
+    """
+    stored = read_stored(folder, brief)
+    locked = _locked(stored)
+    if locked is not False and not any(stored.missing()):
+        return replace(stored, locked=locked)
+    again = read_stored(folder)
+    return replace(again, locked=locked if again.metadata == stored.metadata else None)
+
+
+def _locked(stored: Stored) -> bool | None:
+    """Whether a process of this machine holds the folder; None where that cannot be seen."""
+    metadata = stored.metadata or {}
+    runs_here = metadata.get("status") == "running" and metadata.get("system") == running_system()
+    if stored.in_bucket or not runs_here:
+        return None
+    return is_locked(Path(local_path(stored.url)))
+
+
+def _finished_files(names: Iterable[str]) -> list[str]:
+    """The files of an extraction, without the temporary ones of a run that has just begun."""
+    return [name for name in own_files(names) if not name.startswith(".")]
+
+
+def expected_names(folders: dict[str, Stored]) -> list[str]:
+    """The folders that the run has once it is finished, as far as the folders found tell.
+
+    Each machine has its own number of hosts.
+    """
+    known = {name: s.identity for name, s in folders.items() if s.identity is not None}
+    if not known:
+        return list(folders)
+    if "" in known:
+        return [""]
+    of_machine: defaultdict[int, dict[str, HostFolder]] = defaultdict(dict)
+    for name, folder in host_folders(folders).items():
+        of_machine[folder.machine][name] = folder
+    expected = []
+    for machine in range(next(iter(known.values())).total_machines):
+        found = of_machine[machine]
+        recorded = [known[name].num_hosts for name in found if name in known]
+        hosts = recorded[0] if recorded else _least_hosts(found.values())
+        expected += names_of_machine(machine, hosts)
+    return expected
+
+
+def _least_hosts(folders: Iterable[HostFolder]) -> int:
+    """The least number of hosts of a machine that left these folders; 1 when there are none."""
+    numbers = [folder.host for folder in folders if folder.host is not None]
+    known = [number for number in numbers if number < MOST_HOSTS]
+    return max(*known, 1) + 1 if known else 1

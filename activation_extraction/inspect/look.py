@@ -1,0 +1,38 @@
+"""--status, --verify, --report, --export: the flags that look at what is stored. No JAX."""
+
+from collections.abc import Callable
+from typing import Any
+
+from activation_extraction.cli.config import Config
+from activation_extraction.common.errors import InputError
+from activation_extraction.inspect.export import export
+from activation_extraction.inspect.report import show_report
+from activation_extraction.inspect.status_table import show_status
+from activation_extraction.inspect.verify import Recompute, verify
+from activation_extraction.store.folder import Folder, FolderError
+from activation_extraction.store.patience import LOOKING
+
+
+def look(config: Config, load: Callable[[dict[str, Any]], Recompute] | None = None) -> int:
+    """Does what the flag asks for; returns the exit status.
+
+    load: how --verify gets the function that recomputes samples, see `verify`.
+    """
+    try:
+        longest = LOOKING if config.status else config.upload_timeout
+        root = Folder(config.location, min(config.upload_timeout, longest))
+        if config.status:
+            return show_status(root, config.aggregate)
+        if config.report is not None:
+            return show_report(root, config.report)
+        if config.export is not None and config.export_dir is not None:
+            export(
+                *(root, config.export, config.export_dir),
+                *(config.hook_names, config.compress_shards),
+            )
+            return 0
+        return verify(root, load, config.verify_samples)
+    except FolderError as error:
+        if error.final:
+            raise InputError(str(error)) from error
+        raise

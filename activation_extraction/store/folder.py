@@ -1,0 +1,355 @@
+"""A folder of files, local or in a bucket: any URL that fsspec knows.
+
+It lists, reads, deletes and above all uploads files: it sends a finished local file again and again
+until the store confirms its size and checksum, or refuses it for good. What the files mean is up to
+other modules.
+"""
+
+import base64
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from activation_extraction.common.errors import one_line
+from activation_extraction.common.visible import plain_url
+from activation_extraction.store.atomic_file import copy_atomically, write_bytes
+from activation_extraction.store.conditional import conditions_of
+from activation_extraction.store.patience import (
+    PATIENCE,
+    FolderError,
+    Heartbeat,
+    Patient,
+    end_requests,
+)
+from activation_extraction.store.sealed_json import is_sealed
+
+# gcsfs would ask Google over gRPC for the type of every bucket, and wait minutes for an emulator.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+
+# Each request carries one chunk. If it takes longer than this, the upload fails and begins again.
+# Four uploads at a time need 0.28 MB/s.
+CHUNK_BYTES = 8 * 2**20
+REQUEST_SECONDS = 120
+TRIAL = ".write_test"
+OBJECT_STORES = {"gs", "gcs", "s3", "s3a", "abfs", "az"}
+
+
+class TakenError(FolderError):
+    """A file of this name exists already, with other content."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file in a listing. version: changes with every write; None if the store has none."""
+
+    size: int
+    version: str | None = None
+
+
+class Folder(Patient):
+    """One folder. patience: for how many seconds without progress a failing request is retried.
+
+    `given` opens it again; `url` is the same without secrets, for messages and for what is stored.
+    beat: called whenever there is progress. `retries` counts the attempts that failed. Methods
+    raise FolderError, and may be called from several threads.
+    """
+
+    def __init__(
+        self, url: str, patience: float = PATIENCE, beat: Callable[[], None] = lambda: None
+    ) -> None:
+        self.given = url.rstrip("/")
+        super().__init__(plain_url(self.given), patience, beat)
+        try:
+            if "://" in url:
+                self._fs, path = url_to_fs(self.given, **_options(self.given))
+            else:  # url_to_fs gives some characters of file names a meaning
+                self._fs, path = LocalFileSystem(), os.path.abspath(self.given or "/")
+        except Exception as error:  # some file systems connect at once, and raise what they like
+            raise FolderError(f"{self.url}: {one_line(error)}", final=True) from error
+        self._path = path.rstrip("/")
+        if not {"gs", "gcs"}.isdisjoint(self._protocols):
+            end_requests(self._fs, patience)
+        self._conditions = conditions_of(self._fs, self._protocols)
+
+    @property
+    def conditional(self) -> bool:
+        """Whether files can be written on condition that nobody else has changed them."""
+        return self._conditions is not None
+
+    @property
+    def local(self) -> bool:
+        """Whether it is a folder on this machine."""
+        return "file" in self._protocols
+
+    @property
+    def _protocols(self) -> tuple[str, ...]:
+        protocol = self._fs.protocol
+        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+    def child(self, name: str) -> "Folder":
+        """The folder `name` inside this one; "" is this one itself."""
+        if not name:
+            return self
+        return Folder(f"{self.given}/{name}", self._patience, self.beat)
+
+    def files(self) -> dict[str, int]:
+        """Name -> size in bytes of the files here; empty if the folder does not exist."""
+        return {name: entry.size for name, entry in self.listing().items()}
+
+    def listing(self) -> dict[str, FileEntry]:
+        """The files here by name, as `files`, with their versions."""
+        return {
+            _name(entry): FileEntry(int(entry["size"]), self._version(entry))
+            for entry in self._entries()
+            if entry["type"] == "file"
+        }
+
+    def _version(self, entry: dict[str, Any]) -> str | None:
+        return None if self._conditions is None else self._conditions.version(entry)
+
+    def folders(self) -> list[str]:
+        """The names of the folders here, sorted."""
+        return self.names("directory")
+
+    def names(self, *types: str) -> list[str]:
+        """Sorted names of what is here. types: "file", "directory"."""
+        return sorted(_name(entry) for entry in self._entries() if entry["type"] in types)
+
+    def _entries(self) -> list[dict[str, Any]]:
+        def look() -> list[dict[str, Any]]:
+            self._fs.invalidate_cache()
+            try:
+                return self._fs.ls(self._path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                self._check_bucket()
+                return []
+
+        return self._persist("listing", look)
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes | None:
+        """A whole file, or its bytes from `start` to `stop`; None if there is no such file.
+
+        A negative `start` counts from the end.
+        """
+
+        # Without reading ahead: the hub's file system would, and again for every range.
+        exactly = {"cache_type": "none"} if "hf" in self._protocols else {}
+
+        def get() -> bytes | None:
+            try:
+                return self._fs.cat_file(self._file(name), start=start, end=stop, **exactly)
+            except FileNotFoundError:
+                self._check_bucket()
+                return None
+
+        return self._persist(f"reading {name}", get)
+
+    def read_sealed(self, name: str) -> bytes | None:
+        """Reads a sealed JSON file as `read` does, and again if its bytes were damaged on the way.
+
+        Bytes that are not sealed are returned only if the store holds them like that.
+        """
+
+        def get() -> bytes | None:
+            data, target = self.read(name), self._file(name)
+            if data is None or is_sealed(data):
+                return data
+            if self._found(target, len(data), hashlib.md5(data)):
+                return data
+            raise ConnectionError("what arrived is not what is stored")
+
+        return self._persist(f"reading {name}", get)
+
+    def digest(self, name: str) -> tuple[str, str] | None:
+        """What the store reports of a file's content: the algorithm, and the hexadecimal digest."""
+        found = self._persist(f"looking at {name}", lambda: self._fs.info(self._file(name)))
+        if found.get("lfs"):  # the hub's
+            return "sha256", found["lfs"]["sha256"]
+        md5 = _google_md5(found)
+        return None if md5 is None else ("md5", md5)
+
+    def fetch(self, name: str, folder: Path) -> Path:
+        """The local path of a whole file: of the file itself, or of a copy in `folder`."""
+        if self.local:
+            return Path(self._file(name))
+        self._persist(
+            f"downloading {name}", lambda: self._fs.get_file(self._file(name), str(folder / name))
+        )
+        return folder / name
+
+    def remove(self, name: str, version: str | None = None) -> None:
+        """Deletes a file, or this version of it, if it exists."""
+
+        def delete() -> None:
+            with suppress(FileNotFoundError, FileExistsError):
+                if version is None or self._conditions is None:
+                    self._fs.rm_file(self._file(name))
+                else:
+                    self._conditions.delete(self._file(name), version)
+
+        self._persist(f"deleting {name}", delete)
+
+    def version(self, name: str) -> str | None:
+        """The version of a file now; None if there is no such file."""
+
+        def look() -> str | None:
+            self._fs.invalidate_cache()
+            try:
+                return self._version(self._fs.info(self._file(name)))
+            except FileNotFoundError:
+                return None
+
+        return self._persist(f"looking at {name}", look)
+
+    def write_if(self, name: str, data: bytes, version: str | None) -> str | None:
+        """Replaces this version of a small file (None: creates it), in a store that is conditional.
+
+        Returns the new version; None if somebody else has changed the file. If only the store's
+        answer was lost, the file holds this data already, and its version is returned.
+        """
+        assert self._conditions is not None
+        conditions, target = self._conditions, self._file(name)
+
+        def write() -> str | None:
+            try:
+                return conditions.write(target, data, version)
+            except (FileExistsError, FileNotFoundError):
+                self._check_bucket()
+                found = self._found(target, len(data), hashlib.md5(data))
+                return None if found is None else conditions.version(found)
+
+        return self._persist(f"writing {name}", write)
+
+    def put(self, path: Path, name: str | None = None, new: bool = False) -> None:
+        """Uploads a finished local file, and retries until the store confirms size and checksum.
+
+        If only the store's answer was lost, the upload is not repeated. new: only creates a file,
+        in a store that is conditional; raises TakenError if there is one with other content.
+        """
+        name = name or path.name
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "md5")  # what stores report
+        size = path.stat().st_size
+        target = self._file(name)
+        heartbeat = Heartbeat(self.beat)
+        attempts = 0
+
+        def upload() -> None:
+            nonlocal attempts
+            attempts += 1
+            if attempts > 1 and self._found(target, size, digest):
+                return
+            options: dict[str, Any] = {"chunksize": CHUNK_BYTES} if "gs" in self._protocols else {}
+            if new:
+                options["mode"] = "create"
+            try:
+                if OBJECT_STORES.isdisjoint(self._protocols):  # those have no folders to make
+                    self._fs.makedirs(self._path, exist_ok=True)
+                if self.local:
+                    copy_atomically(path, Path(target))
+                else:
+                    self._fs.put_file(str(path), target, callback=heartbeat, **options)
+            except FileExistsError as error:
+                if not self._found(target, size, digest):
+                    raise TakenError(f"{self.url}/{name}: is there already", True) from error
+            except FileNotFoundError as error:
+                self._check_bucket()
+                raise ConnectionError("the upload session was lost") from error
+            if not self._found(target, size, digest):
+                raise ConnectionError("what arrived differs from what was sent")
+
+        self._persist(f"uploading {name}", upload, heartbeat)
+        self.beat()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a small file from memory; as `put`, the store has to confirm it."""
+        target = self._file(name)
+
+        def send() -> None:
+            if OBJECT_STORES.isdisjoint(self._protocols):
+                self._fs.makedirs(self._path, exist_ok=True)
+            try:
+                if self.local:
+                    write_bytes(Path(target), data)
+                else:
+                    self._fs.pipe_file(target, data)
+            except FileNotFoundError as error:
+                self._check_bucket()
+                raise ConnectionError("the upload was lost") from error
+            if not self._found(target, len(data), hashlib.md5(data)):
+                raise ConnectionError("what arrived differs from what was sent")
+
+        self._persist(f"uploading {name}", send)
+        self.beat()
+
+    def try_writing(self) -> None:
+        """Writes a small file and deletes it again."""
+        self.write(TRIAL, b"ok")
+        self.remove(TRIAL)
+
+    def _found(self, target: str, size: int, digest: Any) -> dict[str, Any] | None:
+        """What the store reports of the object, if it has this size and MD5; None otherwise.
+
+        Reads the object if the store reports no MD5.
+        """
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.info(target)
+        except FileNotFoundError:
+            return None
+        if found["size"] != size:
+            return None
+        reported = _google_md5(found)
+        if reported is not None:
+            same = reported == digest.hexdigest()
+        elif str(found.get("ETag", "")).strip('"') == digest.hexdigest():  # S3, uploads in one part
+            same = True
+        else:
+            with self._fs.open(target, "rb") as file:
+                same = hashlib.file_digest(file, "md5").digest() == digest.digest()
+        return found if same else None
+
+    def _check_bucket(self) -> None:
+        """Raises FolderError if not just a file but the whole bucket is missing."""
+        if OBJECT_STORES.isdisjoint(self._protocols):
+            return
+        bucket = self._path.split("/")[0]
+        try:
+            self._fs.ls(bucket, detail=False)
+        except FileNotFoundError as error:
+            raise FolderError(f"{self.url}: no such bucket: {bucket}", final=True) from error
+
+    def _file(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
+
+def _google_md5(found: Mapping[str, Any]) -> str | None:
+    """Of an object, in hexadecimal; None for one that is composed of others, or not Google's."""
+    return base64.b64decode(found["md5Hash"]).hex() if "md5Hash" in found else None
+
+
+def local_path(url: str) -> str:
+    """The path of a folder on this machine, given as a URL or as a path."""
+    return url.removeprefix("file://")
+
+
+def _options(url: str) -> dict[str, Any]:
+    """The options to open it with; fsspec's own configuration (FSSPEC_GCS, ...) wins."""
+    if not url.startswith(("gs://", "gcs://")):
+        return {}
+    chosen: dict[str, Any] = {"requests_timeout": REQUEST_SECONDS}
+    if "STORAGE_EMULATOR_HOST" in os.environ:
+        chosen["token"] = "anon"
+    return {**chosen, **fsspec.config.conf.get("gs", {}), **fsspec.config.conf.get("gcs", {})}
+
+
+def _name(entry: dict[str, Any]) -> str:
+    return str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]

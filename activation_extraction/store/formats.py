@@ -1,0 +1,120 @@
+"""The formats of shard files: how a shard is written and read, and what its file is called."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from activation_extraction.store.atomic_file import Written, write_atomically
+from activation_extraction.store.commit import NUMBER_OF_A_SHARD
+from activation_extraction.store.pickle_file import (
+    largest_size,
+    read_pickle,
+    write_gzip_pickle,
+    write_pickle,
+)
+from activation_extraction.store.safetensors_file import (
+    read_safetensors,
+    text_bytes,
+    write_safetensors,
+)
+from activation_extraction.store.shard import Key, SampleRow, Shard
+
+
+class WrittenShard(Written):
+    """unpacked: bytes before compression."""
+
+    unpacked: int
+
+
+@dataclass(frozen=True)
+class ShardFormat:
+    """One form of a shard file.
+
+    write: shard, names of its hooks, file -> bytes before compression. read: path, names of its
+    hooks, the most bytes that it may unpack to -> shard. largest_size: size of the file, unpacked
+    size in the shard's JSON -> the most bytes that it may unpack to. how_to_read: path or URL of a
+    file, whether it is in a bucket -> lines of Python that read it without this program; none where
+    it takes more than a few. text_bytes: what the texts of a sample take where the room for them is
+    limited, to LARGEST_TEXTS in a shard.
+    """
+
+    suffix: str
+    write: Callable[[Shard, Mapping[Key, str], Any], int]
+    read: Callable[[Path, Mapping[Key, str], int], Shard]
+    largest_size: Callable[[int, int | None], int]
+    how_to_read: Callable[[str, bool], tuple[str, ...]]
+    text_bytes: Callable[[SampleRow], int] = lambda row: 0
+
+    def file_name(self, number: int) -> str:
+        """Name of the file of shard `number`."""
+        return f"shard_{number:04d}{self.suffix}"
+
+
+def _pickle_lines(shard: str, in_bucket: bool) -> tuple[str, ...]:
+    """The lines read the file to its end, because that is where gzip's checksum is."""
+    module, opened = "", f"open({shard!r}, 'rb')"
+    if in_bucket:
+        module, opened = "fsspec, ", f"fsspec.open({shard!r}, compression='infer').open()"
+    elif shard.endswith(".gz"):
+        module, opened = "gzip, ", f"gzip.open({shard!r})"
+    return f"import {module}pickle", f"records = pickle.loads({opened}.read())"
+
+
+PICKLE = ShardFormat(".pkl", write_pickle, read_pickle, largest_size, _pickle_lines)
+GZIP_PICKLE = ShardFormat(".pkl.gz", write_gzip_pickle, read_pickle, largest_size, _pickle_lines)
+SAFETENSORS = ShardFormat(
+    ".safetensors",
+    write_safetensors,
+    read_safetensors,
+    lambda size, unpacked: size,
+    lambda shard, in_bucket: (),
+    text_bytes,
+)
+FORMATS = (PICKLE, GZIP_PICKLE, SAFETENSORS)
+SUFFIXES = "|".join(re.escape(each.suffix) for each in FORMATS)
+SHARD_FILE = re.compile(rf"shard_{NUMBER_OF_A_SHARD}({SUFFIXES})")
+
+
+def chosen_format(name: str, compress: bool) -> ShardFormat:
+    """The format that --shard_format names. compress: of pickles; safetensors never are, as ranges
+    of them are read."""
+    if name == "safetensors":
+        return SAFETENSORS
+    return GZIP_PICKLE if compress else PICKLE
+
+
+def lines_of_dataset(url: str) -> tuple[str, ...]:
+    """Lines of Python that read a whole run, in any format."""
+    return (
+        "from activation_extraction import ActivationDataset",
+        f"dataset = ActivationDataset({url!r})",
+    )
+
+
+def format_of(file: str) -> ShardFormat | None:
+    """The format of a shard file, by its name; None for any other file."""
+    found = SHARD_FILE.fullmatch(file)
+    return next((each for each in FORMATS if found and each.suffix == found[1]), None)
+
+
+def write_shard(
+    path: Path,
+    shard: Shard,
+    names: Mapping[Key, str],
+    shard_format: ShardFormat,
+    ready: Callable[[], None] | None = None,
+) -> WrittenShard:
+    """Writes a shard atomically; its bytes depend on the shard alone.
+
+    names: key of each hook -> its full name. ready: see `write_atomically`. Raises OSError.
+    """
+    unpacked = 0
+
+    def write(file: Any) -> None:
+        nonlocal unpacked
+        unpacked = shard_format.write(shard, names, file)
+
+    written = write_atomically(path, write, ready)
+    return {**written, "unpacked": unpacked}

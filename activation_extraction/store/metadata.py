@@ -1,0 +1,338 @@
+"""What one host's folder holds: the names of its files, and the content of its JSON files.
+
+metadata.json describes the run; its `identity` must stay the same for a run to continue.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from activation_extraction.common.errors import InputError
+from activation_extraction.store.commit import (
+    CLAIM,
+    NUMBER_OF_A_SHARD,
+    READABLE_VERSIONS,
+    Commit,
+    commit_name,
+    number_of,
+)
+from activation_extraction.store.folder import FileEntry, Folder, local_path
+from activation_extraction.store.formats import SUFFIXES
+from activation_extraction.store.identity import Identity, run_of
+from activation_extraction.store.json_fields import (
+    COUNT,
+    HOOK,
+    LARGEST_WIDTH,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    check_fields,
+    integer,
+    list_of,
+    object_of,
+    optional,
+)
+from activation_extraction.store.outline import Outline
+from activation_extraction.store.sealed_json import DamagedError, unseal
+from activation_extraction.store.statistics_file import statistics_name
+from activation_extraction.store.totals import ROW_COUNTS, Totals
+
+METADATA = "metadata.json"
+METRICS = "metrics.jsonl"
+AGGREGATE = "aggregated_metadata.json"
+OWN_FILES = re.compile(
+    rf"\.?(metadata\.json|metrics\.jsonl|shard_{NUMBER_OF_A_SHARD}(\.json|\.npz|{SUFFIXES}))(\.tmp)?"
+)
+# What metadata.json says of a folder in which nothing is counted yet, beside its status.
+NOTHING = {"shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
+NEEDED = ("identity", "status", "max_samples", "written")  # in the metadata
+MODEL = {"hidden_size": integer(1, LARGEST_WIDTH), "vocab_size": integer(1, LARGEST_WIDTH)}
+DATA_FILE = {"name": TEXT, "bytes": COUNT, "digest": TEXT}
+FIELDS = {
+    "status": TEXT,
+    "shards": COUNT,
+    "samples": COUNT,
+    "tokens": COUNT,
+    "bytes": COUNT,
+    **dict.fromkeys(ROW_COUNTS, COUNT),
+    "max_samples": optional(COUNT),
+    "seconds": NUMBER,
+    "written": NUMBER,
+    "remote": optional(TEXT),
+    "hooks": list_of(object_of(HOOK, ("key", "name"))),
+    "identity": OBJECT,
+    "data_files": list_of(object_of(DATA_FILE, tuple(DATA_FILE))),
+    "configuration": object_of({"batch_size": integer(1, LARGEST_WIDTH)}),
+    "model": object_of(MODEL),
+    "backend": TEXT,
+    "mesh": optional(OBJECT),
+    "attention": optional(OBJECT),
+    "versions": optional(OBJECT),
+}
+METRICS_TAIL = 4096  # bytes that hold the last line
+READERS = 32  # files read at the same time; they are small
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One host's folder: metadata (None if there is none), commits by number, file sizes.
+
+    damaged: name of each JSON file that could not be read -> why. metrics: the run's last ones.
+    url: the folder's. local: whether it is on this machine. locked: whether a process holds it;
+    None if that cannot be known. versions: those of the shards' JSONs, if the store has versions;
+    only here are JSONs that merely claim a shard. outline: of the first shards, if their JSONs were
+    not read; `commits` lacks these shards.
+    """
+
+    metadata: dict[str, Any] | None = None
+    commits: dict[int, Commit] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    url: str = ""
+    local: bool = True
+    locked: bool | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    outline: Outline = field(default_factory=Outline)
+
+    @cached_property
+    def identity(self) -> Identity | None:
+        """The identity of the run; None without metadata."""
+        return None if self.metadata is None else identity_of(self.metadata, self.url)
+
+    @property
+    def run(self) -> str | None:
+        """Digest of the run's identity, as the commits have it."""
+        return None if self.metadata is None else run_of(self.metadata["identity"])
+
+    @property
+    def in_order(self) -> list[Commit]:
+        """The commits in the order of their numbers."""
+        return [self.commits[number] for number in sorted(self.commits)]
+
+    @cached_property
+    def totals(self) -> Totals:
+        """Of all shards."""
+        totals = self.outline.totals.copy()
+        for commit in self.in_order:
+            totals.add(commit)
+        return totals
+
+    def has(self, commit: Commit) -> bool:
+        """Whether this commit's shard is here, with its full size."""
+        return self.files.get(commit.file) == commit.bytes
+
+    @property
+    def in_bucket(self) -> bool:
+        """Whether runs upload to this folder. If so, it has all shards, and no process locks it."""
+        remote = (self.metadata or {}).get("remote") or ""
+        return not self.local or local_path(remote) == local_path(self.url)
+
+    def missing(self) -> tuple[list[range], list[int], list[int]]:
+        """Numbers of the shards without a JSON, in ranges (nothing bounds them), of those without a
+        file of the right size, and of those without their statistics file.
+
+        All are empty if the shards go to a bucket, since they may be deleted after their upload.
+        """
+        told = self.metadata or {}
+        if told.get("remote") is not None and not self.in_bucket:
+            return [], [], []
+        known = self.outline.shards
+        last = max([told.get("shards", 0), known, *self.commits])
+        without_json = gaps([known, *sorted(self.commits), last + 1])
+        without_file = [c.number for c in self.in_order if not self.has(c)]
+        without_statistics = [c.number for c in self.in_order if self._lacks_statistics(c)]
+        return without_json, without_file, without_statistics
+
+    def _lacks_statistics(self, commit: Commit) -> bool:
+        return commit.statistics is not None and commit.statistics_file not in self.files
+
+
+def gaps(numbers: Iterable[int]) -> list[range]:
+    """The numbers that are missing between ascending ones."""
+    return [range(a + 1, b) for a, b in pairwise(numbers) if b > a + 1]
+
+
+def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
+    """The identity that metadata.json records. Raises DamagedError if it cannot be read."""
+    return Identity.from_json(metadata.get("identity"), where)
+
+
+def is_commit(name: str) -> bool:
+    """Whether this is the name of a shard's JSON."""
+    return re.fullmatch(rf"shard_{NUMBER_OF_A_SHARD}\.json", name) is not None
+
+
+def own_files(names: Iterable[str]) -> list[str]:
+    """Those of `names` that belong to an extraction, JSON files first.
+
+    If files are deleted in this order, what is left never looks like a whole extraction.
+    """
+    own = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
+    return sorted(own, key=lambda name: not name.endswith(".json"))
+
+
+def read_stored(folder: Folder, brief: bool = False) -> Stored:
+    """Reads all JSON files of a folder, many at a time; see `Stored.damaged` for damaged ones.
+
+    brief: in a bucket, only those that its outline does not cover.
+    """
+    if brief and not folder.local:
+        return _read_briefly(folder)
+    return _read(folder, folder.listing())
+
+
+def _read_briefly(folder: Folder) -> Stored:
+    """metadata.json first: the listing has all that it tells of, or something is missing."""
+    data = folder.read_sealed(METADATA)
+    listing = folder.listing()
+    files = {name: entry.size for name, entry in listing.items()}
+    with suppress(DamagedError, KeyError, TypeError, AttributeError):
+        where = f"{folder.url}/{METADATA}"
+        metadata = _read_metadata(data or b"", where)
+        outline = Outline.from_json(metadata["outline"], where)
+        if outline.fits(files):
+            return _read(folder, listing, metadata, outline)
+    return _read(folder, listing)
+
+
+def _read(
+    folder: Folder,
+    listing: Mapping[str, FileEntry],
+    metadata: dict[str, Any] | None = None,
+    outline: Outline | None = None,
+) -> Stored:
+    """metadata, outline: where they are known already."""
+    files = {name: entry.size for name, entry in listing.items()}
+    versions = {n: e.version for n, e in listing.items() if is_commit(n) and e.version is not None}
+    names = [name for name in own_files(files) if name.endswith(".json") and name[0] != "."]
+    damaged: dict[str, str] = {}
+    commits = {}
+    if outline is not None:
+        commits = {commit.number: commit for commit in outline.fitting_partial(files)}
+        known = {METADATA, *map(commit_name, [*range(1, outline.shards + 1), *commits])}
+        names = [name for name in names if name not in known]
+    with ThreadPoolExecutor(READERS) as pool:
+        for name, data in zip(names, pool.map(folder.read_sealed, names), strict=True):
+            if data is None:  # deleted by a run in the meantime
+                continue
+            try:
+                if name == METADATA:
+                    metadata = _read_metadata(data, f"{folder.url}/{name}")
+                elif (commit := _read_commit(data, name, f"{folder.url}/{name}")) is None:
+                    del files[name]
+                else:
+                    commits[commit.number] = commit
+            except DamagedError as error:
+                damaged[name] = str(error)
+    metrics = dict(outline.metrics) if outline else _last_metrics(folder, files)
+    return Stored(
+        metadata,
+        commits,
+        files,
+        damaged,
+        metrics,
+        folder.url,
+        folder.local,
+        versions=versions,
+        outline=outline or Outline(),
+    )
+
+
+def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
+    content = unseal(data, where)
+    if CLAIM in content:
+        raise DamagedError(
+            f"{where}: --overwrite has begun to delete what is here and did not end; start it again"
+        )
+    if content.get("format_version") not in READABLE_VERSIONS:
+        raise DamagedError(f"{where}: was written by another version of this program")
+    if missing := [key for key in NEEDED if key not in content]:
+        raise DamagedError(f"{where}: lacks {', '.join(missing)}")
+    check_fields(content, FIELDS, where)
+    identity_of(content, where)
+    return content
+
+
+def _read_commit(data: bytes, name: str, where: str) -> Commit | None:
+    """None for a claim."""
+    content = unseal(data, where)
+    if CLAIM in content:
+        return None
+    commit = Commit.from_json(content, where)
+    if str(commit.file).split(".")[0] != name.removesuffix(".json"):
+        raise DamagedError(f"{where}: describes {commit.file}, expected the shard of its own name")
+    return commit
+
+
+def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
+    """The last whole line of metrics.jsonl. It is for the user alone; nothing depends on it."""
+    size = files.get(METRICS, 0)
+    tail = folder.read(METRICS, start=-min(size, METRICS_TAIL)) if size else None
+    for line in reversed((tail or b"").splitlines()):
+        with suppress(ValueError, RecursionError):
+            metrics = json.loads(line)
+            if isinstance(metrics, dict):
+                return numbers_of(metrics)
+    return {}
+
+
+def metadata_in(folder: Folder) -> dict[str, Any] | None:
+    """What metadata.json of a run says; None without one. --verify reports a damaged one."""
+    content = _unsealed(folder, METADATA)
+    return None if content is None or CLAIM in content else content
+
+
+def owner_of(folder: Folder) -> str | None:
+    """The process that metadata.json names as the owner of a folder; None if it names none."""
+    content = _unsealed(folder, METADATA) or {}
+    return content.get(CLAIM, content.get("owner"))
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """A line of metrics.jsonl without anything that is no number."""
+    return {name: value for name, value in metrics.items() if NUMBER.fits(value)}
+
+
+def check_own(folder: Folder) -> None:
+    """Raises InputError if --overwrite would delete or replace files of somebody else.
+
+    What is named as our files are is ours beside our metadata.json, or if the JSON of a shard names
+    it.
+    """
+    names = [name for name in own_files(folder.files()) if name[0] != "."]
+    if not names or _unsealed(folder, METADATA) is not None:
+        return
+    known: set[str] = set()
+    for name in filter(is_commit, names):
+        content = _unsealed(folder, name)
+        if content is not None:
+            known |= {name, str(content.get("file")), statistics_name(number_of(name))}
+    if known:
+        known |= {METADATA, METRICS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InputError(
+            f"{folder.url}: --overwrite: {unknown[0]} may not be of this program: there is no "
+            f"sound {METADATA}, and no JSON of a shard names it; move it, or give another folder"
+        )
+
+
+def _unsealed(folder: Folder, name: str) -> dict[str, Any] | None:
+    """The content of a sealed JSON; None if there is none, or if it is damaged."""
+    data = folder.read_sealed(name)
+    with suppress(DamagedError):
+        return None if data is None else unseal(data, name)
+    return None
+
+
+def remove_files(folder: Folder, entries: Iterable[tuple[str, FileEntry]]) -> None:
+    """Deletes files, many at a time; where the store has versions, the listed ones only."""
+    with ThreadPoolExecutor(READERS) as pool:
+        list(pool.map(lambda each: folder.remove(each[0], each[1].version), entries))

@@ -1,0 +1,220 @@
+"""Ownership: of several processes with one machine_id, only the one that began last may write.
+
+On this machine, a lock on the folder decides. metadata.json names the owner for all who cannot see
+such a lock: in a bucket, and where the file system has none. Looking there before each write leaves
+a moment between looking and writing, in which another process may begin. Where the store writes
+conditionally (`Folder.conditional`: Google Cloud Storage and S3), that moment does no harm:
+
+- A process that begins claims the JSON of the first shard that it is to store: it writes its name
+  there, on condition that the JSON is as it saw it when it looked for what is stored. Then it
+  writes metadata.json. Readers do not count a claim: a shard without its JSON does not exist.
+- A shard's JSON is written on condition that its place is still empty, or holds the writer's own
+  claim. JSONs are written in order, so a process that has lost one place writes no later one.
+- metadata.json is written on condition that it is what this process wrote before.
+- A shard file is only created; one that is there already is deleted first, by its version.
+- A process that deletes an extraction first claims the place that its owner would write to next,
+  and then that of metadata.json. It deletes only the versions that it has seen in a listing, after
+  which its claims still held: they are no later owner's. No later owner counts on them either: it
+  looks at metadata.json again after its own claim.
+
+So no JSON and no metadata.json of an earlier process appears once a later one owns the folder, no
+shard file replaces one of the later, and none of the later's is deleted. The owner is looked up
+before each write as well: in a store without such requests, or one that ignores their conditions,
+nothing more can be promised.
+"""
+
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+
+from activation_extraction.common.errors import StorageError
+from activation_extraction.store.atomic_file import write_bytes
+from activation_extraction.store.commit import claim_of, commit_name
+from activation_extraction.store.folder import Folder, TakenError
+from activation_extraction.store.folder_lock import lock_folder, unlock
+from activation_extraction.store.metadata import (
+    METADATA,
+    check_own,
+    is_commit,
+    own_files,
+    owner_of,
+    remove_files,
+)
+from activation_extraction.store.plan import StoragePlan
+
+DELETIONS = 128  # files deleted before the owner is looked up again
+
+
+class Ownership:
+    """The right of the process `owner` to write to one host's folder, local or in a bucket.
+
+    Methods raise StorageError when another process has begun to write there.
+    """
+
+    def __init__(self, folder: Folder, owner: str) -> None:
+        self.owner = owner
+        self.folder = folder
+        self._lock: int | None = None
+        self._versions: dict[str, str] = {}  # of the JSONs in the bucket, as far as we know
+        self._claimed: set[str] = set()
+        self._began = False  # whether metadata.json has named us
+        self._metadata: str | None = None  # the version that we wrote
+
+    def lock(self) -> None:
+        """Locks a local folder, if its file system can. Raises RunError if it is locked."""
+        self._lock = lock_folder(Path(self.folder.url))
+
+    def unlock(self) -> None:
+        """Gives up the lock."""
+        unlock(self._lock)
+        self._lock = None
+
+    def claim(self, plan: StoragePlan) -> bool:
+        """Claims the first shard to store; False when the folder is not as planned: look again."""
+        if self.folder.conditional:
+            self._versions = dict(plan.versions)
+            if not self._claim(commit_name(plan.first_to_store)):
+                return False
+        return owner_of(self.folder) == plan.owner
+
+    def _claim(self, name: str) -> bool:
+        before = self._versions.get(name)
+        version = self.folder.write_if(name, claim_of(self.owner), before)
+        if version is None:
+            return False
+        self._versions[name] = version
+        self._claimed.add(name)
+        return True
+
+    def clear(self) -> None:
+        """Deletes the extraction in the folder, whose owner may be at work, and claims shard 1.
+
+        The place that the owner would write to next stays claimed until we come to it, and
+        metadata.json names us: killed in the middle of this, it is not continued.
+        """
+        self._delete()
+        first = commit_name(1)
+        if self.folder.conditional and first not in self._claimed and not self._claim(first):
+            raise self._lost()
+
+    def delete(self) -> None:
+        """Deletes the extraction in the folder for good."""
+        self._delete()
+        self.release()
+        self.folder.remove(METADATA, self._metadata)
+
+    def _delete(self) -> None:
+        check_own(self.folder)
+        self._stop_owner()
+        self.put_metadata(claim_of(self.owner))
+        before = None
+        while True:  # until nothing is left that was on its way when the owner was stopped
+            listing = self.folder.listing()
+            kept = {METADATA, *self._claimed}
+            entries = [(name, listing[name]) for name in own_files(listing) if name not in kept]
+            if not entries or entries == before:
+                break
+            for start in range(0, len(entries), DELETIONS):
+                self.check()
+                self._check_claims()
+                remove_files(self.folder, entries[start : start + DELETIONS])
+            before = entries
+        self._versions = {name: self._versions[name] for name in self._claimed}
+
+    def _stop_owner(self) -> None:
+        """Claims the JSON that the owner of the folder would write next."""
+        claimed = not self.folder.conditional
+        while not claimed:
+            jsons = {n: entry for n, entry in self.folder.listing().items() if is_commit(n)}
+            self._versions = {name: str(entry.version) for name, entry in jsons.items()}
+            claim_size = len(claim_of(self.owner))
+            commits = {name for name, entry in jsons.items() if entry.size > claim_size}
+            claimed = self._claim(next(n for n in map(commit_name, count(1)) if n not in commits))
+
+    def check(self) -> None:
+        """Whether we still are the owner: by our lock, or by metadata.json."""
+        if self._lock is not None or not self._began:
+            return
+        if owner_of(self.folder) != self.owner:
+            raise self._lost()
+
+    def begin_shard(self, paths: Iterable[Path], json: str) -> None:
+        """Uploads a shard's files, after the JSON of the shard that they replace is gone."""
+        self.check()
+        if not self.folder.conditional:
+            self.folder.remove(json)
+        elif json in self._versions and json not in self._claimed and not self._claim(json):
+            raise self._lost()
+        for path in paths:
+            self._put_file(path)
+
+    def _put_file(self, path: Path) -> None:
+        """Uploads a file, which replaces none that a later owner has written."""
+        if not self.folder.conditional:
+            return self.folder.put(path)
+        while True:
+            try:
+                return self.folder.put(path, new=True)
+            except TakenError:
+                version = self.folder.version(path.name)
+                self.check()  # after looking: what a later owner has written stays
+                if version is not None:
+                    self.folder.remove(path.name, version)
+
+    def commit(self, path: Path) -> None:
+        """Uploads the JSON of a shard."""
+        self.check()
+        if not self.folder.conditional:
+            return self.folder.put(path)
+        version = self.folder.write_if(path.name, path.read_bytes(), self._versions.get(path.name))
+        if version is None:
+            raise self._lost()
+        self._versions[path.name] = version
+        self._claimed.discard(path.name)
+
+    def put_metadata(self, data: bytes) -> None:
+        """Writes metadata.json; the first one makes us the owner in everybody's eyes.
+
+        Raises OSError if the folder is local.
+        """
+        if self.folder.conditional:
+            self._metadata = self._put_metadata_if(data)
+        else:
+            self.check()
+            if self.folder.local:
+                path = self.folder.fetch(METADATA, Path())
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_bytes(path, data)
+            else:
+                self.folder.write(METADATA, data)
+        self._began = True
+
+    def _put_metadata_if(self, data: bytes) -> str:
+        """Returns its version."""
+        written = None
+        if self._metadata is not None:
+            written = self.folder.write_if(METADATA, data, self._metadata)
+            if written is None:
+                raise self._lost()
+        while written is None:
+            before = self.folder.version(METADATA)
+            self._check_claims()  # after looking: whoever claims later writes later
+            written = self.folder.write_if(METADATA, data, before)
+        return written
+
+    def _check_claims(self) -> None:
+        for name in self._claimed:
+            if self.folder.version(name) != self._versions[name]:
+                raise self._lost()
+
+    def release(self) -> None:
+        """Gives up the claims that were not needed."""
+        for name in sorted(self._claimed):
+            self.folder.remove(name, self._versions[name])
+        self._claimed.clear()
+
+    def _lost(self) -> StorageError:
+        return StorageError(
+            f"{self.folder.url}: another process has begun to write there",
+            remedy="give each machine a --machine_id of its own, or leave it to that one",
+        )

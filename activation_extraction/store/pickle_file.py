@@ -1,0 +1,303 @@
+"""The pickle form of a shard: a dict from key (layer, or hook name) to a list of records.
+
+`pickle.loads(gzip.open(path).read())` reads it. There is one record per sample, in order; a record
+is a dict of plain values and NumPy arrays (see `Record`). The bytes depend only on the content.
+Always read a compressed file to its end: its checksum is there, and `pickle.load` stops before it.
+"""
+
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from pickle import PickleBuffer
+from typing import Any, NotRequired, TypedDict
+
+import numpy as np
+from isal import igzip, igzip_threaded
+
+from activation_extraction.common.errors import RunError, one_line
+from activation_extraction.store.safe_unpickler import unpickle
+from activation_extraction.store.sealed_json import DamagedError, unseal
+from activation_extraction.store.shard import DocId, Key, SampleRow, Shard
+
+COMPRESSION_LEVEL = 1
+# One more than there are cores, since one of them may wait. More than about 8 outrun the sha256.
+COMPRESSION_THREADS = min((os.cpu_count() or 1) + 1, 8)
+# What a shard may unpack to if no JSON records its size. Activations hardly compress.
+GENEROUS_BYTES, GENEROUS_RATIO = 64 * 2**20, 16
+LARGEST_RATIO = 1032  # of what gzip unpacks to the size of its file
+MOST_PARTS = 64  # fields of a record, and values of a field
+LONGEST_NUMBER = 14_000  # bits; Python prints no longer ones
+
+SCALARS: tuple[type, ...] = (type(None), bool, int, float, str)
+
+
+class Record(TypedDict):
+    """One sample at one hook."""
+
+    sample_idx: int
+    hook: str  # its full name, such as blocks.12.hook_mlp_out
+    activation: np.ndarray  # (tokens, width)
+    shape: tuple[int, ...]
+    text_preview: str
+    token_ids: np.ndarray | None  # int32 (tokens,)
+    doc_id: DocId
+    row: Mapping[str, Any] | None  # of the data set, such as {"file": "a.jsonl", "line": 7}
+    cut: int  # how many tokens were left out at the end of its document
+    positions: NotRequired[np.ndarray]  # int32 (tokens,), where a run keeps some tokens only
+
+
+Records = dict[Key, list[Record]]
+# The types of a record's fields. A field that is not here may have any scalar, a flat list, tuple
+# or dict of them, or an array.
+FIELDS: dict[str, tuple[type, ...]] = {
+    "sample_idx": (int,),
+    "hook": (str,),
+    "activation": (np.ndarray,),
+    "text_preview": (str,),
+    "token_ids": (np.ndarray, type(None)),
+    "doc_id": (str, int, float, type(None)),
+    "row": (dict, type(None)),
+    "cut": (int,),
+    "positions": (np.ndarray,),
+}
+
+
+class ContentError(RunError):
+    """The records of a shard contradict one another, or the names of its hooks."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+class _Pickler(pickle.Pickler):
+    """Writes arrays in C order straight from memory; `pickle.dump` would copy all of them, and keep
+    the copies until it ends.
+
+    Protocol 5 makes this possible. But NumPy's own form of arrays in it names internals that NumPy
+    1.26 does not have, so arrays, and all else but the protocol's number, are as in protocol 4.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return NotImplemented
+        reduced: Any = np.empty(0, value.dtype).__reduce__()
+        rebuild, arguments, (version, _shape, dtype, fortran, _data) = reduced
+        content = np.asarray(value, order="C").reshape(-1).view(np.uint8).data
+        data = PickleBuffer(content.toreadonly())  # a writable buffer would become a bytearray
+        return rebuild, arguments, (version, value.shape, dtype, fortran, data)
+
+
+class _Counter:
+    """Passes on what is written, and counts its bytes."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.bytes = 0
+
+    def write(self, data: bytes | PickleBuffer) -> int:
+        self.bytes += memoryview(data).nbytes
+        return self._file.write(data)
+
+
+def pickle_records(records: Records, file: Any) -> int:
+    """Writes records to a file without compression; returns the number of bytes."""
+    counter = _Counter(file)
+    _Pickler(counter, protocol=5).dump(records)
+    return counter.bytes
+
+
+def gzip_records(records: Records, file: Any) -> int:
+    """Writes records to a file as gzip; returns the number of bytes before compression."""
+    # The bytes depend on neither the number of threads nor the time.
+    with igzip_threaded.open(
+        file, "wb", compresslevel=COMPRESSION_LEVEL, threads=COMPRESSION_THREADS
+    ) as stream:
+        return pickle_records(records, stream)
+
+
+def write_pickle(shard: Shard, names: Mapping[Key, str], file: Any) -> int:
+    """Writes a shard to a file; returns the number of bytes."""
+    return pickle_records(records_of(shard, names), file)
+
+
+def write_gzip_pickle(shard: Shard, names: Mapping[Key, str], file: Any) -> int:
+    """Writes a shard to a file as gzip; returns the number of bytes before compression."""
+    return gzip_records(records_of(shard, names), file)
+
+
+def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
+    """The records of a shard. names: key of each hook -> its full name."""
+    positions = shard.needs_positions
+    rows = [replace(row, row=_interned(row.row)) for row in shard.samples]
+    return {
+        key: [
+            _record(names[key], row, activation, positions)
+            for row, activation in zip(rows, slices, strict=True)
+        ]
+        for key, slices in shard.slices.items()
+    }
+
+
+def _interned(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The same with each text as one object, wherever it was read from: pickles write it once."""
+    if row is None:
+        return None
+    texts = {name: sys.intern(value) for name, value in row.items() if type(value) is str}
+    return {sys.intern(name): texts.get(name, value) for name, value in row.items()}
+
+
+def _record(hook: str, row: SampleRow, activation: np.ndarray, positions: bool) -> Record:
+    record: Record = {
+        "sample_idx": row.sample_idx,
+        "hook": hook,
+        "activation": activation,
+        "shape": activation.shape,
+        "text_preview": row.text_preview,
+        "token_ids": row.token_ids,
+        "doc_id": row.doc_id,
+        "row": row.row,
+        "cut": row.cut,
+    }
+    return {**record, "positions": row.positions} if positions else record
+
+
+def positions_of(record: Record) -> np.ndarray:
+    """The position of every token of a record, int32."""
+    every = np.arange(len(record["activation"]), dtype=np.int32)
+    return np.asarray(record.get("positions", every), np.int32)
+
+
+def read_records(path: str | Path, limit: int | None = None) -> Records:
+    """Reads a pickled shard without running pickled code. If its name ends in .gz, it is unpacked.
+
+    limit: the most bytes that it may unpack to; by default the size that the JSON beside it
+    records, or without one 64 MiB plus 16 times the size of the file; never more than gzip can make
+    of the file. Raises UnsafeError for anything but plain containers and NumPy arrays of numbers,
+    and for more than `limit` bytes; RunError for a damaged file; OSError.
+    """
+    path = Path(path)
+    limit = _recorded_limit(path) if limit is None else limit
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        limit = min(limit, LARGEST_RATIO * max(size, 1))
+        stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if path.suffix == ".gz" else file
+        try:
+            records = unpickle(stream, limit, size)
+            if stream.read(1):  # reading on also makes gzip check its checksum
+                raise RunError("is damaged: bytes follow the end of its pickle")
+        except RunError as error:
+            raise type(error)(f"{path.name}: {error}") from error
+        except Exception as error:  # whatever broken bytes may raise in gzip, pickle or NumPy
+            raise RunError(f"{path.name}: cannot be read: {one_line(error):.200}") from error
+    for problem in _malformed(records):
+        raise RunError(f"{path.name}: is not a shard: {problem}")
+    return records
+
+
+def _malformed(records: Any) -> Iterator[str]:
+    """Where what was unpickled has another form than a shard."""
+    lists: list[Any] = list(records.values()) if type(records) is dict else [None]
+    own = len({id(each) for each in lists}) == len(lists)  # or a few bytes would stand for many
+    if not own or not all(type(each) is list for each in lists):
+        yield "expected a dict of lists of records"
+        return
+    every = [record for each in lists for record in each]
+    if not all(type(record) is dict and len(record) <= MOST_PARTS for record in every):
+        yield f"expected records, dicts of at most {MOST_PARTS} fields"
+        return
+    for record in every:
+        for name, value in record.items():
+            kind = type(value)
+            known = kind in FIELDS.get(name, (kind,))
+            if not known or (kind is not np.ndarray and kind is not str and not _is_plain(value)):
+                yield f"the field {name!r:.80} of a record is a {kind.__name__}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value of a record is a scalar, or a flat container of scalars."""
+    parts = list(value) if type(value) in (tuple, list) else [value]
+    if type(value) is dict:
+        parts = list(value.values())
+    return len(parts) <= MOST_PARTS and all(
+        type(each) in SCALARS and (type(each) is not int or each.bit_length() < LONGEST_NUMBER)
+        for each in parts
+    )
+
+
+def largest_size(file_size: int, unpacked: int | None) -> int:
+    """The most bytes that a shard may unpack to. unpacked: the size that its JSON records."""
+    if type(unpacked) is int:
+        return unpacked
+    return GENEROUS_BYTES + GENEROUS_RATIO * file_size
+
+
+def _recorded_limit(path: Path) -> int:
+    where = path.with_name(path.name.split(".")[0] + ".json")
+    try:
+        unpacked = unseal(where.read_bytes(), str(where)).get("unpacked")
+    except (OSError, DamagedError):
+        unpacked = None
+    return largest_size(path.stat().st_size, unpacked)
+
+
+def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
+    """Reads a pickled shard. names: key of each hook that it should have -> the hook's full name.
+
+    Raises what `read_records` does, and ContentError if its records contradict one another.
+    """
+    records = read_records(path, limit)
+    if list(records) != list(names):
+        raise ContentError([f"has hooks {list(records)}, its JSON says {list(names)}"])
+    try:
+        shard = _shard_of(records)
+        problems = [*_problems(records, shard.samples, names)]
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        raise ContentError([f"its records lack fields or are malformed: {error!r:.200}"]) from error
+    if problems:
+        raise ContentError(problems)
+    return shard
+
+
+def _shard_of(records: Records) -> Shard:
+    """The shard that the records make up; the first hook's say what its samples are."""
+    samples = [
+        SampleRow(
+            sample_idx=record["sample_idx"],
+            token_ids=record["token_ids"],
+            positions=positions_of(record),
+            text_preview=record["text_preview"],
+            doc_id=record["doc_id"],
+            row=record.get("row"),
+            cut=record.get("cut", 0),
+        )
+        for record in next(iter(records.values()), [])
+    ]
+    return Shard(samples, {key: [r["activation"] for r in each] for key, each in records.items()})
+
+
+def _problems(
+    records: Records, samples: list[SampleRow], names: Mapping[Key, str]
+) -> Iterator[str]:
+    """Where records disagree with the table of samples, or with the names of the hooks."""
+    indices = [row.sample_idx for row in samples]
+    for key, each in records.items():
+        if [record["sample_idx"] for record in each] != indices:
+            yield f"hook {key}: its samples are not those of the first hook"
+            continue
+        for record, row in zip(each, samples, strict=True):
+            where = f"hook {key}, sample {row.sample_idx}"
+            if record.get("hook", names[key]) != names[key]:
+                yield f"{where}: is of hook {record['hook']!r:.80}, expected {names[key]}"
+            if tuple(record["shape"]) != record["activation"].shape:
+                shape, recorded = record["activation"].shape, tuple(record["shape"])
+                yield f"{where}: shape {shape}, its record says {recorded}"
+            if record["token_ids"] is not row.token_ids and not np.array_equal(
+                np.asarray(record["token_ids"]), np.asarray(row.token_ids)
+            ):
+                yield f"{where}: its token ids are not those of the first hook"
+            if not np.array_equal(positions_of(record), row.positions):
+                yield f"{where}: its positions are not those of the first hook"

@@ -1,0 +1,146 @@
+"""ShardCutter: gathers complete samples into a shard, and cuts it when it is full.
+
+It follows the ranges of a plan, and refuses samples that do not belong in them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from activation_extraction.common.errors import StorageError
+from activation_extraction.store.commit import Commit
+from activation_extraction.store.plan import StoragePlan
+from activation_extraction.store.safetensors_file import LARGEST_TEXTS
+from activation_extraction.store.shard import Key, SampleRow, Shard
+from activation_extraction.store.shard_writer import ShardWriter
+from activation_extraction.text.batch import Cursor
+
+
+class ShardCutter:
+    """Hands over shards of at most `limit` bytes of activations, and at least one sample each.
+
+    text_bytes: the size of a sample's texts, of which a shard has at most LARGEST_TEXTS. chosen:
+    whether the run keeps only some tokens of its samples. stride: the difference between the
+    indices of consecutive samples. where: names the output in messages. `cursor` is where the data
+    continues after what was handed over; whoever adds samples also moves it. Methods raise
+    StorageError as soon as a shard could not be committed.
+    """
+
+    def __init__(
+        self,
+        writer: ShardWriter,
+        keys: Sequence[Key],
+        limit: float,
+        text_bytes: Callable[[SampleRow], int],
+        chosen: bool,
+        plan: StoragePlan,
+        stride: int,
+        where: str,
+    ) -> None:
+        self.cursor: Cursor | None = plan.cursor
+        self._writer = writer
+        self._keys = keys
+        self._limit = limit
+        self._text_bytes = text_bytes
+        self._chosen = chosen
+        self._stride = stride
+        self._where = where
+        self._ranges = list(plan.ranges)
+        self._expected = plan.expected
+        self._cut_so_far = plan.shards
+        self._start_at(plan.last_sample)
+
+    def _start_at(self, sample_before: int) -> None:
+        self._stored = self.last_sample = sample_before
+        if self._ranges:
+            self._cut_so_far = self._ranges[0].first - 1
+        self._empty()
+
+    def _empty(self) -> None:
+        self._pending = Shard([], {key: [] for key in self._keys}, self._chosen)
+        self._bytes = self._texts = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every range has been stored."""
+        return not self._ranges
+
+    def wants(self, sample_idx: int) -> bool:
+        """Whether a sample is not stored yet; an earlier run may have stored part of its batch."""
+        return sample_idx > self._stored
+
+    def is_beyond(self, sample_idx: int) -> bool:
+        """Whether a sample comes after the samples of the current range."""
+        until = self._ranges[0].until if self._ranges else None
+        return until is not None and sample_idx >= until
+
+    def add(self, row: SampleRow, slices: Mapping[Key, np.ndarray]) -> None:
+        """Adds the next sample. slices: key of every hook -> (tokens, width).
+
+        A sample without tokens counts as one token, so that a shard of them ends, too. One whose
+        texts exceed what a shard may have is refused.
+        """
+        size = sum(max(len(each), 1) * each.itemsize * each.shape[1] for each in slices.values())
+        texts = self._text_bytes(row)
+        if texts > LARGEST_TEXTS:
+            raise StorageError(
+                f"sample {row.sample_idx}: its id and text preview take {texts:,} bytes; a "
+                f"safetensors shard has room for {LARGEST_TEXTS:,}",
+                remedy="shorten the row's id, or start anew with --shard_format pickle and "
+                "--overwrite",
+            )
+        full = self._bytes + size > self._limit or self._texts + texts > LARGEST_TEXTS
+        if self._pending.samples and full:
+            self._cut(partial=False)
+        self._pending.samples.append(row)
+        for key in self._keys:
+            self._pending.slices[key].append(slices[key])
+        self._bytes += size
+        self._texts += texts
+        self.last_sample = row.sample_idx
+
+    def end_range(self) -> None:
+        """Cuts the last shard of the current range, and moves on to the next range."""
+        current = self._ranges[0]
+        if current.last is None:
+            if self._pending.samples:
+                self._cut(partial=True)
+        else:
+            assert current.until is not None
+            if not current.until - self._stride <= self.last_sample < current.until:
+                raise self._other_data(current.last)
+            self._cut(current.partial)
+            if self._cut_so_far != current.last:
+                raise self._other_data(current.last)
+        self._ranges.pop(0)
+        if self._ranges:
+            self._start_at(self._ranges[0].sample_before)
+
+    def finish(self, complete: bool) -> None:
+        """Ends every range that may end: all of them if the data is `complete`.
+
+        Otherwise a range with a known last shard, which was not reached, stays open.
+        """
+        while self._ranges and (complete or self._ranges[0].last is None):
+            self.end_range()
+
+    def _cut(self, partial: bool) -> None:
+        number = self._cut_so_far + 1
+        expected = self._expected.get(number)
+        if expected is not None and not _same_samples(self._pending, expected):
+            raise self._other_data(number)
+        self._writer.commit(self._pending, self.cursor, number, partial)
+        self._empty()  # not earlier: Ctrl-C may interrupt `commit`
+        self._cut_so_far = number
+
+    def _other_data(self, number: int) -> StorageError:
+        return StorageError(
+            f"{self._where}: shard {number} cannot be made again: the data set gives other samples "
+            "now; restore the files that the run began with"
+        )
+
+
+def _same_samples(shard: Shard, commit: Commit) -> bool:
+    rows = shard.samples
+    found = (rows[0].sample_idx, rows[-1].sample_idx, len(rows), shard.tokens)
+    return found == (commit.first, commit.last, commit.count, commit.tokens)

@@ -1,0 +1,404 @@
+"""ActivationStorage: takes activations, by samples or by batches, and has them stored.
+
+It holds the folder. A planner (resume.py) finds out what is stored already; shard_cutter.py cuts
+shards, shard_writer.py writes and uploads them, and run_record.py records the run. This file is
+long because its class is the one that users call, and the order of its steps belongs in one place.
+"""
+
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from enum import Enum, auto
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from activation_extraction.common.errors import RunError, StorageError
+from activation_extraction.store.commit import Commit
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.folder_lock import check_output_dir
+from activation_extraction.store.formats import SAFETENSORS, chosen_format
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.incomplete import IncompleteSamples
+from activation_extraction.store.metadata import check_own
+from activation_extraction.store.ownership import Ownership
+from activation_extraction.store.plan import Planner, StoragePlan
+from activation_extraction.store.reasons import reason_of
+from activation_extraction.store.resume import ResumePlanner
+from activation_extraction.store.run_record import RunRecord, Sources
+from activation_extraction.store.shard import DocId, Key, SampleRow
+from activation_extraction.store.shard_cutter import ShardCutter
+from activation_extraction.store.shard_writer import ShardWriter
+from activation_extraction.store.totals import Totals
+from activation_extraction.text.batch import Batch, Cursor
+
+GIGABYTE = 10**9
+
+
+class State(Enum):
+    """FOUND: it is known what is stored, and nothing has been written. OPEN: this process holds the
+    folder. CLOSED: it has given the folder up for good."""
+
+    FOUND = auto()
+    OPEN = auto()
+    CLOSED = auto()
+
+
+class ActivationStorage:
+    """Writes activations to shards in a folder. It is a context manager.
+
+    hooks: key of the hook in the shards (layer number or hook name) -> the hook's full name.
+    A sample is complete when it has an activation for every key; samples must become complete in
+    ascending order. `shard_size_gb` counts the activations' bytes before compression; a shard
+    holds at least one sample. shard_format: "pickle", which `compress` gzips, or "safetensors".
+    metadata.json records `metadata`, and also `hook_facts`: key of a hook -> what else is known of
+    it, such as its width.
+
+    An extraction that the folder or the bucket already holds is continued if its `identity` is the
+    same: `cursor` says where, and samples that are stored already are skipped. With `overwrite` it
+    is deleted instead. A `planner` may ask for something else, such as a repair. The constructor
+    only reads. The first to write is `open`, which is called on entering the context, or else by
+    the first sample.
+
+    sources: the files that the samples come from, which metadata.json lists. remote: this host's
+    folder in a bucket; shards then count as stored only once they are there.
+    delete_local: delete shard files after their upload; their JSON files stay.
+
+    Leaving the context commits what is complete, even after an exception or Ctrl-C; metadata.json
+    then says "interrupted", or "failed" if a shard could not be committed. Raises InputError if the
+    folder holds something else, and StorageError at the next call after writing or uploading
+    failed.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        hooks: Mapping[Key, str],
+        shard_size_gb: float = 1.0,
+        shard_format: str = "pickle",
+        compress: bool = True,
+        overwrite: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        identity: Identity | None = None,
+        max_samples: int | None = None,
+        remote: Folder | None = None,
+        delete_local: bool = True,
+        hook_facts: Mapping[Key, Mapping[str, Any]] | None = None,
+        planner: Planner | None = None,
+        sources: Sources | None = None,
+    ) -> None:
+        self.folder = Path(output_dir)
+        self._remote = remote
+        self._names = dict(hooks)
+        self._limit = shard_size_gb * GIGABYTE
+        self._overwrite = overwrite
+        self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
+        self._max_samples = max_samples
+        self.format = chosen_format(shard_format, compress)
+        check_output_dir(self.folder)
+        if overwrite:
+            for place in filter(None, (self._local, remote)):
+                check_own(place)
+        owner = uuid.uuid4().hex
+        self._local_ownership = Ownership(self._local, owner)
+        self._ownership = None if remote is None else Ownership(remote, owner)
+        self._writer = ShardWriter(
+            self._local_ownership,
+            self._ownership,
+            self._names,
+            self.format,
+            delete_local,
+            self._identity.run,
+            sources,
+            lambda: self._write_record("running"),
+        )
+        facts = hook_facts or {}
+        self._record = RunRecord(
+            self._local_ownership,
+            self._ownership,
+            {key: {"key": key, "name": hooks[key], **facts.get(key, {})} for key in hooks},
+            self._identity,
+            max_samples,
+            owner,
+            sources,
+            metadata or {},
+        )
+        self._planner = planner or ResumePlanner(
+            self._local,
+            remote,
+            self._identity,
+            max_samples,
+            delete_local,
+            more_rows=sources is not None and sources.grown,
+        )
+        self._follow(StoragePlan() if overwrite else self._planner.look())
+        self._incomplete = IncompleteSamples(self._names)
+        self._state = State.FOUND
+
+    def _follow(self, plan: StoragePlan) -> None:
+        self.plan = plan
+        self._record.recorded = plan.recorded
+        uploaded = [commit for commit in plan.commits if commit.number not in plan.waiting]
+        self._writer.begin(plan.outline, uploaded, plan.expected)
+        self.totals.count_rows(plan.skipped_rows, plan.empty_rows)
+        stride = self._identity.total_machines * self._identity.num_hosts
+        self._cutter = ShardCutter(
+            self._writer,
+            list(self._names),
+            self._limit,
+            self.format.text_bytes,
+            not self._identity.every_token,
+            plan,
+            stride,
+            self.place.url,
+        )
+
+    @property
+    def _local(self) -> Folder:
+        return Folder(str(self.folder))
+
+    @property
+    def place(self) -> Folder:
+        """The folder that counts: the one in the bucket, if there is one."""
+        return self._remote or self._local
+
+    @property
+    def totals(self) -> Totals:
+        """What is stored, including earlier runs."""
+        return self._writer.totals
+
+    @property
+    def made(self) -> list[Commit]:
+        """The shards that this process has stored."""
+        return self._writer.made
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """Where the stream of samples has to continue; None at its beginning."""
+        return self._cutter.cursor
+
+    @property
+    def complete(self) -> bool:
+        """Whether an earlier run computed everything; some of it may still wait for its upload."""
+        return self.plan.complete
+
+    @property
+    def found_samples(self) -> int:
+        """Samples of earlier runs, including those that still wait for their upload."""
+        return self.plan.samples
+
+    @property
+    def found_tokens(self) -> int:
+        """The tokens in `found_samples`."""
+        return self.plan.tokens
+
+    @property
+    def max_samples(self) -> int | None:
+        """The most samples to store; in a repair, the limit of the run itself."""
+        recorded = self.plan.recorded or {}
+        return recorded.get("max_samples", self._max_samples)
+
+    def open(self) -> None:
+        """Takes the folder: deletes what `overwrite` says, and starts missing uploads.
+
+        Does nothing if it is open already, or if nothing is left to do. `cursor` and `complete` may
+        change, because another process may have written until now. Raises StorageError, and
+        RunError if another process is writing to the folder.
+        """
+        if self._state is not State.FOUND or self.plan.settled:
+            return
+        self._record.begin()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._local_ownership.lock()
+            if self._overwrite:
+                self._local_ownership.clear()
+                if self._ownership is not None:
+                    self._ownership.clear()
+            elif not self._take_over():
+                return self._local_ownership.unlock()
+            self._state = State.OPEN
+            self._begin_writing()
+        except OSError as error:
+            raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
+
+    def _take_over(self) -> bool:
+        """Looks again until nobody writes between looking and taking; False if all is settled."""
+        while True:
+            self._follow(self._planner.look_again(self.plan))
+            if self.plan.settled:
+                return False
+            plan, ownership = self.plan, self._ownership
+            if ownership is None or ownership.claim(plan):
+                return True
+
+    def _begin_writing(self) -> None:
+        self._write_metadata("running")  # first of all: a folder without it is refused
+        if not self._overwrite:
+            self._record.fetch_metrics()
+        for folder, name in self.plan.obsolete:
+            folder.remove(name)
+        for commit in self.plan.commits:
+            if commit.number in self.plan.waiting:
+                self._writer.upload(commit)
+
+    def __enter__(self) -> "ActivationStorage":
+        self.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.finalize(complete=error is None)
+        except StorageError:
+            if not isinstance(error, StorageError):
+                raise
+
+    def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> int:
+        """Adds those samples of a batch that are not stored yet; returns how many they are.
+
+        activations: key of every hook -> (B, T, width), or (tokens, width) of the batch's kept
+        tokens; the arrays are kept, not copied, until their shard is written. Raises StorageError
+        as soon as anything in the background fails.
+        """
+        self._writer.check()
+        self.open()
+        self._cutter.cursor = batch.cursor
+        added = 0
+        for placed, (where, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
+            sample = placed.sample
+            if self._cutter.is_beyond(sample.sample_idx):
+                self._cutter.end_range()
+                return added
+            if self._cutter.wants(sample.sample_idx):
+                row = SampleRow(
+                    sample.sample_idx,
+                    sample.token_ids[positions],
+                    positions,
+                    sample.text_preview,
+                    sample.doc_id,
+                    sample.row,
+                    sample.cut,
+                )
+                self._check_next(sample.sample_idx)
+                self._cutter.add(row, {key: activations[key][where] for key in self._names})
+                added += 1
+        self._cutter.cursor = batch.next_cursor
+        return added
+
+    def add_activation(
+        self,
+        layer_idx: Key,
+        activation: np.ndarray,
+        sample_idx: int,
+        text_preview: str,
+        token_ids: np.ndarray | None = None,
+        doc_id: DocId = None,
+        row: Mapping[str, Any] | None = None,
+        cut: int = 0,
+    ) -> None:
+        """Adds one sample's activation (tokens, width) at one hook.
+
+        The array is kept, not copied, until its shard is written. What else is known of the sample
+        (see SampleRow) is taken from its first hook. Raises KeyError for an unknown hook, and
+        ValueError for a sample that is out of order, given twice or not two-dimensional, that
+        follows a complete extraction, or that lacks the token ids which safetensors need.
+        """
+        self.open()
+        if layer_idx not in self._names:
+            raise KeyError(f"hook {layer_idx!r} is not one of {list(self._names)}")
+        activation = np.asarray(activation)
+        if activation.ndim != 2 or (token_ids is not None and len(token_ids) != len(activation)):
+            raise ValueError(
+                f"sample {sample_idx}: the activation has shape {activation.shape}, expected "
+                "(tokens, width) with as many tokens as there are token ids"
+            )
+        if token_ids is None and self.format is SAFETENSORS:
+            raise ValueError(f"sample {sample_idx}: has no token ids, and safetensors need them")
+        self._check_next(sample_idx)
+        ids = None if token_ids is None else np.asarray(token_ids, np.int32)
+        positions = np.arange(len(activation), dtype=np.int32)
+        sample = SampleRow(int(sample_idx), ids, positions, text_preview, doc_id, row, cut)
+        sample, slices = self._incomplete.add(layer_idx, activation, sample)
+        if len(slices) == len(self._names):
+            self._cutter.add(sample, slices)
+
+    def _check_next(self, sample_idx: int) -> None:
+        """Raises ValueError for a sample that cannot follow those that are stored."""
+        if sample_idx <= self._cutter.last_sample:
+            raise ValueError(f"sample {sample_idx}: given twice or out of order")
+        if self._cutter.done:
+            raise ValueError(f"sample {sample_idx}: {self.folder} holds a complete extraction")
+
+    def gauges(self) -> dict[str, Any]:
+        """What is stored and what is on its way, for metrics."""
+        return self._writer.gauges()
+
+    def record(self, metrics: dict[str, Any]) -> None:
+        """Appends a line to metrics.jsonl, beside the shards. Raises StorageError.
+
+        Does nothing in a repair, because the file is about the run itself.
+        """
+        if self.plan.recorded is None:
+            self._record.add_metrics(metrics)
+
+    def finalize(self, complete: bool = True, skipped_rows: int = 0, empty_rows: int = 0) -> None:
+        """Commits every complete sample and metadata.json, and waits until all is stored.
+
+        complete: False if the run ends before its data does. skipped_rows, empty_rows: how many in
+        all, if there are more than the cursors count. Calling this again does nothing. Raises
+        ValueError, after committing, if a complete run leaves a sample incomplete.
+        """
+        if self._state is State.FOUND:
+            self.open()
+        if self._state is not State.OPEN:
+            return self.close()
+        complete = complete or self.plan.complete
+        self.totals.count_rows(skipped_rows, empty_rows)
+        self._state = State.CLOSED
+        done = False
+        try:
+            self._cutter.finish(complete)
+            self._writer.wait()
+            if self._ownership is not None:
+                self._ownership.check()
+                self._ownership.release()
+            if complete and self.plan.recorded is not None:
+                self._recount()
+            self._write_metadata("complete" if complete else "interrupted", ending=complete)
+            done = True
+        except OSError as error:
+            raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
+        except RunError:
+            with suppress(OSError):
+                self._write_record("failed", upload=False)
+            raise
+        finally:  # after a second Ctrl-C or a failure, nothing waits for uploads
+            self.close(patient=done)
+        if complete:
+            self._incomplete.check_none()
+
+    def close(self, patient: bool = False) -> None:
+        """Gives up the folder and the threads; what is not committed is lost."""
+        self._state = State.CLOSED
+        self._writer.close(patient)
+        self._local_ownership.unlock()
+
+    def _recount(self) -> None:
+        """After a repair: adds up all shards in their order, as the run itself did."""
+        every = [*self.plan.commits, *self.made]
+        self._writer.count(sorted(every, key=lambda commit: commit.number))
+
+    def _write_metadata(self, status: str, ending: bool = False) -> None:
+        self._write_record(status, ending)
+        self._writer.upload_metrics()
+
+    def _write_record(self, status: str, ending: bool = False, upload: bool = True) -> None:
+        self._record.write(status, self.totals, self._writer.outline, ending, upload)
