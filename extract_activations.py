@@ -29,7 +29,7 @@ import numpy as np
 from activation_extraction.cli.config import Config, parse_args
 from activation_extraction.cli.console import Clock, Progress, log, start_logging, stop_on_signals
 from activation_extraction.common.errors import RunError, exit_status
-from activation_extraction.common.visible import say, say_error
+from activation_extraction.common.visible import counted, say, say_error
 from activation_extraction.inspect.look import look
 from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
@@ -101,8 +101,8 @@ def run(config: Config) -> int:
         except RunError as error:
             totals = job.storage.totals
             raise RunError(
-                f"{error}. Stored in {job.where}: {totals.shards} shard(s), {totals.samples} "
-                f"samples",
+                f"{error}. Stored in {job.where}: {counted(totals.shards, 'shard')}, "
+                f"{counted(totals.samples, 'sample')}",
                 remedy=error.remedy or remedy,
             ) from error
         print_summary(job, clock, complete, config.verbose)
@@ -131,6 +131,12 @@ def compute(config: Config, job: Job, clock: Clock, watchdog: Watchdog) -> tuple
         except KeyboardInterrupt:  # the second Ctrl-C: do not wait for uploads
             job.storage.close()
             raise
+        if stopped() and (left := job.storage.bytes_waiting):
+            log.info(
+                "stopping; %.2f GB wait to be stored, in order; what is not stored when this "
+                "process is killed is computed again",
+                left / 1e9,
+            )
         with device_errors():
             finish(job, clock, steps.complete, steps.failure)
         return steps.complete, stopped()
@@ -152,9 +158,9 @@ def start_together(job: Job, overwrite: bool) -> tuple[Step, Job]:
         storage.open()
         if (storage.cursor, storage.complete) != found:
             log.info(
-                "another process has written to %s in the meantime; %s samples are stored there",
+                "another process has written to %s in the meantime; stored there: %s",
                 job.where,
-                f"{storage.found_samples:,}",
+                counted(storage.found_samples, "sample"),
             )
             job = job.with_text_reopened()
     except Exception as error:  # whatever it is, the other hosts must not wait for this one

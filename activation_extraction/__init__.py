@@ -5,22 +5,29 @@ extract_activations.py, beside this package, is the story of a run. The folders 
 `store` wrote, and `inspect` looks at it; `cli` is what the user types and sees; `common` is below
 everything. Each folder's `__init__.py` names the files to begin with.
 
-`ActivationDataset` reads what a run has stored. It is imported when it is first used, so importing
-this package costs nothing, and reading needs neither JAX nor PyTorch.
+`ActivationDataset` reads what a run has stored, and `ActivationStorage` stores activations, also
+those of another program. They are imported when they are first used, so importing this package
+costs nothing; neither needs JAX or PyTorch.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from activation_extraction.dataset.dataset import ActivationDataset
+    from activation_extraction.store.options import StorageOptions
+    from activation_extraction.store.storage import ActivationStorage
 
-__all__ = ["ActivationDataset"]
+__all__ = ["ActivationDataset", "ActivationStorage", "StorageOptions"]
+HOMES = {
+    "ActivationDataset": "dataset.dataset",
+    "ActivationStorage": "store.storage",
+    "StorageOptions": "store.options",
+}
 __version__ = "0.1.0"  # of the package, too: pyproject.toml reads it here
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from activation_extraction.dataset import dataset
-
-    return getattr(dataset, name)
+    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)

@@ -33,7 +33,9 @@ from activation_extraction.inspect.verify import verify
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.options import StorageOptions
 from activation_extraction.store.pickle_file import read_records
+from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.sealed_json import seal, unseal
 from activation_extraction.store.storage import ActivationStorage
 from benchmarks.processes import ROOT
@@ -55,17 +57,18 @@ def make_run(folder: Path, shard_format: str) -> None:
     with ActivationStorage(
         folder,
         HOOKS,
-        identity=Identity(
+        StorageOptions(shard_size_gb=4e-6, shard_format=shard_format),
+        Identity(
             model_digest="0" * 64, data="files", data_revision="1" * 64, max_seq_length=32,
             dtype="float32", activation_dtype="float32",
         ),
-        metadata={
-            "model": {"hidden_size": WIDTH, "vocab_size": VOCABULARY}, "backend": "cpu",
-            "configuration": {"model_path": "m", "batch_size": 2}, "versions": {"numpy": "2"},
-        },
-        hook_facts={key: {"width": WIDTH} for key in HOOKS},
-        shard_size_gb=4e-6,
-        shard_format=shard_format,
+        facts=RunFacts(
+            {
+                "model": {"hidden_size": WIDTH, "vocab_size": VOCABULARY}, "backend": "cpu",
+                "configuration": {"model_path": "m", "batch_size": 2}, "versions": {"numpy": "2"},
+            },
+            {key: {"width": WIDTH} for key in HOOKS},
+        ),
     ) as storage:  # fmt: skip
         for index in range(10):
             ids = np.arange(10, dtype=np.int32)

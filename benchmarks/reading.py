@@ -1,10 +1,10 @@
 """Reading alone: `python -m benchmarks.reading`. Needs PyTorch, as the tests do.
 
 It stores a run of 14 hooks in both formats and reads it back while the page cache is warm. It
-prints MB/s of activations, by the clock and per second of a core:
+prints GB/s of activations, by the clock and per second of a core:
 
 - shuffled batches of all hooks from safetensors, with the default buffer of 64 batches and with
-  one of 4, beside a copy in memory by one thread, and by two, as two threads copy what is read;
+  one of 4, beside a copy in memory;
 - shuffled batches of all hooks from gzip pickles, beside isal's decompression alone, beside that
   and the sha256 of the same files, and beside `pickle.load(gzip.open(...))`;
 - one hook of the 14: from safetensors, from one torch.save file per sample, and from a `datasets`
@@ -26,7 +26,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -41,8 +40,9 @@ from activation_extraction import ActivationDataset
 from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.dataset import shard_readers
 from activation_extraction.dataset.dataset import BUFFER_BATCHES
-from activation_extraction.dataset.shared_work import THREADS
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.options import StorageOptions
+from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from benchmarks.processes import machine
 
@@ -56,7 +56,7 @@ SIZES = np.random.default_rng(0).lognormal(0.0, 0.5, WIDTH).astype(np.float32)
 
 
 class Rate(NamedTuple):
-    """MB per second, and per second of a core."""
+    """GB per second, and per second of a core."""
 
     clock: float
     core: float
@@ -78,13 +78,9 @@ def store(folder: Path, shard_format: str, samples: int) -> None:
     )
     facts: dict[int | str, dict[str, Any]] = {key: {"width": WIDTH} for key in NAMES}
     token_ids = np.arange(LENGTH, dtype=np.int32)
+    options = StorageOptions(shard_size_gb=0.1, shard_format=shard_format)
     with ActivationStorage(
-        folder,
-        NAMES,
-        shard_size_gb=0.1,
-        shard_format=shard_format,
-        identity=identity,
-        hook_facts=facts,
+        folder, NAMES, options, identity, facts=RunFacts(hooks=facts)
     ) as storage:
         for sample in range(samples):
             values = values_of(sample)
@@ -120,20 +116,16 @@ def read_on(
 ) -> Iterator[int]:
     """Yields once all memory has been used, as in a long pass: memory that is used for the first
     time is slow. So is memory that a virtual machine has not used for some seconds, the page cache
-    too: everything is read once before. Then reads the rest, and yields its bytes."""
+    too: everything is read once before. Then reads on, and yields the bytes. It ends one window
+    before the end, so that as much is read ahead at the end as was at the beginning."""
     read_batches(dataset, shuffle, buffer)
     batches = dataset.batches(BATCH, shuffle=shuffle, buffer=buffer)
-    for _ in range(2 * buffer // BATCH):
-        next(batches)  # not kept: whoever holds batches gets copies
+    first, last = buffer // BATCH, (dataset.tokens - buffer // 2) // BATCH
+    for _ in range(first):
+        next(batches)
     yield 0
     row = sum(dataset.hooks.values()) * dataset.dtype.itemsize
-    yield sum(len(batch) for batch in batches) * row
-
-
-def copy_by_threads(target: np.ndarray, source: np.ndarray) -> None:
-    with ThreadPoolExecutor(THREADS) as pool:
-        parts = np.array_split(target, THREADS), np.array_split(source, THREADS)
-        list(pool.map(np.copyto, *parts))
+    yield sum(len(next(batches)) for _ in range(first, last)) * row
 
 
 def read_torch_files(folder: Path) -> None:
@@ -202,11 +194,11 @@ def measure(root: Path, samples: int, rounds: int) -> Rates:
     every, single = ActivationDataset(tensors), ActivationDataset(tensors, [ONE])
     pickled = ActivationDataset(pickles)
 
-    def copied(action: Callable[..., object]) -> Iterator[int]:
+    def copied() -> Iterator[int]:
         """As in `read_on`, all memory has just been used."""
-        action(target, source)
+        np.copyto(target, source)
         yield 0
-        action(target, source)
+        np.copyto(target, source)
         yield target.nbytes
 
     def whole(size: int, action: Callable[..., object], *arguments: Any) -> Iterator[int]:
@@ -215,8 +207,7 @@ def measure(root: Path, samples: int, rounds: int) -> Rates:
         yield size
 
     actions: dict[str, Callable[[], Iterator[int]]] = {
-        "memory copy": lambda: copied(np.copyto),
-        "memory copy, two threads": lambda: copied(copy_by_threads),
+        "memory copy": copied,
         "safetensors, shuffled": lambda: read_on(every),
         "safetensors, small buffer": lambda: read_on(every, 0, SMALL_BUFFER),
         "safetensors, in order": lambda: read_on(every, None),
@@ -237,17 +228,17 @@ def measure(root: Path, samples: int, rounds: int) -> Rates:
 
 
 def timed(steps: Iterator[int]) -> Rate:
-    """MB per second, and per second of a core, of what follows the first step."""
+    """GB per second, and per second of a core, of what follows the first step."""
     next(steps)
     clock, core = time.perf_counter(), time.process_time()
     size = next(steps)
     seconds = time.perf_counter() - clock, time.process_time() - core
-    return Rate(size / seconds[0] / 1e6, size / seconds[1] / 1e6)
+    return Rate(size / seconds[0] / 1e9, size / seconds[1] / 1e9)
 
 
-def medians(rates: Rates) -> dict[str, dict[str, int]]:
+def medians(rates: Rates) -> dict[str, dict[str, float]]:
     return {
-        name: {by: round(statistics.median(getattr(rate, by) for rate in each)) for by in BY}
+        name: {by: round(statistics.median(getattr(rate, by) for rate in each), 3) for by in BY}
         for name, each in rates.items()
     }
 
@@ -276,16 +267,13 @@ def main() -> None:
         rates = measure(root, arguments.samples, arguments.rounds)
         touched = touched_share(root / "safetensors")
     typical = medians(rates)
-    print("  MB/s  MB/s of a core")
+    print("  GB/s  GB/s of a core")
     for name, rate in typical.items():
-        print(f"{rate['clock']:>6,} {rate['core']:>6,}  {name}")
+        print(f"{rate['clock']:>6.2f} {rate['core']:>6.2f}  {name}")
     result = {
-        "mb_per_second": typical,
+        "gb_per_second": typical,
         "shuffled_of_memory_copy": shares(rates, "safetensors, shuffled", "memory copy"),
         "small_buffer_of_memory_copy": shares(rates, "safetensors, small buffer", "memory copy"),
-        "shuffled_of_copy_by_two": shares(
-            rates, "safetensors, shuffled", "memory copy, two threads"
-        ),
         "gzip_pickles_of_isal": shares(rates, "gzip pickles, shuffled", "isal alone"),
         "isal_and_sha256_of_isal": shares(rates, "isal and sha256", "isal alone"),
         "one_hook_touched": touched,

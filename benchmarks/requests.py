@@ -30,6 +30,7 @@ from activation_extraction.inspect.status_table import show_status
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import METADATA, read_stored
+from activation_extraction.store.options import StorageOptions
 from activation_extraction.store.outline import Outline
 from activation_extraction.store.paths import HostFolder
 from activation_extraction.store.sealed_json import seal, unseal
@@ -43,8 +44,8 @@ HOOKS: dict[int | str, str] = {n: f"blocks.{n}.hook_resid_post" for n in range(1
 
 def storage_in(folder: str, overwrite: bool = False) -> ActivationStorage:
     """Shards of one sample, uploaded to the bucket."""
-    remote = Folder(ROOT).child(NAME)
-    return ActivationStorage(folder, HOOKS, 1e-9, overwrite=overwrite, remote=remote)
+    options = StorageOptions(shard_size_gb=1e-9, overwrite=overwrite)
+    return ActivationStorage(folder, HOOKS, options, remote=Folder(ROOT).child(NAME))
 
 
 def fill(bucket: Bucket, shards: int, outline: bool) -> None:

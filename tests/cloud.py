@@ -40,9 +40,9 @@ def end(number, _):
     print("stored", flush=True)
     os._exit(128 + number)
 signal.signal(signal.SIGTERM, end)
-who = os.environ.get("HOST_ID", "0")
+who, xla = os.environ.get("HOST_ID", "0"), os.environ.get("XLA_FLAGS")
 with open(root / "jobs.jsonl", "a") as file:
-    file.write(json.dumps(dict(who=who, argv=sys.argv[1:], cwd=os.getcwd())) + "\\n")
+    file.write(json.dumps(dict(who=who, argv=sys.argv[1:], cwd=os.getcwd(), xla=xla)) + "\\n")
 print("working as", who, flush=True)
 while not (root / "finish").exists():
     time.sleep(0.02)
@@ -94,6 +94,7 @@ class Cloud:
         self.script(self.job, JOB.format(python=sys.executable, root=root))
         self.python = python or str(self.job)
         variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+        variables |= {"XLA_FLAGS": os.environ["XLA_FLAGS"]}
         (root / "settings.json").write_text(json.dumps({"variables": variables}))
         for name in ("docker", "gcloud"):
             text = (

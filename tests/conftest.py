@@ -77,6 +77,7 @@ from jax._src import compiler
 from tiny_models import OPTIMIZED, QUICK_REFERENCE, TINY
 from tokenizers import Tokenizer
 
+from activation_extraction.common.retries import take_over_gcsfs_log
 from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo
@@ -232,6 +233,9 @@ def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) ->
             parameter.add_(torch.randn_like(parameter), alpha=noise)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return Reference(model, folder)
+
+
+take_over_gcsfs_log()  # as the command line does when it starts
 
 
 @pytest.fixture

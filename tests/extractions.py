@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from storages import open_storage
 
 from activation_extraction.store.atomic_file import write_atomically
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.pickle_file import gzip_records, pickle_records
 from activation_extraction.store.sealed_json import seal, unseal
-from activation_extraction.store.statistics import Statistics, Sums
+from activation_extraction.store.statistics import Statistics, Sums, Tokens
 from activation_extraction.store.statistics_file import pack_sums, statistics_name
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample
@@ -70,7 +70,7 @@ def open_part(root: Path, *part: int, identity: dict | None = None, **options: A
         "shard_size_gb": 4e-6,
         "hook_facts": {key: {"width": HIDDEN} for key in HOOKS},
     }
-    return ActivationStorage(
+    return open_storage(
         root / folder_name(*part),
         HOOKS,
         identity=replace(identity_of(*part), **(identity or {})),
@@ -125,8 +125,9 @@ def replace_shard(folder: Path, number: int, data: bytes, unpacked: int | None =
 
 def write_records(path: Path, records: Any, compress: bool = True) -> str:
     """Writes a pickled shard of any records; returns its sha256."""
-    write = gzip_records if compress else pickle_records
-    return write_atomically(path, lambda file: write(records, file))["sha256"]
+    data = pickle.dumps(records, protocol=4)
+    data = gzip.compress(data, 1, mtime=0) if compress else data
+    return write_atomically(path, lambda file: file.write(data))
 
 
 def write_sums(folder: Path, number: int, shard: Any) -> None:
@@ -141,7 +142,7 @@ def write_sums(folder: Path, number: int, shard: Any) -> None:
             each = record["activation"]
             positions = record.get("positions", np.arange(len(each)))
             if each.shape[1] == of_hook.sums.shape[1] and len(positions) == len(each):
-                of_hook.add(each, positions)
+                of_hook.add([each], Tokens([positions]))
     data = pack_sums(sums)
     (folder / statistics_name(number)).write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()

@@ -1,10 +1,13 @@
 """A Google Cloud Storage that misbehaves: the emulator of gcp-storage-emulator behind a proxy.
 
 The proxy forwards each request, or fails it in one of the ways in which networks and stores fail.
-It adds what the emulator lacks: generation preconditions, and listings in pages of 1,000 names.
+It adds what the emulator lacks: generation preconditions, also of the XML API's uploads, and
+listings in pages of 1,000 names.
 `Bucket` is one bucket behind it and what a client needs in its environment to reach it.
 """
 
+import hashlib
+import http
 import http.client
 import json
 import os
@@ -161,9 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if fault is not None and fault.isdigit():
-            self._answer(
-                int(fault), [], b'{"error": {"code": %s, "message": "no"}}' % fault.encode()
-            )
+            self._answer(int(fault), [], self._error(int(fault), "no"))
             return
         if fault == "reset":
             self._reset()
@@ -179,11 +180,17 @@ class _Handler(BaseHTTPRequestHandler):
         bucket.before(self.command, name)
         with bucket.writing if self.command in MUTATIONS else nullcontext():
             expected = query.get("ifGenerationMatch", [None])[0]
+            expected = self.headers.get("x-goog-if-generation-match", expected)
             kept: list[tuple[str, str]] = []
             if expected is not None and bucket.generation(name) != expected:
-                status, content = 412, b'{"error": {"code": 412, "message": "changed"}}'
+                status, content = 412, self._error(412, "changed")
             else:
                 status, kept, content = self._forward(bucket, body)
+                if self._xml and status == 200:
+                    tag = f'"{hashlib.md5(body).hexdigest()}"'
+                    kept += [("ETag", tag), ("x-goog-generation", bucket.generation(name))]
+                elif self._xml:
+                    content = self._error(status, "no such bucket")
             bucket.after(self.command, name, status)
         for location in (value for key, value in kept if key == "Location"):
             bucket.uploads[parse_qs(urlsplit(location).query)["upload_id"][0]] = name
@@ -210,6 +217,17 @@ class _Handler(BaseHTTPRequestHandler):
         skipped = {"content-length", "transfer-encoding", "connection", "date", "server"}
         kept = [(k, v) for k, v in response.getheaders() if k.lower() not in skipped]
         return response.status, kept, content
+
+    @property
+    def _xml(self) -> bool:
+        return _names_object(self.path)
+
+    def _error(self, status: int, message: str) -> bytes:
+        """The body of an answer, in the language of the API that the request belongs to."""
+        if not self._xml:
+            return json.dumps({"error": {"code": status, "message": message}}).encode()
+        code = http.HTTPStatus(status).phrase.replace(" ", "")
+        return f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
 
     do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = _serve
 
@@ -254,9 +272,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
 
+def _names_object(path: str) -> bool:
+    """Whether a path is one of the XML API, /bucket/object."""
+    return not path.startswith(("/storage/", "/upload/", "/download/", "/batch/"))
+
+
 def _object(path: str, body: bytes) -> str:
     """The name of the object that a request is about; "" for a bucket and for listings."""
     url = urlsplit(path)
+    if _names_object(path):
+        return unquote(url.path.lstrip("/").partition("/")[2])
     query = parse_qs(url.query)
     if "name" in query:
         return query["name"][0]

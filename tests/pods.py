@@ -1,21 +1,34 @@
 """Several real processes as one run, as on a TPU pod, and what one process stores instead."""
 
 import gzip
+import json
 import os
 import pickle
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import forks
 import numpy as np
 import pyarrow.parquet
 import pytest
+from command_line import records_of
+from test_model import INDICES, every_hook, load, rounding_of
 
 import extract_activations
+from activation_extraction.text.packing import pack, samples_of
+from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
-ROUNDING = 1e-5  # of the RMS of residual streams, through the few layers of the demo's model
 SCRIPT = Path(extract_activations.__file__)
+
+
+class Alone(NamedTuple):
+    """What one process with one device stores, and how far others may be from it by rounding."""
+
+    values: Mapping[tuple[Any, str], np.ndarray]  # (key, doc_id) -> activation
+    allowed: Mapping[Any, float]  # by key
 
 
 class Pod:
@@ -72,10 +85,17 @@ class Pod:
     def text(self, host):
         return self.logs[host].read_text(errors="replace")
 
-    def wait_for(self, path, seconds=300):
+    def wait_for(self, path):
         """Until a file is there."""
+        self.wait_until(path.exists)
+
+    def wait_for_words(self, host, words):
+        """Until a host has printed them."""
+        self.wait_until(lambda: words in self.text(host))
+
+    def wait_until(self, condition, seconds=300):
         deadline = time.monotonic() + seconds
-        while not path.exists():
+        while not condition():
             assert time.monotonic() < deadline, [self.text(i) for i in self.processes]
             time.sleep(0.02)
 
@@ -121,31 +141,45 @@ def first_documents(demo_inputs, path, count):
 
 
 def stored_alone(demo_inputs, out, hooks, *more):
-    """What one process with one device stores: (key, doc_id) -> activation."""
+    """What one process with one device stores."""
     flags = flags_for(demo_inputs, out, "--overwrite", "--no_data_parallel", *more, hooks=hooks)
     assert extract_activations.main([str(flag) for flag in flags]) == 0
-    return records_of(out)
+    return alone_of(out, demo_inputs / "model")
 
 
-def records_of(folder):
-    """(key, doc_id) -> activation."""
-    return {
-        (layer, record["doc_id"]): record["activation"]
-        for path in folder.glob("shard_*.pkl.gz")
-        for layer, records in pickle.load(gzip.open(path)).items()
-        for record in records
-    }
+def alone_of(folder, model_folder):
+    """What a run has stored with one device."""
+    every = records_of(folder).items()
+    values = {(key, r["doc_id"]): r["activation"] for key, records in every for r in records}
+    return Alone(values, rounding_of_run(folder, model_folder))
 
 
-def check_union(output, alone, folders, tolerance=ROUNDING):
-    """Every document once, with the values that one device gives. tolerance: of their RMS."""
+def rounding_of_run(folder, model_folder):
+    """Key -> how far other values may be from those that a run has stored, of all tokens.
+
+    That of the first samples, which the others are like.
+    """
+    facts = json.loads((folder / "metadata.json").read_text())["hooks"]
+    names = {hook["name"]: hook["key"] for hook in facts}
+    ids = [record["token_ids"] for record in records_of(folder)[facts[0]["key"]]]
+    batch = next(pack(samples_of(ids), rows=16, length=max(map(len, ids))))
+    config = FAMILIES.read(model_folder / "config.json")[1]
+    hooks = [h for h in every_hook(config) if h.name in names or h.name.endswith(INDICES)]
+    model = create_model_with_hooks(config, hooks)
+    arrays = batch.token_ids, batch.segment_ids, batch.positions
+    allowed = rounding_of(model, load(model, model_folder), *arrays)
+    return {key: allowed[name] for name, key in names.items()}
+
+
+def check_union(output, alone, folders):
+    """Every document once, with the values that one device gives."""
     found = stored(output)
     assert {folder for folder, _ in found} == folders
-    for layer in {key for key, _ in alone}:
+    for layer, allowed in alone.allowed.items():
         records = [r for (_, at), part in found.items() if at == layer for r in part]
         assert len({r["sample_idx"] for r in records}) == len(records)
-        assert sorted(r["doc_id"] for r in records) == sorted(d for at, d in alone if at == layer)
+        expected = {doc_id: value for (at, doc_id), value in alone.values.items() if at == layer}
+        assert sorted(r["doc_id"] for r in records) == sorted(expected)
         for record in records:
-            expected = alone[layer, record["doc_id"]]
-            error = np.abs(record["activation"] - expected).max()
-            assert error / np.sqrt(np.mean(np.square(expected))) < tolerance
+            error = np.abs(record["activation"] - expected[record["doc_id"]]).max()
+            assert error <= allowed, f"{layer}: {error:.2e} is more than {allowed:.2e}"

@@ -55,3 +55,24 @@ def assert_within_rounding(
     error = np.abs(np.asarray(got) - function(arrays)[""]).max()
     allowed = allowed_errors(function, arrays, terms)[""]
     assert error <= allowed, f"{error:.2e} is more than {allowed:.2e}"
+
+
+def assert_rounded_alike(got: Any, other: Any, exact: Any, what: str = "") -> None:
+    """Asserts that `got` is as close to `exact` as `other` is, which rounds as much on the way.
+
+    Arrays (..., width); the rows before the last axis are rounded independently.
+
+    Rounding to the nearest changes a number with significand m, from 1 to 2, by up to u / m of it,
+    u = 2^-8 in bfloat16: by u / (sqrt(3) m) in the root mean square. Numbers of many sizes have
+    significands of density 1 / (m ln 2), and so the mean of 1 / m^2 is 3 / (8 ln 2) for what is
+    rounded in `other`. At the scale at which `got` has them it may be 1, and its squared errors
+    8 ln 2 / 3 times as large. Chance adds up to five standard errors of the difference of the two
+    means, by the errors of `other`, so that a wrong formula does not excuse itself.
+    """
+    exact = np.asarray(exact, np.float64)
+    ours, theirs = (
+        np.square(np.asarray(x, np.float64) - exact).mean(axis=-1) for x in (got, other)
+    )
+    chance = 5 * theirs.std() * (2 / theirs.size) ** 0.5
+    allowed = 8 * np.log(2) / 3 * (theirs.mean() + chance)
+    assert ours.mean() <= allowed, f"{what}: {ours.mean():.2e} is more than {allowed:.2e}"

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import ml_dtypes  # noqa: F401  # gives NumPy its bfloat16
 import numpy as np
 from extractions import edit, identity_of
+from storages import open_storage
 
 from activation_extraction.cli.output_flags import SHARD_FORMATS
-from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.workers import Worker
 
 HOOKS = {
@@ -54,7 +54,7 @@ def store(
     """
     machine, host, machines, hosts = part
     name = f"machine_{machine:03d}" + (f"_host_{host:02d}" if hosts > 1 else "")
-    storage = ActivationStorage(
+    storage = open_storage(
         root / name if machines * hosts > 1 else root,
         hooks,
         identity=replace(

@@ -2,10 +2,12 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from storages import open_storage
 
 from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.common.errors import RunError, StorageError
@@ -14,7 +16,6 @@ from activation_extraction.run import demo
 from activation_extraction.store.formats import chosen_format
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.sealed_json import seal
-from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.files import open_files
 from activation_extraction.text.packing import pack
@@ -70,7 +71,7 @@ def run(byte_tokenizer, rows, shard_format):
 
     def run(folder, *, kill_after=None, interrupt_after=None, max_samples=None, **options):
         stream = DocumentStream(open_files(str(rows), "text"), "text")
-        place = ActivationStorage(
+        place = open_storage(
             folder,
             HOOKS,
             identity=Identity(model_digest="tiny"),
@@ -88,24 +89,9 @@ def run(byte_tokenizer, rows, shard_format):
             for batch in batches:
                 left = None if kill_after is None else kill_after - place._cutter.last_sample - 1
                 if left is not None and left < len(batch.samples):
-                    for sample, row, begin in batch.samples:
-                        if (
-                            place._cutter.wants(sample.sample_idx)
-                            and sample.sample_idx < kill_after
-                        ):
-                            for key in HOOKS:
-                                end = begin + len(sample.token_ids)
-                                place._cutter.cursor = batch.cursor
-                                place.add_activation(
-                                    key,
-                                    activations(batch)[key][row, begin:end],
-                                    sample.sample_idx,
-                                    sample.text_preview,
-                                    sample.token_ids,
-                                    sample.doc_id,
-                                    sample.row,
-                                    sample.cut,
-                                )
+                    begun = tuple(p for p in batch.samples if p.sample.sample_idx < kill_after)
+                    if begun:
+                        place.add_batch(replace(batch, samples=begun), activations(batch))
                     raise Killed
                 place.add_batch(batch, activations(batch))
                 if interrupt_after is not None and place._cutter.last_sample >= interrupt_after:

@@ -33,7 +33,10 @@ def attention_inputs(shape, heads, kv_heads):
     ],
 )
 def test_blocked_attention_equals_the_dense_definition(keys, first_query, kv_heads, window):
-    """Rows of one segment, of several, of several and padding, of nothing; part of the queries."""
+    """Rows of one segment, of several, of several and padding, of nothing; part of the queries.
+
+    Whether the first query is known to the compiler or not: it may add up in another order then.
+    """
     q, k, v = attention_inputs((4, keys), 4, kv_heads)
     lengths = np.array([[0, 0, keys], [keys // 3, 1, keys], [7, keys // 2, keys // 8], [0, 0, 0]])
     ends = np.cumsum(lengths, axis=1)[:, :, None]
@@ -43,14 +46,14 @@ def test_blocked_attention_equals_the_dense_definition(keys, first_query, kv_hea
     inputs = q[:, some], k, v, segments[:, some], segments
     real = np.asarray(segments[:, some]) > 0
     blocked = partial(blocked_attention, window=window)
-    got = jax.jit(blocked)(*inputs, first_query)
+    traced = jax.jit(blocked)(*inputs, first_query)
+    known = jax.jit(blocked, static_argnums=5)(*inputs, first_query)
+    got = np.stack([traced, known])[:, real]
 
     def definition(q, k, v):
         return dense_attention(q, k, v, *inputs[3:], first_query, window)[real]
 
-    assert_within_rounding(got[real], definition, inputs[:3], terms=keys)
-    known = jax.jit(blocked, static_argnums=5)(*inputs, first_query)
-    np.testing.assert_array_equal(got, known)
+    assert_within_rounding(got, definition, inputs[:3], terms=keys)
 
 
 def test_blocked_attention_does_not_read_blocks_of_other_segments():

@@ -30,6 +30,12 @@ BAD_REQUESTS = {
     "beyond the positions": (["--max_seq_length", 4096], {}, "the model has 2048 positions"),
     "no samples": (["--max_samples", 0], {}, "argument --max_samples"),
     "shard size 0": (["--shard_size_gb", 0], {}, "argument --shard_size_gb"),
+    "no room for two shards": (
+        ["--waiting_shards_gb", 1.5],
+        {},
+        "--waiting_shards_gb 1.5: has no room for two shards; give at least 2",
+    ),
+    "no writer thread": (["--writer_threads", 0], {}, "argument --writer_threads"),
     "shard size nan": (["--shard_size_gb", "nan"], {}, "argument --shard_size_gb"),
     "unknown dtype": (["--dtype", "float8"], {}, "argument --dtype"),
     "unknown type": (["--activation_type", "q"], {}, "argument --activation_type"),

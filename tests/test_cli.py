@@ -19,7 +19,7 @@ def test_demo_in_a_new_process_reads_back_as_it_says(shard_format, tmp_path):
     process = start("--demo", "--output_dir", tmp_path / "out", "--shard_format", shard_format)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert "done: 300 samples" in out and "compress" in out and "tokens/s" in out
+    assert "done: 300 samples" in out and "to pack" in out and "tokens/s" in out
     scope: dict = {}
     exec(textwrap.dedent(out.split("read it with:\n")[1]), scope)
     dataset = scope["dataset"]
@@ -39,8 +39,8 @@ def test_ctrl_c_commits_what_is_complete(inputs, texts, tmp_path):
     process = start(
         *inputs, "--dataset_path", path, "--output_dir", out, "--shard_size_gb", 1e-3, "--verbose"
     )
-    deadline = time.monotonic() + 60
-    while not list(out.glob("shard_0003.json")) and time.monotonic() < deadline:
+    while not (out / "shard_0003.json").exists():
+        assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     printed, errors = process.communicate(timeout=300)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -13,7 +14,7 @@ from small_runs import content
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.run import data_files
 from activation_extraction.run.data_files import DataFiles
-from activation_extraction.store import shard_writer
+from activation_extraction.store.ownership import Ownership
 from activation_extraction.text.files import TextFile, list_files
 
 
@@ -129,14 +130,13 @@ def test_one_file_more_or_less_is_named(extract, tmp_path, capsys):
 def test_content_is_on_record_before_the_first_shard_is_committed(extract, tmp_path, monkeypatch):
     """However long the digest takes: whenever the run is killed, the next one can compare."""
     (tmp_path / "data/a.jsonl").write_text(rows_of(range(40)))
-    write, seen = shard_writer.write_bytes, []
+    commit, seen = Ownership.commit, []
 
-    def watched(path, data):
-        if path.name.startswith("shard_") and path.suffix == ".json":
-            seen.append(recorded(path.parent)[0]["digest"])
-        write(path, data)
+    def watched(owner, name, data):
+        seen.append(recorded(Path(owner.folder.url))[0]["digest"])
+        commit(owner, name, data)
 
-    monkeypatch.setattr(shard_writer, "write_bytes", watched)
+    monkeypatch.setattr(Ownership, "commit", watched)
     assert extract("out") == 0
     assert len(seen) > 2 and set(seen) == {recorded(tmp_path / "out")[0]["digest"]} != {""}
 
@@ -188,8 +188,11 @@ def test_a_bucket_tells_the_checksum_of_a_file(bucket):
 
 
 def test_damaged_records_are_refused():
-    for broken in (5, ["a"], [{"name": "a"}], [{"name": "a", "bytes": "x", "digest": ""}]):
-        with pytest.raises(InputError, match="its data_files cannot be read"):
+    """By the same table as everywhere: "5" is no number."""
+    whole = {"name": "a", "bytes": 5, "digest": ""}
+    changes = {"bytes": "x"}, {"bytes": "5"}, {"bytes": 5.5}, {"bytes": -1}, {"digest": 1}
+    for broken in (5, ["a"], [{"name": "a"}], *([whole | change] for change in changes)):
+        with pytest.raises(InputError, match="metadata.json: data_files is "):
             DataFiles.found([TextFile("a", "a", 1)], [{"data_files": broken}])
 
 
@@ -243,7 +246,7 @@ def test_a_row_that_is_stored_twice_is_a_problem_and_an_id_a_note(extract, tmp_p
     capsys.readouterr()
     assert main("--verify", "--output_dir", tmp_path / "out") == 0
     told = capsys.readouterr().out
-    assert "note: 1 samples have the doc_id of an earlier one, such as samples 0 and 2" in told
+    assert "note: 1 sample with the doc_id of an earlier one, such as samples 0 and 2" in told
 
     def repeat(shard):
         for records in shard.values():

@@ -85,7 +85,7 @@ def test_random_access_and_slices(small):
     for piece in (slice(3, 9), slice(None, None, -7), slice(15, 99), slice(5, 5)):
         assert [s.sample_idx for s in dataset[piece]] == small.indices[piece]
     for number in (20, -21):
-        with pytest.raises(IndexError, match=f"sample {number}: there are 20 samples"):
+        with pytest.raises(IndexError, match=f"sample {number}: the dataset has 20 samples"):
             dataset[number]
     sample = dataset[0]
     sample[FIRST][:] = 0  # a copy: what is stored stays
@@ -319,6 +319,30 @@ from activation_extraction import ActivationDataset
 dataset = ActivationDataset(sys.argv[1])
 print(sum(len(batch) for batch in dataset.batches(16, shuffle=0)) - dataset.tokens)
 """
+
+
+UNTOUCHED = """
+import logging, sys, threading
+known = {}
+for name in (None, "gcsfs", "fsspec", "datasets", "huggingface_hub"):
+    logger = logging.getLogger(name)
+    known[name] = [*logger.handlers], logger.level, logger.propagate
+from activation_extraction import ActivationDataset, ActivationStorage
+dataset = ActivationDataset(sys.argv[1])
+list(dataset.batches(16, shuffle=0))
+for name in known:
+    logger = logging.getLogger(name)
+    assert known[name] == (logger.handlers, logger.level, logger.propagate), name
+for thread in threading.enumerate()[1:]:
+    thread.join(60)
+    assert not thread.is_alive(), thread
+"""
+
+
+def test_reading_changes_nothing_in_the_process(small):
+    command = [sys.executable, "-c", UNTOUCHED, str(small.root)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_reading_needs_few_packages_and_importing_none(small):

@@ -205,7 +205,7 @@ def test_a_finished_export_is_left_alone(form, run, tmp_path, capsys):
     first = capsys.readouterr().out
     times = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     save(run, form, target)
-    assert capsys.readouterr().out == first and first.startswith("exported: 200 tokens, 2 hook(s)")
+    assert capsys.readouterr().out == first and first.startswith("exported: 200 tokens, 2 hooks")
     assert {path: path.stat().st_mtime_ns for path in target.rglob("*")} == times
 
 

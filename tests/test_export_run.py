@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from extractions import HOOKS, change_shard, extract, open_part
 from small_runs import Killed, shard_name
+from storages import open_storage
 from test_killed import killed_at
 
 import extract_activations
@@ -19,12 +20,11 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.inspect import export_run, export_target
 from activation_extraction.inspect.export import export
 from activation_extraction.inspect.status_table import show_status
-from activation_extraction.store import formats
+from activation_extraction.store.atomic_file import AtomicFile
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.folder_lock import lock_folder
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.storage import ActivationStorage
 from benchmarks.kill_and_resume import shards_in
 
 FIRST, SECOND = HOOKS.values()
@@ -156,17 +156,17 @@ def test_a_damaged_source_and_a_bad_disk_are_found(run, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="sha256 is not its JSON's"):
         save(run, "safetensors", tmp_path / "copy")
     shard.write_bytes(whole)
-    original = formats.write_atomically
+    original = AtomicFile.publish
 
-    def bad_disk(path, *arguments):
-        written = original(path, *arguments)
+    def bad_disk(file):
+        original(file)
+        path = file._path
         if format_of(path.name) and path.name.startswith("shard_0003"):
             data = path.read_bytes()
             path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        return written
 
     with monkeypatch.context() as patch:
-        patch.setattr(formats, "write_atomically", bad_disk)
+        patch.setattr(AtomicFile, "publish", bad_disk)
         with pytest.raises(RunError, match="does not hold what was written"):
             save(run, "safetensors", tmp_path / "copy")
     assert not (tmp_path / "copy" / HOSTS[0] / "shard_0003.json").exists()
@@ -175,7 +175,7 @@ def test_a_damaged_source_and_a_bad_disk_are_found(run, tmp_path, monkeypatch):
 
 def test_a_run_without_token_ids_stays_a_pickle(tmp_path):
     options = {"hook_facts": {0: {"width": 2}}, "identity": Identity(activation_dtype="float32")}
-    with ActivationStorage(tmp_path / "run", {0: "h"}, **options) as storage:
+    with open_storage(tmp_path / "run", {0: "h"}, **options) as storage:
         storage.add_activation(0, np.zeros((1, 2), np.float32), 0, "")
     with pytest.raises(InputError, match="the run has no token ids"):
         save(tmp_path / "run", "safetensors", tmp_path / "copy")
@@ -209,7 +209,7 @@ def test_the_command_line_copies_from_a_bucket(run, tmp_path, capsys):
     command = ["--output_dir", url, "--export", "safetensors", "--export_dir", str(target)]
     assert extract_activations.main(command) == 0
     printed, lines = capsys.readouterr().out.split("read it with:\n")
-    assert printed.startswith("exported: 20 samples, 200 tokens, 2 hook(s), as safetensors in ")
+    assert printed.startswith("exported: 20 samples, 200 tokens, 2 hooks, as safetensors in ")
     scope: dict = {}
     exec("\n".join(line.strip() for line in lines.splitlines()), scope)
     assert len(scope["dataset"]) == 20

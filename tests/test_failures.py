@@ -7,19 +7,17 @@ from unittest.mock import MagicMock
 import jax
 import numpy as np
 import pytest
-from extractions import HOOKS, open_part
 from pods import flags_for
 from safetensors.numpy import load_file, save_file
 
 import extract_activations
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.console import Progress
-from activation_extraction.common.errors import RunError, StorageError
+from activation_extraction.common.errors import RunError
 from activation_extraction.model.devices import device_errors
 from activation_extraction.run import prepare
 from activation_extraction.run.hosts import Host, Watchdog, together
 from activation_extraction.store import shard_writer
-from activation_extraction.store.folder import Folder
 from qwen2_jax_with_hooks import FAMILIES, HookedQwen2
 
 
@@ -78,7 +76,7 @@ def test_a_defect_in_the_background_has_its_traceback(failing, monkeypatch):
     def broken(*_):
         return 1 // 0
 
-    monkeypatch.setattr(shard_writer, "write_shard", broken)
+    monkeypatch.setattr(shard_writer, "pack", broken)
     printed = failing()
     assert "in broken" in printed
     assert "error: unexpected ZeroDivisionError: " in printed.splitlines()[-1]
@@ -112,22 +110,6 @@ def test_a_host_without_a_problem_points_to_the_one_that_has_it(monkeypatch):
     with pytest.raises(RunError, match="another host failed") as raised:
         together(Host(), None)
     assert raised.value.remedy and "its message says" in raised.value.remedy
-
-
-def test_a_damaged_shard_is_not_uploaded_and_what_to_do_is_told(tmp_path):
-    """Killed before the upload, damaged since: the same command would find the same damage."""
-    values = np.ones((4, 16), np.float32)
-    with open_part(tmp_path / "out", max_samples=1) as storage:
-        for key in HOOKS:
-            storage.add_activation(key, values, 0, "")
-    path = tmp_path / "out/shard_0001.pkl.gz"
-    path.write_bytes(bytes(path.stat().st_size))
-    remote = Folder(f"file://{tmp_path}/bucket")
-    with pytest.raises(StorageError, match="sha256") as raised:
-        storage = open_part(tmp_path / "out", remote=remote, max_samples=1)
-        storage.open()
-    storage.close()
-    assert raised.value.remedy and "delete its JSON" in raised.value.remedy
 
 
 def test_a_platform_that_jax_does_not_have_is_bad_input(demo_inputs, tmp_path, monkeypatch, capsys):

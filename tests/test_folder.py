@@ -5,6 +5,7 @@ import time
 
 import gcsfs
 import google.auth.exceptions
+import google_crc32c
 import pytest
 
 from activation_extraction.store import folder as folder_module
@@ -30,12 +31,10 @@ class Flaky:
 
 def test_what_passes_is_retried_and_what_does_not_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
-    path = tmp_path / "file"
-    path.write_bytes(b"content")
     store = Folder(f"memory://{tmp_path}/flaky", patience=5)
     passing = [TimeoutError(), ConnectionResetError(), gcsfs.retry.HttpError({"code": 503})]
-    Flaky(monkeypatch, store._fs, "put_file", passing)
-    store.put(path)
+    Flaky(monkeypatch, store._fs, "pipe_file", passing)
+    store.write("file", b"content")
     assert store.read("file") == b"content" and store.retries == 3
     lasting = {
         "the disk is full; make room first": OSError(errno.ENOSPC, ""),
@@ -46,9 +45,9 @@ def test_what_passes_is_retried_and_what_does_not_is_not(tmp_path, monkeypatch):
         ),
     }
     for message, error in lasting.items():
-        Flaky(monkeypatch, store._fs, "put_file", [error])
+        Flaky(monkeypatch, store._fs, "pipe_file", [error])
         with pytest.raises(FolderError, match=message) as raised:
-            store.put(path)
+            store.write("file", b"content")
         assert raised.value.final and store.retries == 3
 
 
@@ -61,28 +60,14 @@ def test_deleting_what_is_not_there_asks_nothing_else(tmp_path, monkeypatch):
     assert store.retries == 0
 
 
-def test_patience_counts_the_time_without_progress_only(tmp_path, monkeypatch):
-    """An upload that takes longer than that is sent again as well, when it fails at its end."""
+def test_what_keeps_failing_is_given_up_after_the_patience(tmp_path, monkeypatch):
+    """test_create.py has it that only the time without progress counts."""
     monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
-    path = tmp_path / "file"
-    path.write_bytes(b"content")
     store = Folder(f"memory://{tmp_path}/long", patience=0.3)
-    original, failures = store._fs.put_file, [TimeoutError()] * 3
-
-    def put(*arguments, callback, **options):
-        for _ in range(4):
-            time.sleep(0.1)
-            callback.call()
-        if failures:
-            raise failures.pop()
-        original(*arguments, **options)
-
-    monkeypatch.setattr(store._fs, "put_file", put)
-    store.put(path)
-    assert store.read("file") == b"content" and store.retries == 3
-    monkeypatch.setattr(store._fs, "put_file", lambda *_, **__: time.sleep(0.2) or 1 / 0)
+    monkeypatch.setattr(store._fs, "pipe_file", lambda *_, **__: time.sleep(0.2) or 1 / 0)
     with pytest.raises(FolderError, match="kept failing for .*--upload_timeout"):
-        store.put(path, "another")
+        store.write("file", b"content")
+    assert store.retries == 1
 
 
 def test_a_metadata_server_out_of_reach_is_asked_again():
@@ -92,34 +77,18 @@ def test_a_metadata_server_out_of_reach_is_asked_again():
     assert reason_of(google.auth.exceptions.RefreshError("invalid_grant"))[1]
 
 
-def test_an_upload_whose_answer_was_lost_is_recognised(tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", ["write", "create"])
+def test_what_arrives_damaged_is_sent_again(tmp_path, monkeypatch, method):
     monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
-    path = tmp_path / "file"
-    path.write_bytes(b"content")
-    store = Folder(f"memory://{tmp_path}/lost")
-    original, calls = store._fs.put_file, []
-
-    def put(*arguments, **options):
-        calls.append(original(*arguments, **options))
-        raise ConnectionResetError
-
-    monkeypatch.setattr(store._fs, "put_file", put)
-    store.put(path)
-    assert len(calls) == 1
-
-
-def test_what_arrives_damaged_is_sent_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
-    path = tmp_path / "file"
-    path.write_bytes(b"content")
     store = Folder(f"memory://{tmp_path}/damaged")
-    original, damaged = store._fs.put_file, [b"", b"cont", b"CONTENT"]
+    original, damaged = store._fs.pipe_file, [b"", b"cont", b"CONTENT"]
 
-    def put(source, target, **options):
-        original(source, target, **options)
-        if damaged:
-            store._fs.pipe_file(target, damaged.pop())
+    def pipe(target, data):
+        original(target, damaged.pop() if damaged else data)
 
-    monkeypatch.setattr(store._fs, "put_file", put)
-    store.put(path)
-    assert store.read("file") == b"content" and not damaged
+    monkeypatch.setattr(store._fs, "pipe_file", pipe)
+    if method == "write":
+        store.write("file", b"content")
+    else:
+        store.create("file", b"content", 7, google_crc32c.value(b"content"))
+    assert store.read("file") == b"content" and not damaged and store.retries == 3

@@ -7,14 +7,15 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from storages import open_storage
 
 from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.common.errors import RunError, StorageError
 from activation_extraction.store import shard_cutter
-from activation_extraction.store.formats import FORMATS, format_of, write_shard
+from activation_extraction.store.formats import FORMATS, format_of
 from activation_extraction.store.metadata import own_files
 from activation_extraction.store.shard import SampleRow, Shard, same_content
-from activation_extraction.store.storage import ActivationStorage
+from activation_extraction.store.shard_files import write_shard
 
 NAMES: dict[int | str, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_mlp_out"}
 
@@ -51,8 +52,8 @@ def equal(found, expected):
 def test_what_is_written_is_read_back(each, dtype, tmp_path):
     path = tmp_path / each.file_name(7)
     written = write_shard(path, shard_of(dtype), NAMES, each)
-    assert written["bytes"] == path.stat().st_size
-    limit = each.largest_size(written["bytes"], written["unpacked"])
+    assert written.bytes == path.stat().st_size
+    limit = each.largest_size(written.bytes, written.unpacked)
     equal(each.read(path, NAMES, limit), shard_of(dtype))
 
 
@@ -61,11 +62,11 @@ def test_other_hooks_and_larger_shards_are_refused(each, tmp_path):
     path = tmp_path / each.file_name(1)
     written = write_shard(path, shard_of(), NAMES, each)
     with pytest.raises(RunError, match="hook"):
-        each.read(path, {3: NAMES[3]}, written["unpacked"])
+        each.read(path, {3: NAMES[3]}, written.unpacked)
     with pytest.raises(RunError, match="hook"):
-        each.read(path, {3: NAMES[3], 6: "blocks.6.hook_mlp_out"}, written["unpacked"])
+        each.read(path, {3: NAMES[3], 6: "blocks.6.hook_mlp_out"}, written.unpacked)
     with pytest.raises(RunError, match="more than"):
-        each.read(path, NAMES, written["unpacked"] - 1)
+        each.read(path, NAMES, written.unpacked - 1)
 
 
 @pytest.mark.parametrize("each", FORMATS, ids=lambda each: each.suffix)
@@ -101,7 +102,7 @@ def test_every_document_id_is_read_back(each, doc_id, tmp_path):
     rows = [replace(row, doc_id=doc_id) for row in shard.samples]
     path = tmp_path / each.file_name(1)
     written = write_shard(path, Shard(rows, shard.slices), NAMES, each)
-    found = each.read(path, NAMES, written["unpacked"])
+    found = each.read(path, NAMES, written.unpacked)
     assert [repr(row.doc_id) for row in found.samples] == [repr(doc_id)] * 2
 
 
@@ -110,7 +111,7 @@ def test_a_shard_is_cut_before_its_texts_exceed_the_header(tmp_path, monkeypatch
     monkeypatch.setattr(shard_cutter, "LARGEST_TEXTS", 1000)
     for shard_format in SHARD_FORMATS:
         folder = tmp_path / shard_format
-        with ActivationStorage(folder, {0: "h"}, shard_format=shard_format) as storage:
+        with open_storage(folder, {0: "h"}, shard_format=shard_format) as storage:
             for number in range(20):
                 values = np.zeros((1, 2), np.float32)
                 storage.add_activation(0, values, number, "ä" * 20, np.zeros(1, np.int32))
@@ -130,7 +131,7 @@ def test_a_sample_whose_texts_exceed_the_header_is_named(tmp_path, monkeypatch):
                 StorageError, match="^sample 2: its id and text .* 1,0.. bytes"
             )
         with expected:
-            with ActivationStorage(folder, {0: "h"}, shard_format=shard_format) as storage:
+            with open_storage(folder, {0: "h"}, shard_format=shard_format) as storage:
                 for number, length in enumerate((0, 900, 1000, 0)):
                     ids, doc_id = np.zeros(1, np.int32), "x" * length
                     storage.add_activation(0, values, number, "text", ids, doc_id)
@@ -139,7 +140,7 @@ def test_a_sample_whose_texts_exceed_the_header_is_named(tmp_path, monkeypatch):
 
 
 def test_safetensors_need_token_ids(tmp_path):
-    storage = ActivationStorage(tmp_path, {0: "h"}, shard_format="safetensors")
+    storage = open_storage(tmp_path, {0: "h"}, shard_format="safetensors")
     with pytest.raises(ValueError, match="sample 0: has no token ids"):
         storage.add_activation(0, np.zeros((1, 2), np.float32), 0, "")
 

@@ -19,6 +19,7 @@ from small_runs import (
     shards_of,
     status,
 )
+from storages import open_storage
 from test_killed import forget, killed_at
 
 from activation_extraction.common.errors import InputError, StorageError
@@ -71,9 +72,8 @@ def run(byte_tokenizer, rows, shard_format):
             choice=TokenChoice(),
         )
         named = replace(identity, hooks=tuple(HOOKS.values()))
-        remote, delete_local = options.get("remote"), options.get("delete_local", True)
-        planner = RepairPlanner(Folder(str(folder)), remote, named, delete_local, METADATA)
-        place = ActivationStorage(
+        planner = RepairPlanner(Folder(str(folder)), options.get("remote"), named, METADATA)
+        place = open_storage(
             folder,
             HOOKS,
             identity=identity,
@@ -180,7 +180,7 @@ def test_a_repair_that_was_killed_is_repaired(run, tmp_path, monkeypatch, place)
             damaged.rename(folder)
         else:
             memory.put(f"{damaged}/", f"{url}/", recursive=True)
-            options |= {"remote": Folder(url), "delete_local": place == "bucket"}
+            options |= {"remote": Folder(url), "keep_local": place != "bucket"}
         with killed_at(event, folder, monkeypatch) as events:
             try:
                 run(folder, True, **options)
@@ -253,9 +253,9 @@ def test_metadata_is_made_anew(damage, run, whole, tmp_path):
 
 def test_a_fresh_disk_and_damaged_copies(run, whole, tmp_path):
     url = f"memory://{tmp_path}/bucket"
-    options = {"remote": Folder(url), "delete_local": True}
+    options = {"remote": Folder(url)}
     run(tmp_path / "out", **options)
-    (tmp_path / "out" / shard(2, "json")).write_text("{")
+    assert not list((tmp_path / "out").glob("shard_*"))
     assert run(tmp_path / "out", True, **options).repaired == []
     run(tmp_path / "out", **options)
     memory = fsspec.filesystem("memory")

@@ -11,7 +11,7 @@ from pods import flags_for
 import extract_activations
 from activation_extraction.common.errors import InputError
 from activation_extraction.run import demo
-from activation_extraction.store.pickle_file import pickle_records, read_records
+from activation_extraction.store.pickle_file import pieces_of, read_records
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import FAMILIES
 
@@ -63,7 +63,7 @@ def test_the_name_takes_few_bytes(tmp_path):
     def size_of(shard):
         path = tmp_path / "pickle"
         with open(path, "wb") as file:
-            pickle_records(shard, file)
+            file.writelines(pieces_of(shard))
         return path.stat().st_size
 
     storage = extract(tmp_path / "out", count=300, shard_size_gb=1)

@@ -201,7 +201,7 @@ def test_a_run_stores_hooks_of_any_width_under_the_names_that_were_asked_for(
     commit = json.loads((tmp_path / "shard_0001.json").read_text())
     assert [hook["width"] for hook in commit["hooks"]] == [64, 128, 128, 384]
     assert main(["--verify", "--verify_samples", "3", *model, *flags[-2:]]) == 0
-    assert "3 samples recomputed; 0 problem(s)" in capsys.readouterr().out
+    assert "3 samples recomputed; 0 problems" in capsys.readouterr().out
     other = [flags[0], "blocks.1.ln2.hook_out", *flags[2:]]
     assert main([*model, *data, *other]) == 2
     assert "another keyed_by" in capsys.readouterr().err

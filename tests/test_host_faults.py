@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import socket
-import time
 
 import pytest
 from command_line import start
@@ -113,13 +112,10 @@ def test_a_killed_host_takes_the_others_down_and_a_new_run_completes(
     pod = Pod(tmp_path, 4, 2, *flags)
     pod.wait_for(out / "machine_000_host_03/shard_0001.json")
     pod.processes[2].send_signal(signal.SIGKILL)
-    began = time.monotonic()
     statuses = pod.wait()
-    assert time.monotonic() - began < 60
     assert statuses[2] == -signal.SIGKILL and all(statuses)
-    time.sleep(1)  # for the last words of a process that was aborted
     for host in (0, 1, 3):
-        assert "start all hosts again" in pod.text(host), pod.text(host)
+        pod.wait_for_words(host, "start all hosts again")  # a helper writes them afterwards
     pod = Pod(tmp_path, 4, 2, *flags_for(demo_inputs, out, "--overwrite", "--batch_size", 4))
     assert pod.wait() == [0] * 4
     check_union(out, alone, {f"machine_000_host_{i:02d}" for i in range(4)})
@@ -154,11 +150,11 @@ from activation_extraction.store import shard_writer
 from activation_extraction.store.storage import ActivationStorage
 host, fault = os.environ["FAULT"].split(":")
 if fault == "slow writer":
-    original = shard_writer.write_shard
+    original = shard_writer.pack
     def slow(*args):
         time.sleep(4)
         return original(*args)
-    shard_writer.write_shard = slow
+    shard_writer.pack = slow
 if host == os.environ["HOST_ID"]:
     if fault in ("bug", "bug at the end", "slow writer"):
         calls, after = [], 5 if fault == "bug at the end" else 2
@@ -252,14 +248,12 @@ def test_sigterm_before_the_first_step_ends_the_process(demo_inputs, texts, tmp_
     """JAX's own handler would swallow it."""
     script = INJECT.replace(
         "status = 1\ntry:",
-        "def wait(*_):\n    print('waiting', flush=True)\n    time.sleep(60)\n"
+        "def wait(*_):\n    print('waiting', flush=True)\n    while True:\n        time.sleep(1)\n"
         "script.compile_step = wait\nstatus = 1\ntry:",
     )
     flags = flags_for(demo_inputs, tmp_path / "out", "--heartbeat_timeout", 10)
     pod = faulty_pod(tmp_path, flags, "9:none", script)
-    deadline = time.monotonic() + 60
-    while "waiting" not in pod.text(1) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    pod.wait_for_words(1, "waiting")
     pod.processes[1].send_signal(signal.SIGTERM)
     assert pod.processes[1].wait(300) == -signal.SIGTERM
     assert pod.wait(300)[0] != 0

@@ -5,23 +5,29 @@ import gzip
 import hashlib
 import json
 import pickle
+import re
 import resource
 import struct
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
 from command_line import start
 from extractions import HOOKS, edit, extract, load, replace_shard
+from runs_to_read import FORMATS
 from test_shards import EMPTY, FLOAT32
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.qwen_config import complete
+from activation_extraction.run.repair import RepairPlanner
+from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.safetensors_header import Tensor
+from activation_extraction.store.sealed_json import seal, unseal
 from activation_extraction.store.statistics import Sums
 from activation_extraction.store.statistics_file import pack_sums, unpack_sums
 
@@ -127,6 +133,101 @@ def test_a_number_takes_no_memory_before_it_is_checked(name, tmp_path):
     if name not in ("last", "unpacked"):
         with pytest.raises(ValueError, match=r"shard_0004|metadata|shard 5 is missing"):
             ActivationDataset(tmp_path)
+
+
+@pytest.mark.parametrize("shard_format", FORMATS)
+def test_a_width_that_no_file_has_room_for_is_refused_before_any_is_read(shard_format, tmp_path):
+    extract(tmp_path, hook_facts={key: {"width": 16} for key in HOOKS}, shard_format=shard_format)
+    edit(tmp_path / "metadata.json", lambda content: content["hooks"][0].update(width=2**27))
+    with pytest.raises(ValueError, match=r"shard_0001\..*: 30 tokens of \d+ bytes cannot be in"):
+        ActivationDataset(tmp_path)
+
+
+@pytest.mark.parametrize("skip_first", [0, 9])
+@pytest.mark.parametrize("shard_format", FORMATS)
+def test_batches_take_no_more_memory_than_there_are_tokens(shard_format, skip_first, tmp_path):
+    extract(tmp_path, hook_facts={key: {"width": 16} for key in HOOKS}, shard_format=shard_format)
+    dataset = ActivationDataset(tmp_path)
+    tracemalloc.start()
+    try:
+        found = list(dataset.batches(10**6, shuffle=0, skip_first=skip_first))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(map(len, found)) == 10 * (10 - skip_first)
+    assert peak < 10**7
+
+
+OUTLINES = {
+    "shards of the outline": lambda outline: outline.update(shards=HUGE),
+    "bytes of the outline": lambda outline: outline.update(json_bytes=HUGE),
+    "tokens of the outline": lambda outline: outline.update(tokens=HUGE),
+    "a width of the outline": lambda outline: outline["hooks"][0].update(width=HUGE),
+    "recent shards of what": lambda outline: outline.update(recent=[{"file": [1]}]),
+    "a partial shard of what": lambda outline: outline.update(partial={"file": "x"}),
+    "metrics of what": lambda outline: outline.update(metrics={"samples": [1]}),
+}
+LOOK = """
+import resource, sys
+import extract_activations
+resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30,) * 2)
+for url in sys.argv[1:]:
+    for action in ("--status", "--verify"):
+        status = extract_activations.main([action, "--output_dir", url])
+        print(url.rpartition("/")[2], action, status)
+"""
+
+
+def test_nor_does_it_in_a_bucket_where_the_outline_is_read_first(bucket, tmp_path):
+    facts = {key: {"width": 16} for key in HOOKS}
+    place = Folder("gs://bucket/whole/machine_000")
+    extract(tmp_path, hook_facts=facts, remote=place, keep_local=True)
+    found = bucket.objects()
+
+    def put(run, file, change):
+        content = unseal(found[f"whole/machine_000/{file}"], file)
+        change(content)
+        copies = {name.replace("whole", run): data for name, data in found.items()}
+        bucket.fill({**copies, f"{run}/machine_000/{file}": seal(content)})
+
+    for name, (file, change) in JSONS.items():
+        put(name, file, change)
+    for name, change in OUTLINES.items():
+        put(name, "metadata.json", lambda content, c=change: c(content["outline"]))
+    urls = [f"gs://bucket/{name}" for name in ("whole", *JSONS, *OUTLINES)]
+    child = subprocess.run(
+        [sys.executable, "-c", LOOK, *urls], capture_output=True, text=True, timeout=600
+    )
+    assert child.returncode == 0 and "Traceback" not in child.stderr, child.stderr
+    for name in ("whole", *OUTLINES):
+        assert f"{name} --status 0\n" in child.stdout and f"{name} --verify 0\n" in child.stdout
+    for name in JSONS:
+        assert re.search(f"^{name} --status [01]$", child.stdout, re.M)
+        assert f"{name} --verify 1\n" in child.stdout
+
+
+@pytest.mark.parametrize("number", ["in the metadata", "in a name"])
+def test_a_repair_does_not_count_up_to_a_huge_number(number, tmp_path):
+    storage = extract(tmp_path, hook_facts={key: {"width": 16} for key in HOOKS})
+    many = 10**6  # before it is seen, this must take no memory that is worth mentioning
+    if number == "in the metadata":
+        edit(tmp_path / "metadata.json", lambda content: content.update(shards=many))
+    else:
+        edit(tmp_path / "shard_0004.json", lambda c: c.update(file=f"shard_{many}.pkl.gz"))
+        (tmp_path / "shard_0004.json").rename(tmp_path / f"shard_{many}.json")
+    (tmp_path / "shard_0002.json").write_text("{")
+    planner = RepairPlanner(Folder(str(tmp_path)), None, storage._identity, True, {})
+    tracemalloc.start()
+    try:
+        plan = planner.look()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [(each.first, each.last) for each in plan.ranges] == [
+        (2, 2),
+        (4 if number == "in a name" else 5, many),
+    ]
+    assert peak < 10**7
 
 
 def test_a_shard_with_a_huge_number_in_its_name_is_no_reason_to_count(tmp_path):

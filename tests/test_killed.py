@@ -21,10 +21,10 @@ from small_runs import Killed, both_formats, content, shard_name, status
 
 from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.inspect.status_table import show_status
-from activation_extraction.store import metadata, shard_writer
+from activation_extraction.run.run_folders import RunFolders
+from activation_extraction.store import metadata, run_record
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import AGGREGATE
-from activation_extraction.store.run_folders import RunFolders
 from activation_extraction.store.sealed_json import unseal
 from activation_extraction.text.workers import Worker
 
@@ -75,8 +75,8 @@ def killed_at(event: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         patch.setattr(memory, name, changes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard_writer, "METRICS_SECONDS", 0)  # they are uploaded after every shard
-        for name in ("put_file", "rm_file"):
+        patch.setattr(run_record, "METRICS_SECONDS", 0)  # they are uploaded after every shard
+        for name in ("pipe_file", "rm_file"):
             deadly(patch, name)
         patch.setattr(
             sys.modules[__name__],
@@ -87,7 +87,7 @@ def killed_at(event: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def options_of(place: str, url: str) -> dict:
-    return {} if place == "local" else {"remote": Folder(url), "delete_local": place == "bucket"}
+    return {} if place == "local" else {"remote": Folder(url), "keep_local": place != "bucket"}
 
 
 def result(place: str, folder: Path, url: str) -> Path:
@@ -146,7 +146,7 @@ def test_killed_before_every_change(
         metrics = [json.loads(line) for line in (stored / "metrics.jsonl").read_text().splitlines()]
         assert metrics[0] == {"found": 0} and (before == "nothing" or {"found": 0} != metrics[-1])
         if place == "bucket":
-            assert not list(folder.glob("shard_*.[!j]*")), (event, events)
+            assert not list(folder.glob("shard_*")), (event, events)
         elif "lost" not in before:
             assert shards_of(folder) == whole
         forget(folder, stored)

@@ -17,7 +17,7 @@ class Exchange:
     """Sums what several threads bring, each time when all have come."""
 
     def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count, timeout=20)
+        self._barrier = threading.Barrier(count, timeout=300)
         self._brought: list[np.ndarray] = []
         self._lock = threading.Lock()
 

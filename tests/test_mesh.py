@@ -166,7 +166,7 @@ def test_shapes_that_are_chosen(kind, shape, axes, devices, hosts, expected):
 def test_3d_on_few_devices_falls_back_and_says_so():
     chosen, remark = choose_shape("3d", None, None, 8, 1)
     assert chosen == {"data": 2, "model": 4}
-    assert remark is not None and "64 or more" in remark and "8 device(s) become a 2d" in remark
+    assert remark is not None and "64 or more" in remark and "8 devices become a 2d" in remark
 
 
 def test_a_shape_that_does_not_fit_names_both_numbers_and_what_would():

@@ -20,9 +20,10 @@ def test_what_is_complete_is_in_the_bucket_after_a_notice(
 ):
     """And nothing of it is left to upload."""
     bucket.bytes_per_second = 4e5  # so that shards wait for their upload, and the run for them
-    command = [sys.executable, "extract_activations.py", *upload_flags(flags, tmp_path)]
+    given = upload_flags(flags, tmp_path, "--waiting_shards_gb", "0.001")
+    command = [sys.executable, "extract_activations.py", *given]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        while not (tmp_path / "shard_0002.json").exists():
+        while "run/machine_000/shard_0002.json" not in bucket.objects():
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)

@@ -11,7 +11,8 @@ from small_runs import content, shard_name
 from test_ownership import Held, beside, doors  # noqa: F401
 
 from activation_extraction.common.errors import InputError, StorageError
-from activation_extraction.store import ownership, shard_writer
+from activation_extraction.store import ownership
+from activation_extraction.store.atomic_file import AtomicFile
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import read_stored
 from activation_extraction.store.sealed_json import seal
@@ -103,15 +104,17 @@ def test_two_writers_where_the_file_system_has_no_locks(run, tmp_path, monkeypat
     run(tmp_path / "whole", **FEW)
     out = tmp_path / "out"
     committed, there, go = [], threading.Event(), threading.Event()
-    original = shard_writer.write_sums
+    original = AtomicFile.publish
 
-    def hold(folder, number, sums):
-        if number == 2 and not there.is_set():
+    def hold(file):
+        if file._path.name == "shard_0002.npz" and not there.is_set():
+            while not (out / "shard_0001.json").exists():
+                assert not there.wait(0.01)
             there.set()
             assert go.wait(60)
-        return original(folder, number, sums)
+        original(file)
 
-    monkeypatch.setattr(shard_writer, "write_sums", hold)
+    monkeypatch.setattr(AtomicFile, "publish", hold)
     failures = []
 
     def earlier():

@@ -21,6 +21,7 @@ from conftest import AS_IN_A_RUN
 from gcs_server import gcs
 from hub_server import serve_hub
 
+from activation_extraction import ActivationDataset
 from activation_extraction.cli.flags import build_parser
 from activation_extraction.run import demo
 from qwen2_jax import Qwen2, weight_table
@@ -162,7 +163,7 @@ def test_the_layout_is_told(checkout):
 @pytest.mark.long
 def test_the_snippets_read_what_is_stored(checkout, monkeypatch):
     root, _, _, bucket = checkout
-    training, reading = (with_bucket(block) for block in BLOCKS if is_python(block))
+    training, reading, own = (with_bucket(block) for block in BLOCKS if is_python(block))
     monkeypatch.chdir(root)
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
@@ -175,6 +176,8 @@ def test_the_snippets_read_what_is_stored(checkout, monkeypatch):
     gcsfs.GCSFileSystem.clear_instance_cache()
     exec(reading, found)
     assert list(found["records"]) == [12, 18] and len(found["records"][12]) == 100
+    exec(own, found)
+    assert found["sample"].doc_id == "doc 7" and len(ActivationDataset("own")) == 100
     for field in found["records"][12][0]:
         assert f"`{field}`" in section("What it writes"), field
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,10 +15,10 @@ import pytest
 from hub_server import serve_hub
 from pods import Pod, flags_for, stored
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 import extract_activations
-from activation_extraction.common.errors import InputError
+from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.model import weight_files
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.mesh import build_layout
@@ -53,7 +54,7 @@ def memory(tmp_path):
 
 def put(folder, url):
     for path in sorted(Path(folder).iterdir()):
-        Folder(url).put(path)
+        Folder(url).write(path.name, path.read_bytes())
 
 
 def load(model_path):
@@ -77,8 +78,7 @@ def test_any_part_of_any_tensor(tmp_path, memory, monkeypatch, gap, piece):
         f"t{k}": chance.standard_normal(chance.integers(1, 9, k)).astype("float16")
         for k in range(1, 5)
     }
-    save_file(tensors, tmp_path / "some.safetensors")
-    Folder(memory).put(tmp_path / "some.safetensors")
+    Folder(memory).write("some.safetensors", save(tensors))
     folder = Counting(memory)
     file = RemoteFile(folder, "some.safetensors", folder.files()["some.safetensors"])
     assert {name: place.shape for name, place in file.header.items()} == {
@@ -111,6 +111,18 @@ def test_a_file_that_a_bucket_no_longer_has_is_not_read(demo_inputs, memory):
     copy = Checkpoint(memory).file("tokenizer_config.json")
     fsspec.filesystem("memory").rm(f"{memory.removeprefix('memory:/')}/tokenizer_config.json")
     assert Checkpoint(memory).find("tokenizer_config.json") is None and not copy.exists()
+
+
+def test_a_full_folder_of_copies_is_named(demo_inputs, memory, monkeypatch):
+    put(demo_inputs / "model", memory)
+    folder = Checkpoint(memory).file("config.json").parent
+
+    def full(**_):
+        return open("/dev/full", "wb")
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
+    with pytest.raises(RunError, match=rf"config.json cannot be copied to {folder}: No space"):
+        Checkpoint(memory).file("config.json")
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body")
@@ -254,13 +266,12 @@ def test_each_of_four_hosts_downloads_only_its_layers(hub, tmp_path, demo_inputs
     ],
     ids=["cut short", "length", "text", "shape", "missing"],
 )
-def test_a_broken_remote_file_is_named(demo_inputs, memory, tmp_path, break_it, message):
+def test_a_broken_remote_file_is_named(demo_inputs, memory, break_it, message):
     put(demo_inputs / "model", memory)
-    path = tmp_path / "model.safetensors"
-    Folder(memory).remove(path.name)
+    name = "model.safetensors"
+    Folder(memory).remove(name)
     if break_it:
-        path.write_bytes(break_it((demo_inputs / "model" / path.name).read_bytes()))
-        Folder(memory).put(path)
+        Folder(memory).write(name, break_it((demo_inputs / "model" / name).read_bytes()))
     with pytest.raises(InputError, match=message) as found:
         load(memory)
     assert memory in str(found.value)

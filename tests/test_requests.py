@@ -5,7 +5,7 @@ from gcs_server import MUTATIONS
 from small_runs import Killed, content
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.store import shard_writer
+from activation_extraction.store import run_record
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import METADATA, read_stored
 from activation_extraction.store.sealed_json import seal, unseal
@@ -83,7 +83,7 @@ def test_a_run_killed_and_continued_from_its_outline_stores_the_same(
     run, whole, bucket, tmp_path, monkeypatch, every
 ):
     """On empty disks; what it counts is what the JSONs say."""
-    monkeypatch.setattr(shard_writer, "OUTLINE_SECONDS", every)
+    monkeypatch.setattr(run_record, "OUTLINE_SECONDS", every)
     for number in range(3, 31, 9):
         with pytest.raises(Killed):
             run(tmp_path / str(number), kill_after=number, remote=Folder(URL))

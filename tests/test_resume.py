@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, both_formats, content, shards_of, status
+from storages import open_storage
 
 from activation_extraction.common.errors import InputError, RunError, StorageError
 from activation_extraction.store import pickle_file
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.sealed_json import seal
-from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text import files
 from activation_extraction.text import rows as rows_module
 from activation_extraction.text.documents import DocumentStream
@@ -93,7 +93,7 @@ def test_a_complete_host_stays_so_while_others_go_on(run, whole, tmp_path):
     """It takes part in their steps, so its storage is opened and finalized like theirs."""
     folder = tmp_path / "whole"
     for complete in (True, False):
-        place = ActivationStorage(
+        place = open_storage(
             folder, HOOKS, identity=Identity(model_digest="tiny"), shard_size_gb=1.5e-6
         )
         with place:
@@ -219,7 +219,7 @@ def test_a_partial_shard_stays_while_the_one_that_replaces_it_cannot_be_written(
         raise OSError(28, "")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pickle_file, "pickle_records", full)
+        patch.setattr(pickle_file, "records_of", full)
         with pytest.raises(StorageError, match=f"{last.stem}.*the disk is full"):
             run(tmp_path)
     assert content(tmp_path) == before

@@ -1,6 +1,5 @@
 """A run continued from a bucket, or from what another process stored meanwhile."""
 
-import json
 import shutil
 from functools import partial
 
@@ -8,6 +7,7 @@ import fsspec
 import numpy as np
 import pytest
 from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, content, shards_of, status
+from storages import open_storage
 
 from activation_extraction.common.errors import InputError, RunError, StorageError
 from activation_extraction.store.folder import Folder
@@ -16,9 +16,9 @@ from activation_extraction.store.storage import ActivationStorage
 
 
 def test_two_processes_do_not_write_to_one_folder(run, tmp_path):
-    first, second = ActivationStorage(tmp_path, HOOKS), ActivationStorage(tmp_path, HOOKS)
+    first, second = open_storage(tmp_path, HOOKS), open_storage(tmp_path, HOOKS)
     first.open()
-    for begin in (second.open, partial(ActivationStorage, tmp_path, HOOKS)):
+    for begin in (second.open, partial(open_storage, tmp_path, HOOKS)):
         with pytest.raises(RunError, match="another process is writing to it"):
             begin()
     first.close()
@@ -51,66 +51,86 @@ def test_what_another_process_stored_meanwhile_is_continued(
     assert content(folder) == whole and status(folder) == "complete"
 
 
+def copied(url, folder):
+    """A local copy of what is in the bucket."""
+    shutil.rmtree(folder, ignore_errors=True)
+    fsspec.filesystem("memory").get(f"{url}/", str(folder), recursive=True)
+    return folder
+
+
 def test_the_bucket_is_what_counts(run, whole, tmp_path):
-    """Local disk gone; bucket gone with and without local shards; another bucket."""
-    url = f"memory://{tmp_path}/bucket"
-    memory = fsspec.filesystem("memory")
+    """The local disk is lost, then the bucket is: what is not in it is made again."""
+    folder, url = tmp_path / "local", f"memory://{tmp_path}/bucket"
 
     def in_bucket():
-        copy = tmp_path / "copy"
-        shutil.rmtree(copy, ignore_errors=True)
-        memory.get(f"{url}/", str(copy), recursive=True)
-        return content(copy)
+        return content(copied(url, tmp_path / "copy"))
 
-    folder = tmp_path / "local"
     with pytest.raises(Killed):
         run(folder, kill_after=20, remote=Folder(url))
     shutil.rmtree(folder)
-    assert run(folder, remote=Folder(url)).totals.shards == shards_of(whole)
-    assert in_bucket() == whole and not list(folder.glob("*.gz"))
+    last = run(folder, remote=Folder(url))
+    assert last.totals.shards == shards_of(whole) > len(last.made) and in_bucket() == whole
+    assert {path.name for path in folder.iterdir()} == {"metadata.json", "metrics.jsonl"}
     shutil.rmtree(folder)
     assert run(folder, remote=Folder(url)).complete and not folder.exists()
-    # The bucket is emptied, and the local shards are not there.
-    memory.rm(url, recursive=True)
-    run(folder, remote=Folder(url))
-    memory.rm(url, recursive=True)
-    with pytest.raises(InputError, match="shard_0001.pkl.gz is not there; it was uploaded to"):
-        run(folder, remote=Folder(url))
-    with pytest.raises(InputError, match="was uploaded to memory://.*--upload_to_gcs"):
-        run(folder)
-    # With the local shards everything is uploaded again, or what is missing, and nothing computed.
-    kept = tmp_path / "kept"
-    run(kept, remote=Folder(url), delete_local=False)
-    for lost in (url, f"{url}/shard_0002.pkl.gz", f"{url}/shard_0003.json"):
-        memory.rm(lost, recursive=True)
-        again = run(kept, remote=Folder(url), delete_local=False)
-        assert again.complete and again.totals.shards == shards_of(whole)
-        assert in_bucket() == whole == content(kept)
-    # What was damaged here meanwhile is not uploaded.
-    memory.rm(url, recursive=True)
-    path = kept / "shard_0003.pkl.gz"
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(StorageError, match="shard_0003.pkl.gz: is damaged"):
-        run(kept, remote=Folder(url), delete_local=False)
-    # A local run gets a bucket afterwards.
-    memory.rm(url, recursive=True)
-    run(tmp_path / "whole", remote=Folder(url))
-    assert in_bucket() == whole
+    for _ in range(2):  # on an empty disk, and on one whose metadata says that all is stored
+        fsspec.filesystem("memory").rm(url, recursive=True)
+        assert len(run(folder, remote=Folder(url)).made) == shards_of(whole)
+        assert in_bucket() == whole
 
 
-def test_of_two_parts_of_a_shard_the_longer_one_counts(run, tmp_path):
-    """Interrupted with one bucket, ended without it: the bucket has less of the last shard."""
+@pytest.mark.parametrize("keep_local", [False, True])
+def test_a_shard_that_is_lost_in_the_bucket_is_for_repair(run, whole, tmp_path, keep_local):
+    """The files on this disk are no reason to believe that it is there."""
+    memory, folder, url = fsspec.filesystem("memory"), tmp_path / "local", f"memory://{tmp_path}/b"
+    options = {"remote": Folder(url), "keep_local": keep_local}
+    run(folder, **options)
+    assert content(copied(url, tmp_path / "copy")) == whole
+    assert content(folder) == (whole if keep_local else {})
+    for lost, told in (
+        ("shard_0003.json", "shard 3 is missing, but shard 4 is there; --repair makes"),
+        ("shard_0002.pkl.gz", "shard 2 has a JSON, but its file is missing .* --repair makes"),
+    ):
+        memory.rm(f"{url}/{lost}")
+        with pytest.raises(InputError, match=f"{url}: {told}"):
+            run(folder, **options)
+
+
+def test_with_a_bucket_nothing_is_overwritten_that_is_nowhere_else(run, whole, tmp_path):
+    """Shards of a local run, or the only word on which bucket has the shards."""
     folder, url = tmp_path / "local", f"memory://{tmp_path}/bucket"
-    kept = {"remote": Folder(url), "delete_local": False}
-    for large in (1, 1.5e-6):  # the only shard, and the last one of some
-        run(folder, interrupt_after=3, shard_size_gb=large, overwrite=True, **kept)
-        run(folder, shard_size_gb=large)
-        ended = content(folder)
-        total = json.loads((folder / "metadata.json").read_bytes())["samples"]
-        assert run(folder, shard_size_gb=large, **kept).totals.samples == total > 30
-        copy = tmp_path / f"copy_{large}"
-        fsspec.filesystem("memory").get(f"{url}/", str(copy), recursive=True)
-        assert content(copy) == ended and status(copy) == "complete"
+    run(tmp_path / "local only", interrupt_after=20)
+    before = content(tmp_path / "local only")
+    told = rf"holds {shards_of(before)} shards not in the bucket; continue without"
+    for keep_local in (False, True):
+        with pytest.raises(InputError, match=told):
+            run(tmp_path / "local only", remote=Folder(url), keep_local=keep_local)
+    assert content(tmp_path / "local only") == before and not Folder(url).files()
+    fsspec.filesystem("memory").put(f"{tmp_path}/local only/", f"{url} copy", recursive=True)
+    run(tmp_path / "another", remote=Folder(f"{url} copy"))  # as the refusal says
+    assert content(copied(f"{url} copy", tmp_path / "copy")) == whole
+    for keep_local in (False, True):
+        run(folder, interrupt_after=20, remote=Folder(url), keep_local=keep_local, overwrite=True)
+        with pytest.raises(InputError, match="were uploaded to memory://.*give --upload_to_gcs"):
+            run(folder)
+        with pytest.raises(InputError, match="were uploaded to memory://.*/bucket, not to .*other"):
+            run(folder, remote=Folder(f"memory://{tmp_path}/other"), keep_local=keep_local)
+        run(folder, remote=Folder(url), keep_local=keep_local)
+        assert content(copied(url, tmp_path / "copy")) == whole
+
+
+@pytest.mark.parametrize("keep_local", [False, True])
+@pytest.mark.parametrize("large", [1, 1.5e-6])  # the only shard, and the last one of some
+def test_a_part_of_a_shard_is_replaced_by_the_whole(run, tmp_path, large, keep_local):
+    folder, url = tmp_path / "local", f"memory://{tmp_path}/bucket"
+    run(tmp_path / "whole", shard_size_gb=large)
+    options = {"shard_size_gb": large, "remote": Folder(url), "keep_local": keep_local}
+    for number in (3, 5, 31):
+        part = run(folder, interrupt_after=number, **options)
+        assert part.made[-1].partial
+    run(folder, **options)
+    for place in (copied(url, tmp_path / "copy"), *([folder] if keep_local else [])):
+        assert content(place) == content(tmp_path / "whole") and status(place) == "complete"
 
 
 @pytest.mark.parametrize("uploads", [True, False])
@@ -118,7 +138,7 @@ def test_of_two_machines_with_one_machine_id_the_later_goes_on(run, whole, tmp_p
     """Whether the first one still has a shard to upload, or only its last word to say."""
     url = f"memory://{tmp_path}/shared"
     identity = Identity(model_digest="tiny")
-    first = ActivationStorage(tmp_path / "a", HOOKS, identity=identity, remote=Folder(url))
+    first = open_storage(tmp_path / "a", HOOKS, identity=identity, remote=Folder(url))
     first.open()
     run(tmp_path / "b", remote=Folder(url))
     for key in HOOKS if uploads else ():
@@ -135,19 +155,19 @@ def test_a_shard_that_another_machine_stored_meanwhile_is_replaced_as_a_whole(
 ):
     """This machine looked before that; it is killed while it replaces the shard."""
     url = f"memory://{tmp_path}/shared"
-    late = ActivationStorage(
+    late = open_storage(
         tmp_path / "late", HOOKS, identity=Identity(model_digest="tiny"), remote=Folder(url)
     )
     run(tmp_path / "early", interrupt_after=3, shard_size_gb=1, remote=Folder(url))
     late.open()
-    original = Folder.put
+    original = Folder.write
 
-    def killed(store, path):
-        if path.name == "shard_0001.json":
+    def killed(store, name, data):
+        if name == "shard_0001.json":
             raise Killed
-        original(store, path)
+        original(store, name, data)
 
-    monkeypatch.setattr(Folder, "put", killed)
+    monkeypatch.setattr(Folder, "write", killed)
     for key in HOOKS:
         late.add_activation(key, np.zeros((3, HIDDEN), np.float32), 0, "")
     with pytest.raises(StorageError, match="unexpected Killed"):

@@ -118,11 +118,9 @@ def test_a_bucket_that_cannot_be_reached_is_said_at_once(monkeypatch, lines, pau
 def test_every_streak_of_failures_is_one_line(tmp_path, monkeypatch, lines):
     monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
     store = Folder(f"memory://{tmp_path}/flaky", patience=5)
-    path = tmp_path / "file"
-    path.write_bytes(b"content")
     for _ in range(2):
-        Flaky(monkeypatch, store._fs, "put_file", [TimeoutError(), ConnectionResetError("gone")])
-        store.put(path)
+        Flaky(monkeypatch, store._fs, "pipe_file", [TimeoutError(), ConnectionResetError("gone")])
+        store.write("file", b"content")
     assert [line for _, line in lines] == 2 * [
         f"memory://{tmp_path}/flaky: uploading file failed (TimeoutError); trying again for up to "
         "5 s (--upload_timeout)"

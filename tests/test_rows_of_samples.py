@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 
 import datasets
 import numpy as np
@@ -102,7 +101,7 @@ def test_what_is_cut_is_counted_and_said(extract, tmp_path, capsys, tokenizer):
     sizes = [len(tokenizer.encode(text).ids) for text in texts]
     expected = [max(size - 64, 0) for size in sizes]
     assert [record["cut"] for record in records] == expected
-    told = f"\ncut: 2 samples at 64 tokens (--max_seq_length); {sum(expected):,} tokens of them"
+    told = f"\ncut: 2 samples at 64 tokens (--max_seq_length); left out: {sum(expected):,} tokens"
     assert told in capsys.readouterr().out
     metadata = json.loads((tmp_path / "out/metadata.json").read_text())
     assert (metadata["cut_samples"], metadata["cut_tokens"]) == (2, sum(expected))
@@ -188,7 +187,7 @@ def test_ten_million_spaces(extract, tmp_path, capfd):
     where = f"{tmp_path}/rows.jsonl line 4: the tokenizer cannot take it: "
     assert where in capfd.readouterr().err
     assert extract("out", "--max_seq_length", 512, "--skip_bad_rows") == 0
-    assert "\nskipped: 1 rows that could not be used" in capfd.readouterr().out
+    assert "\nskipped: 1 row that could not be used" in capfd.readouterr().out
 
 
 def test_whatever_ends_the_preparation_of_batches_is_raised():
@@ -204,15 +203,17 @@ def test_whatever_ends_the_preparation_of_batches_is_raised():
 
 def test_the_watchdog_watches_one_block_after_another(monkeypatch):
     """As over the wait for the first batch, and then over the steps."""
-    ended = threading.Event()
+    ended, now = threading.Event(), [0.0]
     monkeypatch.setattr("activation_extraction.run.hosts._end_process", lambda _: ended.set())
-    watchdog = Watchdog(0.2)
+    monkeypatch.setattr("activation_extraction.run.hosts.time.monotonic", lambda: now[0])
+    before, watchdog = set(threading.enumerate()), Watchdog(0.2)
     with watchdog:
-        pass
-    time.sleep(0.5)
-    assert not ended.is_set()
+        (watching,) = set(threading.enumerate()) - before
+    watching.join(300)
+    assert not watching.is_alive() and not ended.is_set()
     with watchdog:
-        assert ended.wait(60)
+        now[0] += 1
+        assert ended.wait(300)
 
 
 def test_the_wait_for_the_first_batch_is_watched(extract, tmp_path, monkeypatch):

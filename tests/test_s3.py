@@ -3,7 +3,7 @@
 import fsspec
 import pytest
 
-from activation_extraction.store.folder import Folder, TakenError
+from activation_extraction.store.folder import Folder, FolderError, TakenError
 
 WHY = "tests/requirements-s3.txt is not installed"
 s3fs = pytest.importorskip("s3fs", reason=WHY)
@@ -37,12 +37,17 @@ def test_conditional_writes(folder):
     assert folder.version("file") is None and folder.write_if("file", b"4", replaced) is None
 
 
-def test_a_file_that_is_only_created(folder, tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * 10)
-    folder.put(path, new=True)
-    folder.put(path, new=True)
-    path.write_bytes(b"y" * 10)
+def test_a_shard_goes_from_memory_in_one_request(folder):
+    """The checksum in the request is the store's to compare."""
+
+    def create(data):
+        folder.create("new", data, len(b"".join(data)), 0)
+
+    parts = [memoryview(b"x" * 10), memoryview(b"y")]
+    create(parts)
+    create(parts)  # as after a lost answer
     with pytest.raises(TakenError):
-        folder.put(path, new=True)
-    assert folder.read("file") == b"x" * 10
+        create([memoryview(b"z" * 11)])
+    assert folder.read("new") == b"x" * 10 + b"y" and folder.retries == 0
+    with pytest.raises(FolderError, match="no such bucket: elsewhere"):
+        Folder("s3://elsewhere/run", patience=5).create("new", b"x", 1, 0)

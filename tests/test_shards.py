@@ -8,18 +8,21 @@ import pickle
 import struct
 import subprocess
 import tracemalloc
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
 import pytest
 from extractions import HOOKS, extract, load, replace_shard, write_records
+from storages import open_storage
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.store import atomic_file, pickle_file
+from activation_extraction.store import atomic_file
 from activation_extraction.store.atomic_file import write_atomically
-from activation_extraction.store.pickle_file import read_records
+from activation_extraction.store.blocks import BLOCK_BYTES, blocks_of, gzipped
+from activation_extraction.store.pickle_file import pieces_of, read_records
 from activation_extraction.store.safe_unpickler import UnsafeError
-from activation_extraction.store.storage import ActivationStorage
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 
@@ -67,29 +70,37 @@ def shard_of(values):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_arrays_are_pickled_as_by_numpy(dtype, tmp_path):
+def test_arrays_are_pickled_as_by_numpy(dtype):
     shard = shard_of(np.random.default_rng(0).standard_normal((2, 100, 1024)).astype(dtype))
-    write_records(tmp_path / "shard.pkl", shard, False)
-    written = (tmp_path / "shard.pkl").read_bytes()
+    written = b"".join(pieces_of(shard))
     assert written[:2] == pickle.PROTO + b"\5"
     assert written[2:] == pickle.dumps(shard, protocol=4)[2:]
 
 
-@pytest.mark.parametrize("compress,limit", [(False, 1e6), (True, 16e6)])
-def test_arrays_are_not_copied(compress, limit, tmp_path, monkeypatch):
-    """gzip holds a few blocks of 1 MB for each thread."""
-    monkeypatch.setattr(pickle_file, "COMPRESSION_THREADS", 2)
-    shard = shard_of(np.ones((8, 2048, 1024), np.float32))
-    assert peak_of(lambda: write_records(tmp_path / "shard", shard, compress)) < limit < 64e6
+def packed(shard, threads):
+    with ThreadPoolExecutor(threads) as pool:
+        yield from gzipped(pieces_of(shard), pool, threads)
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch):
+def test_arrays_are_not_copied():
+    """Each thread has a few blocks of 4 MB ahead of what is written."""
+    shard = shard_of(np.random.default_rng(0).standard_normal((8, 2048, 1024)).astype(np.float32))
+    assert peak_of(lambda: pieces_of(shard)) < 1e6
+    assert peak_of(lambda: deque(packed(shard, 1), maxlen=0)) < 30e6 < 64e6
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_threads():
     shard = shard_of(np.random.default_rng(0).standard_normal((3, 999, 1024)).astype(np.float16))
-    found = set()
-    for threads in (1, 2, 5):
-        monkeypatch.setattr(pickle_file, "COMPRESSION_THREADS", threads)
-        found.add(write_records(tmp_path / "shard.gz", shard, compress=True))
-    assert len(found) == 1
+    found = {b"".join(packed(shard, threads)) for threads in (1, 2, 5)}
+    assert len(found) == 1 and gzip.decompress(*found) == b"".join(pieces_of(shard))
+
+
+def test_blocks_have_one_size_but_for_the_last():
+    pieces = [memoryview(bytes([n]) * n * 10**5) for n in range(60)]
+    blocks = list(blocks_of(pieces))
+    sizes = [sum(piece.nbytes for piece in block) for block in blocks]
+    assert sizes[:-1] == [BLOCK_BYTES] * (len(sizes) - 1) and 0 < sizes[-1] <= BLOCK_BYTES
+    assert b"".join(piece for block in blocks for piece in block) == b"".join(pieces)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (5, 8)])
@@ -107,7 +118,7 @@ def test_arrays_of_any_layout_in_memory_are_stored(shape, tmp_path):
 @pytest.mark.parametrize("doc_id", ["<urn:ä𝄞>", 7, -(2**70), 0.5, None, "x" * 70_000])
 def test_what_we_write_is_read_back(dtype, doc_id, compress, tmp_path):
     values = np.random.default_rng(0).standard_normal((300, 64)).astype(dtype)
-    with ActivationStorage(tmp_path, HOOKS, compress=compress) as storage:
+    with open_storage(tmp_path, HOOKS, compress=compress) as storage:
         for sample, tokens in ((0, 300), (2**40, 1)):
             for key in HOOKS:
                 token_ids = np.arange(tokens, dtype=np.int32)

@@ -3,19 +3,22 @@
 import gzip
 import hashlib
 import json
+import os
 import pickle
 import subprocess
 import sys
+import time
 
 import ml_dtypes
 import numpy as np
 import pytest
 from extractions import merge_all
+from storages import open_storage
 
 from activation_extraction.common.errors import InputError, StorageError
+from activation_extraction.store.atomic_file import AtomicFile
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.statistics import Statistics
-from activation_extraction.store.storage import ActivationStorage
 
 HOOKS = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN = 16
@@ -39,7 +42,7 @@ def add(storage, sample, tokens=10, dtype=np.float32):
 
 def fill(folder, count=10, **options):
     """Ten samples of 1280 bytes, three to a shard."""
-    with ActivationStorage(folder, HOOKS, **({"shard_size_gb": 4e-6} | options)) as storage:
+    with open_storage(folder, HOOKS, **({"shard_size_gb": 4e-6} | options)) as storage:
         for sample in range(count):
             add(storage, sample)
     return storage
@@ -119,7 +122,7 @@ def test_plain_pickle_without_compression(tmp_path):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, ml_dtypes.bfloat16])
 def test_a_shard_is_read_without_jax(tmp_path, dtype):
     """In a process that cannot import jax, with the two lines that the README gives."""
-    with ActivationStorage(tmp_path, HOOKS) as storage:
+    with open_storage(tmp_path, HOOKS) as storage:
         add(storage, 0, dtype=dtype)
     script = (
         "import sys; sys.modules['jax'] = sys.modules['jaxlib'] = None\n"
@@ -138,29 +141,23 @@ def test_a_shard_is_read_without_jax(tmp_path, dtype):
 
 def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
     """The JSON is the commit: when it cannot be written, the run fails and totals do not count."""
-    from activation_extraction.store import shard_writer, statistics_file
-
     order = []
-    writers = (
-        (shard_writer, "write_shard"),
-        (statistics_file, "write_bytes"),
-        (shard_writer, "write_bytes"),
-    )
-    for module, name in writers:
-        original = getattr(module, name)
+    original = AtomicFile.publish
 
-        def spy(path, *args, original=original):
-            order.append(path.name)
-            if path.name == "shard_0002.json":
-                raise OSError(28, "No space left on device")
-            return original(path, *args)
+    def spy(file):
+        order.append(file._path.name)
+        if order[-1] == "shard_0002.json":
+            raise OSError(28, "No space left on device")
+        original(file)
 
-        monkeypatch.setattr(module, name, spy)
+    monkeypatch.setattr(AtomicFile, "publish", spy)
     with pytest.raises(StorageError, match=r"shard_0002.*the disk is full"):
         fill(tmp_path)
-    start = order.index("shard_0001.pkl.gz")
-    ends = ("pkl.gz", "npz", "json")
-    assert order[start : start + 6] == [f"shard_{n:04d}.{end}" for n in (1, 2) for end in ends]
+    for number in (1, 2):
+        own = [name for name in order if name.startswith(f"shard_{number:04d}")]
+        assert own == [f"shard_{number:04d}.{end}" for end in ("pkl.gz", "npz", "json")]
+    assert order.index("shard_0001.json") < order.index("shard_0002.json")
+    assert "shard_0003.json" not in order
     assert [part["file"] for part in commits(tmp_path)] == ["shard_0001.pkl.gz"]
     assert json.loads((tmp_path / "metadata.json").read_text())["status"] == "failed"
 
@@ -170,11 +167,11 @@ def test_a_full_disk_stops_the_run_and_keeps_what_is_committed(tmp_path):
     script = f"""
 import resource, signal, sys
 import numpy as np
-from activation_extraction.store.storage import ActivationStorage
+from storages import open_storage
 from activation_extraction.store.identity import Identity
 from activation_extraction.common.errors import StorageError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-storage = ActivationStorage({str(tmp_path)!r}, {{0: "h"}}, shard_size_gb=1e-5, compress=False)
+storage = open_storage({str(tmp_path)!r}, {{0: "h"}}, shard_size_gb=1e-5, compress=False)
 try:
     with storage:
         storage.add_activation(0, np.ones((100, 16), np.float32), 0, "")
@@ -185,7 +182,9 @@ except StorageError as error:
     print(error, storage.totals.shards)
     sys.exit(1)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 1, done.stderr
     assert "shard_0002.pkl: File too large 1" in done.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -198,20 +197,20 @@ except StorageError as error:
 
 def test_nothing_is_committed_after_a_failed_shard(tmp_path, monkeypatch):
     """Also when the caller goes on: what is stored stays a prefix."""
-    import activation_extraction.store.shard_writer as module
+    original = AtomicFile.publish
 
-    original = module.write_shard
-
-    def fails_once(path, *args):
-        if path.name.startswith("shard_0002") and not (tmp_path / "failed").exists():
+    def fails_once(file):
+        if file._path.name == "shard_0002.pkl.gz" and not (tmp_path / "failed").exists():
             (tmp_path / "failed").touch()
             raise OSError(28, "No space left on device")
-        return original(path, *args)
+        original(file)
 
-    monkeypatch.setattr(module, "write_shard", fails_once)
-    storage = ActivationStorage(tmp_path, HOOKS, shard_size_gb=4e-6)
+    monkeypatch.setattr(AtomicFile, "publish", fails_once)
+    storage = open_storage(tmp_path, HOOKS, shard_size_gb=4e-6)
     failures = 0
     for sample in range(20):
+        while sample == 10 and storage._writer._failure is None:
+            time.sleep(0.01)
         try:
             add(storage, sample)
         except StorageError:
@@ -225,7 +224,7 @@ def test_nothing_is_committed_after_a_failed_shard(tmp_path, monkeypatch):
 
 def test_an_exception_commits_what_is_complete(tmp_path):
     with pytest.raises(RuntimeError, match="elsewhere"):
-        with ActivationStorage(tmp_path, HOOKS) as storage:
+        with open_storage(tmp_path, HOOKS) as storage:
             add(storage, 0)
             storage.add_activation(3, activation(1, 3, 10), 1, "only one of two hooks")
             raise RuntimeError("elsewhere")
@@ -240,25 +239,25 @@ def test_ctrl_c_while_waiting_for_the_writer_loses_nothing(tmp_path, monkeypatch
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    with ActivationStorage(tmp_path, HOOKS, shard_size_gb=4e-6) as storage:
+    with open_storage(tmp_path, HOOKS, shard_size_gb=4e-6) as storage:
         for sample in range(3):
             add(storage, sample)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(storage._writer, "wait", interrupted)
+            patch.setattr(storage._writer, "take", interrupted)
             add(storage, 3)
         add(storage, 3)
     assert [part["samples"]["first"] for part in commits(tmp_path)] == [0, 3]
 
 
 def test_an_incomplete_sample_of_a_complete_run_is_an_error(tmp_path):
-    storage = ActivationStorage(tmp_path, HOOKS)
+    storage = open_storage(tmp_path, HOOKS)
     storage.add_activation(3, activation(0, 3, 10), 0, "")
     with pytest.raises(ValueError, match=r"sample 0 has no activation for \[5\]"):
         storage.finalize()
 
 
 def test_wrong_additions_are_refused(tmp_path):
-    with ActivationStorage(tmp_path, HOOKS) as storage:
+    with open_storage(tmp_path, HOOKS) as storage:
         add(storage, 4)
         with pytest.raises(KeyError, match="hook 7 is not one of"):
             storage.add_activation(7, activation(5, 7, 10), 5, "")
@@ -281,7 +280,7 @@ def test_wrong_additions_are_refused(tmp_path):
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 def test_nan_and_infinity_stop_the_run_and_are_not_stored(tmp_path, value, dtype, remedy):
     with pytest.raises(StorageError, match="sample 1, hook 5: NaN or infinite ") as raised:
-        with ActivationStorage(tmp_path, HOOKS) as storage:
+        with open_storage(tmp_path, HOOKS) as storage:
             add(storage, 0)
             storage.add_activation(3, activation(1, 3, 4), 1, "")
             storage.add_activation(5, np.full((4, HIDDEN), value).astype(dtype), 1, "")
@@ -293,7 +292,7 @@ def test_an_existing_extraction_is_kept_unless_overwritten(tmp_path):
     fill(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(InputError, match="already holds an extraction with another model_digest"):
-        ActivationStorage(tmp_path, HOOKS, identity=Identity(model_digest="other"))
+        open_storage(tmp_path, HOOKS, identity=Identity(model_digest="other"))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     for name in ("notes.txt", "shard_notes.json", "shard_0001.pkl.bak"):
         (tmp_path / name).write_text("mine")

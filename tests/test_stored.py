@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from command_line import main, records_of
+from pods import rounding_of_run
 from safetensors.numpy import load_file, save_file
 
 
@@ -29,13 +30,12 @@ def test_machines_together_store_what_one_machine_stores(inputs, tmp_path):
     one = {record["doc_id"]: record for record in records_of(tmp_path / "one")[2]}
     folders = [tmp_path / "three" / f"machine_{m:03d}" for m in range(3)]
     parts = [record for folder in folders for record in records_of(folder)[2]]
+    allowed = rounding_of_run(tmp_path / "one", inputs[1])
     assert len({record["sample_idx"] for record in parts}) == len(parts) == len(one) == 300
     for record in parts:
         expected = one[record["doc_id"]]
         np.testing.assert_array_equal(record["token_ids"], expected["token_ids"])
-        np.testing.assert_allclose(
-            record["activation"], expected["activation"], rtol=1e-4, atol=1e-4
-        )
+        assert np.abs(record["activation"] - expected["activation"]).max() <= allowed[2]
 
 
 @pytest.mark.long
@@ -83,7 +83,7 @@ def test_a_bad_row_on_the_way_keeps_what_came_before(inputs, texts, tmp_path, ca
     options = ["--layers_to_extract", 0, "--dataset_path", path, "--output_dir", out]
     assert main(*inputs, *options, "--batch_size", 8) == 1
     message = capsys.readouterr().err.splitlines()[-1]
-    assert "line 401: not JSON" in message and "shard(s)" in message and str(out) in message
+    assert "line 401: not JSON" in message and f"{out}: 1 shard, 400 samples; " in message
     metadata = json.loads((out / "metadata.json").read_text())
     assert metadata["status"] == "interrupted" and metadata["samples"] == 400
     assert [r["sample_idx"] for r in records_of(out)[0]] == [*range(metadata["samples"])]

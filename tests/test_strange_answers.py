@@ -1,13 +1,20 @@
 """What a store answers is not always what it holds, and a folder is not always what it seems."""
 
 import os
+import re
 import socket
 import tempfile
+import threading
 
+import google_crc32c
 import pytest
 from command_line import main
+from extractions import extract
+from fsspec.implementations.memory import MemoryFileSystem
+from gcsfs.credentials import GoogleCredentials
 from small_runs import content
 
+from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.store import patience
 from activation_extraction.store.atomic_file import write_bytes
@@ -72,6 +79,22 @@ def test_a_bucket_that_never_answers_is_given_up_after_the_time_that_was_asked(b
     assert folder.retries == 0
 
 
+@pytest.mark.parametrize("found", ["at the start", "at a request"])
+def test_so_is_a_search_for_credentials(bucket, monkeypatch, found):
+    """google.auth has limits of its own: a minute where packets vanish, two for each token."""
+    answer = threading.Event()
+
+    def silent(*_, **__):
+        assert answer.wait(60)
+
+    name = "connect" if found == "at the start" else "maybe_refresh"
+    monkeypatch.setattr(GoogleCredentials, name, silent)
+    with pytest.raises(FolderError, match="no answer") as raised:
+        Folder("gs://bucket/run", patience=0.3).files()
+    answer.set()
+    assert not raised.value.final
+
+
 def test_nothing_is_written_through_a_link(run, tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("mine")
@@ -98,10 +121,12 @@ def test_a_report_and_a_bucket_on_this_machine_replace_links(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("mine")
     os.symlink(precious, tmp_path / "file")
-    source = tmp_path / "source"
-    source.write_text("new")
-    Folder(f"file://{tmp_path}").put(source, "file")
+    Folder(f"file://{tmp_path}").write("file", b"new")
     assert precious.read_text() == "mine" and (tmp_path / "file").read_text() == "new"
+    (tmp_path / "file").unlink()
+    os.symlink(precious, tmp_path / "file")
+    Folder(f"file://{tmp_path}").create("file", b"shard", 5, google_crc32c.value(b"shard"))
+    assert precious.read_text() == "mine" and (tmp_path / "file").read_text() == "shard"
 
 
 @pytest.mark.parametrize("name", ["demo_inputs", "demo_inputs/model"])
@@ -132,3 +157,26 @@ def test_without_a_temporary_folder_tmpdir_is_named(run, tmp_path, monkeypatch, 
     assert main("--verify", "--output_dir", tmp_path / "out") == 1
     err = capsys.readouterr().err
     assert "error: no temporary folder can be made: " in err and "; set TMPDIR to a folder" in err
+
+
+def test_where_downloads_fill_the_temporary_folder_it_is_named(tmp_path, monkeypatch, capsys):
+    """So for --verify, where it is not the shards that are at fault, and for a data set."""
+    url = f"memory://{tmp_path}/bucket"
+    extract(tmp_path / "a", remote=Folder(url))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    download = MemoryFileSystem.get_file
+
+    def get_file(self, source, target, **options):
+        os.symlink("/dev/full", target)
+        try:
+            download(self, source, target, **options)
+        finally:
+            os.unlink(target)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", get_file)
+    full = rf"{tmp_path}/scratch/\S+: the disk is full; make room first, or set TMPDIR to a folder"
+    assert main("--verify", "--output_dir", url) == 1
+    assert re.search(f"shard_0001.pkl.gz: .*{full}", capsys.readouterr().out)
+    with pytest.raises(OSError, match=f"downloading shard_0001.pkl.gz: {full}"):
+        ActivationDataset(url)[0]

@@ -13,12 +13,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cloud import REPOSITORY
+from storages import open_storage
 
 from activation_extraction import ActivationDataset
 from activation_extraction.inspect.export import export
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.packing import pack, samples_of
 
 PYTHON = Path(os.environ.get("TRAINERS_PYTHON", f"{sys.prefix}/trainers/bin/python"))
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
         shard_size_gb=5e-3,
         compress_shards=False,
     )
-    with ActivationStorage(
+    with open_storage(
         folder / "activations",
         HOOKS,
         identity=identity,

@@ -38,7 +38,7 @@ WRONG_JSONS = {
     "shards": (change("metadata.json", shards=5), "has 5 shards, there are 4"),
     "samples": (change("metadata.json", samples=11), "has 11 samples, there are 10"),
     "tokens": (change("metadata.json", tokens=99), "has 99 tokens, there are 100"),
-    "bytes": (change("metadata.json", bytes=1), "has 1 bytes, there are"),
+    "bytes": (change("metadata.json", bytes=1), "has 1 byte, there are"),
     "statistics of all": (
         change_nested("metadata.json", lambda c: c["hooks"][1].update(mean=1.0)),
         "metadata.json: hook 5: its mean is",
@@ -57,7 +57,7 @@ WRONG_JSONS = {
     "a field too many": (change("shard_0001.json", more=1), "fields are missing or unknown"),
     "samples of a shard": (
         change("shard_0002.json", samples={"first": 3, "last": 6, "count": 3}),
-        "3 samples do not go from 3 to 6",
+        "3 samples cannot go from 3 to 6",
     ),
     "a gap": (
         change("shard_0002.json", samples={"first": 4, "last": 6, "count": 3}),

@@ -14,7 +14,7 @@ from extractions import edit, extract
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.console import log, start_logging
-from activation_extraction.common.visible import say, visible, without_secrets
+from activation_extraction.common.visible import counted, say, visible, without_secrets
 from activation_extraction.store.folder import Folder, FolderError
 from activation_extraction.store.metadata import read_stored
 from activation_extraction.text.files import list_files, open_files
@@ -109,7 +109,7 @@ def test_a_bucket_is_stored_and_named_without_secrets(tmp_path):
     """fsspec's memory file system takes any URL, and the whole of it as the path."""
     url = f"memory://key:pass@{tmp_path.name}/run"
     remote = Folder(url)
-    extract(tmp_path / "out", remote=remote, delete_local=True)
+    extract(tmp_path / "out", remote=remote)
     stored = json.loads((tmp_path / "out/metadata.json").read_text())
     assert stored["remote"] == f"memory://{tmp_path.name}/run" == remote.url
     assert read_stored(remote).in_bucket
@@ -146,3 +146,10 @@ def test_another_signature_is_the_same_data(signed_files):
     again = list_files(f"{url}/a.jsonl.gz?X-Amz-Signature=two")
     assert described == [(file.name, file.size) for file in again]
     assert described[0][0] == "a.jsonl.gz"
+
+
+@pytest.mark.parametrize(
+    "number,said", [(0, "0 samples"), (1, "1 sample"), (2, "2 samples"), (12345, "12,345 samples")]
+)
+def test_one_thing_is_not_called_many(number, said):
+    assert counted(number, "sample") == said

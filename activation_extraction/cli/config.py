@@ -25,7 +25,7 @@ from activation_extraction.cli.engines import SLURM_COUNT, check_array, machine_
 from activation_extraction.cli.flags import build_parser
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.positions import parse_positions
-from activation_extraction.common.visible import plain_url, say_error
+from activation_extraction.common.visible import counted, plain_url, say_error
 
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 
@@ -84,6 +84,8 @@ class Config:
     overwrite: bool
     repair: bool
     bucket_url: str | None
+    writer_threads: int | None
+    waiting_shards_gb: float | None
     delete_local_after_upload: bool
     upload_timeout: int
     status: bool
@@ -299,13 +301,19 @@ def _refuse_values(flags: argparse.Namespace) -> None:
     _check_protocols(flags)
     if "://" in flags.output_dir and not _looking(flags):
         raise InputError(
-            f"--output_dir {flags.output_dir}: is a URL, but shards are written to a local folder "
-            "first; use --upload_to_gcs with --gcs_bucket and --gcs_prefix"
+            f"--output_dir {flags.output_dir}: is a URL, expected a local folder; to store shards "
+            "in a bucket, use --upload_to_gcs with --gcs_bucket and --gcs_prefix"
         )
     if not parse_positions(flags.positions).may_keep(flags.max_seq_length):
         raise InputError(
             f"--positions {flags.positions}: keeps no token of any sample; samples have at most "
-            f"{flags.max_seq_length} tokens (--max_seq_length), with positions from 0"
+            f"{counted(flags.max_seq_length, 'token')} (--max_seq_length), with positions from 0"
+        )
+    waiting, least = flags.waiting_shards_gb, 2 * flags.shard_size_gb
+    if waiting is not None and waiting < least:
+        raise InputError(
+            f"--waiting_shards_gb {waiting:g}: has no room for two shards; give at least "
+            f"{least:g}, or a smaller --shard_size_gb"
         )
     if flags.machine_id >= flags.total_machines:
         raise InputError(

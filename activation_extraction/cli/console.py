@@ -12,7 +12,8 @@ from typing import Any
 from tqdm import tqdm
 from tqdm.contrib.logging import _TqdmLoggingHandler as TqdmLoggingHandler
 
-from activation_extraction.common.visible import VisibleFormatter
+from activation_extraction.common.retries import take_over_gcsfs_log
+from activation_extraction.common.visible import VisibleFormatter, counted
 
 log = logging.getLogger("extract_activations")
 LIBRARIES = ("datasets", "huggingface_hub", "transformers")  # which log to stderr by themselves
@@ -33,6 +34,7 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
     for each in filter(None, (logging.lastResort, *others)):
         each.setFormatter(VisibleFormatter())
     log.propagate = False
+    take_over_gcsfs_log()
     usual = logging.WARNING if host else logging.INFO
     log.setLevel(logging.DEBUG if verbose else usual)
 
@@ -163,12 +165,13 @@ class Progress:
         }
         self._record(metrics)
         if self._bar.disable:
-            total = f" of {self._max_samples:,}" if self._max_samples is not None else ""
+            samples = counted(metrics["samples"], "sample")
+            if self._max_samples is not None:
+                samples = f"{metrics['samples']:,} of {counted(self._max_samples, 'sample')}"
             utilisation = "" if share is None else f", {share:.0%} of peak"
             log.info(
-                "%s%s samples, %s tokens, %.0f tokens/s%s%s",
-                *(f"{metrics['samples']:,}", total, f"{self.tokens:,}", rate, utilisation),
-                _storing(metrics),
+                "%s, %s, %.0f tokens/s%s%s",
+                *(samples, counted(self.tokens, "token"), rate, utilisation, _storing(metrics)),
             )
 
     def close(self) -> None:
@@ -180,8 +183,10 @@ class Progress:
 
 def _storing(metrics: Mapping[str, Any]) -> str:
     """What a line of progress says of shards; nothing before there is one."""
-    shards, uploading = metrics["shards_stored"], metrics["shards_uploading"]
-    told = [f"stored {shards} shards, {metrics['bytes_stored'] / 1e9:.2f} GB"] if shards else []
-    if shards or uploading or metrics["upload_retries"]:
-        told.append(f"{uploading} uploading, {metrics['upload_retries']} retries")
+    shards, writing = metrics["shards_stored"], metrics["shards_writing"]
+    retries, told = metrics["upload_retries"], []
+    if shards:
+        told.append(f"stored {counted(shards, 'shard')}, {metrics['bytes_stored'] / 1e9:.2f} GB")
+    if shards or writing or retries:
+        told.append(f"{writing} being written, {retries} {'retry' if retries == 1 else 'retries'}")
     return f"; {', '.join(told)}" if told else ""

@@ -66,6 +66,23 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "write plain .pkl files",
         default=None,
     )
+    add(
+        group,
+        "writer_threads",
+        "the threads that compress shards and add up their statistics (default: as many as there "
+        "are cores)",
+        type=integer(1),
+        metavar="N",
+    )
+    add(
+        group,
+        "waiting_shards_gb",
+        "the most memory for activations that wait to be stored, in units of 10^9 bytes; beyond "
+        "it, computing waits; room for two shards is the least (default: a quarter of the memory "
+        "at hand, at most 16, or two shards)",
+        type=gigabytes,
+        metavar="GB",
+    )
     add_switch(
         group,
         "overwrite",
@@ -89,7 +106,8 @@ def add_bucket_flags(parser: argparse.ArgumentParser) -> None:
     add_switch(
         group,
         "upload_to_gcs",
-        "upload every shard; it counts as stored only once the bucket has confirmed it",
+        "store the shards in a bucket, from memory; a shard counts as stored only once the bucket "
+        "has confirmed it",
     )
     add(
         group,
@@ -109,8 +127,8 @@ def add_bucket_flags(parser: argparse.ArgumentParser) -> None:
         group,
         "delete_local_after_upload",
         "keep_local",
-        "delete a local shard once the bucket has confirmed it; its JSON file stays",
-        "keep the local shards as well",
+        "write no local shards, only metadata.json and metrics.jsonl",
+        "write local shards as well, beside those in the bucket",
     )
     add(
         group,

@@ -96,9 +96,14 @@ class _GcsfsLog(logging.Handler):
 
 
 gcsfs_listeners: list[Callable[[str], None]] = []  # only the latest one is called
-_gcsfs = logging.getLogger("gcsfs")
-_gcsfs.handlers, _gcsfs.propagate = [_GcsfsLog()], False
-_gcsfs.setLevel(logging.DEBUG)
+
+
+def take_over_gcsfs_log() -> None:
+    """Has the listeners hear what gcsfs logs, and nobody else. For the command line alone: a
+    program that uses the library keeps its own logging."""
+    gcsfs = logging.getLogger("gcsfs")
+    gcsfs.handlers, gcsfs.propagate = [_GcsfsLog()], False
+    gcsfs.setLevel(logging.DEBUG)
 
 
 def unwritable_cache(error: BaseException | None) -> str | None:

@@ -55,6 +55,11 @@ def _shown(character: str) -> str:
     return character if character.isprintable() else ascii(character)[1:-1]
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, as "1 sample" or "2,000 samples"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def say(*lines: object) -> None:
     """Prints lines to stdout."""
     print(*map(visible, lines), sep="\n")

@@ -1,42 +1,13 @@
 """Batches of tokens: an iterator with an exact state, which can be copied to other processes."""
 
-import json
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
 from activation_extraction.dataset.token_batch import TokenBatch
-from activation_extraction.dataset.windows import Plan, Position, Window, read_ahead, windows_of
-
-
-@dataclass(frozen=True)
-class BatchOptions:
-    """The arguments of `ActivationDataset.batches`, checked and complete."""
-
-    size: int
-    hooks: tuple[str, ...]
-    shuffle: int | None
-    buffer: int
-    skip_first: int
-    max_norm: Mapping[str, float]
-    dtype: str | None
-    worker: int
-    workers: int
-
-    def to_json(self) -> dict[str, Any]:
-        return json.loads(json.dumps(asdict(self)))
-
-
-class Source(Protocol):
-    """What batches are made of."""
-
-    @property
-    def fingerprint(self) -> str:
-        """The same only for the same data."""
-        ...
-
-    def plan(self, options: BatchOptions, part: int, parts: int) -> Plan: ...
+from activation_extraction.dataset.token_source import BatchOptions, TokenSource
+from activation_extraction.dataset.windows import Position, Window, windows_of
 
 
 class Batches(Iterator[TokenBatch]):
@@ -45,20 +16,20 @@ class Batches(Iterator[TokenBatch]):
     It goes over the data once. A copy in another process starts where this one stands.
     """
 
-    def __init__(self, source: Source, options: BatchOptions) -> None:
+    def __init__(self, source: TokenSource, options: BatchOptions) -> None:
         self._source = source
         self._options = options
         self._position = Position()
         self._forget()
 
     def _forget(self) -> None:
-        self._windows: Iterator[Window] | None = None
+        self._windows: Generator[Window, None, None] | None = None
         self._window: Window | None = None
 
-    def __getstate__(self) -> tuple[Source, BatchOptions, Position]:
+    def __getstate__(self) -> tuple[TokenSource, BatchOptions, Position]:
         return self._source, self._options, self._position
 
-    def __setstate__(self, state: tuple[Source, BatchOptions, Position]) -> None:
+    def __setstate__(self, state: tuple[TokenSource, BatchOptions, Position]) -> None:
         self._source, self._options, self._position = state
         self._forget()
 
@@ -93,7 +64,7 @@ class Batches(Iterator[TokenBatch]):
     def close(self) -> None:
         """Ends the reading ahead and frees the buffer."""
         if self._windows is not None:
-            self._windows.close()  # type: ignore[attr-defined]
+            self._windows.close()
         self._forget()
 
     def torch(self) -> Any:
@@ -110,31 +81,29 @@ class Batches(Iterator[TokenBatch]):
         return (batch.jax() for batch in self)
 
     def __next__(self) -> TokenBatch:
+        if self._window is None:
+            self._window = self._next_window()
+        window, taken = self._window, self._position.taken
+        batch = window.batch(taken, taken + self._options.size, self._options.dtype)
+        taken += len(batch)
+        if taken < len(window.order):
+            self._position = replace(self._position, taken=taken)
+        else:
+            self._window, self._position = None, window.end
+        return batch
+
+    def _next_window(self) -> Window:
+        """The window at the position. Raises StopIteration after the last one."""
         options = self._options
         if self._windows is None:
             plan = self._source.plan(options, *_loader_worker())
-            batches = options.buffer // 2 // options.size
-            windows = windows_of(plan, options.size, batches, options.shuffle, self._position)
-            self._windows = read_ahead(windows)
-        while self._window is None or self._position.taken >= self._window.tokens:
-            self._next_window()
-        taken = self._position.taken
-        tokens = min(options.size, self._window.tokens - taken)
-        self._position = replace(self._position, taken=taken + tokens)
-        return self._window.next_batch(tokens, options.dtype)
-
-    def _next_window(self) -> None:
-        """Raises StopIteration after the last window."""
-        assert self._windows is not None
-        restored = self._position.taken if self._window is None else 0
-        self._window = None  # before the next one is asked for, which needs its memory
+            most = options.buffer // 2 // options.size * options.size
+            self._windows = windows_of(plan, most, options.shuffle, self._position)
         try:
-            self._window = next(self._windows)
-        except OSError:
-            self._forget()  # so that the next call tries again
+            return next(self._windows)
+        except BaseException:
+            self.close()  # so that the next call tries again
             raise
-        self._window.skip(restored)
-        self._position = replace(self._window.begin, taken=restored)
 
 
 def _loader_worker() -> tuple[int, int]:

@@ -14,12 +14,14 @@ from typing import Any, overload
 import numpy as np
 
 from activation_extraction.common.errors import InputError, RunError
-from activation_extraction.dataset.batches import Batches, BatchOptions
+from activation_extraction.common.visible import counted
+from activation_extraction.dataset.batches import Batches
 from activation_extraction.dataset.dimension_statistics import HookStatistics, merged_sums
 from activation_extraction.dataset.folders import expected_names, read_folders
 from activation_extraction.dataset.hook_names import ByHook, recorded_aliases
-from activation_extraction.dataset.shard_readers import OpenShards, StoredHook
-from activation_extraction.dataset.token_source import TokenSource
+from activation_extraction.dataset.shard_readers import OpenShards, StoredHook, read_by_ranges
+from activation_extraction.dataset.token_source import BatchOptions, TokenSource
+from activation_extraction.store.commit import MOST_PER_BYTE
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import METADATA, Stored, gaps, identity_of
 from activation_extraction.store.statistics import Statistics, Sums
@@ -74,13 +76,18 @@ class ActivationDataset(Sequence[SampleActivations]):
         told = self.metadata.get("hooks", ())
         aliases = recorded_aliases(told)
         recorded = ByHook({hook["name"]: hook for hook in told}, aliases)
+        in_shards = {h["name"]: h for s in folders.values() for c in s.in_order for h in c.hooks}
         names = _chosen(self.url, recorded, hooks)
-        stored = {name: _stored_hook(recorded[name], self.metadata) for name in names}
+        stored = {
+            name: _stored_hook(in_shards.get(name, {}) | recorded[name], self.metadata)
+            for name in names
+        }
         self._shards = OpenShards(
             root.given,
             [(name, commit) for name in folders for commit in folders[name].in_order],
             ByHook(stored, aliases),
         )
+        _check_sizes(self.url, self._shards)
         self._commits = [commit for _, commit in self._shards.shards]
         self._ends = list(accumulate(commit.count for commit in self._commits))
         self._local = root.local
@@ -90,8 +97,8 @@ class ActivationDataset(Sequence[SampleActivations]):
 
     def __repr__(self) -> str:
         return (
-            f"ActivationDataset({self.url!r}: {len(self):,} samples, {self.tokens:,} tokens, "
-            f"hooks {self.hooks})"
+            f"ActivationDataset({self.url!r}: {counted(len(self), 'sample')}, "
+            f"{counted(self.tokens, 'token')}, hooks {self.hooks})"
         )
 
     @property
@@ -149,7 +156,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index}: there are {len(self)} samples")
+            raise IndexError(f"sample {index}: the dataset has {counted(len(self), 'sample')}")
         index %= len(self)
         shard = bisect_right(self._ends, index)
         first = self._ends[shard] - self._commits[shard].count
@@ -281,14 +288,27 @@ def _check_one_run(url: str, folders: Mapping[str, Stored]) -> None:
             )
 
 
+def _check_sizes(url: str, shards: OpenShards) -> None:
+    """Raises ValueError if a shard's file is too small for its tokens at the recorded widths."""
+    row = shards.row_bytes(list(shards.hooks))
+    for folder, commit in shards.shards:
+        most = commit.bytes * (1 if read_by_ranges(commit) else MOST_PER_BYTE)
+        if commit.tokens * row > most:
+            where = "/".join(filter(None, (url, folder, commit.file)))
+            raise ValueError(
+                f"{where}: {counted(commit.tokens, 'token')} of {row} bytes cannot be in "
+                f"{commit.bytes} bytes"
+            )
+
+
 def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> StoredHook:
-    """recorded: what the metadata says of the hook; older runs do not record its width."""
+    """recorded: what the shards and the metadata say of the hook. Before there is a shard, the
+    run's settings have to do."""
     width = recorded.get("width", metadata.get("model", {}).get("hidden_size"))
     if width is None:
         raise ValueError(f"the metadata does not record how wide {recorded['name']} is")
-    return StoredHook(
-        recorded["key"], width, _dtype(identity_of(metadata, METADATA).activation_dtype)
-    )
+    dtype = recorded.get("dtype", identity_of(metadata, METADATA).activation_dtype)
+    return StoredHook(recorded["key"], width, _dtype(dtype))
 
 
 def _dtype(name: Any) -> np.dtype:

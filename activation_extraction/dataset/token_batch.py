@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
 
 from activation_extraction.dataset.hook_names import ByHook
+
+ALIGNMENT = 64  # bytes: JAX on CPUs shares an array's memory when it begins at a multiple of these
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class TokenBatch:
 
     def __getitem__(self, hook: str) -> Any:
         return self.activations[hook]
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The activations of every hook, and the three arrays that all hooks share."""
+        return [*self.activations.values(), self.token_ids, self.sample_idx, self.position]
 
     def torch(self) -> "TokenBatch":
         """The same as PyTorch tensors, in the same memory."""
@@ -60,14 +66,40 @@ def _to_torch(values: np.ndarray) -> Any:
     return torch.from_numpy(values)
 
 
-def getters_of(batch: TokenBatch) -> list[Callable[[TokenBatch], np.ndarray]]:
-    """What gets each of the arrays from a batch with the same hooks."""
-    return [
-        *map(itemgetter, batch.activations),
-        *map(attrgetter, ("token_ids", "sample_idx", "position")),
-    ]
+def empty_batch(like: TokenBatch, size: int, dtype: str | None = None) -> TokenBatch:
+    """A batch of `size` tokens, with any content. dtype: of the activations, by default as `like`.
+
+    Its arrays lie in one block: many smaller ones would be given back to the system whenever a
+    batch is freed, and the first use of memory takes longer than copying.
+    """
+    rows = like.map(lambda values: np.dtype((values.dtype, values.shape[1:])))
+    if dtype is not None:
+        found = like.activations.map(lambda values: np.dtype((dtype, values.shape[1:])))
+        rows = replace(rows, activations=found)
+    room = sum(size * row.itemsize + ALIGNMENT for row in rows.arrays)
+    block, offset = np.empty(room, np.uint8), 0
+
+    def place(row: Any) -> np.ndarray:
+        nonlocal offset
+        offset += -(block.ctypes.data + offset) % ALIGNMENT
+        placed: np.ndarray = np.ndarray(size, row, block, offset)
+        offset += placed.nbytes
+        return placed
+
+    return rows.map(place)
 
 
-def bits_of(values: np.ndarray) -> np.ndarray:
+def copy_rows(source: TokenBatch, rows: np.ndarray, target: TokenBatch) -> None:
+    """Copies the tokens with these numbers; `target` has room for them, and its own dtypes."""
+    for values, found in zip(source.arrays, target.arrays, strict=True):
+        # With mode="raise", NumPy would copy to `out` by way of other memory.
+        if values.dtype == found.dtype:
+            np.take(_bits_of(values), rows, axis=0, out=_bits_of(found), mode="clip")
+        else:
+            taken = np.take(_bits_of(values), rows, axis=0).view(values.dtype)
+            np.copyto(found, taken, casting="unsafe")
+
+
+def _bits_of(values: np.ndarray) -> np.ndarray:
     """Two-byte numbers as integers: NumPy is slow with those that it does not know itself."""
     return values.view(np.uint16) if values.dtype.itemsize == 2 else values

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.common.errors import InputError, RunError, one_line
-from activation_extraction.common.visible import say
+from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.batches import Batches
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.folders import read_folders
@@ -112,8 +112,8 @@ def _export_run(
     sizes = {name: width * dataset.dtype.itemsize for name, width in hooks.items()}
     export_run(root, folders, local_folder(target), chosen_format(form, compress), changes, sizes)
     say(
-        f"exported: {len(dataset):,} samples, {dataset.tokens:,} tokens, {len(hooks)} hook(s), as "
-        f"{form} in {target}"
+        f"exported: {counted(len(dataset), 'sample')}, {counted(dataset.tokens, 'token')}, "
+        f"{counted(len(hooks), 'hook')}, as {form} in {target}"
     )
     say("read it with:", *(f"  {line}" for line in lines_of_dataset(target)))
 
@@ -243,8 +243,8 @@ def _finish(
 def _print_summary(contents: Contents, folder: Path) -> None:
     size = contents.tokens * sum(map(contents.row_bytes, contents.hooks))
     say(
-        f"exported: {contents.tokens:,} tokens, {len(contents.hooks)} hook(s), {contents.chunks} "
-        f"chunk(s), {size / 1e9:,.3f} GB of activations in {folder}"
+        f"exported: {counted(contents.tokens, 'token')}, {counted(len(contents.hooks), 'hook')}, "
+        f"{counted(contents.chunks, 'chunk')}, {size / 1e9:,.3f} GB of activations in {folder}"
     )
     hook = next(iter(contents.hooks))
     say("read it with:", f"  {FORMATS[contents.form].how_to_read(folder, hook)}")

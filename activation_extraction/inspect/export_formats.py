@@ -204,5 +204,5 @@ def _store_with(path: Path, write: Any) -> None:
     path.parent.mkdir(exist_ok=True)
     written = write_atomically(path, write)
     with open(path, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != written["sha256"]:
+        if hashlib.file_digest(file, "sha256").hexdigest() != written:
             raise RunError(f"{path}: the disk does not hold what was written to it")

@@ -17,20 +17,22 @@ from typing import Any
 from tqdm import tqdm
 
 from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.visible import counted
 from activation_extraction.inspect.export_target import check_space, locked
 from activation_extraction.inspect.verify_shard import read_shard
 from activation_extraction.store.atomic_file import write_bytes
 from activation_extraction.store.commit import FORMAT_VERSION, Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.folder_lock import running_system
-from activation_extraction.store.formats import SAFETENSORS, ShardFormat, write_shard
+from activation_extraction.store.formats import SAFETENSORS, ShardFormat
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import METADATA, METRICS, NOTHING, Stored, read_stored
 from activation_extraction.store.reasons import scratch_folder
 from activation_extraction.store.safetensors_file import LARGEST_TEXTS
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.shard import Shard, same_content
-from activation_extraction.store.statistics import sums_of
+from activation_extraction.store.shard_files import write_shard
+from activation_extraction.store.statistics import Tokens, sums_of
 from activation_extraction.store.statistics_file import write_sums
 
 
@@ -166,9 +168,10 @@ def _check_fits(copy: _Copy, commit: Commit, shard: Shard) -> None:
     if texts > LARGEST_TEXTS:
         raise InputError(
             f"--export safetensors: {copy.source.url}/{commit.file}: the ids and text previews of "
-            f"its {commit.count:,} samples take {texts:,} bytes; a safetensors shard has room for "
-            f"{LARGEST_TEXTS:,}; use the pickles, give --export memmap or --export llamascopium, "
-            "or store the run anew with --shard_format safetensors, which makes smaller shards"
+            f"its {counted(commit.count, 'sample')} take {texts:,} bytes; a safetensors shard has "
+            f"room for {LARGEST_TEXTS:,}; use the pickles, give --export memmap or --export "
+            "llamascopium, or store the run anew with --shard_format safetensors, which makes "
+            "smaller shards"
         )
 
 
@@ -186,13 +189,14 @@ def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
     path = copy.target / copy.shard_format.file_name(commit.number)
     outdated = partial((copy.target / commit.name).unlink, missing_ok=True)
     written = write_shard(path, shard, keys, copy.shard_format, outdated)
-    sums = {keys[key]: sums_of(shard.slices[key], shard.samples) for key in keys}
+    tokens = Tokens(shard.positions)
+    sums = {keys[key]: sums_of(shard.slices[key], tokens) for key in keys}
     made = replace(
         commit,
         file=path.name,
-        sha256=written["sha256"],
-        bytes=written["bytes"],
-        unpacked=written["unpacked"],
+        sha256=written.sha256,
+        bytes=written.bytes,
+        unpacked=written.unpacked,
         hooks=copy.wanted(commit.hooks),
         run=copy.identity.run,
         statistics=write_sums(copy.target, commit.number, sums),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from activation_extraction.common.visible import counted
 from activation_extraction.inspect.report_run import Lengths
 from activation_extraction.inspect.report_sample import TokenSample
 
@@ -212,7 +213,8 @@ def findings(reports: Sequence[HookReport], lengths: Lengths | None) -> Iterator
     if large:
         most = max(large, key=lambda report: report.outliers)
         yield (
-            f"{len(large)} of {len(reports)} hooks have tokens with more than {OUTLIER:g} times "
+            f"{len(large)} of {counted(len(reports), 'hook')} "
+            f"{'has' if len(large) == 1 else 'have'} tokens with more than {OUTLIER:g} times "
             f"the median norm, at most {most.outliers:.2%} of the tokens ({most.name}); "
             f"{most.outliers_first:.0%} of those are the first token of their document."
         )
@@ -223,7 +225,7 @@ def findings(reports: Sequence[HookReport], lengths: Lengths | None) -> Iterator
         yield f"These hooks do not vary in the sample: {', '.join(still)}."
     if constant := [(r.name, d.constant) for r, d in known if d.constant]:
         name, count = max(constant, key=lambda each: each[1])
-        yield f"{len(constant)} hooks have dimensions that never change; {name} has {count:,}."
+        yield f"Hooks with dimensions that never change: {len(constant)}; {name} has {count:,}."
     if known:
         report, most_of = max(known, key=lambda each: each[1].largest_dimension)
         if most_of.largest_dimension > 0.2:

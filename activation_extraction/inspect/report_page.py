@@ -7,6 +7,7 @@ from html import escape
 from importlib import resources
 from itertools import groupby
 
+from activation_extraction.common.visible import counted
 from activation_extraction.inspect import report_plots
 from activation_extraction.inspect.report_analysis import (
     OUTLIER,
@@ -114,8 +115,9 @@ def _glance(content: Content) -> str:
     found = [*content.run.problems, *findings(content.hooks, content.lengths)]
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in found)
     note = (
-        f"From {len(content.sample.token_ids):,} tokens of {len(content.sample.documents):,} "
-        f"documents in {content.sample.shards:,} of {content.run.shards:,} shards, chosen at "
+        f"From {counted(len(content.sample.token_ids), 'token')} of "
+        f"{counted(len(content.sample.documents), 'document')} in {content.sample.shards:,} of "
+        f"{counted(content.run.shards, 'shard')}, chosen at "
         "random. Totals and means are of everything stored."
     )
     return _section("glance", "At a glance", note, [f"<ul>{items}</ul>"])
@@ -274,7 +276,7 @@ def _lengths(content: Content) -> str:
     )
     figure = _figure(
         "Lengths of the sampled documents",
-        f"{len(lengths.sampled):,} documents. Line: the mean of all.",
+        f"{counted(len(lengths.sampled), 'document')}. Line: the mean of all.",
         report_plots.document_lengths(lengths),
     )
     return _section("lengths", "Lengths and padding", note, [_charts([figure])])

@@ -1,8 +1,9 @@
 """The state of every host of a run, from its JSON files alone: how far it is, and how fast."""
 
+import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from activation_extraction.dataset.folders import expected_names
@@ -22,8 +23,9 @@ class HostState:
     folder), "silent" (it says running, no lock can be seen, and nothing has been written for a long
     time), "interrupted", "failed", "not started" or "damaged" (files are unreadable or missing).
     tokens_per_second: over the last shards, counting only the time in which a run was at work.
-    utilisation: share of the devices' peak FLOP/s, from metrics.jsonl. last_sign: when the run last
-    wrote anything.
+    utilisation: share of the devices' peak FLOP/s, from metrics.jsonl. waited: for how many seconds
+    computing waited because the memory for shards was full, by what the oldest of them waited for.
+    last_sign: when the run last wrote anything.
     """
 
     name: str
@@ -38,6 +40,7 @@ class HostState:
     last_sign: float | None = None
     tokens_per_second: float | None = None
     utilisation: float | None = None
+    waited: dict[str, float] = field(default_factory=dict)
     expected_end: float | None = None
 
 
@@ -70,8 +73,15 @@ def _host_state(name: str, stored: Stored) -> HostState:
         last_sign=sign,
         tokens_per_second=None if pace is None else pace.tokens,
         utilisation=stored.metrics.get("model_flops_utilisation"),
+        waited=_waited(stored.metrics),
         expected_end=_expected_end(stored, pace, sign) if state == "running" else None,
     )
+
+
+def _waited(metrics: Mapping[str, float]) -> dict[str, float]:
+    """From the last line of metrics: `waited_PHASE_seconds`."""
+    found = {name: re.fullmatch("waited_([a-z]+)_seconds", name) for name in metrics}
+    return {match[1]: metrics[name] for name, match in found.items() if match}
 
 
 def _expected_end(stored: Stored, pace: "Pace | None", sign: float | None) -> float | None:

@@ -29,6 +29,7 @@ COLUMNS = (
     "last commit",
     "tokens/s",
     "of peak",
+    "waited to store",
     "expected end",
 )
 
@@ -120,7 +121,7 @@ def _sum(hosts: list[HostState], total: dict[str, Any]) -> HostState:
 def _row(host: HostState) -> tuple[str, ...]:
     """The cells of a host, in the order of COLUMNS; empty where a value is unknown."""
     now = time.time()
-    state, ago, rate, share, end = host.state, "", "", "", ""
+    state, ago, rate, share, waited, end = host.state, "", "", "", "", ""
     if host.state == "silent" and host.last_sign is not None:
         state = f"silent for {_duration(now - host.last_sign)}"
     if host.last_commit is not None:
@@ -129,6 +130,8 @@ def _row(host: HostState) -> tuple[str, ...]:
         rate = f"{host.tokens_per_second:,.0f}"
     if host.utilisation is not None:
         share = f"{host.utilisation:.0%}"
+    if (seconds := sum(host.waited.values())) >= 1:
+        waited = f"{_duration(seconds)} ({max(host.waited, key=lambda name: host.waited[name])})"
     if host.expected_end is not None:
         end = f"in {_duration(host.expected_end - now)}"
     return (
@@ -142,6 +145,7 @@ def _row(host: HostState) -> tuple[str, ...]:
         ago,
         rate,
         share,
+        waited,
         end,
     )
 

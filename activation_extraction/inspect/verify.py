@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from activation_extraction.common.visible import say
+from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect.verify_folder import check_folders
 from activation_extraction.inspect.verify_rows import ids_that_recur, rows_stored_twice
@@ -50,7 +50,7 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     recomputed = "nothing recomputed (give --model_path)"
     if recompute is not None and metadata is not None:
         problems += _compare(metadata, chosen, recompute)
-        recomputed = f"{len(chosen)} samples recomputed"
+        recomputed = f"{counted(len(chosen), 'sample')} recomputed"
     note = ids_that_recur(digests)
     commits = [shard.commit for shard in checked]
     verdict = _verdict(len(folders), commits, recomputed, len(problems))
@@ -62,8 +62,9 @@ def _verdict(folders: int, commits: list[Commit], recomputed: str, problems: int
     samples = sum(commit.count for commit in commits)
     gigabytes = sum(commit.bytes for commit in commits) / 1e9
     return (
-        f"{'NOT IN ORDER' if problems else 'in order'}: {folders} folder(s), {len(commits)} "
-        f"shard(s), {samples:,} samples, {gigabytes:,.3f} GB; {recomputed}; {problems} problem(s)"
+        f"{'NOT IN ORDER' if problems else 'in order'}: {counted(folders, 'folder')}, "
+        f"{counted(len(commits), 'shard')}, {counted(samples, 'sample')}, {gigabytes:,.3f} GB; "
+        f"{recomputed}; {counted(problems, 'problem')}"
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from math import isclose
 from typing import Any
 
+from activation_extraction.common.visible import counted
 from activation_extraction.dataset.folders import expected_names
 from activation_extraction.store.commit import Commit, commit_name
 from activation_extraction.store.formats import SHARD_FILE
@@ -129,7 +130,8 @@ def _check_sequence(name: str, stored: Stored, worker: Worker) -> Iterator[str]:
             word = "is missing" if commit.first > upcoming else "is stored twice"
             yield f"{where}: sample {min(upcoming, commit.first)} {word}"
         if commit.last != commit.first + worker.stride * (commit.count - 1):
-            yield f"{where}: {commit.count} samples do not go from {commit.first} to {commit.last}"
+            span = f"from {commit.first} to {commit.last}"
+            yield f"{where}: {counted(commit.count, 'sample')} cannot go {span}"
         upcoming = commit.last + worker.stride
         if commit.cursor is not None:
             before, position = position, commit.cursor["samples"]
@@ -144,7 +146,8 @@ def _check_totals(commits: list[Commit], metadata: dict[str, Any]) -> Iterator[s
         totals.add(commit)
     for what in ("shards", "samples", "tokens", "bytes"):
         if metadata[what] != getattr(totals, what):
-            yield f"has {metadata[what]} {what}, there are {getattr(totals, what)}"
+            told = counted(metadata[what], what.removesuffix("s"))
+            yield f"has {told}, there are {getattr(totals, what)}"
     for hook in metadata["hooks"]:
         found = totals.statistics.get(hook["key"], Statistics())
         for problem in differing(found, hook):

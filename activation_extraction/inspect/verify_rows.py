@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from activation_extraction.common.visible import counted
 from activation_extraction.store.shard import SampleRow
 
 DIGEST = np.dtype([("high", "<u8"), ("low", "<u8")])
@@ -58,8 +59,8 @@ def ids_that_recur(every: list[RowDigests]) -> str | None:
         return None
     one, other = sample_idx[repeated[0]]
     return (
-        f"{len(repeated):,} samples have the doc_id of an earlier one, such as samples {one} and "
-        f"{other}; the data set itself may hold them twice"
+        f"{counted(len(repeated), 'sample')} with the doc_id of an earlier one, such as samples "
+        f"{one} and {other}; the data set itself may hold them twice"
     )
 
 

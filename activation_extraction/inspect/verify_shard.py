@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from activation_extraction.common.errors import RunError
+from activation_extraction.common.visible import counted
 from activation_extraction.dataset.dimension_statistics import read_sums
 from activation_extraction.inspect.verify_folder import differing, file_path
 from activation_extraction.inspect.verify_rows import RowDigests
@@ -20,7 +21,7 @@ from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import Stored
 from activation_extraction.store.pickle_file import ContentError
 from activation_extraction.store.shard import SampleRow, Shard
-from activation_extraction.store.statistics import Sums, sums_of
+from activation_extraction.store.statistics import Sums, Tokens, sums_of
 from activation_extraction.text.batch import Cursor
 from activation_extraction.text.workers import Worker
 
@@ -153,7 +154,7 @@ def _check_samples(
         yield "its samples are not those of its JSON"
         return
     if shard.tokens != commit.tokens:
-        yield f"has {shard.tokens} tokens, its JSON says {commit.tokens}"
+        yield f"has {counted(shard.tokens, 'token')}, its JSON says {commit.tokens}"
     problems = [
         f"sample {row.sample_idx}: {problem}"
         for row in shard.samples
@@ -171,9 +172,9 @@ def _check_row(row: SampleRow, identity: Identity, vocabulary: int) -> Iterator[
     if ids.dtype != np.int32 or ids.ndim != 1:
         yield f"token ids of dtype {ids.dtype}, shape {ids.shape}"
     elif len(ids) != len(positions):
-        yield f"{len(ids)} token ids, {len(positions)} activations"
+        yield f"{counted(len(ids), 'token id')}, {counted(len(positions), 'activation')}"
     elif len(ids) > longest or (identity.every_token and not len(ids)):
-        yield f"{len(ids)} tokens"
+        yield counted(len(ids), "token")
     elif len(ids) and (ids.min() < 0 or ids.max() >= vocabulary):
         yield "token ids outside the vocabulary"
     elif np.isin(ids, identity.drop_token_ids).any():
@@ -203,7 +204,7 @@ def _check_hook(
         if str(activation.dtype) != dtype:
             problems.append(f"sample {row.sample_idx}: dtype {activation.dtype}, expected {dtype}")
     if not problems:
-        sums = sums_of(slices, shard.samples)
+        sums = sums_of(slices, Tokens(shard.positions))
         problems += differing(sums.statistics, hook)
         if recorded is not None and not recorded.close_to(sums):
             problems.append("its statistics of every dimension are not those of its activations")

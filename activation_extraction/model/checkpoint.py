@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 )
 
 from activation_extraction.cli.console import log
-from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.retries import (
     hub_requests,
     hub_unreachable,
@@ -115,12 +115,19 @@ class Checkpoint:
         """Of a file at a URL, made anew by every process."""
         data = self._remote.read(name)
         copy = _folder_for(self.model_path) / name
-        if data is None:
-            copy.unlink(missing_ok=True)  # transformers reads what lies in the folder
-            return None
-        with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, copy)
+        try:
+            if data is None:
+                copy.unlink(missing_ok=True)  # transformers reads what lies in the folder
+                return None
+            with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as file:
+                file.write(data)
+            os.replace(file.name, copy)
+        except OSError as error:
+            raise RunError(
+                f"--model_path {self.model_path}: {name} cannot be copied to {copy.parent}: "
+                f"{error.strerror}",
+                remedy="XDG_CACHE_HOME names another folder, TMPDIR one if that cannot be made",
+            ) from error
         return copy
 
     def _download(self, name: str) -> Path | None:

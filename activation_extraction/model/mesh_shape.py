@@ -10,6 +10,7 @@ import jax
 
 from activation_extraction.cli.declare import MESH_AXES
 from activation_extraction.common.errors import InputError
+from activation_extraction.common.visible import counted
 
 DEFAULT_3D_DEVICES = 64
 DEFAULT_3D_AXES = ("pipeline", "data", "model")
@@ -60,7 +61,7 @@ def choose_shape(
             return _default_3d(tuple(axes or DEFAULT_3D_AXES), devices), None
         remark = (
             f"a 3d mesh needs a multiple of 16 devices, {DEFAULT_3D_DEVICES} or more, or "
-            f"--mesh_shape; {devices} device(s) become a 2d mesh"
+            f"--mesh_shape; {counted(devices, 'device')} become a 2d mesh"
         )
     data = hosts if hosts > 1 else (2 if devices >= 8 and devices % 2 == 0 else 1)
     return {"data": data, "model": devices // data}, remark
@@ -89,7 +90,7 @@ def _explicit(
     if math.prod(shape) != devices:
         fitting = "; ".join(",".join(map(str, s)) for s in _fitting_shapes(devices, len(shape)))
         raise InputError(
-            f"--mesh_shape {text}: is {math.prod(shape)} devices, there are {devices}; "
+            f"--mesh_shape {text}: is {counted(math.prod(shape), 'device')}, there are {devices}; "
             f"these would fit: {fitting}"
         )
     return dict(zip(names, shape, strict=True))

@@ -16,6 +16,9 @@ from typing import Any
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.run.digests import file_digest, file_digests, same_beginning
+from activation_extraction.store.json_fields import check_fields
+from activation_extraction.store.metadata import FIELDS, METADATA
+from activation_extraction.store.sealed_json import DamagedError
 from activation_extraction.text.files import JSON_LINES, TextFile, modified
 
 RECORD = "data_files"  # in metadata.json
@@ -155,14 +158,13 @@ def _other_content(name: str) -> str:
 
 
 def recorded_files(metadata: Mapping[str, Any]) -> list[Recorded]:
-    """The files that metadata.json lists. Raises InputError if it cannot be read."""
+    """The files that metadata.json lists. Raises InputError if they are not what may be there."""
     try:
-        return [
-            Recorded(str(each["name"]), int(each["bytes"]), str(each["digest"]))
-            for each in metadata.get(RECORD, ())
-        ]
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise InputError(f"metadata.json: its {RECORD} cannot be read: {error!r}") from error
+        check_fields(metadata, {RECORD: FIELDS[RECORD]}, METADATA)
+    except DamagedError as error:
+        raise InputError(str(error)) from error
+    listed = metadata.get(RECORD, ())
+    return [Recorded(each["name"], each["bytes"], each["digest"]) for each in listed]
 
 
 def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) -> list[TextFile]:

@@ -17,7 +17,7 @@ from activation_extraction.store.identity import Identity
 from activation_extraction.text.files import TextFile
 from activation_extraction.text.workers import Worker
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
 MODEL_FILES = ("qwen2_jax.py", "qwen2_jax_with_hooks.py")
 # Fields of the configuration that may differ between the hosts of a run.
 OWN_SETTINGS = {
@@ -32,7 +32,7 @@ OWN_SETTINGS = {
 
 
 def package_versions() -> dict[str, str]:
-    """The versions of the packages that decide how values are computed."""
+    """The versions of the packages that decide which bytes are stored."""
     return {package: version(package) for package in PACKAGES}
 
 

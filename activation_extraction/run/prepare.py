@@ -29,15 +29,17 @@ from activation_extraction.run.hosts import Host, Watchdog, agree
 from activation_extraction.run.identity import fingerprint, identity_of, package_versions
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.revision import choose_commit, same_commit
-from activation_extraction.store.folder import Folder
-from activation_extraction.store.folder_lock import check_free_disk, check_output_dir
-from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import metadata_in
-from activation_extraction.store.run_folders import (
+from activation_extraction.run.run_folders import (
     RunFolders,
     check_siblings,
     find_metadata,
 )
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.folder_lock import check_free_disk, check_output_dir
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.metadata import metadata_in
+from activation_extraction.store.options import StorageOptions
+from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.choice import TokenChoice
@@ -277,7 +279,6 @@ def plan_repair(
         Folder(str(output.folders.folder)),
         output.remote,
         identity,
-        config.delete_local_after_upload,
         described,
     )
 
@@ -296,16 +297,22 @@ def open_storage(
     return ActivationStorage(
         output.folders.folder,
         {key: hook.name for key, hook in forward.hooks.items()},
-        shard_size_gb=config.shard_size_gb,
-        shard_format=config.shard_format,
-        compress=config.compress_shards,
-        overwrite=config.overwrite,
-        metadata=described,
-        identity=identity,
-        max_samples=text.max_samples,
-        sources=text.dataset.files,
-        remote=output.remote,
-        delete_local=config.delete_local_after_upload,
-        hook_facts={key: hook.facts(sizes) for key, hook in forward.hooks.items()},
-        planner=repair,
+        StorageOptions(
+            shard_size_gb=config.shard_size_gb,
+            shard_format=config.shard_format,
+            compress=config.compress_shards,
+            max_samples=text.max_samples,
+            overwrite=config.overwrite,
+            keep_local=not config.delete_local_after_upload,
+            threads=config.writer_threads,
+            waiting_gb=config.waiting_shards_gb,
+        ),
+        identity,
+        output.remote,
+        RunFacts(
+            metadata=described,
+            hooks={key: hook.facts(sizes) for key, hook in forward.hooks.items()},
+            sources=text.dataset.files,
+        ),
+        repair,
     )

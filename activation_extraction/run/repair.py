@@ -19,12 +19,13 @@ from activation_extraction.store.metadata import (
     METADATA,
     NOTHING,
     Stored,
+    gaps,
     own_files,
     owner_of,
     read_stored,
 )
 from activation_extraction.store.plan import ShardRange, StoragePlan
-from activation_extraction.store.resume import check_same_run
+from activation_extraction.store.resume import check_identity, check_same_run
 from activation_extraction.store.totals import Totals
 
 # What a rebuilt metadata.json says at first; the next run without --repair continues from there.
@@ -39,34 +40,32 @@ def find_gaps(stored: Stored, good: set[int], stride: int) -> tuple[ShardRange, 
     good: numbers of the intact shards. stride: the number of hosts of all machines together.
     """
     assert stored.metadata is not None
-    known = max([stored.metadata["shards"], *stored.commits])
-    bad = set(range(1, known + 1)) - good
-    gaps = []
-    for first in sorted(number for number in bad if number - 1 not in bad):
-        last = next(number for number in range(first, known + 1) if number + 1 not in bad)
+    known = max([stored.metadata["shards"], *stored.commits])  # may be any number
+    ranges = []
+    for gap in gaps([0, *sorted(good), known + 1]):
+        first, last = gap.start, gap.stop - 1
         own, following = stored.commits.get(last), stored.commits.get(last + 1)
         until, partial = stored.metadata["samples"] * stride, True
         if following is not None:
             until, partial = following.first, False
         elif own is not None:
             until, partial = own.last + 1, own.partial
-        gaps.append(ShardRange(first, stored.commits.get(first - 1), last, until, partial))
-    return tuple(gaps)
+        ranges.append(ShardRange(first, stored.commits.get(first - 1), last, until, partial))
+    return tuple(ranges)
 
 
 @dataclass
 class RepairPlanner:
     """Plans the repair of one host's folder: one range of shards for each gap.
 
-    folder: the local one. remote: the one in the bucket; None without upload. delete_local: local
-    shards are deleted after their upload. metadata: what a run with these flags would record. Its
-    methods raise InputError if the folder holds nothing, or another run.
+    folder: the local one. remote: the one in the bucket; None without upload. metadata: what a run
+    with these flags would record. Its methods raise InputError if the folder holds nothing, or
+    another run.
     """
 
     folder: Folder
     remote: Folder | None
     identity: Identity
-    delete_local: bool
     metadata: Mapping[str, Any]
     _found: Stored = field(default_factory=Stored)
     _owner: str | None = None
@@ -82,13 +81,13 @@ class RepairPlanner:
         self._found = found = read_stored(self.place)
         stored = found if found.metadata is not None else self._with_new_metadata(found)
         check_same_run(self.place.url, stored, self.identity)
-        self._refuse_moved(stored)
+        self._check_local(stored)
         log.info("looking for damaged shards")
         checked = list(check_shards(self.place, {"": stored}))
         good = {shard.commit.number for shard in checked if not shard.problems}
         ranges = find_gaps(stored, good, self.identity.total_machines * self.identity.num_hosts)
         commits = [stored.commits[number] for number in sorted(good)]
-        obsolete = (*self._useless_copies(stored, good), *self._unknown(ranges))
+        obsolete = tuple(self._unknown(ranges))
         anew = found.metadata is None or (not ranges and _miscounted(stored, commits))
         return StoragePlan(
             commits,
@@ -121,36 +120,27 @@ class RepairPlanner:
         new = {"format_version": FORMAT_VERSION, "identity": self.identity.to_json()}
         return replace(found, metadata={**self.metadata, **new, **REBUILT})
 
-    def _refuse_moved(self, stored: Stored) -> None:
+    def _check_local(self, stored: Stored) -> None:
+        """Raises InputError if the shards are in a bucket, or the local metadata another run's."""
+        if self.remote is not None:
+            check_identity(
+                f"--output_dir {self.folder.url}", read_stored(self.folder), self.identity
+            )
         moved = (stored.metadata or {}).get("remote")
-        if self.remote is None and moved is not None and not all(map(stored.has, stored.in_order)):
+        if self.remote is None and moved is not None and not stored.in_bucket:
             raise InputError(
                 f"--output_dir {self.folder.url}: its shards were uploaded to {moved}; to repair "
                 "them there, give --upload_to_gcs, --gcs_bucket and --gcs_prefix as before"
             )
 
-    def _useless_copies(self, stored: Stored, good: set[int]) -> list[tuple[Folder, str]]:
-        """Local files that are of no use beside those in the bucket: damaged JSON files, and shards
-        that a run would have deleted after their upload if it had not been killed."""
-        if self.remote is None:
-            return []
-        copies = read_stored(self.folder)
-        if copies.metadata is not None:
-            check_same_run(f"--output_dir {self.folder.url}", copies, self.identity)
-        there = good if self.delete_local else ()
-        uploaded = {file for number in there for file in stored.commits[number].files}
-        useless = {name for name in copies.files if name in copies.damaged or name in uploaded}
-        return [(self.folder, name) for name in sorted(useless - {METADATA})]
-
     def _unknown(self, ranges: tuple[ShardRange, ...]) -> Iterator[tuple[Folder, str]]:
         """Shards at the end of an unfinished run whose JSON files are damaged, so that nothing says
         where they end. They count as not stored, and the run makes them when it continues."""
         numbers = {number_of(name) for name in self._found.damaged if name != METADATA}
-        numbers -= {n for each in ranges for n in range(each.first, (each.last or 0) + 1)}
-        for folder in (self.place, self.folder) if numbers else ():
-            for name in own_files(folder.files()):
-                if name.startswith("shard_") and number_of(name) in numbers:
-                    yield folder, name
+        numbers -= {n for n in numbers for r in ranges if r.first <= n <= (r.last or 0)}
+        for name in own_files(self.place.files()) if numbers else ():
+            if name.startswith("shard_") and number_of(name) in numbers:
+                yield self.place, name
 
     def differing(self, made: list[Commit]) -> list[str]:
         """A line for each remade shard whose bytes are not those that it had."""

@@ -3,10 +3,10 @@
 Totals over all machines and hosts are the subject of inspect/status_table.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from activation_extraction.cli.console import Clock, Progress
-from activation_extraction.common.visible import say
+from activation_extraction.common.visible import counted, say
 from activation_extraction.model.devices import peak_flops
 from activation_extraction.run.hosts import any_host
 from activation_extraction.run.prepare import Job
@@ -43,18 +43,20 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         return
     say(what_is_stored(totals, len(job.forward.hooks), job.where, complete))
     if job.text.skip_bad_rows:
-        say(f"skipped: {totals.skipped_rows:,} rows that could not be used (--skip_bad_rows)")
+        rows = counted(totals.skipped_rows, "row")
+        say(f"skipped: {rows} that could not be used (--skip_bad_rows)")
     if totals.empty_rows:
-        say(f"empty: {totals.empty_rows:,} rows without text, which gave no sample")
+        say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
     if totals.cut_samples:
         say(
-            f"cut: {totals.cut_samples:,} samples at {job.text.length:,} tokens "
-            f"(--max_seq_length); {totals.cut_tokens:,} tokens of them were left out"
+            f"cut: {counted(totals.cut_samples, 'sample')} at "
+            f"{counted(job.text.length, 'token')} (--max_seq_length); left out: "
+            f"{counted(totals.cut_tokens, 'token')}"
         )
     if job.host.id != 0 and not verbose:
         return
     if new := totals.tokens - storage.found_tokens:
-        say(where_the_time_went(totals, clock, new, job.text.choice.everything))
+        say(where_the_time_went(totals, clock, storage.waited, new, job.text.choice.everything))
     if totals.shards:
         say("read it with:", *(f"  {line}" for line in how_to_read(job)))
 
@@ -77,21 +79,26 @@ def how_to_read(job: Job) -> list[str]:
 def what_is_stored(totals: Totals, hooks: int, where: str, complete: bool) -> str:
     """The line that every host prints."""
     return (
-        f"{'done' if complete else 'interrupted'}: {totals.samples:,} samples, "
-        f"{totals.tokens:,} tokens, {hooks} hook(s), {totals.shards} shard(s), "
+        f"{'done' if complete else 'interrupted'}: "
+        f"{counted(totals.samples, 'sample')}, {counted(totals.tokens, 'token')}, "
+        f"{counted(hooks, 'hook')}, {counted(totals.shards, 'shard')}, "
         f"{totals.bytes / 1e6:,.1f} MB in {where}"
     )
 
 
-def where_the_time_went(totals: Totals, clock: Clock, tokens: int, every_token: bool) -> str:
-    """tokens: those of this run alone; every_token: whether samples are stored whole."""
+def where_the_time_went(
+    totals: Totals, clock: Clock, waited: Mapping[str, float], tokens: int, every_token: bool
+) -> str:
+    """waited: seconds in which the memory for shards was full, by what the oldest shard waited for.
+    tokens: those of this run alone; every_token: whether samples are stored whole."""
     elapsed = clock.elapsed
     what = "tokens" if every_token else "kept tokens"
     spent = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
+    held_up = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in waited.items())
     return (
-        f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} {what}/s; waiting for {spent} s; in the "
-        f"background compress {totals.compress_seconds:.1f}, write {totals.write_seconds:.1f}, "
-        f"upload {totals.upload_seconds:.1f} s"
+        f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} {what}/s; waiting for {spent} s; of "
+        f"store, until there was room in memory (--waiting_shards_gb): {held_up} s; shards took "
+        f"{totals.pack_seconds:.1f} s to pack and {totals.write_seconds:.1f} s to write"
     )
 
 

@@ -7,85 +7,76 @@ to a file elsewhere.
 import errno
 import hashlib
 import os
-import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from pickle import PickleBuffer
-from typing import IO, Any, TypedDict
+from types import TracebackType
+from typing import Any, Self
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 WRITE_BEHIND = 32 * 2**20  # bytes after which the kernel is told to start writing to the disk
 
 
-class Written(TypedDict):
-    """What is known of a file that was written; `write_seconds` counts only the writing."""
+class AtomicFile:
+    """A file that appears under its name when it is complete; until then it has another name.
 
-    sha256: str
-    bytes: int
-    write_seconds: float
+    It is written, synced to the disk with `finish`, and renamed with `publish`. Whenever the
+    process or the machine dies, the file is absent or whole. Leaving the context deletes what was
+    not published. Methods raise OSError.
+    """
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        self._temporary.unlink(missing_ok=True)  # that of a process which was killed
+        self._file = os.fdopen(os.open(self._temporary, NEW, 0o666), "wb", buffering=0)
+        self._size = self._handed_over = 0
 
-class _CountingFile:
-    """A file to write to that keeps count of sha256, size and seconds spent writing."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._handed_over = 0
-        self.sha256 = hashlib.sha256()
-        self.size = 0
-        self.seconds = 0.0
-
-    def write(self, data: bytes | PickleBuffer) -> int:
-        began = time.perf_counter()
-        size = self._file.write(data)
-        self.sha256.update(data)
-        self.size += size
-        if sys.platform == "linux" and self.size - self._handed_over >= WRITE_BEHIND:
+    def write(self, data: bytes | memoryview) -> int:
+        left = memoryview(data).cast("B")
+        self._size += left.nbytes
+        written = left.nbytes
+        while left:
+            left = left[self._file.write(left) :]
+        if sys.platform == "linux" and self._size - self._handed_over >= WRITE_BEHIND:
             # The kernel starts writing these bytes to the disk, so that little is left to sync at
             # the end. Each range is named only once: the second time, the kernel would drop it
-            # from memory, where the upload reads it.
-            new = self._handed_over, self.size - self._handed_over
+            # from memory, where it may be read soon.
+            new = self._handed_over, self._size - self._handed_over
             os.posix_fadvise(self._file.fileno(), *new, os.POSIX_FADV_DONTNEED)
-            self._handed_over = self.size
-        self.seconds += time.perf_counter() - began
-        return size
+            self._handed_over = self._size
+        return written
 
-    def flush(self) -> None:
-        self._file.flush()
+    def finish(self) -> None:
+        os.fsync(self._file.fileno())
 
+    def publish(self) -> None:
+        if not self._is_ours():
+            raise OSError(errno.ESTALE, "another process has replaced what was being written")
+        os.replace(self._temporary, self._path)
+        _sync_folder(self._path.parent)
 
-def write_atomically(
-    path: Path, write: Callable[[Any], object], ready: Callable[[], None] | None = None
-) -> Written:
-    """Runs `write(file)` on a temporary file beside `path`, syncs it and renames it to `path`.
-
-    ready: called just before renaming. Whenever the process or the machine dies, `path` is absent
-    or whole. Raises OSError, after deleting the temporary file.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # that of a process which was killed
-    with os.fdopen(os.open(temporary, NEW, 0o666), "wb") as file:
+    def _is_ours(self) -> bool:
+        """Whether the temporary name still is that of the open file. Without locks, another process
+        may begin to write the same file."""
         try:
-            counting = _CountingFile(file)
-            write(counting)
-            began = time.perf_counter()
-            file.flush()
-            os.fsync(file.fileno())
-            if ready is not None:
-                ready()
-            if not _is_open_as(temporary, file):
-                raise OSError(errno.ESTALE, "another process has replaced what was being written")
-            os.replace(temporary, path)
-            _sync_folder(path.parent)
-        except BaseException:
-            if _is_open_as(temporary, file):
-                temporary.unlink()
-            raise
-    seconds = counting.seconds + time.perf_counter() - began
-    return {"sha256": counting.sha256.hexdigest(), "bytes": counting.size, "write_seconds": seconds}
+            return os.path.samestat(os.lstat(self._temporary), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._file:
+            if self._is_ours():
+                self._temporary.unlink()
 
 
 def _sync_folder(folder: Path) -> None:
@@ -96,24 +87,34 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _is_open_as(path: Path, file: IO[bytes]) -> bool:
-    """Whether this is still the name of an open file. Without locks, another process may begin to
-    write the same file."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
+class _Hashed:
+    """A file to write to, with the SHA-256 of what was written."""
+
+    def __init__(self, file: AtomicFile) -> None:
+        self._file = file
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.sha256.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def write_atomically(path: Path, write: Callable[[Any], object]) -> str:
+    """Runs `write(file)`, and returns the SHA-256 of the file that it makes. Raises OSError."""
+    with AtomicFile(path) as file:
+        hashed = _Hashed(file)
+        write(hashed)
+        file.finish()
+        file.publish()
+    return hashed.sha256.hexdigest()
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Writes a whole file atomically. Raises OSError."""
     write_atomically(path, lambda file: file.write(data))
-
-
-def copy_atomically(source: Path, target: Path) -> None:
-    """Copies a whole file atomically. Raises OSError."""
-    with open(source, "rb") as file:
-        write_atomically(target, lambda copy: shutil.copyfileobj(file, copy, WRITE_BEHIND))
 
 
 def append_line(path: Path, line: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from activation_extraction.common.visible import counted
 from activation_extraction.store.json_fields import (
     COUNT,
     FLAG,
@@ -61,12 +62,12 @@ class Commit:
 
     first, last, count: its samples. tokens: the tokens of these samples. cut_samples: how many of
     them are cut at their end; cut_tokens: how many tokens were left out there. hooks: for each hook
-    its key, name, width and statistics. cursor: where a run continues after this shard. partial:
-    the shard was cut before it was full, because the data ended or the run was interrupted; a run
-    that continues makes it again. run: digest of the run's identity. committed: Unix time in
-    seconds. began: when the process that wrote it began to store. unpacked: bytes before
-    compression. statistics: sha256 of the file with the statistics of every dimension. The last two
-    are None if the JSON does not record them.
+    its key, name, width, dtype and statistics. cursor: where a run continues after this shard.
+    partial: the shard was cut before it was full, because the data ended or the run was
+    interrupted; a run that continues makes it again. run: digest of the run's identity. committed:
+    Unix time in seconds. began: when the process that wrote it began to store. unpacked: bytes
+    before compression. statistics: sha256 of the file with the statistics of every dimension. The
+    last two are None if the JSON does not record them.
     """
 
     file: str
@@ -140,8 +141,8 @@ class Commit:
         width = max((hook.get("width", 1) for hook in made.hooks), default=1)
         if max(made.count, made.tokens * width) > MOST_PER_BYTE * made.bytes:
             raise DamagedError(
-                f"{where}: {made.count} samples and {made.tokens} tokens cannot be in "
-                f"{made.bytes} bytes"
+                f"{where}: {counted(made.count, 'sample')} and {counted(made.tokens, 'token')} "
+                f"cannot be in {made.bytes} bytes"
             )
         return made
 

@@ -1,14 +1,15 @@
 """A folder of files, local or in a bucket: any URL that fsspec knows.
 
-It lists, reads, deletes and above all uploads files: it sends a finished local file again and again
-until the store confirms its size and checksum, or refuses it for good. What the files mean is up to
-other modules.
+It lists, reads, deletes and above all writes files from memory: it sends them again and again until
+the store confirms size and checksum, or refuses them for good. What the files mean is up to other
+modules.
 """
 
 import base64
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,28 +17,30 @@ from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
+from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
 
 from activation_extraction.common.errors import one_line
 from activation_extraction.common.visible import plain_url
-from activation_extraction.store.atomic_file import copy_atomically, write_bytes
+from activation_extraction.store.atomic_file import write_atomically, write_bytes
 from activation_extraction.store.conditional import conditions_of
+from activation_extraction.store.object_store import object_store_of
 from activation_extraction.store.patience import (
     PATIENCE,
     FolderError,
     Heartbeat,
     Patient,
+    beating,
     end_requests,
+    in_time,
 )
+from activation_extraction.store.reasons import NO_ROOM, OTHER_SCRATCH, reason_of
 from activation_extraction.store.sealed_json import is_sealed
 
 # gcsfs would ask Google over gRPC for the type of every bucket, and wait minutes for an emulator.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
-# Each request carries one chunk. If it takes longer than this, the upload fails and begins again.
-# Four uploads at a time need 0.28 MB/s.
-CHUNK_BYTES = 8 * 2**20
-REQUEST_SECONDS = 120
+REQUEST_SECONDS = 120  # for one of gcsfs; object_store.py has its own for what is large
 TRIAL = ".write_test"
 OBJECT_STORES = {"gs", "gcs", "s3", "s3a", "abfs", "az"}
 
@@ -67,17 +70,32 @@ class Folder(Patient):
     ) -> None:
         self.given = url.rstrip("/")
         super().__init__(plain_url(self.given), patience, beat)
+        store = self.given.split("://")[0]
         try:
-            if "://" in url:
+            if store in OBJECT_STORES:  # whose credentials have to be found
+                fsspec.get_filesystem_class(store)  # importing it may take as long, but ends
+                began = time.monotonic()
+                self._fs, path = in_time(
+                    patience, lambda: url_to_fs(self.given, **_options(self.given))
+                )
+                self._opening = time.monotonic() - began
+            elif "://" in url:
                 self._fs, path = url_to_fs(self.given, **_options(self.given))
             else:  # url_to_fs gives some characters of file names a meaning
                 self._fs, path = LocalFileSystem(), os.path.abspath(self.given or "/")
+        except FSTimeoutError as error:
+            raise FolderError(
+                f"{self.url}: no answer about credentials within {patience:g} s (--upload_timeout)",
+                final=False,
+            ) from error
         except Exception as error:  # some file systems connect at once, and raise what they like
             raise FolderError(f"{self.url}: {one_line(error)}", final=True) from error
         self._path = path.rstrip("/")
-        if not {"gs", "gcs"}.isdisjoint(self._protocols):
-            end_requests(self._fs, patience)
+        if not {"gs", "gcs", "s3"}.isdisjoint(self._protocols):
+            end_requests(self._fs, patience - self._opening)
         self._conditions = conditions_of(self._fs, self._protocols)
+        bucket = self._path.split("/")[0]
+        self._objects = object_store_of(self._fs, self._protocols, bucket, patience)
 
     @property
     def conditional(self) -> bool:
@@ -177,12 +195,23 @@ class Folder(Patient):
         return None if md5 is None else ("md5", md5)
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """The local path of a whole file: of the file itself, or of a copy in `folder`."""
+        """The local path of a whole file: of the file itself, or of a copy in `folder`.
+
+        folder: a temporary one; if it is full, the error names it and TMPDIR.
+        """
         if self.local:
             return Path(self._file(name))
-        self._persist(
-            f"downloading {name}", lambda: self._fs.get_file(self._file(name), str(folder / name))
-        )
+
+        def download() -> None:
+            try:
+                self._fs.get_file(self._file(name), str(folder / name))
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                why = f"{folder}: {reason_of(error)[0]}, or {OTHER_SCRATCH}"
+                raise FolderError(f"{self.url}: downloading {name}: {why}", final=True) from error
+
+        self._persist(f"downloading {name}", download)
         return folder / name
 
     def remove(self, name: str, version: str | None = None) -> None:
@@ -228,49 +257,8 @@ class Folder(Patient):
 
         return self._persist(f"writing {name}", write)
 
-    def put(self, path: Path, name: str | None = None, new: bool = False) -> None:
-        """Uploads a finished local file, and retries until the store confirms size and checksum.
-
-        If only the store's answer was lost, the upload is not repeated. new: only creates a file,
-        in a store that is conditional; raises TakenError if there is one with other content.
-        """
-        name = name or path.name
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "md5")  # what stores report
-        size = path.stat().st_size
-        target = self._file(name)
-        heartbeat = Heartbeat(self.beat)
-        attempts = 0
-
-        def upload() -> None:
-            nonlocal attempts
-            attempts += 1
-            if attempts > 1 and self._found(target, size, digest):
-                return
-            options: dict[str, Any] = {"chunksize": CHUNK_BYTES} if "gs" in self._protocols else {}
-            if new:
-                options["mode"] = "create"
-            try:
-                if OBJECT_STORES.isdisjoint(self._protocols):  # those have no folders to make
-                    self._fs.makedirs(self._path, exist_ok=True)
-                if self.local:
-                    copy_atomically(path, Path(target))
-                else:
-                    self._fs.put_file(str(path), target, callback=heartbeat, **options)
-            except FileExistsError as error:
-                if not self._found(target, size, digest):
-                    raise TakenError(f"{self.url}/{name}: is there already", True) from error
-            except FileNotFoundError as error:
-                self._check_bucket()
-                raise ConnectionError("the upload session was lost") from error
-            if not self._found(target, size, digest):
-                raise ConnectionError("what arrived differs from what was sent")
-
-        self._persist(f"uploading {name}", upload, heartbeat)
-        self.beat()
-
     def write(self, name: str, data: bytes) -> None:
-        """Writes a small file from memory; as `put`, the store has to confirm it."""
+        """Writes a small file from memory; the store has to confirm its size and checksum."""
         target = self._file(name)
 
         def send() -> None:
@@ -289,6 +277,75 @@ class Folder(Patient):
 
         self._persist(f"uploading {name}", send)
         self.beat()
+
+    def create(self, name: str, data: bytes | Sequence[memoryview], size: int, crc32c: int) -> None:
+        """Creates a file from the bytes in memory; the store has to confirm size and CRC-32C.
+
+        To Google Cloud Storage and S3 it goes in one conditional request, without a copy: a process
+        that is killed leaves the whole object or nothing, and no parts of an upload. If only the
+        answer was lost, the object is not sent again; raises TakenError if there is one with other
+        content. To other stores it goes as by `write`, which replaces a file.
+        """
+        parts = [memoryview(data)] if isinstance(data, bytes) else data
+        if self.local:
+            self._persist(f"writing {name}", lambda: self._write_parts(name, parts))
+        elif self._objects is not None:
+            self._create_object(name, parts, size, crc32c)
+        elif self._conditions is None:
+            self.write(name, b"".join(parts))
+        elif self.write_if(name, b"".join(parts), None) is None:
+            raise self._taken(name)
+        self.beat()
+
+    def _write_parts(self, name: str, parts: Sequence[memoryview]) -> None:
+        os.makedirs(self._path, exist_ok=True)
+        write_atomically(Path(self._file(name)), lambda file: [file.write(part) for part in parts])
+
+    def _create_object(
+        self, name: str, parts: Sequence[memoryview], size: int, crc32c: int
+    ) -> None:
+        assert self._objects is not None
+        objects, target = self._objects, self._file(name)
+        key = target.split("/", 1)[1]
+        heartbeat = Heartbeat(self.beat)
+        attempts = 0
+
+        def holds() -> bool:
+            if not objects.verifies:
+                return objects.holds(key, size, crc32c)
+            digest = hashlib.md5()
+            for part in parts:
+                digest.update(part)
+            return self._found(target, size, digest) is not None
+
+        def send() -> None:
+            nonlocal attempts
+            attempts += 1
+            if attempts > 1 and holds():
+                return
+            try:
+                with beating(self.beat):
+                    version = objects.create(key, parts, size)
+            except FileExistsError as error:
+                if not holds():
+                    raise self._taken(name) from error
+                return
+            except FileNotFoundError as error:
+                self._check_bucket()
+                raise ConnectionError("the upload was lost") from error
+            except FSTimeoutError:
+                raise
+            except OSError:
+                heartbeat.beat()  # somebody answered: only silence counts as time without progress
+                raise
+            if not objects.verifies and not holds():
+                self.remove(name, version)
+                raise ConnectionError("what arrived differs from what was sent")
+
+        self._persist(f"uploading {name}", send, heartbeat)
+
+    def _taken(self, name: str) -> TakenError:
+        return TakenError(f"{self.url}/{name}: is there already", final=True)
 
     def try_writing(self) -> None:
         """Writes a small file and deletes it again."""

@@ -1,51 +1,47 @@
 """The formats of shard files: how a shard is written and read, and what its file is called."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from activation_extraction.store.atomic_file import Written, write_atomically
+from activation_extraction.store.blocks import gzipped
 from activation_extraction.store.commit import NUMBER_OF_A_SHARD
-from activation_extraction.store.pickle_file import (
-    largest_size,
-    read_pickle,
-    write_gzip_pickle,
-    write_pickle,
-)
+from activation_extraction.store.pickle_file import largest_size, pickle_pieces, read_pickle
 from activation_extraction.store.safetensors_file import (
     read_safetensors,
+    safetensors_pieces,
     text_bytes,
-    write_safetensors,
 )
 from activation_extraction.store.shard import Key, SampleRow, Shard
-
-
-class WrittenShard(Written):
-    """unpacked: bytes before compression."""
-
-    unpacked: int
 
 
 @dataclass(frozen=True)
 class ShardFormat:
     """One form of a shard file.
 
-    write: shard, names of its hooks, file -> bytes before compression. read: path, names of its
-    hooks, the most bytes that it may unpack to -> shard. largest_size: size of the file, unpacked
-    size in the shard's JSON -> the most bytes that it may unpack to. how_to_read: path or URL of a
-    file, whether it is in a bucket -> lines of Python that read it without this program; none where
-    it takes more than a few. text_bytes: what the texts of a sample take where the room for them is
-    limited, to LARGEST_TEXTS in a shard.
+    pieces: shard, names of its hooks -> its bytes before compression. compressed: whether they are
+    gzipped. read: path, names of its hooks, the most bytes that it may unpack to -> shard.
+    largest_size: size of the file, unpacked size in the shard's JSON -> the most bytes that it may
+    unpack to. how_to_read: path or URL of a file, whether it is in a bucket -> lines of Python that
+    read it without this program; none where it takes more than a few. text_bytes: what the texts of
+    a sample take where the room for them is limited, to LARGEST_TEXTS in a shard.
     """
 
     suffix: str
-    write: Callable[[Shard, Mapping[Key, str], Any], int]
+    pieces: Callable[[Shard, Mapping[Key, str]], list[memoryview]]
+    compressed: bool
     read: Callable[[Path, Mapping[Key, str], int], Shard]
     largest_size: Callable[[int, int | None], int]
     how_to_read: Callable[[str, bool], tuple[str, ...]]
     text_bytes: Callable[[SampleRow], int] = lambda row: 0
+
+    def packed(
+        self, pieces: list[memoryview], pool: Executor, threads: int
+    ) -> Iterator[bytes | memoryview]:
+        """The bytes of the file. A pool with so many threads compresses them."""
+        return gzipped(pieces, pool, threads) if self.compressed else iter(pieces)
 
     def file_name(self, number: int) -> str:
         """Name of the file of shard `number`."""
@@ -62,11 +58,13 @@ def _pickle_lines(shard: str, in_bucket: bool) -> tuple[str, ...]:
     return f"import {module}pickle", f"records = pickle.loads({opened}.read())"
 
 
-PICKLE = ShardFormat(".pkl", write_pickle, read_pickle, largest_size, _pickle_lines)
-GZIP_PICKLE = ShardFormat(".pkl.gz", write_gzip_pickle, read_pickle, largest_size, _pickle_lines)
+_PICKLED = read_pickle, largest_size, _pickle_lines
+PICKLE = ShardFormat(".pkl", pickle_pieces, False, *_PICKLED)
+GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, True, *_PICKLED)
 SAFETENSORS = ShardFormat(
     ".safetensors",
-    write_safetensors,
+    safetensors_pieces,
+    False,
     read_safetensors,
     lambda size, unpacked: size,
     lambda shard, in_bucket: (),
@@ -97,24 +95,3 @@ def format_of(file: str) -> ShardFormat | None:
     """The format of a shard file, by its name; None for any other file."""
     found = SHARD_FILE.fullmatch(file)
     return next((each for each in FORMATS if found and each.suffix == found[1]), None)
-
-
-def write_shard(
-    path: Path,
-    shard: Shard,
-    names: Mapping[Key, str],
-    shard_format: ShardFormat,
-    ready: Callable[[], None] | None = None,
-) -> WrittenShard:
-    """Writes a shard atomically; its bytes depend on the shard alone.
-
-    names: key of each hook -> its full name. ready: see `write_atomically`. Raises OSError.
-    """
-    unpacked = 0
-
-    def write(file: Any) -> None:
-        nonlocal unpacked
-        unpacked = shard_format.write(shard, names, file)
-
-    written = write_atomically(path, write, ready)
-    return {**written, "unpacked": unpacked}

@@ -75,6 +75,7 @@ HOOK = {
     "name": TEXT,
     "aliases": list_of(TEXT),
     "width": integer(1, LARGEST_WIDTH),
+    "dtype": TEXT,
     **STATISTICS,
 }
 

@@ -23,12 +23,12 @@ before each write as well: in a store without such requests, or one that ignores
 nothing more can be promised.
 """
 
-from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
+from typing import Self
 
 from activation_extraction.common.errors import StorageError
-from activation_extraction.store.atomic_file import write_bytes
+from activation_extraction.store.atomic_file import AtomicFile, write_bytes
 from activation_extraction.store.commit import claim_of, commit_name
 from activation_extraction.store.folder import Folder, TakenError
 from activation_extraction.store.folder_lock import lock_folder, unlock
@@ -41,6 +41,7 @@ from activation_extraction.store.metadata import (
     remove_files,
 )
 from activation_extraction.store.plan import StoragePlan
+from activation_extraction.store.shard_files import NewFile
 
 DELETIONS = 128  # files deleted before the owner is looked up again
 
@@ -138,39 +139,60 @@ class Ownership:
         if owner_of(self.folder) != self.owner:
             raise self._lost()
 
-    def begin_shard(self, paths: Iterable[Path], json: str) -> None:
-        """Uploads a shard's files, after the JSON of the shard that they replace is gone."""
+    @property
+    def in_memory(self) -> bool:
+        """Whether the bytes of a new file stay in memory until it is published."""
+        return not self.folder.local
+
+    def path_of(self, name: str) -> str:
+        """The path or URL of a file, for messages."""
+        return f"{self.folder.url}/{name}"
+
+    def new_file(self, name: str) -> "NewFile":
+        """A shard's file, which appears when it is published. Raises OSError."""
+        if self.folder.local:
+            return AtomicFile(self.folder.fetch(name, Path()))
+        return _NewObject(self, name)
+
+    def begin_shard(self, json: str) -> None:
+        """Called when a shard's bytes are ready: the JSON of the shard that it replaces goes.
+
+        `json` is the name of both.
+        """
         self.check()
         if not self.folder.conditional:
             self.folder.remove(json)
         elif json in self._versions and json not in self._claimed and not self._claim(json):
             raise self._lost()
-        for path in paths:
-            self._put_file(path)
 
-    def _put_file(self, path: Path) -> None:
-        """Uploads a file, which replaces none that a later owner has written."""
-        if not self.folder.conditional:
-            return self.folder.put(path)
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a small file of a shard, after `begin_shard`."""
+        with self.new_file(name) as file:
+            file.write(data)
+            file.finish()
+            file.publish()
+
+    def create(self, name: str, buffers: list[memoryview], size: int, crc32c: int) -> None:
+        """Writes an object, which replaces none that a later owner has written."""
         while True:
             try:
-                return self.folder.put(path, new=True)
+                return self.folder.create(name, buffers, size, crc32c)
             except TakenError:
-                version = self.folder.version(path.name)
+                version = self.folder.version(name)
                 self.check()  # after looking: what a later owner has written stays
                 if version is not None:
-                    self.folder.remove(path.name, version)
+                    self.folder.remove(name, version)
 
-    def commit(self, path: Path) -> None:
-        """Uploads the JSON of a shard."""
+    def commit(self, name: str, data: bytes) -> None:
+        """Writes the JSON of a shard."""
         self.check()
         if not self.folder.conditional:
-            return self.folder.put(path)
-        version = self.folder.write_if(path.name, path.read_bytes(), self._versions.get(path.name))
+            return self.folder.write(name, data)
+        version = self.folder.write_if(name, data, self._versions.get(name))
         if version is None:
             raise self._lost()
-        self._versions[path.name] = version
-        self._claimed.discard(path.name)
+        self._versions[name] = version
+        self._claimed.discard(name)
 
     def put_metadata(self, data: bytes) -> None:
         """Writes metadata.json; the first one makes us the owner in everybody's eyes.
@@ -218,3 +240,36 @@ class Ownership:
             f"{self.folder.url}: another process has begun to write there",
             remedy="give each machine a --machine_id of its own, or leave it to that one",
         )
+
+
+class _NewObject:
+    """An object in a bucket, whose bytes stay in memory until they are uploaded."""
+
+    def __init__(self, owner: Ownership, name: str) -> None:
+        self._owner = owner
+        self._name = name
+        self._buffers: list[memoryview] = []
+        self._size = 0
+        self._crc32c = 0
+        from crc32c import crc32c  # reading needs it not
+
+        self._add = crc32c
+
+    def write(self, data: bytes | memoryview) -> int:
+        content = memoryview(data).cast("B")
+        self._buffers.append(content)
+        self._crc32c = self._add(content, self._crc32c)
+        self._size += content.nbytes
+        return content.nbytes
+
+    def finish(self) -> None:
+        pass
+
+    def publish(self) -> None:
+        self._owner.create(self._name, self._buffers, self._size, self._crc32c)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._buffers = []

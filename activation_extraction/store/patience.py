@@ -3,12 +3,15 @@
 import asyncio
 import logging
 import random
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
-from fsspec.callbacks import Callback
 from fsspec.exceptions import FSTimeoutError
 
 from activation_extraction.common.errors import RunError
@@ -18,6 +21,7 @@ from activation_extraction.store.reasons import reason_of
 PATIENCE = 300.0  # seconds
 LOOKING = 20.0  # seconds, for --status
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts
+BEAT = 10.0  # seconds
 
 log = logging.getLogger("extract_activations")
 T = TypeVar("T")
@@ -31,27 +35,69 @@ class FolderError(RunError):
         self.final = final
 
 
-class Heartbeat(Callback):
-    """fsspec calls this for every chunk that has arrived; `last` is the time of the last one."""
+class Heartbeat:
+    """Tells `beat` of progress; `last` is the time of the last one."""
 
-    def __init__(self, beat: Callable[[], None]) -> None:
-        super().__init__()
-        self._beat = beat
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
         self.last = time.monotonic()
 
-    def call(self, *_: Any, **__: Any) -> None:
+    def beat(self) -> None:
         self.last = time.monotonic()
-        self._beat()
+        self._tell()
+
+
+@contextmanager
+def beating(beat: Callable[[], None]) -> Iterator[None]:
+    """Calls `beat` now and then inside the block, which ends in time by itself."""
+    done = threading.Event()
+
+    def work() -> None:
+        while not done.wait(BEAT):
+            beat()
+
+    threading.Thread(target=work, name="beat", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def in_time(seconds: float, action: Callable[[], T]) -> T:
+    """The result of an action that has no limit of its own, such as a search for credentials.
+
+    Raises FSTimeoutError after so many seconds; the action's thread is then left to itself.
+    """
+    result: Future[T] = Future()
+
+    def act() -> None:
+        try:
+            result.set_result(action())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=act, daemon=True).start()
+    if not wait([result], seconds).done:
+        raise FSTimeoutError
+    return result.result()
 
 
 def end_requests(file_system: Any, seconds: float) -> None:
-    """gcsfs tries each request again by itself, for minutes if nobody answers: no longer."""
-    request = type(file_system)._request
+    """gcsfs and s3fs try each request again for minutes if nobody answers: no longer.
+
+    gcsfs renews its credentials before a request, and can do nothing else meanwhile.
+    """
+    name = "_call_s3" if hasattr(file_system, "_call_s3") else "_request"
+    request = getattr(type(file_system), name)
 
     async def within(*arguments: Any, **options: Any) -> Any:
-        return await asyncio.wait_for(request(file_system, *arguments, **options), seconds)
+        most = None if "Body" in options else seconds  # s3fs uploads 50 MB in one request
+        return await asyncio.wait_for(request(file_system, *arguments, **options), most)
 
-    file_system._request = within
+    setattr(file_system, name, within)
+    if credentials := getattr(file_system, "credentials", None):
+        renew = partial(type(credentials).maybe_refresh, credentials)
+        credentials.maybe_refresh = lambda *given: in_time(seconds, partial(renew, *given))
 
 
 class Patient(ABC):
@@ -62,6 +108,7 @@ class Patient(ABC):
         self.beat = beat
         self.retries = 0
         self._patience = patience
+        self._opening = 0.0  # seconds that opening it took, until the first success
         self._failing = False  # whether a request has failed since the last success
         self._heard = ""  # why the file system itself has tried a request again
 
@@ -81,7 +128,7 @@ class Patient(ABC):
         gcsfs_listeners.append(listen)
         try:
             result = self._try(what, action, heartbeat)
-            self._failing = False
+            self._failing, self._opening = False, 0.0
             return result
         finally:
             gcsfs_listeners.remove(listen)
@@ -96,7 +143,8 @@ class Patient(ABC):
             )
 
     def _try(self, what: str, action: Callable[[], T], heartbeat: Heartbeat | None) -> T:
-        spent = 0.0  # on attempts, each since its last progress, and on the pauses between them
+        # On opening, on attempts, each since its last progress, and on the pauses between them.
+        spent = self._opening
         pause = FIRST_PAUSE
         while True:
             began = time.monotonic()

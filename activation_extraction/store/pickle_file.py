@@ -15,16 +15,13 @@ from pickle import PickleBuffer
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
-from isal import igzip, igzip_threaded
+from isal import igzip
 
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.store.safe_unpickler import unpickle
 from activation_extraction.store.sealed_json import DamagedError, unseal
 from activation_extraction.store.shard import DocId, Key, SampleRow, Shard
 
-COMPRESSION_LEVEL = 1
-# One more than there are cores, since one of them may wait. More than about 8 outrun the sha256.
-COMPRESSION_THREADS = min((os.cpu_count() or 1) + 1, 8)
 # What a shard may unpack to if no JSON records its size. Activations hardly compress.
 GENEROUS_BYTES, GENEROUS_RATIO = 64 * 2**20, 16
 LARGEST_RATIO = 1032  # of what gzip unpacks to the size of its file
@@ -91,42 +88,24 @@ class _Pickler(pickle.Pickler):
         return rebuild, arguments, (version, value.shape, dtype, fortran, data)
 
 
-class _Counter:
-    """Passes on what is written, and counts its bytes."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.bytes = 0
+class _Pieces(list[memoryview]):
+    """Keeps what is written, without copying it."""
 
     def write(self, data: bytes | PickleBuffer) -> int:
-        self.bytes += memoryview(data).nbytes
-        return self._file.write(data)
+        self.append(memoryview(data).cast("B"))
+        return self[-1].nbytes
 
 
-def pickle_records(records: Records, file: Any) -> int:
-    """Writes records to a file without compression; returns the number of bytes."""
-    counter = _Counter(file)
-    _Pickler(counter, protocol=5).dump(records)
-    return counter.bytes
+def pickle_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryview]:
+    """The bytes of a shard's pickle, of which the activations are not copied."""
+    return pieces_of(records_of(shard, names))
 
 
-def gzip_records(records: Records, file: Any) -> int:
-    """Writes records to a file as gzip; returns the number of bytes before compression."""
-    # The bytes depend on neither the number of threads nor the time.
-    with igzip_threaded.open(
-        file, "wb", compresslevel=COMPRESSION_LEVEL, threads=COMPRESSION_THREADS
-    ) as stream:
-        return pickle_records(records, stream)
-
-
-def write_pickle(shard: Shard, names: Mapping[Key, str], file: Any) -> int:
-    """Writes a shard to a file; returns the number of bytes."""
-    return pickle_records(records_of(shard, names), file)
-
-
-def write_gzip_pickle(shard: Shard, names: Mapping[Key, str], file: Any) -> int:
-    """Writes a shard to a file as gzip; returns the number of bytes before compression."""
-    return gzip_records(records_of(shard, names), file)
+def pieces_of(records: Records) -> list[memoryview]:
+    """The bytes of a pickle of records, of which the activations are not copied."""
+    pieces = _Pieces()
+    _Pickler(pieces, protocol=5).dump(records)
+    return pieces
 
 
 def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:

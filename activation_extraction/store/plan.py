@@ -42,11 +42,11 @@ class ShardRange:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """commits: the shards that are stored and stay. waiting: numbers of those not uploaded yet.
+    """commits: the shards that are stored and stay.
 
     outline: of the bucket's first shards, if their JSONs were not read; `commits` lacks these.
     ranges: what is to be stored, in the order of the data. obsolete: files to delete, as (folder,
-    name). settled: nothing is left to do, not even an upload or an update of metadata.json.
+    name). settled: nothing is left to do, not even an update of metadata.json.
     skipped_rows, empty_rows: those of a complete extraction, rows after its last sample too.
     versions: those of the JSONs in the bucket when the plan was made. owner: the one that its
     metadata.json named just before. For a repair, `recorded` is the metadata, of which only the
@@ -56,7 +56,6 @@ class StoragePlan:
 
     commits: list[Commit] = field(default_factory=list)
     ranges: tuple[ShardRange, ...] = (ShardRange(),)
-    waiting: frozenset[int] = frozenset()
     obsolete: tuple[tuple[Folder, str], ...] = ()
     settled: bool = False
     skipped_rows: int = 0
@@ -69,14 +68,13 @@ class StoragePlan:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to compute; some of it may wait for its upload."""
+        """Whether nothing is left to compute."""
         return not self.ranges
 
     @property
     def first_to_store(self) -> int:
         """Number of the first shard that is to be stored where it belongs, or would be."""
-        numbers = [*self.waiting, *(each.first for each in self.ranges)]
-        return min(numbers, default=self.shards + 1)
+        return min((each.first for each in self.ranges), default=self.shards + 1)
 
     @property
     def shards(self) -> int:

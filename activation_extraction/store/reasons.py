@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from activation_extraction.common.errors import RunError, one_line
 
 LINK = "is a symbolic link; expected a file or folder of its own, or none"
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 LOCAL_AND_FINAL = {
     errno.ENOSPC: "the disk is full; make room first",
     errno.EDQUOT: "the disk quota is used up; make room first",
@@ -18,6 +19,7 @@ LOCAL_AND_FINAL = {
     errno.EPERM: "permission denied",
     errno.ELOOP: LINK,
 }
+OTHER_SCRATCH = "set TMPDIR to a folder with room for a few shards"
 # HTTP statuses after which a request may be sent again; 410 means a lost upload session.
 WORTH_ANOTHER_TRY = {408, 409, 410, 416, 429}
 
@@ -60,7 +62,7 @@ def scratch_folder() -> Iterator[Path]:
     except OSError as error:
         raise RunError(
             f"no temporary folder can be made: {reason_of(error)[0]}",
-            remedy="set TMPDIR to a folder with room for a few shards",
+            remedy=OTHER_SCRATCH,
         ) from error
     with made as folder:
         yield Path(folder)

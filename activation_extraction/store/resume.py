@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.store.commit import FORMAT_VERSION, Commit, number_of
+from activation_extraction.common.visible import counted
+from activation_extraction.store.commit import FORMAT_VERSION, Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Difference, Identity
 from activation_extraction.store.metadata import (
@@ -18,7 +19,6 @@ from activation_extraction.store.metadata import (
     owner_of,
     read_stored,
 )
-from activation_extraction.store.outline import Outline
 from activation_extraction.store.plan import ShardRange, StoragePlan
 from activation_extraction.store.sealed_json import REPAIRS
 
@@ -29,38 +29,57 @@ OPTIONS = "give the same flags as before, another folder, or --overwrite to star
 class ResumePlanner:
     """Plans a run that begins, or continues what is stored.
 
-    folder: the local one. remote: the one in the bucket; None without upload. delete_local: local
-    shards are deleted after their upload. more_rows: the data has new rows at its end.
+    folder: the local one. remote: the one in the bucket, which then is the one that counts.
+    more_rows: the data has new rows at its end.
     """
 
     folder: Folder
     remote: Folder | None
     identity: Identity
     max_samples: int | None
-    delete_local: bool
     more_rows: bool = False
 
     def look(self) -> StoragePlan:
-        """Reads the JSON files, local ones and those in the bucket."""
-        owner = None if self.remote is None else owner_of(self.remote)
-        local = read_stored(self.folder)
-        remote = None if self.remote is None else read_stored(self.remote, brief=True)
-        places = f"--output_dir {self.folder.url}", self.remote.url if self.remote else ""
-        plan = take_up(local, remote, places, self.identity, self.max_samples, self.more_rows)
-        if remote is not None:
-            plan = replace(plan, versions=remote.versions, owner=owner)
-        if remote is None or not self.delete_local:
-            return plan
-        # A run that was killed after an upload, before the deletion, left these behind.
-        uploaded = {c.number for c in plan.commits if c.number not in plan.waiting}
-        uploaded |= set(range(1, plan.outline.shards + 1))
-        obsolete = [
-            (self.folder, name)
-            for name in own_files(local.files)
-            if name.startswith("shard_") and not name.endswith(".json")
-            if number_of(name) in uploaded
-        ]
-        return replace(plan, obsolete=tuple(obsolete))
+        """Reads the JSON files."""
+        local = f"--output_dir {self.folder.url}"
+        if self.remote is None:
+            stored = read_stored(self.folder)
+            return self._plan(local, stored, None)
+        owner = owner_of(self.remote)
+        stored = read_stored(self.remote, brief=True)
+        self._check_local(local, read_stored(self.folder))
+        return self._plan(self.remote.url, stored, owner)
+
+    def _plan(self, where: str, stored: Stored, owner: str | None) -> StoragePlan:
+        """Raises InputError if nothing may be added, because another run is stored there, or
+        because what is stored is damaged or has gaps."""
+        check_identity(where, stored, self.identity)
+        remote = (stored.metadata or {}).get("remote")
+        if self.remote is None and remote is not None and not stored.in_bucket:
+            raise InputError(
+                f"{where}: its shards were uploaded to {remote}; to continue, give "
+                "--upload_to_gcs, --gcs_bucket and --gcs_prefix as before"
+            )
+        plan = take_up(where, stored, self.max_samples, self.more_rows)
+        return replace(plan, versions=stored.versions, owner=owner)
+
+    def _check_local(self, where: str, stored: Stored) -> None:
+        """Raises InputError if the metadata of another run, or of shards that are nowhere else,
+        would be overwritten."""
+        assert self.remote is not None
+        check_identity(where, stored, self.identity)
+        uploaded = (stored.metadata or {}).get("remote")
+        if uploaded not in (None, self.remote.url):
+            raise InputError(
+                f"{where}: its shards were uploaded to {uploaded}, not to {self.remote.url}; give "
+                "the same --gcs_bucket and --gcs_prefix as before, or another --output_dir"
+            )
+        if stored.commits and uploaded is None:
+            raise InputError(
+                f"{where}: holds {counted(len(stored.commits), 'shard')} not in the bucket; "
+                "continue without --upload_to_gcs, or give another --output_dir: if you copy this "
+                "folder to the bucket first, the copy is continued"
+            )
 
     def look_again(self, plan: StoragePlan) -> StoragePlan:
         """Another process may have stored more, or everything."""
@@ -68,73 +87,49 @@ class ResumePlanner:
 
 
 def take_up(
-    local: Stored,
-    remote: Stored | None,
-    places: tuple[str, str],
-    identity: Identity,
-    max_samples: int | None,
-    more_rows: bool = False,
+    where: str, stored: Stored, max_samples: int | None, more_rows: bool = False
 ) -> StoragePlan:
-    """Compares what is stored, here and in the bucket (None without upload), with the request.
+    """Plans what is to be stored after what is stored already.
 
-    places: the names of the two in messages. more_rows: as in ResumePlanner. Raises InputError if
-    nothing may be added, because another run is stored there, or because what is stored is damaged
-    or has gaps.
+    where: names the folder in messages. more_rows: as in ResumePlanner. Raises InputError.
     """
-    both = [local] if remote is None else [local, remote]
-    for place, stored in zip(places, both, strict=False):
-        _check_identity(place, stored, identity)
-    commits, waiting = _choose_all(local, remote, places)
-    outline = Outline() if remote is None else remote.outline
-    count = outline.totals.samples + sum(commit.count for commit in commits)
+    commits = _without_gaps(where, stored)
+    plan = StoragePlan(commits, outline=stored.outline)
+    count = plan.samples
     if max_samples is not None and count > max_samples:
         raise InputError(
-            f"--max_samples: {places[len(both) - 1]} already holds {count} samples, more than the "
+            f"--max_samples: {where} already holds {counted(count, 'sample')}, more than the "
             f"{max_samples} that this host may store; {OPTIONS}"
         )
+    told = stored.metadata or {}
+    asked = ("complete", max_samples, count)
     more = more_rows and count != max_samples
-    complete = [not more and _complete(stored, count, max_samples) for stored in both]
-    if any(complete):
-        recorded = [s.metadata or {} for s, done in zip(both, complete, strict=True) if done]
-        return StoragePlan(
-            commits,
-            outline=outline,
-            ranges=(),
-            waiting=frozenset(waiting),
-            settled=complete[-1] and not waiting,
-            skipped_rows=max(told.get("skipped_rows", 0) for told in recorded),
-            empty_rows=max(told.get("empty_rows", 0) for told in recorded),
-        )
+    if not more and (told.get("status"), told.get("max_samples"), told.get("samples")) == asked:
+        rows = {name: told.get(name, 0) for name in ("skipped_rows", "empty_rows")}
+        return replace(plan, ranges=(), settled=True, **rows)
     if commits and commits[-1].partial:
-        waiting.discard(commits.pop().number)
-    plan = StoragePlan(commits, waiting=frozenset(waiting), outline=outline)
+        commits.pop()
     return replace(plan, ranges=(ShardRange(plan.shards + 1, plan.last),))
 
 
-def _choose_all(
-    local: Stored, remote: Stored | None, places: tuple[str, str]
-) -> tuple[list[Commit], set[int]]:
-    """The valid commits after the bucket's outline, and the numbers of those that it lacks."""
-    chosen: list[Commit] = []
-    waiting: set[int] = set()
-    known = 0 if remote is None else remote.outline.shards
-    for number in sorted({*local.commits, *(remote.commits if remote else ())}):
-        if number <= known:
-            continue
-        due = known + len(chosen) + 1
-        if number != due:
+def _without_gaps(where: str, stored: Stored) -> list[Commit]:
+    """The commits after the outline. Raises InputError if one or its file is missing."""
+    commits = stored.in_order
+    for due, commit in enumerate(commits, stored.outline.shards + 1):
+        if commit.number != due:
             raise InputError(
-                f"{places[0 if remote is None else 1]}: shard {due} is missing, but "
-                f"shard {number} is there; --repair makes the missing one again"
+                f"{where}: shard {due} is missing, but shard {commit.number} is there; --repair "
+                "makes the missing one again"
             )
-        commit, uploaded = _choose(number, local, remote, places)
-        chosen.append(commit)
-        if remote is not None and not uploaded:
-            waiting.add(number)
-    return chosen, waiting
+        if not stored.has(commit):
+            raise InputError(
+                f"{where}: shard {due} has a JSON, but its file is missing or has another size "
+                "(--verify says which); --repair makes it again"
+            )
+    return commits
 
 
-def _check_identity(place: str, stored: Stored, identity: Identity) -> None:
+def check_identity(place: str, stored: Stored, identity: Identity) -> None:
     for why in stored.damaged.values():
         raise InputError(f"{why}; {REPAIRS}")
     if stored.metadata is None:
@@ -180,40 +175,3 @@ def refuse_difference(place: str, found: Difference | None) -> None:
 def _short(value: Any) -> str:
     text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return f"digest {text[:12]}" if re.fullmatch("[0-9a-f]{64}", text) else f"{text:.100}"
-
-
-def _choose(
-    number: int, local: Stored, remote: Stored | None, places: tuple[str, str]
-) -> tuple[Commit, bool]:
-    """The valid commit of a shard, and whether it is the bucket's. More samples win."""
-    candidates = [
-        (stored.commits[number], stored is remote)
-        for stored in (remote, local)
-        if stored is not None and number in stored.commits and stored.has(stored.commits[number])
-    ]
-    if candidates:
-        return max(candidates, key=lambda candidate: (not candidate[0].partial, candidate[0].count))
-    commit = local.commits.get(number)
-    if commit is not None and commit.file not in local.files:
-        moved = (local.metadata or {}).get("remote")
-        if remote is None and moved is not None:
-            raise InputError(
-                f"{places[0]}: {commit.file} was uploaded to {moved}; to continue, give "
-                "--upload_to_gcs, --gcs_bucket and --gcs_prefix as before"
-            )
-        if remote is not None and moved is not None:
-            raise InputError(
-                f"{places[1]}: {commit.file} is not there; it was uploaded to {moved} and deleted "
-                f"here; {OPTIONS}"
-            )
-    place = places[0] if remote is None or number not in remote.commits else places[1]
-    raise InputError(
-        f"{place}: shard {number} has a JSON, but its file is missing or has another size "
-        "(--verify says which); --repair makes it again"
-    )
-
-
-def _complete(stored: Stored, samples: int, max_samples: int | None) -> bool:
-    told = stored.metadata or {}
-    asked = ("complete", max_samples, samples)
-    return (told.get("status"), told.get("max_samples"), told.get("samples")) == asked

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ from activation_extraction.store.shard import Key
 from activation_extraction.store.totals import ROW_COUNTS, Totals
 
 SUMS = ("shards", "samples", "tokens", "bytes", "hooks")  # in metadata.json
+METRICS_SECONDS = 300  # between uploads of metrics.jsonl
+OUTLINE_SECONDS = 10  # between uploads of metadata.json, after a commit
 
 
 class Sources(Protocol):
@@ -35,39 +38,48 @@ class Sources(Protocol):
     def to_json(self) -> list[dict[str, Any]]: ...
 
 
-class RunRecord:
-    """Writes both files to a local folder, and metadata.json to the bucket as well.
+@dataclass(frozen=True)
+class RunFacts:
+    """What a caller wants recorded of a run, beside its identity. None of it is needed.
 
-    local, ownership: the right to write to the folder, and to the bucket. hooks: key, name and
-    whatever else is known of each hook. owner: a name for this process. sources: of the samples.
-    more: what else the caller wants recorded. A repair keeps what is `recorded` already, except the
-    sums.
+    metadata: any JSON. hooks: key of a hook -> what else is known of it, such as its aliases.
+    sources: the files that the samples come from, which metadata.json lists.
+    """
+
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    hooks: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)
+    sources: Sources | None = None
+
+
+class RunRecord:
+    """Writes both files to a local folder, and to the bucket as well.
+
+    local, remote: the right to write to the folder, and to the bucket. hooks: key of each hook ->
+    its full name. A repair keeps what is `recorded` already, except the sums.
     """
 
     def __init__(
         self,
         local: Ownership,
-        ownership: Ownership | None,
-        hooks: Mapping[Key, Mapping[str, Any]],
+        remote: Ownership | None,
+        hooks: Mapping[Key, str],
         identity: Identity,
         max_samples: int | None,
-        owner: str,
-        sources: Sources | None,
-        more: Mapping[str, Any],
+        facts: RunFacts,
     ) -> None:
         self.recorded: Mapping[str, Any] | None = None
         self._local = local
-        self._folder = Path(local.folder.url)
-        self._remote = None if ownership is None else ownership.folder
-        self._ownership = ownership
-        self._hooks = hooks
+        self._metrics_file = Path(local.folder.url) / METRICS
+        self._remote = remote
+        self._hooks = {
+            key: {"key": key, "name": hooks[key], **facts.hooks.get(key, {})} for key in hooks
+        }
         self._identity = identity
         self._max_samples = max_samples
-        self._owner = owner
-        self._sources = sources
-        self._more = more
+        self._facts = facts
         self._writing = threading.Lock()
         self._metrics: Mapping[str, Any] = {}  # the last ones
+        self._metrics_uploaded = self._uploaded = time.monotonic()
         self.begin()
 
     def begin(self) -> None:
@@ -85,16 +97,33 @@ class RunRecord:
         """Writes metadata.json. counted: whether `totals` are those of all that is stored."""
         content = self._content(status, totals)
         if self.recorded is not None:
-            own = ("owner", "written", *(SUMS if counted else ()))
+            own = ("owner", "written", "remote", *(SUMS if counted else ()))
             content |= {**self.recorded, **{name: content[name] for name in own}}
         if self._remote is not None:
             content["outline"] = {**outline.to_json(), "metrics": self._metrics}
         with self._writing:
             self._local.put_metadata(seal(content))
-        if self._ownership is not None and upload:
-            self._ownership.put_metadata(seal(content))
+            if self._remote is not None and upload:
+                self._remote.put_metadata(seal(content))
+                self._uploaded = time.monotonic()
+
+    def settle(self, totals: Totals, outline: Outline) -> None:
+        """Puts on record what was read for the shards so far, before the next one is committed."""
+        sources = self._facts.sources
+        if sources is not None and sources.settle():
+            self.write("running", totals, outline, counted=False)
+
+    def stored(self, totals: Totals, outline: Outline) -> None:
+        """Tells the bucket from time to time how far the run is. Called after every commit."""
+        if self._remote is None:
+            return
+        if time.monotonic() - self._uploaded > OUTLINE_SECONDS:
+            self.write("running", totals, outline, counted=False)
+        if time.monotonic() - self._metrics_uploaded > METRICS_SECONDS:
+            self.upload_metrics()
 
     def _content(self, status: str, totals: Totals) -> dict[str, Any]:
+        sources, remote = self._facts.sources, self._remote
         return {
             "format_version": FORMAT_VERSION,
             "status": status,
@@ -106,30 +135,35 @@ class RunRecord:
             "max_samples": self._max_samples,
             "seconds": round(time.perf_counter() - self._began, 3),
             "written": round(time.time(), 3),
-            "owner": self._owner,
+            "owner": self._local.owner,
             "system": running_system(),
-            "remote": None if self._remote is None else self._remote.url,
+            "remote": None if remote is None else remote.folder.url,
             "hooks": [
                 {**self._hooks[key], **statistics.to_json()}
                 for key, statistics in totals.statistics.items()
             ],
             "identity": self._identity.to_json(),
-            "data_files": [] if self._sources is None else self._sources.to_json(),
-            **self._more,
+            "data_files": [] if sources is None else sources.to_json(),
+            **self._facts.metadata,
         }
 
     def fetch_metrics(self) -> None:
         """Gets earlier metrics from the bucket, if this disk does not have them."""
-        path = self._folder / METRICS
-        if self._remote is not None and not path.exists():
-            data = self._remote.read(METRICS)
+        if self._remote is not None and not self._metrics_file.exists():
+            data = self._remote.folder.read(METRICS)
             if data is not None:
-                write_bytes(path, data)
+                write_bytes(self._metrics_file, data)
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Appends a line to metrics.jsonl. Raises StorageError."""
         self._metrics = metrics
         try:
-            append_line(self._folder / METRICS, json.dumps(metrics))
+            append_line(self._metrics_file, json.dumps(metrics))
         except OSError as error:
-            raise StorageError(f"{self._folder / METRICS}: {reason_of(error)[0]}") from error
+            raise StorageError(f"{self._metrics_file}: {reason_of(error)[0]}") from error
+
+    def upload_metrics(self) -> None:
+        """Uploads metrics.jsonl as it is now: lines are added to it all the time."""
+        self._metrics_uploaded = time.monotonic()
+        if self._remote is not None and self._metrics_file.exists():
+            self._remote.folder.write(METRICS, self._metrics_file.read_bytes())

@@ -40,8 +40,8 @@ class Header:
         return [name for name in self.tensors if name not in TABLE]
 
 
-def write_safetensors(shard: Shard, names: Mapping[Key, str], file: Any) -> int:
-    """Writes a shard to a file without copying the activations; returns the number of bytes.
+def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryview]:
+    """The bytes of a shard's file, of which the activations are not copied.
 
     names: key of each hook in the shard -> its full name.
     """
@@ -63,14 +63,9 @@ def write_safetensors(shard: Shard, names: Mapping[Key, str], file: Any) -> int:
         name: (parts[0].dtype, (sum(map(len, parts)), *parts[0].shape[1:]))
         for name, parts in tensors.items()
     }
-    head = header(layout, metadata)
-    file.write(head)
-    size = len(head)
-    for parts in tensors.values():
-        for part in parts:
-            file.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-            size += part.nbytes
-    return size
+    arrays = (np.ascontiguousarray(part) for parts in tensors.values() for part in parts)
+    flat = (array.reshape(-1).view(np.uint8).data for array in arrays if array.size)
+    return [memoryview(header(layout, metadata)), *flat]
 
 
 def text_bytes(row: SampleRow) -> int:

@@ -52,13 +52,23 @@ class Shard:
         )
 
     @property
+    def positions(self) -> list[np.ndarray]:
+        """The positions of the tokens of each sample."""
+        return [sample.positions for sample in self.samples]
+
+    @property
     def tokens(self) -> int:
-        return sum(len(sample.positions) for sample in self.samples)
+        return sum(map(len, self.positions))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the activations."""
+        return sum(each.nbytes for slices in self.slices.values() for each in slices)
 
     @property
     def offsets(self) -> np.ndarray:
         """int64, shape (samples + 1,): sample i has the tokens offsets[i] to offsets[i + 1]."""
-        lengths = [len(sample.positions) for sample in self.samples]
+        lengths = list(map(len, self.positions))
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 

@@ -3,12 +3,14 @@
 It follows the ranges of a plan, and refuses samples that do not belong in them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from activation_extraction.common.errors import StorageError
 from activation_extraction.store.commit import Commit
+from activation_extraction.store.formats import ShardFormat
+from activation_extraction.store.identity import Identity
 from activation_extraction.store.plan import StoragePlan
 from activation_extraction.store.safetensors_file import LARGEST_TEXTS
 from activation_extraction.store.shard import Key, SampleRow, Shard
@@ -19,31 +21,28 @@ from activation_extraction.text.batch import Cursor
 class ShardCutter:
     """Hands over shards of at most `limit` bytes of activations, and at least one sample each.
 
-    text_bytes: the size of a sample's texts, of which a shard has at most LARGEST_TEXTS. chosen:
-    whether the run keeps only some tokens of its samples. stride: the difference between the
-    indices of consecutive samples. where: names the output in messages. `cursor` is where the data
-    continues after what was handed over; whoever adds samples also moves it. Methods raise
-    StorageError as soon as a shard could not be committed.
+    identity: of the run. where: names the output in messages. `cursor` is where the data continues
+    after the samples that were added. Methods raise StorageError as soon as a shard could not be
+    committed.
     """
 
     def __init__(
         self,
         writer: ShardWriter,
         keys: Sequence[Key],
+        shard_format: ShardFormat,
         limit: float,
-        text_bytes: Callable[[SampleRow], int],
-        chosen: bool,
+        identity: Identity,
         plan: StoragePlan,
-        stride: int,
         where: str,
     ) -> None:
         self.cursor: Cursor | None = plan.cursor
         self._writer = writer
         self._keys = keys
         self._limit = limit
-        self._text_bytes = text_bytes
-        self._chosen = chosen
-        self._stride = stride
+        self._text_bytes = shard_format.text_bytes
+        self._chosen = not identity.every_token
+        self._stride = identity.total_machines * identity.num_hosts
         self._where = where
         self._ranges = list(plan.ranges)
         self._expected = plan.expected
@@ -74,11 +73,18 @@ class ShardCutter:
         until = self._ranges[0].until if self._ranges else None
         return until is not None and sample_idx >= until
 
-    def add(self, row: SampleRow, slices: Mapping[Key, np.ndarray]) -> None:
+    def add(
+        self,
+        row: SampleRow,
+        slices: Mapping[Key, np.ndarray],
+        here: Cursor | None = None,
+        after: Cursor | None = None,
+    ) -> None:
         """Adds the next sample. slices: key of every hook -> (tokens, width).
 
-        A sample without tokens counts as one token, so that a shard of them ends, too. One whose
-        texts exceed what a shard may have is refused.
+        here, after: where the data continues if this sample is still to be made, and if nothing up
+        to the end of its batch is. A sample without tokens counts as one token, so that a shard of
+        them ends, too. One whose texts exceed what a shard may have is refused.
         """
         size = sum(max(len(each), 1) * each.itemsize * each.shape[1] for each in slices.values())
         texts = self._text_bytes(row)
@@ -91,25 +97,29 @@ class ShardCutter:
             )
         full = self._bytes + size > self._limit or self._texts + texts > LARGEST_TEXTS
         if self._pending.samples and full:
-            self._cut(partial=False)
+            self._cut(here, partial=False)
         self._pending.samples.append(row)
         for key in self._keys:
             self._pending.slices[key].append(slices[key])
         self._bytes += size
         self._texts += texts
         self.last_sample = row.sample_idx
+        self.cursor = after
 
-    def end_range(self) -> None:
-        """Cuts the last shard of the current range, and moves on to the next range."""
+    def end_range(self, here: Cursor | None) -> None:
+        """Cuts the last shard of the current range, and moves on to the next range.
+
+        here: where the data continues after it.
+        """
         current = self._ranges[0]
         if current.last is None:
             if self._pending.samples:
-                self._cut(partial=True)
+                self._cut(here, partial=True)
         else:
             assert current.until is not None
             if not current.until - self._stride <= self.last_sample < current.until:
                 raise self._other_data(current.last)
-            self._cut(current.partial)
+            self._cut(here, current.partial)
             if self._cut_so_far != current.last:
                 raise self._other_data(current.last)
         self._ranges.pop(0)
@@ -122,14 +132,14 @@ class ShardCutter:
         Otherwise a range with a known last shard, which was not reached, stays open.
         """
         while self._ranges and (complete or self._ranges[0].last is None):
-            self.end_range()
+            self.end_range(self.cursor)
 
-    def _cut(self, partial: bool) -> None:
+    def _cut(self, cursor: Cursor | None, partial: bool) -> None:
         number = self._cut_so_far + 1
         expected = self._expected.get(number)
         if expected is not None and not _same_samples(self._pending, expected):
             raise self._other_data(number)
-        self._writer.commit(self._pending, self.cursor, number, partial)
+        self._writer.commit(self._pending, cursor, number, partial)
         self._empty()  # not earlier: Ctrl-C may interrupt `commit`
         self._cut_so_far = number
 

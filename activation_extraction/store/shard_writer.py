@@ -1,9 +1,9 @@
-"""ShardWriter: writes and uploads shards after they are cut, in the background and in order.
+"""ShardWriter: stores shards in the background, several at a time, and commits them in order.
 
-One thread compresses a shard and writes it to the local folder while the caller fills the next one;
-others upload what is written. First in the folder and then in the bucket, a shard file is complete
-under its final name before its JSON appears, and no shard is committed before the previous one.
-Every queue is bounded, so a slow bucket slows the caller down. After a failure nothing follows.
+A shard is packed by a pool of threads, and goes from memory to its files. In every folder, these
+are complete under their final names before its JSON appears, and no shard is committed before the
+previous one. What waits to be stored has a limit, beyond which the caller waits. After a failure
+nothing follows.
 """
 
 import hashlib
@@ -11,32 +11,29 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from activation_extraction.common.errors import StorageError, for_the_user, one_line
-from activation_extraction.store.atomic_file import write_bytes
-from activation_extraction.store.commit import Commit, commit_name
-from activation_extraction.store.formats import ShardFormat, write_shard
-from activation_extraction.store.metadata import METRICS
+from activation_extraction.store.commit import Commit
+from activation_extraction.store.formats import ShardFormat
 from activation_extraction.store.outline import Outline
 from activation_extraction.store.ownership import Ownership
 from activation_extraction.store.reasons import reason_of
-from activation_extraction.store.run_record import Sources
+from activation_extraction.store.run_record import RunRecord
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.shard import Key, Shard
-from activation_extraction.store.statistics import Statistics, Sums, sums_of
-from activation_extraction.store.statistics_file import write_sums
+from activation_extraction.store.shard_files import Threads, add_up, pack
+from activation_extraction.store.statistics import Statistics, Sums
+from activation_extraction.store.statistics_file import pack_sums
 from activation_extraction.text.batch import Cursor
 
-UPLOADS = 4  # shards uploaded at the same time; up to two more wait on the disk
-METRICS_SECONDS = 300  # between uploads of metrics.jsonl
-OUTLINE_SECONDS = 10  # between uploads of metadata.json, after a commit
+SHARDS_AT_ONCE = 16  # most of them uploading
 
 OVERFLOW = (
     "float16 ends at 65504; start anew with --activation_dtype bfloat16 or float32 and --overwrite"
@@ -49,45 +46,58 @@ NOT_FINITE = (
 log = logging.getLogger("extract_activations")
 
 
-class ShardWriter:
-    """Writes shards by right of `local`, and uploads them by right of `ownership`.
+@dataclass(eq=False)
+class _Job:
+    """A shard on its way. holds: the bytes of memory that are free once it is stored. phase: what
+    it waits for."""
 
-    ownership: None if shards stay in the local folder. names: key of each hook in the shards -> its
-    full name. run: digest of the run's identity. sources: of the samples; it is on record what they
-    are before a shard is committed. record: writes metadata.json, with the outline. `made` has the
-    shards that this process has stored.
+    number: int
+    holds: int
+    phase: str = "packing"
+    stored: Future[None] = field(default_factory=Future)
+
+
+class ShardWriter:
+    """Stores shards in folders that this process owns, first in the first one.
+
+    names: key of each hook in the shards -> its full name. most_bytes: of what waits to be stored.
+    threads: how many pack shards. record: has what the samples come from, which is on record before
+    a shard is committed. `made` has the shards that this process has stored; `bytes_waiting` are
+    in memory and wait to be stored; `waited` says for how many seconds the caller waited for which
+    phase of the oldest shard.
     """
 
     def __init__(
         self,
-        local: Ownership,
-        ownership: Ownership | None,
+        owners: Sequence[Ownership],
         names: Mapping[Key, str],
         shard_format: ShardFormat,
-        delete_local: bool,
         run: str,
-        sources: Sources | None,
-        record: Callable[[], None],
+        record: RunRecord,
+        threads: int,
+        most_bytes: float,
     ) -> None:
         self.made: list[Commit] = []
-        self.failure: StorageError | None = None
-        self._local = local
-        self._folder = Path(local.folder.url)
-        self._remote = None if ownership is None else ownership.folder
-        self._ownership = ownership
+        self._failure: tuple[int, StorageError] | None = None  # of the first shard that failed
+        self._stopped = False
+        self.waited = {"packing": 0.0, "writing": 0.0, "committing": 0.0}
+        self._owners = owners
         self._names = names
         self._format = shard_format
-        self._delete_local = delete_local
         self._run = run
-        self._sources = sources
         self._record = record
-        self._counting = threading.Lock()
+        self._threads = Threads(threads)
+        self._packing = threading.Semaphore(threads)
+        self._shards = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
+        self._most_bytes = most_bytes
+        # What is compressed for a bucket stays in memory beside what it is made from.
+        copies = sum(owner.in_memory and shard_format.compressed for owner in owners)
+        self._times = 1 + copies
+        self.bytes_waiting = 0
+        self._batches: list[int] = []  # bytes of those that only the next shard needs
+        self._jobs: deque[_Job] = deque()
+        self._changed = threading.Condition()  # something was stored, or has failed
         self.begin(Outline(), [], {})
-        self._metrics_uploaded = self._recorded = time.monotonic()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
-        self._uploader = ThreadPoolExecutor(UPLOADS, thread_name_prefix="uploader")
-        self._writing: Future[None] | None = None
-        self._uploading: deque[Future[None]] = deque()
 
     def begin(
         self, outline: Outline, commits: Iterable[Commit], expected: Mapping[int, Commit]
@@ -115,138 +125,151 @@ class ShardWriter:
         self.totals.add(commit)
         self.outline.add(commit)
 
-    def commit(self, shard: Shard, cursor: Cursor | None, number: int, partial: bool) -> None:
-        """Takes over shard `number`, once the previous one is written.
+    def take(self, size: int) -> None:
+        """Takes over the arrays of a batch, so many bytes. Waits while too much is held.
 
         Raises StorageError if any shard so far could not be committed.
         """
-        self.wait(uploads=False)
-        self._writing = self._writer.submit(
-            self._guard, self._write, shard, cursor, number, partial
-        )
+        size *= self._times
+        self._batches.append(size)
+        with self._changed:
+            self.bytes_waiting += size
+            while self.bytes_waiting > self._most_bytes and self._jobs and self._failure is None:
+                began, phase = time.perf_counter(), self._jobs[0].phase
+                self._changed.wait(0.2)  # briefly, to notice Ctrl-C
+                self.waited[phase] += time.perf_counter() - began
+        self.check()
 
-    def upload(self, commit: Commit) -> None:
-        """Takes over a shard that an earlier run wrote but did not upload.
+    def commit(self, shard: Shard, cursor: Cursor | None, number: int, partial: bool) -> None:
+        """Takes over shard `number`. All batches but the last one were taken for it alone.
 
-        Raises StorageError if it is not what its JSON says.
+        Raises StorageError if any shard so far could not be committed.
         """
-        path = self._folder / commit.file
-        with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != commit.sha256:
-                raise StorageError(
-                    f"{path}: is damaged: its sha256 is not the one in its JSON",
-                    remedy="put the original back, or delete its JSON and those of all later "
-                    "shards there: their samples are then computed again",
-                )
-        self._submit_upload(commit)
+        self.check()
+        job = _Job(number, sum(self._batches[:-1]))
+        del self._batches[:-1]
+        with self._changed:
+            previous = self._jobs[-1] if self._jobs else None
+            self._jobs.append(job)
+        self._shards.submit(self._run_job, job, previous, shard, cursor, partial)
 
     def check(self) -> None:
         """Raises StorageError if anything in the background has failed."""
-        if self.failure is not None:
-            raise self.failure
+        if self._failure is not None:
+            raise self._failure[1]
 
-    def wait(self, uploads: bool = True) -> None:
-        """Waits until everything taken over is written and, with `uploads`, also uploaded.
+    def _check_before(self, number: int) -> None:
+        """Raises StorageError if a shard before this one has failed."""
+        if self._failure is not None and self._failure[0] < number:
+            raise self._failure[1]
 
-        Raises StorageError as soon as anything has failed.
-        """
-        waiting = [self._writing] if self._writing is not None else []
-        while waiting or (uploads and self._uploading):
-            future = waiting[0] if waiting else self._uploading[0]
-            wait([future], timeout=0.2)  # briefly, to notice failures elsewhere and Ctrl-C
-            self.check()
-            if future.done():
-                future.result()
-                waiting.remove(future) if waiting else self._uploading.popleft()
+    def wait(self) -> None:
+        """Waits until everything taken over is stored. Raises StorageError if anything has failed,
+        once all shards before it are stored."""
+        while jobs := list(self._jobs):
+            if self._failure is not None and self._failure[0] < jobs[0].number:
+                break
+            wait([jobs[0].stored], timeout=0.2)  # briefly, to notice Ctrl-C
         self.check()
 
     def gauges(self) -> dict[str, Any]:
         """What is stored and what is on its way."""
+        phases = [job.phase for job in list(self._jobs)]
         return {
             "shards_stored": self.totals.shards,
             "bytes_stored": self.totals.bytes,
-            "shards_writing": int(self._writing is not None and not self._writing.done()),
-            "shards_uploading": sum(not future.done() for future in list(self._uploading)),
-            "upload_retries": 0 if self._remote is None else self._remote.retries,
+            "bytes_waiting": self.bytes_waiting,
+            **{f"shards_{phase}": phases.count(phase) for phase in self.waited},
+            **{f"waited_{phase}_seconds": round(s, 3) for phase, s in self.waited.items()},
+            "upload_retries": sum(owner.folder.retries for owner in self._owners),
         }
 
     def close(self, patient: bool) -> None:
         """Ends the threads; if `patient`, they first finish what they are doing."""
-        for pool in (self._writer, self._uploader):
+        self._stopped = not patient
+        for pool in (self._shards, self._threads.pool):
             pool.shutdown(wait=patient, cancel_futures=True)
 
-    def _guard(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Runs `action` in the background, and keeps the first failure for whoever checks next."""
+    def _run_job(
+        self, job: _Job, previous: _Job | None, shard: Shard, cursor: Cursor | None, partial: bool
+    ) -> None:
+        """Stores a shard, and keeps the first failure for whoever checks next."""
         try:
-            self.check()
-            action(*arguments)
+            self._check_before(job.number)
+            commit = self._store(job, shard, cursor, partial)
+            job.phase = "committing"
+            if previous is not None:
+                previous.stored.result()
+            self._check_before(job.number)
+            self._commit(commit)
         except BaseException as error:  # whatever it is, nothing may follow this shard
-            if self.failure is None:
-                self.failure = self._told(error)
-            raise self.failure from error
+            told = self._told(error)
+            with self._changed:
+                if self._failure is None or job.number < self._failure[0]:
+                    self._failure = job.number, told
+        finally:
+            del shard
+            with self._changed:
+                self.bytes_waiting -= job.holds
+                self._jobs.remove(job)
+                self._changed.notify_all()
+            job.stored.set_result(None)
 
     def _told(self, error: BaseException) -> StorageError:
+        if self._stopped:  # what was under way could not end
+            return StorageError("storing was stopped")
         if isinstance(error, OSError):  # from the disk
-            return StorageError(f"{self._folder}: {reason_of(error)[0]}")
+            return StorageError(f"{self._owners[0].folder.url}: {reason_of(error)[0]}")
         known = for_the_user(error)
         return StorageError(one_line(known), remedy=getattr(known, "remedy", None))
 
-    def _write(self, shard: Shard, cursor: Cursor | None, number: int, partial: bool) -> None:
-        path = self._folder / self._format.file_name(number)
-        sums = {key: self._sums(key, shard) for key in shard.slices}
-        by_name = {self._names[key]: of_hook for key, of_hook in sums.items()}
-        began = time.perf_counter()
-        announcement = self._folder / commit_name(number)
-
-        def ready() -> None:
-            """The JSON of a shard that this one replaces stays until this one is on the disk."""
-            self._local.check()
-            announcement.unlink(missing_ok=True)
-
+    def _store(self, job: _Job, shard: Shard, cursor: Cursor | None, partial: bool) -> Commit:
+        """Makes the files of a shard. Its commit says that they are complete."""
+        name, began = self._format.file_name(job.number), time.perf_counter()
         try:
-            written = write_shard(path, shard, self._names, self._format, ready)
-            statistics = write_sums(self._folder, number, by_name)
-            commit = Commit(
-                file=path.name,
-                sha256=written["sha256"],
-                bytes=written["bytes"],
-                unpacked=written["unpacked"],
-                first=shard.samples[0].sample_idx,
-                last=shard.samples[-1].sample_idx,
-                count=len(shard.samples),
-                tokens=shard.tokens,
-                partial=partial,
-                cursor=None if cursor is None else cursor.to_json(),
-                hooks=self._describe_hooks(sums),
-                run=self._run,
-                committed=round(time.time(), 3),
-                began=self._began,
-                statistics=statistics,
-                cut_samples=sum(row.cut > 0 for row in shard.samples),
-                cut_tokens=sum(row.cut for row in shard.samples),
-            )
-            expected = self._expected.get(number)
-            if expected is not None and expected.sha256 == commit.sha256:
-                commit = replace(expected, statistics=commit.statistics)
-            if self._sources is not None and self._sources.settle():
-                with self._counting:
-                    self._record()
-            self._local.check()
-            write_bytes(announcement, seal(commit.to_json()))
+            with ExitStack() as stack:
+                with self._packing:
+                    sums = self._sums(shard)
+                    files = [stack.enter_context(each.new_file(name)) for each in self._owners]
+                    packed = pack(shard, self._names, self._format, self._threads, files)
+                statistics = pack_sums({self._names[key]: sums[key] for key in sums})
+                packing = time.perf_counter() - began
+                job.phase = "writing"
+                commit = Commit(
+                    file=name,
+                    sha256=packed.sha256,
+                    bytes=packed.bytes,
+                    unpacked=packed.unpacked,
+                    first=shard.samples[0].sample_idx,
+                    last=shard.samples[-1].sample_idx,
+                    count=len(shard.samples),
+                    tokens=shard.tokens,
+                    partial=partial,
+                    cursor=None if cursor is None else cursor.to_json(),
+                    hooks=self._describe_hooks(shard, sums),
+                    run=self._run,
+                    committed=0,
+                    began=self._began,
+                    statistics=hashlib.sha256(statistics).hexdigest(),
+                    cut_samples=sum(row.cut > 0 for row in shard.samples),
+                    cut_tokens=sum(row.cut for row in shard.samples),
+                )
+                for owner, file in zip(self._owners, files, strict=True):
+                    file.finish()
+                    owner.begin_shard(commit.name)
+                    file.publish()
+                    owner.write(commit.statistics_file, statistics)
         except OSError as error:
-            raise StorageError(f"{path}: {reason_of(error)[0]}") from error
-        self.totals.write_seconds += written["write_seconds"]
-        self.totals.compress_seconds += time.perf_counter() - began - written["write_seconds"]
-        log.debug("%s: %d samples, %d bytes", path.name, commit.count, commit.bytes)
-        if self._remote is None:
-            self._count_made(commit)
-        else:
-            self._submit_upload(commit)
+            raise StorageError(f"{self._owners[0].path_of(name)}: {reason_of(error)[0]}") from error
+        with self._changed:
+            self.totals.pack_seconds += packing
+            self.totals.write_seconds += time.perf_counter() - began - packing
+        return commit
 
-    def _sums(self, key: Key, shard: Shard) -> Sums:
-        """Of one hook. Raises StorageError, naming the sample, for NaN or infinity."""
-        sums = sums_of(shard.slices[key], shard.samples)
-        if not sums.statistics.finite:
+    def _sums(self, shard: Shard) -> dict[Key, Sums]:
+        """Of every hook. Raises StorageError, naming the sample, for NaN or infinity."""
+        sums = add_up(shard, self._threads)
+        for key in (key for key in sums if not sums[key].statistics.finite):
             for row, activation in zip(shard.samples, shard.slices[key], strict=True):
                 if not Statistics.of(activation).finite:
                     raise StorageError(
@@ -256,55 +279,29 @@ class ShardWriter:
                     )
         return sums
 
-    def _describe_hooks(self, sums: Mapping[Key, Sums]) -> list[dict[str, Any]]:
-        """Key, name, width and statistics of each hook, as a commit has them."""
+    def _describe_hooks(self, shard: Shard, sums: Mapping[Key, Sums]) -> list[dict[str, Any]]:
+        """Key, name, width, dtype and statistics of each hook, as a commit has them."""
         return [
             {
                 "key": key,
                 "name": self._names[key],
                 "width": of_hook.sums.shape[1],
+                "dtype": shard.slices[key][0].dtype.name,
                 **of_hook.statistics.to_json(),
             }
             for key, of_hook in sums.items()
         ]
 
-    def _count_made(self, commit: Commit) -> None:
+    def _commit(self, commit: Commit) -> None:
+        """Writes the JSON of a shard whose turn it is."""
+        commit = replace(commit, committed=round(time.time(), 3))
+        expected = self._expected.get(commit.number)
+        if expected is not None and expected.sha256 == commit.sha256:
+            commit = replace(expected, statistics=commit.statistics)
+        self._record.settle(self.totals, self.outline)
+        for owner in self._owners:
+            owner.commit(commit.name, seal(commit.to_json()))
         self._add(commit)
         self.made.append(commit)
-
-    def _submit_upload(self, commit: Commit) -> None:
-        """Starts an upload; waits while too many are on their way."""
-        while len(self._uploading) > UPLOADS:
-            self._uploading.popleft().result()
-        previous = self._uploading[-1] if self._uploading else None
-        self._uploading.append(self._uploader.submit(self._guard, self._upload, commit, previous))
-
-    def _upload(self, commit: Commit, previous: Future[None] | None) -> None:
-        assert self._ownership is not None
-        began = time.perf_counter()
-        files = [self._folder / file for file in commit.files]
-        self._ownership.begin_shard(files, commit.name)
-        if previous is not None:
-            previous.result()
-        self.check()
-        self._ownership.commit(self._folder / commit.name)
-        with self._counting:  # what is recorded must not change meanwhile
-            self.totals.upload_seconds += time.perf_counter() - began
-            self._count_made(commit)
-            due = time.monotonic() - self._recorded > OUTLINE_SECONDS
-            if due and self.failure is None:
-                self._record()
-                self._recorded = time.monotonic()
-        if self._delete_local:
-            for file in commit.files:
-                (self._folder / file).unlink(missing_ok=True)
-        log.debug("%s: uploaded", commit.file)
-        if time.monotonic() - self._metrics_uploaded > METRICS_SECONDS:
-            self.upload_metrics()
-
-    def upload_metrics(self) -> None:
-        """Uploads metrics.jsonl as it is now: lines are added to it all the time."""
-        path = self._folder / METRICS
-        self._metrics_uploaded = time.monotonic()
-        if self._remote is not None and path.exists():
-            self._remote.write(METRICS, path.read_bytes())
+        log.debug("%s: %d samples, %d bytes", commit.file, commit.count, commit.bytes)
+        self._record.stored(self.totals, self.outline)

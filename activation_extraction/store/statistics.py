@@ -5,17 +5,32 @@ the JSON files record.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from activation_extraction.store.shard import SampleRow
-
-BLOCK_BYTES = 2**20  # of values in float64, which stay in a core's caches
+BLOCK_BYTES = 4 * 2**20  # of values in float64, which stay in a core's caches
 BUCKETS = 32  # of positions
 SINK, OTHER = 0, 1
+
+
+class Tokens:
+    """What statistics need of tokens beside their activations, which is the same at every hook.
+
+    count: how many there are. sinks: the numbers of the attention sinks among them. buckets,
+    counts: the bucket of each token (see `Sums`), and how many are in each bucket.
+    """
+
+    def __init__(self, positions: Sequence[np.ndarray]) -> None:
+        """positions: of the tokens in their documents, in any number of arrays."""
+        every = np.concatenate(positions)
+        self.count = len(every)
+        self.sinks = np.flatnonzero(every == 0).tolist()
+        self.buckets = np.frexp(every.astype(np.float64))[1]
+        self.counts = np.bincount(self.buckets, minlength=BUCKETS)
 
 
 @dataclass(eq=False)
@@ -43,31 +58,39 @@ class Sums:
         each = np.zeros((2, width)), np.zeros((2, width))
         return cls(np.zeros(BUCKETS, np.int64), np.zeros(BUCKETS), *each, np.zeros(()))
 
-    def add(self, activation: np.ndarray, positions: np.ndarray) -> None:
-        """Adds the tokens of one document: (tokens, width) of any float dtype, and the position of
-        each, in ascending order."""
-        sinks = int(np.searchsorted(positions, 1))
-        of_sinks = self._add_values(SINK, activation[:sinks])
-        of_others = self._add_values(OTHER, activation[sinks:])
-        norms = np.sqrt(np.concatenate([of_sinks, of_others]))
-        bucket = np.frexp(positions.astype(np.float64))[1]
-        self.counts += np.bincount(bucket, minlength=BUCKETS)
-        self.norms += np.bincount(bucket, norms, minlength=BUCKETS)
+    def add(self, activations: Sequence[np.ndarray], tokens: Tokens) -> None:
+        """Adds tokens. activations: their arrays (tokens, width) of any float dtype, in order.
+
+        The sums are those of the tokens: they do not depend on which arrays the tokens are in.
+        """
+        squares, sinks = np.empty(tokens.count), tokens.sinks
+        rows = max(1, BLOCK_BYTES // (8 * self.sums.shape[1]))
+        wide = np.empty((min(rows, tokens.count), self.sums.shape[1]))
+        done = 0
+        with np.errstate(invalid="ignore"):  # see `Statistics.finite`
+            for block in _blocks(activations, wide):
+                stop = done + len(block)
+                here = sinks[bisect_left(sinks, done) : bisect_left(sinks, stop)]
+                self._add_block(block, [at - done for at in here], squares[done:stop])
+                done = stop
+        norms = np.sqrt(squares)
+        self.counts += tokens.counts
+        self.norms += np.bincount(tokens.buckets, norms, minlength=BUCKETS)
         self.largest = np.maximum(self.largest, norms.max(initial=0.0))
 
-    def _add_values(self, kind: int, activation: np.ndarray) -> np.ndarray:
-        """Adds tokens that are all sinks or all others; returns their squared norms."""
-        squares = np.empty(len(activation))
-        tokens_at_once = max(1, BLOCK_BYTES // (8 * activation.shape[1]))
-        for start in range(0, len(activation), tokens_at_once):
-            block = slice(start, start + tokens_at_once)
-            wide = activation[block].astype(np.float64)
-            with np.errstate(invalid="ignore"):  # see `Statistics.finite`
-                self.sums[kind] += np.add.reduce(wide, 0)
+    def _add_block(self, wide: np.ndarray, sinks: list[int], squares: np.ndarray) -> None:
+        """Adds tokens (tokens, width) in float64, which it overwrites. sinks: which of them are
+        attention sinks. Their squared norms go to `squares`."""
+        for total in (self.sums, self.squares):
+            others = np.add.reduce(wide, 0)
+            if sinks:
+                of_sinks = np.add.reduce(wide[sinks], 0)
+                total[SINK] += of_sinks
+                others -= of_sinks
+            total[OTHER] += others
+            if total is self.sums:
                 np.multiply(wide, wide, out=wide)
-                self.squares[kind] += np.add.reduce(wide, 0)
-                np.add.reduce(wide, 1, out=squares[block])
-        return squares
+        np.add.reduce(wide, 1, out=squares)
 
     def merge(self, other: "Sums") -> None:
         """Adds other sums."""
@@ -106,13 +129,27 @@ class Sums:
         )
 
 
-def sums_of(activations: Iterable[np.ndarray], rows: Iterable[SampleRow]) -> Sums:
-    """Those of the samples of a shard at one hook."""
-    total: Sums | None = None
-    for activation, row in zip(activations, rows, strict=True):
-        total = total or Sums.zeros(activation.shape[1])
-        total.add(activation, row.positions)
-    assert total is not None
+def _blocks(activations: Sequence[np.ndarray], wide: np.ndarray) -> Iterator[np.ndarray]:
+    """The tokens of some arrays, in order, as float64 in the memory of `wide`: as many at a time as
+    it has room for, and at last the rest."""
+    filled = 0
+    for activation in activations:
+        start = 0
+        while start < len(activation):
+            count = min(len(activation) - start, len(wide) - filled)
+            np.copyto(wide[filled : filled + count], activation[start : start + count])
+            start, filled = start + count, filled + count
+            if filled == len(wide):
+                yield wide
+                filled = 0
+    if filled:
+        yield wide[:filled]
+
+
+def sums_of(activations: Sequence[np.ndarray], tokens: Tokens) -> Sums:
+    """The sums of some tokens at one hook. activations: see `Sums.add`; at least one array."""
+    total = Sums.zeros(activations[0].shape[1])
+    total.add(activations, tokens)
     return total
 
 
@@ -132,7 +169,9 @@ class Statistics:
     def of(cls, activation: np.ndarray) -> "Statistics":
         """Statistics of a (tokens, width) array of any float dtype, computed in float64."""
         sums = Sums.zeros(activation.shape[1])
-        sums.add(activation, np.arange(1, len(activation) + 1))  # the result is that of any others
+        sums.add(
+            [activation], Tokens([np.ones(len(activation), np.int32)])
+        )  # any positions will do
         return sums.statistics
 
     @property

@@ -1,8 +1,7 @@
 """ActivationStorage: takes activations, by samples or by batches, and has them stored.
 
 It holds the folder. A planner (resume.py) finds out what is stored already; shard_cutter.py cuts
-shards, shard_writer.py writes and uploads them, and run_record.py records the run. This file is
-long because its class is the one that users call, and the order of its steps belongs in one place.
+shards, shard_writer.py stores them, and run_record.py records the run.
 """
 
 import uuid
@@ -24,18 +23,17 @@ from activation_extraction.store.formats import SAFETENSORS, chosen_format
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.incomplete import IncompleteSamples
 from activation_extraction.store.metadata import check_own
+from activation_extraction.store.options import StorageOptions
 from activation_extraction.store.ownership import Ownership
 from activation_extraction.store.plan import Planner, StoragePlan
 from activation_extraction.store.reasons import reason_of
 from activation_extraction.store.resume import ResumePlanner
-from activation_extraction.store.run_record import RunRecord, Sources
+from activation_extraction.store.run_record import RunFacts, RunRecord
 from activation_extraction.store.shard import DocId, Key, SampleRow
 from activation_extraction.store.shard_cutter import ShardCutter
 from activation_extraction.store.shard_writer import ShardWriter
 from activation_extraction.store.totals import Totals
 from activation_extraction.text.batch import Batch, Cursor
-
-GIGABYTE = 10**9
 
 
 class State(Enum):
@@ -50,120 +48,80 @@ class State(Enum):
 class ActivationStorage:
     """Writes activations to shards in a folder. It is a context manager.
 
-    hooks: key of the hook in the shards (layer number or hook name) -> the hook's full name.
-    A sample is complete when it has an activation for every key; samples must become complete in
-    ascending order. `shard_size_gb` counts the activations' bytes before compression; a shard
-    holds at least one sample. shard_format: "pickle", which `compress` gzips, or "safetensors".
-    metadata.json records `metadata`, and also `hook_facts`: key of a hook -> what else is known of
-    it, such as its width.
+    hooks: key of the hook in the shards (layer number or hook name) -> the hook's full name. A
+    sample is complete when it has an activation for every key; samples must become complete in
+    ascending order.
 
-    An extraction that the folder or the bucket already holds is continued if its `identity` is the
-    same: `cursor` says where, and samples that are stored already are skipped. With `overwrite` it
-    is deleted instead. A `planner` may ask for something else, such as a repair. The constructor
-    only reads. The first to write is `open`, which is called on entering the context, or else by
-    the first sample.
+    An extraction that is stored already is continued if its `identity` is the same: `cursor` says
+    where, and samples that are stored already are skipped. A `planner` may ask for something else,
+    such as a repair. The constructor only reads. The first to write is `open`, which is called on
+    entering the context, or else by the first sample.
 
-    sources: the files that the samples come from, which metadata.json lists. remote: this host's
-    folder in a bucket; shards then count as stored only once they are there.
-    delete_local: delete shard files after their upload; their JSON files stay.
+    remote: a folder in a bucket. Shards are then stored there, from memory, and locally only with
+    `keep_local`; metadata.json and metrics.jsonl are in both places. facts: what else metadata.json
+    records.
 
     Leaving the context commits what is complete, even after an exception or Ctrl-C; metadata.json
     then says "interrupted", or "failed" if a shard could not be committed. Raises InputError if the
-    folder holds something else, and StorageError at the next call after writing or uploading
-    failed.
+    folder holds something else, and StorageError at the next call after a shard could not be
+    stored.
     """
 
     def __init__(
         self,
         output_dir: str | Path,
         hooks: Mapping[Key, str],
-        shard_size_gb: float = 1.0,
-        shard_format: str = "pickle",
-        compress: bool = True,
-        overwrite: bool = False,
-        metadata: Mapping[str, Any] | None = None,
+        options: StorageOptions | None = None,
         identity: Identity | None = None,
-        max_samples: int | None = None,
         remote: Folder | None = None,
-        delete_local: bool = True,
-        hook_facts: Mapping[Key, Mapping[str, Any]] | None = None,
+        facts: RunFacts | None = None,
         planner: Planner | None = None,
-        sources: Sources | None = None,
     ) -> None:
         self.folder = Path(output_dir)
-        self._remote = remote
+        self.options = options = options or StorageOptions()
+        facts = facts or RunFacts()
         self._names = dict(hooks)
-        self._limit = shard_size_gb * GIGABYTE
-        self._overwrite = overwrite
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
-        self._max_samples = max_samples
-        self.format = chosen_format(shard_format, compress)
+        self.format = chosen_format(options.shard_format, options.compress)
         check_output_dir(self.folder)
-        if overwrite:
-            for place in filter(None, (self._local, remote)):
-                check_own(place)
         owner = uuid.uuid4().hex
-        self._local_ownership = Ownership(self._local, owner)
-        self._ownership = None if remote is None else Ownership(remote, owner)
-        self._writer = ShardWriter(
-            self._local_ownership,
-            self._ownership,
-            self._names,
-            self.format,
-            delete_local,
-            self._identity.run,
-            sources,
-            lambda: self._write_record("running"),
-        )
-        facts = hook_facts or {}
+        self._local = Ownership(Folder(str(self.folder)), owner)
+        self._remote = None if remote is None else Ownership(remote, owner)
+        owners = [each for each in (self._local, self._remote) if each is not None]
+        if options.overwrite:
+            for each in owners:
+                check_own(each.folder)
         self._record = RunRecord(
-            self._local_ownership,
-            self._ownership,
-            {key: {"key": key, "name": hooks[key], **facts.get(key, {})} for key in hooks},
-            self._identity,
-            max_samples,
-            owner,
-            sources,
-            metadata or {},
+            *(self._local, self._remote, self._names),
+            *(self._identity, options.max_samples, facts),
+        )
+        self._writer = ShardWriter(
+            owners if options.keep_local else owners[-1:],
+            *(self._names, self.format, self._identity.run, self._record),
+            *(options.writer_threads, options.waiting_bytes),
         )
         self._planner = planner or ResumePlanner(
-            self._local,
-            remote,
-            self._identity,
-            max_samples,
-            delete_local,
-            more_rows=sources is not None and sources.grown,
+            *(self._local.folder, remote, self._identity, options.max_samples),
+            more_rows=facts.sources is not None and facts.sources.grown,
         )
-        self._follow(StoragePlan() if overwrite else self._planner.look())
+        self._follow(StoragePlan() if options.overwrite else self._planner.look())
         self._incomplete = IncompleteSamples(self._names)
         self._state = State.FOUND
 
     def _follow(self, plan: StoragePlan) -> None:
         self.plan = plan
         self._record.recorded = plan.recorded
-        uploaded = [commit for commit in plan.commits if commit.number not in plan.waiting]
-        self._writer.begin(plan.outline, uploaded, plan.expected)
+        self._writer.begin(plan.outline, plan.commits, plan.expected)
         self.totals.count_rows(plan.skipped_rows, plan.empty_rows)
-        stride = self._identity.total_machines * self._identity.num_hosts
         self._cutter = ShardCutter(
-            self._writer,
-            list(self._names),
-            self._limit,
-            self.format.text_bytes,
-            not self._identity.every_token,
-            plan,
-            stride,
-            self.place.url,
+            *(self._writer, list(self._names), self.format, self.options.shard_bytes),
+            *(self._identity, plan, self.place.url),
         )
-
-    @property
-    def _local(self) -> Folder:
-        return Folder(str(self.folder))
 
     @property
     def place(self) -> Folder:
         """The folder that counts: the one in the bucket, if there is one."""
-        return self._remote or self._local
+        return (self._remote or self._local).folder
 
     @property
     def totals(self) -> Totals:
@@ -182,12 +140,12 @@ class ActivationStorage:
 
     @property
     def complete(self) -> bool:
-        """Whether an earlier run computed everything; some of it may still wait for its upload."""
+        """Whether an earlier run stored everything."""
         return self.plan.complete
 
     @property
     def found_samples(self) -> int:
-        """Samples of earlier runs, including those that still wait for their upload."""
+        """The samples of earlier runs."""
         return self.plan.samples
 
     @property
@@ -199,10 +157,10 @@ class ActivationStorage:
     def max_samples(self) -> int | None:
         """The most samples to store; in a repair, the limit of the run itself."""
         recorded = self.plan.recorded or {}
-        return recorded.get("max_samples", self._max_samples)
+        return recorded.get("max_samples", self.options.max_samples)
 
     def open(self) -> None:
-        """Takes the folder: deletes what `overwrite` says, and starts missing uploads.
+        """Takes the folder, and deletes what `overwrite` says.
 
         Does nothing if it is open already, or if nothing is left to do. `cursor` and `complete` may
         change, because another process may have written until now. Raises StorageError, and
@@ -213,13 +171,13 @@ class ActivationStorage:
         self._record.begin()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._local_ownership.lock()
-            if self._overwrite:
-                self._local_ownership.clear()
-                if self._ownership is not None:
-                    self._ownership.clear()
+            self._local.lock()
+            if self.options.overwrite:
+                self._local.clear()
+                if self._remote is not None:
+                    self._remote.clear()
             elif not self._take_over():
-                return self._local_ownership.unlock()
+                return self._local.unlock()
             self._state = State.OPEN
             self._begin_writing()
         except OSError as error:
@@ -231,19 +189,15 @@ class ActivationStorage:
             self._follow(self._planner.look_again(self.plan))
             if self.plan.settled:
                 return False
-            plan, ownership = self.plan, self._ownership
-            if ownership is None or ownership.claim(plan):
+            if self._remote is None or self._remote.claim(self.plan):
                 return True
 
     def _begin_writing(self) -> None:
         self._write_metadata("running")  # first of all: a folder without it is refused
-        if not self._overwrite:
+        if not self.options.overwrite:
             self._record.fetch_metrics()
         for folder, name in self.plan.obsolete:
             folder.remove(name)
-        for commit in self.plan.commits:
-            if commit.number in self.plan.waiting:
-                self._writer.upload(commit)
 
     def __enter__(self) -> "ActivationStorage":
         self.open()
@@ -268,14 +222,13 @@ class ActivationStorage:
         tokens; the arrays are kept, not copied, until their shard is written. Raises StorageError
         as soon as anything in the background fails.
         """
-        self._writer.check()
         self.open()
-        self._cutter.cursor = batch.cursor
+        self._writer.take(sum(values.nbytes for values in activations.values()))
         added = 0
         for placed, (where, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
             sample = placed.sample
             if self._cutter.is_beyond(sample.sample_idx):
-                self._cutter.end_range()
+                self._cutter.end_range(batch.cursor)
                 return added
             if self._cutter.wants(sample.sample_idx):
                 row = SampleRow(
@@ -288,9 +241,9 @@ class ActivationStorage:
                     sample.cut,
                 )
                 self._check_next(sample.sample_idx)
-                self._cutter.add(row, {key: activations[key][where] for key in self._names})
+                slices = {key: activations[key][where] for key in self._names}
+                self._cutter.add(row, slices, batch.cursor, batch.next_cursor)
                 added += 1
-        self._cutter.cursor = batch.next_cursor
         return added
 
     def add_activation(
@@ -328,6 +281,7 @@ class ActivationStorage:
         sample = SampleRow(int(sample_idx), ids, positions, text_preview, doc_id, row, cut)
         sample, slices = self._incomplete.add(layer_idx, activation, sample)
         if len(slices) == len(self._names):
+            self._writer.take(sum(each.nbytes for each in slices.values()))
             self._cutter.add(sample, slices)
 
     def _check_next(self, sample_idx: int) -> None:
@@ -336,6 +290,16 @@ class ActivationStorage:
             raise ValueError(f"sample {sample_idx}: given twice or out of order")
         if self._cutter.done:
             raise ValueError(f"sample {sample_idx}: {self.folder} holds a complete extraction")
+
+    @property
+    def waited(self) -> dict[str, float]:
+        """For how many seconds the memory was full, by what the oldest shard waited for."""
+        return self._writer.waited
+
+    @property
+    def bytes_waiting(self) -> int:
+        """The bytes in memory that wait to be stored."""
+        return self._writer.bytes_waiting
 
     def gauges(self) -> dict[str, Any]:
         """What is stored and what is on its way, for metrics."""
@@ -365,11 +329,15 @@ class ActivationStorage:
         self._state = State.CLOSED
         done = False
         try:
-            self._cutter.finish(complete)
+            try:
+                self._cutter.finish(complete)
+            except StorageError:
+                self._writer.wait()  # for the shards before the one that has failed
+                raise
             self._writer.wait()
-            if self._ownership is not None:
-                self._ownership.check()
-                self._ownership.release()
+            if self._remote is not None:
+                self._remote.check()
+                self._remote.release()
             if complete and self.plan.recorded is not None:
                 self._recount()
             self._write_metadata("complete" if complete else "interrupted", ending=complete)
@@ -389,7 +357,7 @@ class ActivationStorage:
         """Gives up the folder and the threads; what is not committed is lost."""
         self._state = State.CLOSED
         self._writer.close(patient)
-        self._local_ownership.unlock()
+        self._local.unlock()
 
     def _recount(self) -> None:
         """After a repair: adds up all shards in their order, as the run itself did."""
@@ -398,7 +366,7 @@ class ActivationStorage:
 
     def _write_metadata(self, status: str, ending: bool = False) -> None:
         self._write_record(status, ending)
-        self._writer.upload_metrics()
+        self._record.upload_metrics()
 
     def _write_record(self, status: str, ending: bool = False, upload: bool = True) -> None:
         self._record.write(status, self.totals, self._writer.outline, ending, upload)

@@ -27,9 +27,8 @@ class Totals:
     empty_rows: int = 0
     cut_samples: int = 0
     cut_tokens: int = 0
-    compress_seconds: float = 0.0  # what shards took besides writing
+    pack_seconds: float = 0.0
     write_seconds: float = 0.0
-    upload_seconds: float = 0.0
     statistics: dict[Key, Statistics] = field(default_factory=dict)
 
     def add(self, commit: Commit) -> None:

@@ -18,6 +18,7 @@ import datasets
 
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.retries import hub_requests
+from activation_extraction.common.visible import counted
 from activation_extraction.text.rows import FileRow, MissingColumnError, UnusableRowError
 from activation_extraction.text.workers import Worker
 
@@ -140,7 +141,7 @@ class DocumentStream:
                 return
             except Exception as error:  # whatever a file system or a file format may raise
                 remedy = error.remedy if isinstance(error, RunError) else None
-                where = "" if isinstance(error, RunError) else f" after {self._rows} rows"
+                where = "" if isinstance(error, RunError) else f" after row {self._rows}"
                 raise RunError(
                     f"reading the data set failed{where}: {one_line(error)}", remedy=remedy
                 ) from error
@@ -230,7 +231,8 @@ def check_dataset(
     if not read:
         raise InputError("the data set is empty: it has no rows; expected at least one with text")
     raise InputError(
-        f"--skip_bad_rows: none of the first {read} rows can be used; the log above says why"
+        f"--skip_bad_rows: none of the first {counted(read, 'row')} can be used; the log above "
+        "says why"
     )
 
 

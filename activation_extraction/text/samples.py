@@ -63,37 +63,10 @@ def samples(
             return
         count, read, failure = _read(rows, documents, wanted)
         begin = number
-        before = documents.skipped_rows, documents.empty_rows
-        tokens = _tokenise(tokenizer, [each.document.text for each in read], max_tokens)
-        for (document, skipped, empty), found in zip(read, tokens, strict=True):
-            if isinstance(found, str):
-                try:
-                    documents.reject(document.where, found)
-                except RunError as error:
-                    failure = error
-                    break
-                continue
-            if not found.ids:
-                documents.empty_rows += 1
-                continue
+        for (document, skipped, empty), tokens in _usable(documents, read, tokenizer, max_tokens):
             if number >= first:
-                cursor = Cursor(
-                    samples=number,
-                    skip=number - begin,
-                    skipped_rows=skipped + documents.skipped_rows - before[0],
-                    empty_rows=empty + documents.empty_rows - before[1],
-                    stream=state,
-                )
-                yield Sample(
-                    sample_idx=documents.worker.sample_idx(number),
-                    token_ids=np.asarray(found.ids, np.int32),
-                    text_preview=document.text[:PREVIEW_CHARACTERS],
-                    doc_id=document.doc_id,
-                    cursor=cursor,
-                    next_cursor=replace(cursor, samples=number + 1, skip=number + 1 - begin),
-                    row=document.row,
-                    cut=found.cut,
-                )
+                cursor = Cursor(number, number - begin, skipped, empty, state)
+                yield _sample(documents.worker.sample_idx(number), document, tokens, cursor)
             number += 1
         if failure is not None:
             raise failure
@@ -118,6 +91,39 @@ def _read(
     except RunError as error:
         return read, found, error
     return read, found, None
+
+
+def _usable(
+    documents: DocumentStream, read: list[Read], tokenizer: Tokenizer, max_tokens: int
+) -> Iterator[tuple[Read, Tokens]]:
+    """Those of the documents that have tokens; the rows of the others are counted, too.
+
+    Raises RunError if a document cannot be tokenised and such rows are not to be skipped.
+    """
+    skipped, empty = documents.skipped_rows, documents.empty_rows
+    tokens = _tokenise(tokenizer, [each.document.text for each in read], max_tokens)
+    for each, found in zip(read, tokens, strict=True):
+        if isinstance(found, str):
+            documents.reject(each.document.where, found)
+        elif not found.ids:
+            documents.empty_rows += 1
+        else:
+            skipped_rows = each.skipped_rows + documents.skipped_rows - skipped
+            empty_rows = each.empty_rows + documents.empty_rows - empty
+            yield Read(each.document, skipped_rows, empty_rows), found
+
+
+def _sample(sample_idx: int, document: Document, tokens: Tokens, cursor: Cursor) -> Sample:
+    return Sample(
+        sample_idx=sample_idx,
+        token_ids=np.asarray(tokens.ids, np.int32),
+        text_preview=document.text[:PREVIEW_CHARACTERS],
+        doc_id=document.doc_id,
+        cursor=cursor,
+        next_cursor=replace(cursor, samples=cursor.samples + 1, skip=cursor.skip + 1),
+        row=document.row,
+        cut=tokens.cut,
+    )
 
 
 def _tokenise(tokenizer: Tokenizer, texts: list[str], max_tokens: int) -> list[Tokens | str]:

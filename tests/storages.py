@@ -1,0 +1,20 @@
+"""Opens an ActivationStorage with everything as keywords."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from activation_extraction.store.options import StorageOptions
+from activation_extraction.store.run_record import RunFacts
+from activation_extraction.store.storage import ActivationStorage
+
+OPTIONS = {field.name for field in fields(StorageOptions)}
+FACTS = {"metadata": "metadata", "hook_facts": "hooks", "sources": "sources"}
+
+
+def open_storage(folder: str | Path, hooks: dict[Any, str], **given: Any) -> ActivationStorage:
+    """given: arguments of ActivationStorage, fields of StorageOptions, and `metadata`,
+    `hook_facts` and `sources` for RunFacts."""
+    options = StorageOptions(**{name: given.pop(name) for name in OPTIONS & set(given)})
+    facts = RunFacts(**{FACTS[name]: given.pop(name) for name in FACTS.keys() & set(given)})
+    return ActivationStorage(folder, hooks, options, facts=facts, **given)
