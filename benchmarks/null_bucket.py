@@ -58,14 +58,14 @@ class Null(BaseHTTPRequestHandler):
         self._answer(204, None)
 
     def do_PUT(self) -> None:
-        """As obstore creates an object."""
+        """Creates an object, as obstore asks for it."""
         made = self._made(unquote(urlsplit(self.path).path).split("/", 2)[2], *self._body())
         if made is None:
             return self._answer(412, {})
         self._answer(200, None, [("ETag", '"x"'), ("x-goog-generation", made["generation"])])
 
     def _take_chunk(self, session: str, size: int, crc: int) -> None:
-        """Of a resumable upload, as gcsfs sends it."""
+        """Takes a chunk of a resumable upload, as gcsfs sends it."""
         name, before, sum_before = self.sessions[session]
         # What a chunk adds to the checksum is not needed: no peer compares it.
         self.sessions[session] = name, before + size, sum_before ^ crc

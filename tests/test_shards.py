@@ -9,7 +9,6 @@ import struct
 import subprocess
 import tracemalloc
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +19,7 @@ from storages import open_storage
 from activation_extraction.common.errors import RunError
 from activation_extraction.store import atomic_file
 from activation_extraction.store.atomic_file import write_atomically
-from activation_extraction.store.blocks import BLOCK_BYTES, blocks_of, gzipped
+from activation_extraction.store.blocks import BLOCK_BYTES, Threads, blocks_of, gzipped
 from activation_extraction.store.pickle_file import pieces_of, read_records
 from activation_extraction.store.safe_unpickler import UnsafeError
 
@@ -78,8 +77,9 @@ def test_arrays_are_pickled_as_by_numpy(dtype):
 
 
 def packed(shard, threads):
-    with ThreadPoolExecutor(threads) as pool:
-        yield from gzipped(pieces_of(shard), pool, threads)
+    pool = Threads(threads)
+    with pool.pool:
+        yield from gzipped(pieces_of(shard), pool)
 
 
 def test_arrays_are_not_copied():

@@ -354,7 +354,7 @@ def test_many_shards_are_on_their_way_at_a_time_but_no_more_than_that(tmp_path):
 
 @pytest.mark.parametrize("refused", [(3,), (3, 2)])
 def test_a_shard_that_fails_stops_those_after_it_only(tmp_path, refused):
-    """Of two that fail, the first one is told, although it fails later."""
+    """If two shards fail, the message is about the first one, although it fails later."""
     url = f"memory://{tmp_path}/slow"
     store = SlowStore(url, refused)
     storage = open_slow(tmp_path, store)

@@ -25,7 +25,7 @@ from activation_extraction.store.metadata import (
     read_stored,
 )
 from activation_extraction.store.plan import ShardRange, StoragePlan
-from activation_extraction.store.resume import check_identity, check_same_run
+from activation_extraction.store.resume import check_identity, check_same_run, refuse_moved
 from activation_extraction.store.totals import Totals
 
 # What a rebuilt metadata.json says at first; the next run without --repair continues from there.
@@ -126,21 +126,18 @@ class RepairPlanner:
             check_identity(
                 f"--output_dir {self.folder.url}", read_stored(self.folder), self.identity
             )
-        moved = (stored.metadata or {}).get("remote")
-        if self.remote is None and moved is not None and not stored.in_bucket:
-            raise InputError(
-                f"--output_dir {self.folder.url}: its shards were uploaded to {moved}; to repair "
-                "them there, give --upload_to_gcs, --gcs_bucket and --gcs_prefix as before"
-            )
+        else:
+            refuse_moved(f"--output_dir {self.folder.url}", stored, "repair them there")
 
-    def _unknown(self, ranges: tuple[ShardRange, ...]) -> Iterator[tuple[Folder, str]]:
-        """Shards at the end of an unfinished run whose JSON files are damaged, so that nothing says
-        where they end. They count as not stored, and the run makes them when it continues."""
+    def _unknown(self, ranges: tuple[ShardRange, ...]) -> Iterator[str]:
+        """Names the files of shards at the end of an unfinished run whose JSON files are damaged,
+        so that nothing says where they end. They count as not stored, and the run makes them when
+        it continues."""
         numbers = {number_of(name) for name in self._found.damaged if name != METADATA}
         numbers -= {n for n in numbers for r in ranges if r.first <= n <= (r.last or 0)}
         for name in own_files(self.place.files()) if numbers else ():
             if name.startswith("shard_") and number_of(name) in numbers:
-                yield self.place, name
+                yield name
 
     def differing(self, made: list[Commit]) -> list[str]:
         """A line for each remade shard whose bytes are not those that it had."""

@@ -8,7 +8,7 @@ the processor, for which isal has code of its own.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from isal import isal_zlib
@@ -41,23 +41,26 @@ def gzip_member(block: Sequence[memoryview]) -> list[bytes]:
     return [*map(packer.compress, block), packer.flush()]
 
 
-def gzipped(
-    pieces: Iterable[memoryview], pool: Executor, threads: int
-) -> Iterator[bytes | memoryview]:
-    """Pieces of bytes as gzip, which the threads of a pool compress."""
-    for member in in_order(pool, gzip_member, blocks_of(pieces), 2 * threads):
-        yield from member
+class Threads:
+    """A pool of threads that compress, convert and add up blocks. count: of the threads."""
 
+    def __init__(self, count: int) -> None:
+        self.pool = ThreadPoolExecutor(count, thread_name_prefix="store")
+        self._ahead = 2 * count
 
-def in_order(
-    pool: Executor, function: Callable[[T], U], items: Iterable[T], ahead: int
-) -> Iterator[U]:
-    """What a function returns for each item, in order. It is called in a pool of threads, for at
-    most `ahead` items before the one that is wanted next."""
-    waiting: deque[Future[U]] = deque()
-    for item in items:
-        waiting.append(pool.submit(function, item))
-        if len(waiting) > ahead:
+    def in_order(self, function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
+        """What a function returns for each item, in order. The threads call it, for a few more
+        items than have been asked for."""
+        waiting: deque[Future[U]] = deque()
+        for item in items:
+            waiting.append(self.pool.submit(function, item))
+            if len(waiting) > self._ahead:
+                yield waiting.popleft().result()
+        while waiting:
             yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+
+
+def gzipped(pieces: Iterable[memoryview], threads: Threads) -> Iterator[bytes | memoryview]:
+    """Pieces of bytes as gzip, which the threads compress."""
+    for member in threads.in_order(gzip_member, blocks_of(pieces)):
+        yield from member

@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
-from activation_extraction.store.blocks import gzipped
+from activation_extraction.store.blocks import Threads, gzipped
 from activation_extraction.store.commit import NUMBER_OF_A_SHARD
 from activation_extraction.store.pickle_file import largest_size, pickle_pieces, read_pickle
 from activation_extraction.store.safetensors_file import (
@@ -37,11 +36,9 @@ class ShardFormat:
     how_to_read: Callable[[str, bool], tuple[str, ...]]
     text_bytes: Callable[[SampleRow], int] = lambda row: 0
 
-    def packed(
-        self, pieces: list[memoryview], pool: Executor, threads: int
-    ) -> Iterator[bytes | memoryview]:
-        """The bytes of the file. A pool with so many threads compresses them."""
-        return gzipped(pieces, pool, threads) if self.compressed else iter(pieces)
+    def packed(self, pieces: list[memoryview], threads: Threads) -> Iterator[bytes | memoryview]:
+        """The bytes of the file, which the threads compress where that is asked for."""
+        return gzipped(pieces, threads) if self.compressed else iter(pieces)
 
     def file_name(self, number: int) -> str:
         """Name of the file of shard `number`."""

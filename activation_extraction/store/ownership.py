@@ -23,6 +23,7 @@ before each write as well: in a store without such requests, or one that ignores
 nothing more can be promised.
 """
 
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Self
@@ -251,9 +252,7 @@ class _NewObject:
         self._buffers: list[memoryview] = []
         self._size = 0
         self._crc32c = 0
-        from crc32c import crc32c  # reading needs it not
-
-        self._add = crc32c
+        self._add = import_module("crc32c").crc32c  # which reading does without
 
     def write(self, data: bytes | memoryview) -> int:
         content = memoryview(data).cast("B")

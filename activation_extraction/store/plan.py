@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from activation_extraction.store.commit import Commit
-from activation_extraction.store.folder import Folder
 from activation_extraction.store.outline import Outline
 from activation_extraction.text.batch import Cursor
 
@@ -45,8 +44,8 @@ class StoragePlan:
     """commits: the shards that are stored and stay.
 
     outline: of the bucket's first shards, if their JSONs were not read; `commits` lacks these.
-    ranges: what is to be stored, in the order of the data. obsolete: files to delete, as (folder,
-    name). settled: nothing is left to do, not even an update of metadata.json.
+    ranges: what is to be stored, in the order of the data. obsolete: names of files to
+    delete. settled: nothing is left to do, not even an update of metadata.json.
     skipped_rows, empty_rows: those of a complete extraction, rows after its last sample too.
     versions: those of the JSONs in the bucket when the plan was made. owner: the one that its
     metadata.json named just before. For a repair, `recorded` is the metadata, of which only the
@@ -56,7 +55,7 @@ class StoragePlan:
 
     commits: list[Commit] = field(default_factory=list)
     ranges: tuple[ShardRange, ...] = (ShardRange(),)
-    obsolete: tuple[tuple[Folder, str], ...] = ()
+    obsolete: tuple[str, ...] = ()
     settled: bool = False
     skipped_rows: int = 0
     empty_rows: int = 0

@@ -54,12 +54,8 @@ class ResumePlanner:
         """Raises InputError if nothing may be added, because another run is stored there, or
         because what is stored is damaged or has gaps."""
         check_identity(where, stored, self.identity)
-        remote = (stored.metadata or {}).get("remote")
-        if self.remote is None and remote is not None and not stored.in_bucket:
-            raise InputError(
-                f"{where}: its shards were uploaded to {remote}; to continue, give "
-                "--upload_to_gcs, --gcs_bucket and --gcs_prefix as before"
-            )
+        if self.remote is None:
+            refuse_moved(where, stored, "continue")
         plan = take_up(where, stored, self.max_samples, self.more_rows)
         return replace(plan, versions=stored.versions, owner=owner)
 
@@ -160,6 +156,19 @@ def check_version(place: str, metadata: Mapping[str, Any]) -> None:
             f"{place}: holds an extraction in format {found}, but this program writes format "
             f"{FORMAT_VERSION}; continue it with the version that began it, give another folder, "
             "or --overwrite to start anew"
+        )
+
+
+def refuse_moved(where: str, stored: Stored, purpose: str) -> None:
+    """Raises InputError if the shards of a local folder are in a bucket.
+
+    purpose: what the bucket's flags are to be given for.
+    """
+    remote = (stored.metadata or {}).get("remote")
+    if remote is not None and not stored.in_bucket:
+        raise InputError(
+            f"{where}: its shards were uploaded to {remote}; to {purpose}, give --upload_to_gcs, "
+            "--gcs_bucket and --gcs_prefix as before"
         )
 
 

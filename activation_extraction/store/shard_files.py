@@ -2,13 +2,12 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
 from activation_extraction.store.atomic_file import AtomicFile
-from activation_extraction.store.blocks import in_order
+from activation_extraction.store.blocks import Threads
 from activation_extraction.store.formats import ShardFormat
 from activation_extraction.store.shard import Key, Shard
 from activation_extraction.store.statistics import Sums, Tokens, sums_of
@@ -49,14 +48,6 @@ class Packed(NamedTuple):
     unpacked: int
 
 
-class Threads:
-    """A pool of threads that compress, convert and add up blocks. count: of the threads."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.pool: Executor = ThreadPoolExecutor(count, thread_name_prefix="store")
-
-
 def pack(
     shard: Shard,
     names: Mapping[Key, str],
@@ -67,7 +58,7 @@ def pack(
     """Writes a shard to each of some files. names: key of each hook -> its full name."""
     pieces = shard_format.pieces(shard, names)
     digest, size = hashlib.sha256(), 0
-    for data in shard_format.packed(pieces, threads.pool, threads.count):
+    for data in shard_format.packed(pieces, threads):
         digest.update(data)
         size += memoryview(data).nbytes
         for file in files:
@@ -86,7 +77,7 @@ def add_up(shard: Shard, threads: Threads) -> dict[Key, Sums]:
         return sums_of(shard.slices[key][group], tokens[group.start, group.stop])
 
     total: dict[Key, Sums] = {}
-    done = in_order(threads.pool, sums, groups, 2 * threads.count)
+    done = threads.in_order(sums, groups)
     for (key, _), found in zip(groups, done, strict=True):
         if key in total:
             total[key].merge(found)

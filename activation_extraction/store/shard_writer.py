@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import StorageError, for_the_user, one_line
+from activation_extraction.store.blocks import Threads
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.formats import ShardFormat
 from activation_extraction.store.outline import Outline
@@ -28,7 +29,7 @@ from activation_extraction.store.reasons import reason_of
 from activation_extraction.store.run_record import RunRecord
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.shard import Key, Shard
-from activation_extraction.store.shard_files import Threads, add_up, pack
+from activation_extraction.store.shard_files import add_up, pack
 from activation_extraction.store.statistics import Statistics, Sums
 from activation_extraction.store.statistics_file import pack_sums
 from activation_extraction.text.batch import Cursor
@@ -173,7 +174,7 @@ class ShardWriter:
         self.check()
 
     def gauges(self) -> dict[str, Any]:
-        """What is stored and what is on its way."""
+        """Says what is stored and what is on its way."""
         phases = [job.phase for job in list(self._jobs)]
         return {
             "shards_stored": self.totals.shards,
@@ -267,7 +268,7 @@ class ShardWriter:
         return commit
 
     def _sums(self, shard: Shard) -> dict[Key, Sums]:
-        """Of every hook. Raises StorageError, naming the sample, for NaN or infinity."""
+        """Adds up every hook. Raises StorageError, naming the sample, for NaN or infinity."""
         sums = add_up(shard, self._threads)
         for key in (key for key in sums if not sums[key].statistics.finite):
             for row, activation in zip(shard.samples, shard.slices[key], strict=True):

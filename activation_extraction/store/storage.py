@@ -196,8 +196,8 @@ class ActivationStorage:
         self._write_metadata("running")  # first of all: a folder without it is refused
         if not self.options.overwrite:
             self._record.fetch_metrics()
-        for folder, name in self.plan.obsolete:
-            folder.remove(name)
+        for name in self.plan.obsolete:
+            self.place.remove(name)
 
     def __enter__(self) -> "ActivationStorage":
         self.open()

@@ -96,7 +96,7 @@ def _read(
 def _usable(
     documents: DocumentStream, read: list[Read], tokenizer: Tokenizer, max_tokens: int
 ) -> Iterator[tuple[Read, Tokens]]:
-    """Those of the documents that have tokens; the rows of the others are counted, too.
+    """Yields the documents that have tokens; the rows of the others are counted, too.
 
     Raises RunError if a document cannot be tokenised and such rows are not to be skipped.
     """
