@@ -20,9 +20,9 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
@@ -127,11 +127,7 @@ class Bucket:
         return f"/storage/v1/b/{self.name}/o/{quote(name, safe='')}"
 
     def _ask(self, path: str, method: str = "GET", data: bytes | None = None) -> bytes:
-        connection = http.client.HTTPConnection("127.0.0.1", self.emulator_port)
-        connection.request(method, path, data)
-        body = connection.getresponse().read()
-        connection.close()
-        return body
+        return _answer_of(self.emulator_port, method, path, data)[1]
 
     def close(self) -> None:
         self._server.shutdown()
@@ -208,12 +204,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Status, headers and content of the emulator's answer."""
         if "pageToken=" in self.path:  # a later page is kept here
             return 200, [], b"{}"
-        connection = http.client.HTTPConnection("127.0.0.1", bucket.emulator_port)
         headers = {k: v for k, v in self.headers.items() if k.lower() != "transfer-encoding"}
-        connection.request(self.command, self.path, body, headers)
-        response = connection.getresponse()
-        content = response.read()
-        connection.close()
+        given = self.command, self.path, body, headers
+        response, content = _answer_of(bucket.emulator_port, *given)
         skipped = {"content-length", "transfer-encoding", "connection", "date", "server"}
         kept = [(k, v) for k, v in response.getheaders() if k.lower() not in skipped]
         return response.status, kept, content
@@ -270,6 +263,20 @@ class _Handler(BaseHTTPRequestHandler):
         linger = struct.pack("ii", 1, 0)
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         self.close_connection = True
+
+
+def _answer_of(
+    port: int,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[http.client.HTTPResponse, bytes]:
+    """The emulator's answer to a request, and its content. It may be stopped meanwhile."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        return response, response.read()
 
 
 def _names_object(path: str) -> bool:
