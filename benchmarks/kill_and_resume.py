@@ -31,6 +31,7 @@ status = script.main(sys.argv[1:])
 sys.stdout.flush()
 script.os._exit(status)
 """
+KINDS = (".pkl", ".pkl.gz", ".safetensors")
 LONGEST = 0.8  # seconds between the sign of life and the kill
 
 
@@ -91,7 +92,8 @@ def kill_and_resume(
 
 def shards_in(folder: Path) -> dict[str, bytes]:
     """Name -> content of the shards in a folder."""
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("shard_*.[ps]*"))}
+    paths = sorted(path for kind in KINDS for path in folder.glob(f"shard_*{kind}"))
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def main() -> None:

@@ -38,8 +38,8 @@ from isal import igzip
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.output_flags import SHARD_FORMATS
-from activation_extraction.dataset import shard_readers
 from activation_extraction.dataset.dataset import BUFFER_BATCHES
+from activation_extraction.store import shard_reader
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.options import StorageOptions
 from activation_extraction.store.run_record import RunFacts
@@ -167,7 +167,7 @@ def unpickle(folder: Path) -> None:
 def touched_share(folder: Path) -> float:
     """The bytes that reading one hook touches, as a share of the hook's own."""
     touched = 0
-    original = shard_readers._ranges_of
+    original = shard_reader._ranges_of
 
     def counting(*arguments: Any) -> Callable[[int, int], np.ndarray]:
         read = original(*arguments)
@@ -179,7 +179,7 @@ def touched_share(folder: Path) -> float:
 
         return count
 
-    with mock.patch.object(shard_readers, "_ranges_of", counting):
+    with mock.patch.object(shard_reader, "_ranges_of", counting):
         dataset = ActivationDataset(folder, [ONE])
         read_batches(dataset)
     return touched / (dataset.tokens * WIDTH * 2)

@@ -27,14 +27,13 @@ import numpy as np
 from gcs_server import Bucket, gcs
 
 from activation_extraction.inspect.status_table import show_status
-from activation_extraction.store.commit import Commit
+from activation_extraction.store.commit import Commit, names_beside
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import METADATA, read_stored
 from activation_extraction.store.options import StorageOptions
 from activation_extraction.store.outline import Outline
 from activation_extraction.store.paths import HostFolder
 from activation_extraction.store.sealed_json import seal, unseal
-from activation_extraction.store.statistics_file import statistics_name
 from activation_extraction.store.storage import ActivationStorage
 from benchmarks.indexed_bucket import indexed_bucket
 
@@ -64,7 +63,7 @@ def folder_files(shards: int, outline: bool) -> dict[str, bytes]:
         storage.finalize(complete=False)
     stored = read_stored(storage.place)
     shard = storage.place.read(stored.commits[1].file) or b""
-    sums = storage.place.read(statistics_name(1)) or b""
+    beside = [storage.place.read(name) or b"" for name in names_beside(1)]
     metadata = dict(stored.metadata or {})
     files: dict[str, bytes] = {}
     found = Outline()
@@ -72,7 +71,7 @@ def folder_files(shards: int, outline: bool) -> dict[str, bytes]:
         commit = as_number(stored.commits[1], number)
         found.add(commit)
         files |= {commit.file: shard, commit.name: seal(commit.to_json())}
-        files[statistics_name(number)] = sums
+        files |= dict(zip(names_beside(number), beside, strict=True))
     metadata |= {"shards": shards, "samples": shards, "outline": found.to_json()}
     if not outline:
         del metadata["outline"]

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from storages import open_storage
 
 from activation_extraction.store.atomic_file import write_atomically
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.sample_table import table_name
 from activation_extraction.store.sealed_json import seal, unseal
 from activation_extraction.store.statistics import Statistics, Sums, Tokens
 from activation_extraction.store.statistics_file import pack_sums, statistics_name
@@ -167,6 +169,17 @@ def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> 
     edit(folder / f"shard_{number:04d}.json", lambda content: statistics(content, [shard]))
     write_sums(folder, number, shard)
     edit(folder / "metadata.json", lambda content: statistics(content, every))
+
+
+def change_table(folder: Path, number: int, change: Callable[[list[dict]], object]) -> None:
+    """Changes the rows of a shard's table of samples; its JSON agrees."""
+    path = folder / table_name(number)
+    rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    change(rows)
+    data = gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    path.write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+    edit(folder / f"shard_{number:04d}.json", lambda content: content.update(table=digest))
 
 
 def merge_all(parts: Iterable[Statistics]) -> Statistics:

@@ -12,7 +12,7 @@ from runs_to_read import (
 )
 
 from activation_extraction import ActivationDataset
-from activation_extraction.dataset import shard_readers
+from activation_extraction.store import shard_reader
 from activation_extraction.store.folder import Folder
 
 
@@ -45,7 +45,7 @@ def test_one_hook_of_many_touches_little_more_than_its_bytes(fourteen_hooks, mon
     """At most 1.1 times; counted where a local file is read."""
     run, hook = fourteen_hooks
     touched = 0
-    original = shard_readers._ranges_of
+    original = shard_reader._ranges_of
 
     def counting(*arguments):
         read = original(*arguments)
@@ -57,7 +57,7 @@ def test_one_hook_of_many_touches_little_more_than_its_bytes(fourteen_hooks, mon
 
         return count
 
-    monkeypatch.setattr(shard_readers, "_ranges_of", counting)
+    monkeypatch.setattr(shard_reader, "_ranges_of", counting)
     dataset = ActivationDataset(run.root)
     found = joined(dataset.batches(100, hooks=[hook], shuffle=0), [hook])
     assert len(found[hook]) == dataset.tokens

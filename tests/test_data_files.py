@@ -7,7 +7,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from command_line import main
-from extractions import change_shard
+from extractions import change_table
 from pods import Pod, flags_for
 from small_runs import content
 
@@ -248,10 +248,6 @@ def test_a_row_that_is_stored_twice_is_a_problem_and_an_id_a_note(extract, tmp_p
     told = capsys.readouterr().out
     assert "note: 1 sample with the doc_id of an earlier one, such as samples 0 and 2" in told
 
-    def repeat(shard):
-        for records in shard.values():
-            records[1]["row"] = records[0]["row"]
-
-    change_shard(tmp_path / "out", 1, repeat)
+    change_table(tmp_path / "out", 1, lambda rows: rows[1].update(row=rows[0]["row"]))
     told = "samples 0 and 1: come from the same row of the data set, which is stored twice"
     assert check(tmp_path / "out") == [told]

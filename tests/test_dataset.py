@@ -28,7 +28,8 @@ from runs_to_read import (
 )
 
 from activation_extraction import ActivationDataset
-from activation_extraction.dataset import shard_readers
+from activation_extraction.dataset import open_shards
+from activation_extraction.store.formats import format_of
 from activation_extraction.store.statistics import Statistics
 
 FIRST = next(iter(WIDTHS))
@@ -94,7 +95,7 @@ def test_random_access_and_slices(small):
 
 def test_statistics_and_metadata_are_those_of_the_json_files(run, monkeypatch):
     dataset = ActivationDataset(run.root, list(WIDTHS)[1:])
-    monkeypatch.setattr(shard_readers, "open_shard", None)
+    monkeypatch.setattr(open_shards, "open_shard", None)
     assert list(dataset.statistics) == list(WIDTHS)[1:]
     for hook, found in dataset.statistics.items():
         parts = (Statistics.of(activation_of(index, hook, run.dtype)) for index in run.indices)
@@ -162,7 +163,7 @@ def test_an_unknown_hook_is_told_with_the_list_of_hooks(small):
 
 
 def shard_file(folder, number):
-    (path,) = folder.glob(f"shard_{number:04d}.[ps]*")
+    (path,) = (p for p in folder.glob(f"shard_{number:04d}.*") if format_of(p.name))
     return path
 
 

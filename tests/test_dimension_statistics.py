@@ -14,7 +14,7 @@ from extractions import edit, extract
 from runs_to_read import DTYPES, FORMATS, WIDTHS, activation_of, make_run, store, stored_tokens
 
 from activation_extraction import ActivationDataset
-from activation_extraction.dataset import shard_readers
+from activation_extraction.dataset import open_shards
 from activation_extraction.store.statistics import BUCKETS, Sums, Tokens
 from activation_extraction.store.statistics_file import pack_sums, unpack_sums
 
@@ -37,7 +37,7 @@ def test_they_are_those_of_the_stored_tokens(kind, tmp_path, monkeypatch):
     run = make_run(tmp_path, *kind, count=12, machines=(2, 1))
     tokens = stored_tokens(run)
     dataset = ActivationDataset(tmp_path, list(WIDTHS)[:2])
-    monkeypatch.setattr(shard_readers, "open_shard", None)
+    monkeypatch.setattr(open_shards, "open_shard", None)
     for hook in dataset.hooks:
         found, values = dataset.statistics[hook], tokens[hook]
         close(found.all_tokens, values)
@@ -151,18 +151,6 @@ def test_verify_finds_what_is_damaged(kind, tmp_path, check):
         assert len(dataset[5].token_ids) == 10
         with pytest.raises(OSError, match=told):
             print(dataset.statistics["blocks.3.hook_resid_post"].all_tokens)
-
-
-def test_a_run_of_an_earlier_version_has_none(tmp_path, check):
-    extract(tmp_path)
-    for path in tmp_path.glob("shard_*.npz"):
-        path.unlink()
-        edit(path.with_suffix(".json"), lambda content: content.pop("statistics"))
-    assert check(tmp_path) == []
-    statistics = ActivationDataset(tmp_path).statistics["blocks.3.hook_resid_post"]
-    assert statistics.mean_norm > 0
-    with pytest.raises(ValueError, match="shard_0001.pkl.gz: was stored without statistics of"):
-        print(statistics.all_tokens)
 
 
 def test_the_json_files_stay_small(tmp_path):

@@ -1,21 +1,39 @@
 """Shard formats: each one's files are known by their names, and hold what was written."""
 
+import gzip
+import hashlib
 import json
-from contextlib import nullcontext
+import pickle
+import re
 from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
+from extractions import activations_of, batches, open_part
 from storages import open_storage
 
+from activation_extraction import ActivationDataset
+from activation_extraction import store as store_package
 from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.common.errors import RunError, StorageError
-from activation_extraction.store import shard_cutter
-from activation_extraction.store.formats import FORMATS, format_of
+from activation_extraction.store.commit import Commit
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.formats import FORMATS, SAFETENSORS, format_of
+from activation_extraction.store.json_fields import STATISTICS
 from activation_extraction.store.metadata import own_files
+from activation_extraction.store.sample_table import (
+    LONGEST_LINE,
+    TableRow,
+    pack_table,
+    table_name,
+    unpack_table,
+    with_table,
+)
 from activation_extraction.store.shard import SampleRow, Shard, same_content
 from activation_extraction.store.shard_files import write_shard
+from activation_extraction.store.shard_reader import read_shard, read_table
 
 NAMES: dict[int | str, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_mlp_out"}
 
@@ -34,39 +52,51 @@ def shard_of(dtype=np.float32):
     return Shard(rows, slices)
 
 
-def equal(found, expected):
-    assert list(found.slices) == list(expected.slices)
-    for ours, theirs in zip(found.samples, expected.samples, strict=True):
-        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
-        np.testing.assert_array_equal(ours.positions, theirs.positions)
-        for name in ("sample_idx", "text_preview", "doc_id"):
-            assert getattr(ours, name) == getattr(theirs, name)
-    for key, slices in expected.slices.items():
-        for ours, theirs in zip(found.slices[key], slices, strict=True):
-            assert ours.dtype == theirs.dtype
-            np.testing.assert_array_equal(ours, theirs)
+def store(folder, shard, each, number=1):
+    """Writes the files of a shard; returns its commit."""
+    packed = write_shard(folder / each.file_name(number), shard, NAMES, each)
+    table = pack_table(shard.samples)
+
+    (folder / table_name(number)).write_bytes(table)
+    facts = [
+        {"key": key, "name": NAMES[key], "width": slices[0].shape[1], "dtype": slices[0].dtype.name}
+        for key, slices in shard.slices.items()
+    ]
+    return Commit(
+        file=each.file_name(number),
+        **packed._asdict(),
+        **{"first": 0, "last": 1, "count": 2, "tokens": shard.tokens},
+        **{"partial": False, "cursor": None, "hooks": facts, "run": "", "committed": 0, "began": 0},
+        **{"statistics": "", "table": hashlib.sha256(table).hexdigest()},
+    )
+
+
+def read(folder, commit):
+    place = Folder(str(folder))
+    shard = read_shard(place, commit, folder)
+    return with_table(shard, read_table(place, commit), commit.table_file)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("each", FORMATS, ids=lambda each: each.suffix)
 def test_what_is_written_is_read_back(each, dtype, tmp_path):
-    path = tmp_path / each.file_name(7)
-    written = write_shard(path, shard_of(dtype), NAMES, each)
-    assert written.bytes == path.stat().st_size
-    limit = each.largest_size(written.bytes, written.unpacked)
-    equal(each.read(path, NAMES, limit), shard_of(dtype))
+    commit = store(tmp_path, shard_of(dtype), each, 7)
+    assert commit.bytes == (tmp_path / commit.file).stat().st_size
+    assert same_content(read(tmp_path, commit), shard_of(dtype))
 
 
 @pytest.mark.parametrize("each", FORMATS, ids=lambda each: each.suffix)
 def test_other_hooks_and_larger_shards_are_refused(each, tmp_path):
-    path = tmp_path / each.file_name(1)
-    written = write_shard(path, shard_of(), NAMES, each)
-    with pytest.raises(RunError, match="hook"):
-        each.read(path, {3: NAMES[3]}, written.unpacked)
-    with pytest.raises(RunError, match="hook"):
-        each.read(path, {3: NAMES[3], 6: "blocks.6.hook_mlp_out"}, written.unpacked)
-    with pytest.raises(RunError, match="more than"):
-        each.read(path, NAMES, written.unpacked - 1)
+    commit = store(tmp_path, shard_of(), each)
+    other = {**commit.hooks[1], "key": 6, "name": "blocks.6.hook_mlp_out"}
+    for hooks in (commit.hooks[:1], [commit.hooks[0], other]):
+        with pytest.raises(RunError, match="hook"):
+            read(tmp_path, replace(commit, hooks=hooks))
+    with pytest.raises(RunError, match="its JSON says"):
+        read(tmp_path, replace(commit, bytes=commit.bytes - 1))
+    if each is not SAFETENSORS:
+        with pytest.raises(RunError, match="more than"):
+            read(tmp_path, replace(commit, unpacked=commit.unpacked - 1))
 
 
 @pytest.mark.parametrize("each", FORMATS, ids=lambda each: each.suffix)
@@ -100,43 +130,100 @@ def test_the_lines_that_a_run_prints_read_a_shard(each, tmp_path):
 def test_every_document_id_is_read_back(each, doc_id, tmp_path):
     shard = shard_of()
     rows = [replace(row, doc_id=doc_id) for row in shard.samples]
-    path = tmp_path / each.file_name(1)
-    written = write_shard(path, Shard(rows, shard.slices), NAMES, each)
-    found = each.read(path, NAMES, written.unpacked)
+    found = read(tmp_path, store(tmp_path, Shard(rows, shard.slices), each))
     assert [repr(row.doc_id) for row in found.samples] == [repr(doc_id)] * 2
 
 
-def test_a_shard_is_cut_before_its_texts_exceed_the_header(tmp_path, monkeypatch):
-    """Shards of few values and many texts: one header holds 100 MB at most."""
-    monkeypatch.setattr(shard_cutter, "LARGEST_TEXTS", 1000)
-    for shard_format in SHARD_FORMATS:
-        folder = tmp_path / shard_format
-        with open_storage(folder, {0: "h"}, shard_format=shard_format) as storage:
-            for number in range(20):
-                values = np.zeros((1, 2), np.float32)
-                storage.add_activation(0, values, number, "ä" * 20, np.zeros(1, np.int32))
-        counts = [json.loads(p.read_text())["samples"]["count"] for p in folder.glob("shard*.json")]
-        assert sum(counts) == 20
-        assert max(counts) == 20 if shard_format == "pickle" else 1 < max(counts) < 10
+@pytest.mark.parametrize("shard_format", SHARD_FORMATS)
+def test_a_sample_of_which_too_much_is_known_is_named(tmp_path, shard_format):
+    """The shards before it are stored."""
+    with pytest.raises(StorageError, match="^sample 2: its id, row and text preview take 1,048,"):
+        with open_storage(tmp_path, {0: "h"}, shard_format=shard_format, shard_size_gb=1e-9) as s:
+            for number, length in enumerate((0, LONGEST_LINE - 200, LONGEST_LINE, 0)):
+                values, ids = np.zeros((1, 2), np.float32), np.zeros(1, np.int32)
+                s.add_activation(0, values, number, "text", ids, "x" * length)
+    assert len(list(tmp_path.glob("shard_*.json"))) == 2
 
 
-def test_a_sample_whose_texts_exceed_the_header_is_named(tmp_path, monkeypatch):
-    """The samples before it are stored."""
-    monkeypatch.setattr(shard_cutter, "LARGEST_TEXTS", 1000)
-    for shard_format in SHARD_FORMATS:
-        folder, values = tmp_path / shard_format, np.zeros((1, 2), np.float32)
-        expected = nullcontext()
-        if shard_format == "safetensors":
-            expected = pytest.raises(
-                StorageError, match="^sample 2: its id and text .* 1,0.. bytes"
-            )
-        with expected:
-            with open_storage(folder, {0: "h"}, shard_format=shard_format) as storage:
-                for number, length in enumerate((0, 900, 1000, 0)):
-                    ids, doc_id = np.zeros(1, np.int32), "x" * length
-                    storage.add_activation(0, values, number, "text", ids, doc_id)
-        counts = [json.loads(p.read_text())["samples"]["count"] for p in folder.glob("shard*.json")]
-        assert sum(counts) == (2 if shard_format == "safetensors" else 4)
+@pytest.mark.parametrize("shard_format", SHARD_FORMATS)
+def test_the_page_of_the_format_is_enough_to_read_it(tmp_path, shard_format):
+    """With what every language has: JSON, gzip, safetensors and zip."""
+    with open_part(tmp_path, shard_format=shard_format) as storage:
+        for batch in batches(4):
+            storage.add_batch(batch, activations_of(batch))
+    page = store_package.__doc__
+    for path in tmp_path.iterdir():
+        assert path.name.replace("0002", "0001") in page
+    content = json.loads((tmp_path / "shard_0001.json").read_bytes())
+    for name in (*content, *content["hooks"][0], *content["samples"]):
+        assert re.search(rf"\b{name}\b", page) or name in STATISTICS, name
+    assert f"`format_version` in all JSONs is {content['format_version']}." in page
+    data = (tmp_path / "shard_0001.samples.jsonl.gz").read_bytes()
+    assert hashlib.sha256(data).hexdigest() == content["table"]
+    rows = [json.loads(line) for line in gzip.decompress(data).splitlines()]
+    assert all(re.search(rf"\b{name}\b", page) for name in rows[0])
+    tokens = sum(row["tokens"] for row in rows)
+    assert (len(rows), tokens) == (content["samples"]["count"], content["tokens"])
+    expected = ActivationDataset(tmp_path)
+    assert [row["doc_id"] for row in rows] == [expected[n].doc_id for n in range(len(rows))]
+    shard = tmp_path / content["file"]
+    assert hashlib.sha256(shard.read_bytes()).hexdigest() == content["sha256"]
+    if shard_format == "safetensors":
+        tensors = safetensors.numpy.load_file(shard)
+        hook = tensors[content["hooks"][1]["name"]]
+        begin, end = tensors["sample_offsets"][1:3]
+        found, ids = hook[begin:end], tensors["token_ids"][begin:end]
+    else:
+        record = pickle.loads(gzip.decompress(shard.read_bytes()))[content["hooks"][1]["key"]][1]
+        found, ids = record["activation"], record["token_ids"]
+    np.testing.assert_array_equal(found, expected[1][content["hooks"][1]["name"]])
+    np.testing.assert_array_equal(ids, expected[1].token_ids)
+    checksum = content.pop("checksum")
+    plain = json.dumps(content, sort_keys=True, ensure_ascii=False)
+    assert hashlib.sha256(plain.encode()).hexdigest() == checksum
+
+
+LINE = {"sample_idx": 0, "tokens": 3, "doc_id": None, "row": None, "cut": 0, "text_preview": ""}
+WRONG_LINES = {
+    "no line": b"",
+    "no object": b"[]",
+    "no JSON": b"{",
+    "deep": b"[" * 10**5,
+    "a line too many": b"\n".join([json.dumps(LINE).encode()] * 3),
+    "a long line": b"{" + b" " * LONGEST_LINE + json.dumps(LINE).encode()[1:],
+    "missing": json.dumps({**LINE, "row": None} | {"cut": None}).encode(),
+    "many digits": b'{"sample_idx": ' + b"9" * 5000 + b"}",
+    "a deep row": json.dumps(LINE | {"row": {"a": [1]}}).encode(),
+    "a wide row": json.dumps(LINE | {"row": {str(n): n for n in range(65)}}).encode(),
+    "a list for an id": json.dumps(LINE | {"doc_id": [1]}).encode(),
+    "a negative number": json.dumps(LINE | {"cut": -1}).encode(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LINES)
+def test_a_table_that_was_not_written_here_is_refused(name, tmp_path):
+    lines = WRONG_LINES[name]
+    first = json.dumps(LINE | {"more": [{}]}).encode() + b"\n"  # of a later version
+    data = gzip.compress(first + lines)
+    with pytest.raises(RunError, match="^table: "):
+        unpack_table(data, hashlib.sha256(data).hexdigest(), 2, "table")
+    whole = gzip.compress(2 * first)
+    rows = unpack_table(whole, hashlib.sha256(whole).hexdigest(), 2, "table")
+    assert rows == 2 * [TableRow(**LINE)]
+    for damaged in (whole[:-9], whole[:-1], whole + b"x", b"", b"no gzip"):
+        with pytest.raises(RunError, match="^table: "):
+            unpack_table(damaged, hashlib.sha256(damaged).hexdigest(), 2, "table")
+    with pytest.raises(RunError, match="^table: is damaged"):
+        unpack_table(whole, hashlib.sha256(data).hexdigest(), 2, "table")
+
+
+def test_a_table_of_other_samples_is_refused(tmp_path):
+    shard = shard_of()
+    rows = [TableRow.of(sample) for sample in shard.samples]
+    assert same_content(with_table(shard, rows, ""), shard)
+    for changes in ({"sample_idx": 7}, {"tokens": 4}, {"doc_id": "other"}, {"text_preview": ""}):
+        with pytest.raises(RunError, match="table: says something else of sample 1"):
+            with_table(shard, [rows[0], replace(rows[1], **changes)], "table")
 
 
 def test_safetensors_need_token_ids(tmp_path):

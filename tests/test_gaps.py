@@ -30,6 +30,7 @@ from activation_extraction.run.hosts import Watchdog
 from activation_extraction.run.prepare import open_text
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.choice import TokenChoice
@@ -109,7 +110,7 @@ def shard(number, suffix="pkl.gz"):
 
 def shard_of(folder, number):
     """The file of a shard, in whichever format."""
-    (found,) = folder.glob(f"shard_{number:04d}.[ps]*")
+    (found,) = (p for p in folder.glob(f"shard_{number:04d}.*") if format_of(p.name))
     return found
 
 
@@ -122,6 +123,7 @@ DAMAGE = {
     "both": lambda folder, n: [p.unlink() for p in folder.glob(f"shard_{n:04d}.*")],
     "file": lambda folder, n: shard_of(folder, n).write_bytes(b"short"),
     "statistics": lambda folder, n: (folder / shard(n, "npz")).unlink(),
+    "table": lambda folder, n: (folder / shard(n, "samples.jsonl.gz")).unlink(),
     "JSON": lambda folder, n: (folder / shard(n, "json")).write_bytes(b"{}"),
 }
 

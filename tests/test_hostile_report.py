@@ -4,7 +4,7 @@ import json
 from html.parser import HTMLParser
 
 import pytest
-from extractions import HIDDEN, HOOKS, edit, extract
+from extractions import HIDDEN, HOOKS, change_shard, edit, extract
 
 from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect.report import make_report
@@ -72,7 +72,13 @@ def test_nothing_that_was_stored_becomes_a_part_of_the_page(tmp_path):
         for hook in content["hooks"]:
             hook["name"] = NAMES[hook["key"]]
 
-    for path in hostile.glob("shard_*.json"):
+    def rename_in_records(shard):
+        for key, records in shard.items():
+            for record in records:
+                record["hook"] = NAMES[key]
+
+    for number, path in enumerate(sorted(hostile.glob("shard_*.json")), 1):
+        change_shard(hostile, number, rename_in_records)
         edit(path, rename)
     expected, found = (Page(page_of(root)) for root in (plain, hostile))
     assert "evil()" in found.text and found.tags <= expected.tags

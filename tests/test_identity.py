@@ -83,8 +83,8 @@ def test_what_does_not_change_the_contents_may_change(demo_inputs, started, tmp_
     set_status(tmp_path / "out", "running")
     assert extract_activations.main([*flags, *changes]) == 0
     allowed = rounding_of_run(folder / "out", demo_inputs / "model")
-    names = sorted(path.name for path in (folder / "out").glob("shard_*.gz"))
-    assert sorted(path.name for path in (tmp_path / "out").glob("shard_*.gz")) == names
+    names = sorted(path.name for path in (folder / "out").glob("shard_*.pkl.gz"))
+    assert sorted(path.name for path in (tmp_path / "out").glob("shard_*.pkl.gz")) == names
     for name in names:
         first, second = (read_records(at / "out" / name, 10**8) for at in (folder, tmp_path))
         for key in first:

@@ -66,7 +66,7 @@ def flip(path):
 
 def shard(out, number):
     """The file of a shard, in whichever format."""
-    (found,) = out.glob(f"shard_{number:04d}.[ps]*")
+    (found,) = (p for p in out.glob(f"shard_{number:04d}.*") if format_of(p.name))
     return found
 
 

@@ -6,7 +6,7 @@ import threading
 import datasets
 import numpy as np
 import pytest
-from command_line import assert_refused, main, records_of
+from command_line import assert_refused, main
 from pods import flags_for
 from small_runs import byte_tokenizer  # noqa: F401
 from test_bad_rows import write_lines, write_parquet
@@ -97,10 +97,10 @@ def test_what_is_cut_is_counted_and_said(extract, tmp_path, capsys, tokenizer):
     texts = [f"word {n} and more " * count for n, count in enumerate((1, 500, 2, 3000, 3))]
     write_lines(tmp_path / "rows.jsonl", [json.dumps({"text": text}) for text in texts])
     assert extract("out", "--positions", "last") == 0
-    records = records_of(tmp_path / "out")[1]
+    dataset = ActivationDataset(tmp_path / "out")
     sizes = [len(tokenizer.encode(text).ids) for text in texts]
     expected = [max(size - 64, 0) for size in sizes]
-    assert [record["cut"] for record in records] == expected
+    assert [sample.cut for sample in dataset] == expected
     told = f"\ncut: 2 samples at 64 tokens (--max_seq_length); left out: {sum(expected):,} tokens"
     assert told in capsys.readouterr().out
     metadata = json.loads((tmp_path / "out/metadata.json").read_text())

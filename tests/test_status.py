@@ -140,7 +140,8 @@ def test_metadata_missing_or_damaged_is_told_and_the_rest_counts(tmp_path, capsy
         (["shard_0002.json", "shard_0002.pkl.gz", "shard_0003.json"], "shards are missing: 2-3"),
         (["shard_0001.json", "shard_0003.json"], "shards are missing: 1, 3"),
         (["shard_0003.pkl.gz"], "shard files are missing or cut short: 3"),
-        (["shard_0001.npz", "shard_0002.npz"], "statistics files are missing: 1-2"),
+        (["shard_0001.npz", "shard_0002.npz"], "statistics or tables of samples are missing: 1-2"),
+        (["shard_0003.samples.jsonl.gz"], "statistics or tables of samples are missing: 3"),
     ],
 )
 def test_missing_shards_are_named(tmp_path, capsys, place, lost, told):

@@ -108,7 +108,7 @@ def test_commits_describe_their_shards_and_metadata_their_sum(tmp_path):
 def test_same_input_same_bytes(tmp_path):
     for name in "ab":
         fill(tmp_path / name)
-    for path in (tmp_path / "a").glob("shard_*.gz"):
+    for path in (tmp_path / "a").glob("shard_*.pkl.gz"):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
 
 
@@ -116,7 +116,7 @@ def test_plain_pickle_without_compression(tmp_path):
     fill(tmp_path, compress=False, shard_size_gb=1)
     with open(tmp_path / "shard_0001.pkl", "rb") as file:
         assert len(pickle.load(file)[3]) == 10
-    assert not list(tmp_path.glob("*.gz"))
+    assert not list(tmp_path.glob("*.pkl.gz"))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, ml_dtypes.bfloat16])
@@ -155,7 +155,8 @@ def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
         fill(tmp_path)
     for number in (1, 2):
         own = [name for name in order if name.startswith(f"shard_{number:04d}")]
-        assert own == [f"shard_{number:04d}.{end}" for end in ("pkl.gz", "npz", "json")]
+        ends = ("pkl.gz", "npz", "samples.jsonl.gz", "json")
+        assert own == [f"shard_{number:04d}.{end}" for end in ends]
     assert order.index("shard_0001.json") < order.index("shard_0002.json")
     assert "shard_0003.json" not in order
     assert [part["file"] for part in commits(tmp_path)] == ["shard_0001.pkl.gz"]
@@ -192,6 +193,7 @@ except StorageError as error:
         "shard_0001.json",
         "shard_0001.npz",
         "shard_0001.pkl",
+        "shard_0001.samples.jsonl.gz",
     ]
 
 
@@ -305,6 +307,7 @@ def test_an_existing_extraction_is_kept_unless_overwritten(tmp_path):
         "shard_0001.npz",
         "shard_0001.pkl.bak",
         "shard_0001.pkl.gz",
+        "shard_0001.samples.jsonl.gz",
         "shard_notes.json",
     ]
 

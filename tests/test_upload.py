@@ -301,7 +301,7 @@ class SlowStore(Folder):
 
     @property
     def committed(self):
-        return [number_of(name) for name in self.arrived if re.match("shard.*json", name)]
+        return [number_of(name) for name in self.arrived if re.fullmatch(r"shard_\d+\.json", name)]
 
 
 def open_slow(tmp_path, store, folder="out", **options):

@@ -64,7 +64,7 @@ WRONG_JSONS = {
         "shard_0002.json: sample 3 is missing",
     ),
     "tokens of a shard": (change("shard_0002.json", tokens=31), "has 30 tokens, its JSON says 31"),
-    "sha256": (change("shard_0002.json", sha256="0" * 64), "its sha256 is not its JSON's"),
+    "sha256": (change("shard_0002.json", sha256="0" * 64), "its sha256 is not the one in its JSON"),
     "size": (change("shard_0002.json", bytes=7), "bytes, its JSON says 7"),
     "partial": (change("shard_0002.json", partial=True), "is partial, and not the last one"),
     "cursor back": (

@@ -19,11 +19,12 @@ from activation_extraction.dataset.batches import Batches
 from activation_extraction.dataset.dimension_statistics import HookStatistics, merged_sums
 from activation_extraction.dataset.folders import expected_names, read_folders
 from activation_extraction.dataset.hook_names import ByHook, recorded_aliases
-from activation_extraction.dataset.shard_readers import OpenShards, StoredHook, read_by_ranges
+from activation_extraction.dataset.open_shards import OpenShards
 from activation_extraction.dataset.token_source import BatchOptions, TokenSource
 from activation_extraction.store.commit import MOST_PER_BYTE
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import METADATA, Stored, gaps, identity_of
+from activation_extraction.store.shard_reader import StoredHook, read_by_ranges
 from activation_extraction.store.statistics import Statistics, Sums
 
 BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer, whichever is less
@@ -45,7 +46,7 @@ class SampleActivations:
     sample_idx: int
     text_preview: str
     doc_id: Any
-    row: dict[str, Any] | None
+    row: Mapping[str, Any] | None
     cut: int
 
     def __getitem__(self, hook: str) -> np.ndarray:
@@ -226,9 +227,9 @@ class ActivationDataset(Sequence[SampleActivations]):
     def _sample(self, shard: int, number: int) -> SampleActivations:
         try:
             reader = self._shards.get(shard)
-            span = [int(offset) for offset in reader.samples.offsets[number : number + 2]]
+            told = self._shards.table(shard)[number]
+            span = [int(offset) for offset in reader.offsets[number : number + 2]]
             token_ids, position = reader.tokens(*span)
-            previews, doc_ids, source_rows, cut = reader.told
             rows = {name: np.array(reader.rows(name, *span)) for name in self.hooks}
         except RunError as error:
             raise OSError(str(error)) from error
@@ -236,11 +237,11 @@ class ActivationDataset(Sequence[SampleActivations]):
             activations=ByHook(rows, self._shards.hooks.aliases),
             token_ids=np.array(token_ids),
             position=np.array(position),
-            sample_idx=int(reader.samples.sample_idx[number]),
-            text_preview=previews[number],
-            doc_id=doc_ids[number],
-            row=source_rows[number],
-            cut=cut[number],
+            sample_idx=int(reader.sample_idx[number]),
+            text_preview=told.text_preview,
+            doc_id=told.doc_id,
+            row=told.row,
+            cut=told.cut,
         )
 
 

@@ -37,8 +37,8 @@ class HookStatistics(Statistics):
 
     mean, variance, mean_norm and max_norm are numbers over all values, or all tokens. `all_tokens`
     and `without_sinks` have them for every dimension. An attention sink is the first token of a
-    document; its norm is often 100 times that of the others. These two raise ValueError where the
-    run has not stored them, and OSError for damaged files.
+    document; its norm is often 100 times that of the others. These two raise
+    OSError for damaged files.
     """
 
     load: Callable[[], Sums] = field(repr=False, compare=False, kw_only=True)
@@ -95,10 +95,6 @@ def merged_sums(
     root: Folder, shards: Sequence[tuple[str, Commit]], hooks: Mapping[str, int]
 ) -> dict[str, Sums]:
     """Of all shards. Raises as `HookStatistics` says."""
-    for name, commit in shards:
-        if commit.statistics is None:
-            where = f"{root.url}/{name}/".replace("//", "/")
-            raise ValueError(f"{where}{commit.file}: was stored without statistics of dimensions")
     total: dict[str, Sums] = {}  # as large as what was read
     folders = {name: root.child(name) for name, _ in shards}
     try:

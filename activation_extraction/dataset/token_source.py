@@ -11,9 +11,10 @@ import numpy as np
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.dataset.hook_names import ByHook
-from activation_extraction.dataset.shard_readers import OpenShards, ShardReader, read_by_ranges
+from activation_extraction.dataset.open_shards import OpenShards
 from activation_extraction.dataset.token_batch import TokenBatch
 from activation_extraction.store.commit import Commit
+from activation_extraction.store.shard_reader import ShardReader, read_by_ranges
 
 CHUNK_BYTES = 8 * 2**20  # the most that is read at once
 CHUNKS_IN_BUFFER = 64  # at least, so that the chunks on their way add little to the buffer
@@ -117,12 +118,12 @@ class TokenSource:
         reader, span = opened(chunk.shard), (chunk.start, chunk.stop)
         try:
             token_ids, position = reader.tokens(*span)
-            samples = np.searchsorted(reader.samples.offsets, np.arange(*span), "right") - 1
+            samples = np.searchsorted(reader.offsets, np.arange(*span), "right") - 1
             rows = {hook: reader.rows(hook, *span) for hook in options.hooks}
         except RunError as error:
             raise OSError(str(error)) from error
         activations = ByHook(rows, self.shards.hooks.aliases)
-        tokens = TokenBatch(activations, token_ids, reader.samples.sample_idx[samples], position)
+        tokens = TokenBatch(activations, token_ids, reader.sample_idx[samples], position)
         return Block(tokens, np.flatnonzero(_passing(tokens, options)))
 
 

@@ -17,9 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from activation_extraction.common.errors import InputError, RunError, one_line
-from activation_extraction.common.visible import counted
 from activation_extraction.inspect.export_target import check_space, locked
-from activation_extraction.inspect.verify_shard import read_shard
 from activation_extraction.store.atomic_file import write_bytes
 from activation_extraction.store.commit import FORMAT_VERSION, Commit
 from activation_extraction.store.folder import Folder
@@ -28,12 +26,13 @@ from activation_extraction.store.formats import SAFETENSORS, ShardFormat
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import METADATA, METRICS, NOTHING, Stored, read_stored
 from activation_extraction.store.reasons import scratch_folder
-from activation_extraction.store.safetensors_file import LARGEST_TEXTS
+from activation_extraction.store.sample_table import pack_table, with_table
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.shard import Shard, same_content
 from activation_extraction.store.shard_files import write_shard
+from activation_extraction.store.shard_reader import read_shard, read_table
 from activation_extraction.store.statistics import Tokens, sums_of
-from activation_extraction.store.statistics_file import write_sums
+from activation_extraction.store.statistics_file import pack_sums
 
 
 @dataclass(frozen=True)
@@ -164,24 +163,15 @@ def _check_fits(copy: _Copy, commit: Commit, shard: Shard) -> None:
     """Raises InputError for a shard that the copy's format cannot hold."""
     if any(row.token_ids is None for row in shard.samples) and copy.shard_format is SAFETENSORS:
         raise InputError("--export safetensors: the run has no token ids")
-    texts = sum(map(copy.shard_format.text_bytes, shard.samples))
-    if texts > LARGEST_TEXTS:
-        raise InputError(
-            f"--export safetensors: {copy.source.url}/{commit.file}: the ids and text previews of "
-            f"its {counted(commit.count, 'sample')} take {texts:,} bytes; a safetensors shard has "
-            f"room for {LARGEST_TEXTS:,}; use the pickles, give --export memmap or --export "
-            "llamascopium, or store the run anew with --shard_format safetensors, which makes "
-            "smaller shards"
-        )
 
 
 def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
     """Writes one shard, reads it back, and then writes its JSON."""
-    with scratch_folder() as scratch:
-        shard, intact = read_shard(copy.source, commit, scratch)
-    if not intact:
-        where = f"{copy.source.url}/{commit.file}"
-        raise RunError(f"{where}: its sha256 is not its JSON's", remedy="run --verify on the run")
+    try:
+        with scratch_folder() as scratch:
+            shard = _read(copy.source, commit, scratch)
+    except RunError as error:
+        raise RunError(str(error), remedy="run --verify on the run") from error
     keys = {hook["key"]: hook["name"] for hook in copy.wanted(commit.hooks)}
     slices = {key: shard.slices[key] for key in keys}
     shard = replace(shard, slices=slices, chosen=not copy.identity.every_token)
@@ -199,10 +189,25 @@ def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
         unpacked=written.unpacked,
         hooks=copy.wanted(commit.hooks),
         run=copy.identity.run,
-        statistics=write_sums(copy.target, commit.number, sums),
+        statistics=_write(copy.target / commit.statistics_file, pack_sums(sums)),
+        table=_write(copy.target / commit.table_file, pack_table(shard.samples)),
     )
-    again, intact = read_shard(Folder(str(copy.target)), made, copy.target)
-    if not intact or not same_content(again, shard):
+    try:
+        same = same_content(_read(Folder(str(copy.target)), made, copy.target), shard)
+    except RunError:
+        same = False
+    if not same:
         raise RunError(f"{path}: the disk does not hold what was written to it")
     write_bytes(copy.target / made.name, seal(made.to_json()))
     return made
+
+
+def _read(folder: Folder, commit: Commit, scratch: Path) -> Shard:
+    table = read_table(folder, commit)
+    return with_table(read_shard(folder, commit, scratch), table, commit.table_file)
+
+
+def _write(path: Path, data: bytes) -> str:
+    """Writes a small file and returns its sha256."""
+    write_bytes(path, data)
+    return hashlib.sha256(data).hexdigest()

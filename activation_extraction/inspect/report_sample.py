@@ -109,7 +109,7 @@ def _in_ranges(commits: Sequence[Commit]) -> bool:
 
 def _choose_shards(commits: Sequence[Commit]) -> list[int]:
     """Shards at even distances, the first and the last included where there are two or more."""
-    mean = sum(commit.unpacked or commit.bytes for commit in commits) / len(commits)
+    mean = sum(commit.unpacked for commit in commits) / len(commits)
     most = SHARDS if _in_ranges(commits) else int(np.clip(WHOLE_SHARD_BYTES / mean, 1, SHARDS))
     count = min(most, len(commits))
     return sorted(set(np.linspace(0, len(commits) - 1, count).round().astype(int).tolist()))

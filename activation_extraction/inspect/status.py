@@ -108,7 +108,7 @@ def problems_of(stored: Stored) -> list[str]:
     problems = list(stored.damaged.values())
     if stored.metadata is None and METADATA not in stored.damaged:
         problems.append(f"{stored.url}/{METADATA}: is missing")
-    without_json, without_file, without_statistics = stored.missing()
+    without_json, without_file, incomplete = stored.missing()
     unread = sorted({number_of(name) for name in stored.damaged if name != METADATA})
     lost = [
         part
@@ -121,9 +121,9 @@ def problems_of(stored: Stored) -> list[str]:
     if without_file:
         numbers = ranges(without_file)
         problems.append(f"{stored.url}: shard files are missing or cut short: {numbers}")
-    if without_statistics:
-        numbers = ranges(without_statistics)
-        problems.append(f"{stored.url}: statistics files are missing: {numbers}")
+    if incomplete:
+        numbers = ranges(incomplete)
+        problems.append(f"{stored.url}: statistics or tables of samples are missing: {numbers}")
     return problems
 
 

@@ -1,6 +1,5 @@
 """What a shard holds: its bytes, records and statistics, compared with its JSON file."""
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import ne
@@ -16,11 +15,12 @@ from activation_extraction.inspect.verify_folder import differing, file_path
 from activation_extraction.inspect.verify_rows import RowDigests
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import Stored
 from activation_extraction.store.pickle_file import ContentError
+from activation_extraction.store.sample_table import with_table
 from activation_extraction.store.shard import SampleRow, Shard
+from activation_extraction.store.shard_reader import read_shard, read_table
 from activation_extraction.store.statistics import Sums, Tokens, sums_of
 from activation_extraction.text.batch import Cursor
 from activation_extraction.text.workers import Worker
@@ -71,15 +71,14 @@ def check_shard(
     own = scratch / (folder or "all")
     own.mkdir(exist_ok=True)
     try:
-        shard, intact = read_shard(store, commit, own)
-        problems = [] if intact else [f"{where}: its sha256 is not its JSON's"]
-        sums = None
-        if commit.statistics is not None:
-            try:
-                sums = read_sums(store, commit, _widths(stored, commit))
-            except RunError as error:
-                problems.append(f"{where}: {error}")
+        shard, problems, sums = read_shard(store, commit, own), [], None
+        try:
+            sums = read_sums(store, commit, {h["name"]: h["width"] for h in commit.hooks})
+        except RunError as error:
+            problems.append(f"{where}: {error}")
         problems += [f"{where}: {what}" for what in _check_samples(shard, stored, commit, sums)]
+        if not problems:
+            shard = with_table(shard, read_table(store, commit), commit.table_file)
         chosen = [] if problems else _choose(shard, wanted, where, stored, commit)
         return Checked(commit, problems, chosen, RowDigests.of(shard.samples))
     except ContentError as error:
@@ -99,22 +98,6 @@ def _check_size(store: Folder, stored: Stored, commit: Commit) -> str | None:
         hint = f" here, it was uploaded to {moved}" if moved and store.local else ""
         return f"is missing{hint}"
     return None if size == commit.bytes else f"has {size} bytes, its JSON says {commit.bytes}"
-
-
-def read_shard(store: Folder, commit: Commit, scratch: Path) -> tuple[Shard, bool]:
-    """A shard, and whether its file has the recorded sha256. Raises RunError or OSError."""
-    path = store.fetch(commit.file, scratch)
-    try:
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        shard_format = format_of(commit.file)
-        if shard_format is None:
-            raise RunError(f"{commit.file}: is in no format that this program knows")
-        limit = shard_format.largest_size(commit.bytes, commit.unpacked)
-        return shard_format.read(path, commit.names, limit), digest == commit.sha256
-    finally:
-        if not store.local:
-            path.unlink(missing_ok=True)
 
 
 def _choose(
@@ -195,7 +178,7 @@ def _check_hook(
 ) -> Iterator[str]:
     """What is wrong with the activations at one hook. hook: as the commit describes it."""
     name, slices = f"hook {hook['key']}", shard.slices[hook["key"]]
-    width = _width(hook, metadata)
+    width = hook["width"]
     problems = []
     for row, activation in zip(shard.samples, slices, strict=True):
         shape = (len(row.positions), width)
@@ -210,13 +193,3 @@ def _check_hook(
             problems.append("its statistics of every dimension are not those of its activations")
     for problem in problems:
         yield f"{name}, {problem}" if problem.startswith("sample") else f"{name}: {problem}"
-
-
-def _widths(stored: Stored, commit: Commit) -> dict[str, int]:
-    """Name -> width of the hooks of a shard."""
-    return {hook["name"]: _width(hook, stored.metadata or {}) for hook in commit.hooks}
-
-
-def _width(hook: dict[str, Any], metadata: dict[str, Any]) -> int:
-    """The width of a hook. JSON files from before hooks had widths have the model's hidden size."""
-    return hook["width"] if "width" in hook else metadata["model"]["hidden_size"]

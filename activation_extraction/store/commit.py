@@ -18,15 +18,16 @@ from activation_extraction.store.json_fields import (
     object_of,
     optional,
 )
+from activation_extraction.store.sample_table import table_name
 from activation_extraction.store.sealed_json import DamagedError, seal
 from activation_extraction.store.statistics_file import statistics_name
 from activation_extraction.text.batch import Cursor
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+OTHER_VERSION = "was written by another version of this program"
 CLAIM = "claimed_by"  # the only field of a JSON that holds the place of another one
 # A shard's number as we write it into names; shard_00001 is no file of ours.
 NUMBER_OF_A_SHARD = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
-READABLE_VERSIONS = (2, 3)  # in version 2, pickled records do not name their hook
 CURSOR = {
     "samples": COUNT,
     "skip": COUNT,
@@ -44,12 +45,13 @@ FIELDS = {
     "tokens": COUNT,
     "partial": FLAG,
     "cursor": optional(object_of(CURSOR, ("samples",))),
-    "hooks": list_of(object_of(HOOK, ("key", "name", *STATISTICS))),
+    "hooks": list_of(object_of(HOOK, ("key", "name", "width", "dtype", "scale", *STATISTICS))),
     "run": TEXT,
     "committed": NUMBER,
-    "began": optional(NUMBER),
-    "unpacked": optional(COUNT),
-    "statistics": optional(TEXT),
+    "began": NUMBER,
+    "unpacked": COUNT,
+    "statistics": TEXT,
+    "table": TEXT,
     "cut_samples": COUNT,
     "cut_tokens": COUNT,
 }
@@ -62,12 +64,12 @@ class Commit:
 
     first, last, count: its samples. tokens: the tokens of these samples. cut_samples: how many of
     them are cut at their end; cut_tokens: how many tokens were left out there. hooks: for each hook
-    its key, name, width, dtype and statistics. cursor: where a run continues after this shard.
-    partial: the shard was cut before it was full, because the data ended or the run was
+    its key, name, width, dtype, scale and statistics. cursor: where a run continues after this
+    shard. partial: the shard was cut before it was full, because the data ended or the run was
     interrupted; a run that continues makes it again. run: digest of the run's identity. committed:
     Unix time in seconds. began: when the process that wrote it began to store. unpacked: bytes
-    before compression. statistics: sha256 of the file with the statistics of every dimension. The
-    last two are None if the JSON does not record them.
+    before compression. statistics: sha256 of the file with the statistics of every dimension;
+    table: of the one with the table of samples.
     """
 
     file: str
@@ -82,9 +84,10 @@ class Commit:
     hooks: list[dict[str, Any]]
     run: str
     committed: float
-    began: float | None = None
-    unpacked: int | None = None
-    statistics: str | None = None
+    began: float
+    unpacked: int
+    statistics: str
+    table: str
     cut_samples: int = 0
     cut_tokens: int = 0
 
@@ -109,9 +112,9 @@ class Commit:
         return statistics_name(self.number)
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files beside the JSON."""
-        return (self.file,) if self.statistics is None else (self.file, self.statistics_file)
+    def table_file(self) -> str:
+        """Name of the file with the table of samples."""
+        return table_name(self.number)
 
     @property
     def names(self) -> dict[int | str, str]:
@@ -131,8 +134,8 @@ class Commit:
         values that cannot be."""
         content = dict(content)
         try:
-            if content.pop("format_version") not in READABLE_VERSIONS:
-                raise DamagedError(f"{where}: was written by another version of this program")
+            if content.pop("format_version") != FORMAT_VERSION:
+                raise DamagedError(f"{where}: {OTHER_VERSION}")
             content |= content.pop("samples")
             made = cls(**content)
         except (KeyError, TypeError, ValueError) as error:
@@ -152,6 +155,11 @@ def claim_of(owner: str) -> bytes:
 
     In the place of metadata.json, it says who deletes the extraction."""
     return seal({CLAIM: owner})
+
+
+def names_beside(number: int) -> tuple[str, str]:
+    """Names of the small files that shard `number` has beside its JSON and its own file."""
+    return statistics_name(number), table_name(number)
 
 
 def commit_name(number: int) -> str:

@@ -1,19 +1,14 @@
-"""The formats of shard files: how a shard is written and read, and what its file is called."""
+"""The formats of shard files: how a shard is written, and what its file is called."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from activation_extraction.store.blocks import Threads, gzipped
 from activation_extraction.store.commit import NUMBER_OF_A_SHARD
-from activation_extraction.store.pickle_file import largest_size, pickle_pieces, read_pickle
-from activation_extraction.store.safetensors_file import (
-    read_safetensors,
-    safetensors_pieces,
-    text_bytes,
-)
-from activation_extraction.store.shard import Key, SampleRow, Shard
+from activation_extraction.store.pickle_file import pickle_pieces
+from activation_extraction.store.safetensors_file import safetensors_pieces
+from activation_extraction.store.shard import Key, Shard
 
 
 @dataclass(frozen=True)
@@ -21,20 +16,14 @@ class ShardFormat:
     """One form of a shard file.
 
     pieces: shard, names of its hooks -> its bytes before compression. compressed: whether they are
-    gzipped. read: path, names of its hooks, the most bytes that it may unpack to -> shard.
-    largest_size: size of the file, unpacked size in the shard's JSON -> the most bytes that it may
-    unpack to. how_to_read: path or URL of a file, whether it is in a bucket -> lines of Python that
-    read it without this program; none where it takes more than a few. text_bytes: what the texts of
-    a sample take where the room for them is limited, to LARGEST_TEXTS in a shard.
+    gzipped. how_to_read: path or URL of a file, whether it is in a bucket -> lines of Python that
+    read it without this program; none where it takes more than a few.
     """
 
     suffix: str
     pieces: Callable[[Shard, Mapping[Key, str]], list[memoryview]]
     compressed: bool
-    read: Callable[[Path, Mapping[Key, str], int], Shard]
-    largest_size: Callable[[int, int | None], int]
     how_to_read: Callable[[str, bool], tuple[str, ...]]
-    text_bytes: Callable[[SampleRow], int] = lambda row: 0
 
     def packed(self, pieces: list[memoryview], threads: Threads) -> Iterator[bytes | memoryview]:
         """The bytes of the file, which the threads compress where that is asked for."""
@@ -55,18 +44,9 @@ def _pickle_lines(shard: str, in_bucket: bool) -> tuple[str, ...]:
     return f"import {module}pickle", f"records = pickle.loads({opened}.read())"
 
 
-_PICKLED = read_pickle, largest_size, _pickle_lines
-PICKLE = ShardFormat(".pkl", pickle_pieces, False, *_PICKLED)
-GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, True, *_PICKLED)
-SAFETENSORS = ShardFormat(
-    ".safetensors",
-    safetensors_pieces,
-    False,
-    read_safetensors,
-    lambda size, unpacked: size,
-    lambda shard, in_bucket: (),
-    text_bytes,
-)
+PICKLE = ShardFormat(".pkl", pickle_pieces, False, _pickle_lines)
+GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, True, _pickle_lines)
+SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces, False, lambda shard, in_bucket: ())
 FORMATS = (PICKLE, GZIP_PICKLE, SAFETENSORS)
 SUFFIXES = "|".join(re.escape(each.suffix) for each in FORMATS)
 SHARD_FILE = re.compile(rf"shard_{NUMBER_OF_A_SHARD}({SUFFIXES})")

@@ -1,8 +1,7 @@
 """Identity: what decides the content of a run's shards, and so may not change when it continues.
 
 Batch size, mesh, devices and folders may change. A mark on a field says that it differs between the
-hosts of one run (`per_host`), that a run that continues may turn it on (`may_turn_on`), or that the
-first runs did not record it (`added`).
+hosts of one run (`per_host`), or that a run that continues may turn it on (`may_turn_on`).
 """
 
 from collections.abc import Mapping
@@ -45,14 +44,7 @@ FIELDS = {
     "machine": integer(0, MOST_MACHINES - 1),
     "host": integer(0, MOST_HOSTS - 1),
 }
-PER_HOST, MAY_TURN_ON, ADDED = "per_host", "may_turn_on", "added"
-# Names of fields in format version 2.
-OLD_NAMES = {
-    "model files": "model_digest",
-    "tokenizer": "tokenizer_digest",
-    "data content": "data_revision",
-    "keyed by": "keyed_by",
-}
+PER_HOST, MAY_TURN_ON = MARKS = "per_host", "may_turn_on"
 
 
 def _marked(mark: str, default: Any) -> Any:
@@ -88,10 +80,10 @@ class Identity:
     dtype: str = ""
     activation_dtype: str = ""
     shard_size_gb: float = 1.0
-    shard_format: str = _marked(ADDED, "pickle")
+    shard_format: str = "pickle"
     compress_shards: bool = True
-    positions: str = _marked(ADDED, "all")
-    drop_token_ids: tuple[int, ...] = _marked(ADDED, ())
+    positions: str = "all"
+    drop_token_ids: tuple[int, ...] = ()
     total_machines: int = 1
     num_hosts: int = _marked(PER_HOST, 1)
     machine: int = _marked(PER_HOST, 0)
@@ -124,9 +116,8 @@ class Identity:
         Raises DamagedError for fields that this version does not know; `where` names the file.
         """
         try:
-            known = {OLD_NAMES.get(name, name): value for name, value in content.items()}
-            tuples = {name: tuple(known.get(name, ())) for name in ("hooks", "drop_token_ids")}
-            made = cls(**{**known, **tuples})
+            tuples = {name: tuple(content.get(name, ())) for name in ("hooks", "drop_token_ids")}
+            made = cls(**{**content, **tuples})
         except (TypeError, AttributeError) as error:
             raise DamagedError(f"{where}: its identity cannot be read: {error}") from error
         check_fields(vars(made), FIELDS, f"{where}: its identity")
@@ -146,9 +137,6 @@ class Identity:
         return replace(self, **own).compare(stored)
 
 
-MARKS = (PER_HOST, MAY_TURN_ON)
-
-
 def _marked_fields(*marks: str) -> set[str]:
     def has_mark(each: Field[Any]) -> bool:
         return any(mark in each.metadata for mark in marks)
@@ -157,14 +145,9 @@ def _marked_fields(*marks: str) -> set[str]:
 
 
 def run_of(recorded: Mapping[str, Any]) -> str:
-    """Digest of the fields of a recorded identity that never change, under their recorded names."""
-    turned_on, added = _marked_fields(MAY_TURN_ON), _marked_fields(ADDED)
-    never = {
-        name: value
-        for name, value in recorded.items()
-        if name not in turned_on and (name not in added or value != _plain(getattr(Identity, name)))
-    }
-    return digest_of(never)
+    """Digest of the fields of a recorded identity that never change."""
+    turned_on = _marked_fields(MAY_TURN_ON)
+    return digest_of({name: value for name, value in recorded.items() if name not in turned_on})
 
 
 def _plain(value: Any) -> Any:

@@ -76,6 +76,7 @@ HOOK = {
     "aliases": list_of(TEXT),
     "width": integer(1, LARGEST_WIDTH),
     "dtype": TEXT,
+    "scale": Kind("null: this version reads no others", lambda value: value is None),
     **STATISTICS,
 }
 

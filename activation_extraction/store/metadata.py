@@ -16,10 +16,12 @@ from typing import Any
 from activation_extraction.common.errors import InputError
 from activation_extraction.store.commit import (
     CLAIM,
+    FORMAT_VERSION,
     NUMBER_OF_A_SHARD,
-    READABLE_VERSIONS,
+    OTHER_VERSION,
     Commit,
     commit_name,
+    names_beside,
     number_of,
 )
 from activation_extraction.store.folder import FileEntry, Folder, local_path
@@ -40,14 +42,14 @@ from activation_extraction.store.json_fields import (
 )
 from activation_extraction.store.outline import Outline
 from activation_extraction.store.sealed_json import DamagedError, unseal
-from activation_extraction.store.statistics_file import statistics_name
 from activation_extraction.store.totals import ROW_COUNTS, Totals
 
 METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
 AGGREGATE = "aggregated_metadata.json"
 OWN_FILES = re.compile(
-    rf"\.?(metadata\.json|metrics\.jsonl|shard_{NUMBER_OF_A_SHARD}(\.json|\.npz|{SUFFIXES}))(\.tmp)?"
+    r"\.?(metadata\.json|metrics\.jsonl"
+    rf"|shard_{NUMBER_OF_A_SHARD}(\.json|\.npz|\.samples\.jsonl\.gz|{SUFFIXES}))(\.tmp)?"
 )
 # What metadata.json says of a folder in which nothing is counted yet, beside its status.
 NOTHING = {"shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
@@ -136,7 +138,7 @@ class Stored:
 
     def missing(self) -> tuple[list[range], list[int], list[int]]:
         """Numbers of the shards without a JSON, in ranges (nothing bounds them), of those without a
-        file of the right size, and of those without their statistics file.
+        file of the right size, and of those without their statistics or their table of samples.
 
         All are empty if the shards go to a bucket, since they may be deleted after their upload.
         """
@@ -147,11 +149,12 @@ class Stored:
         last = max([told.get("shards", 0), known, *self.commits])
         without_json = gaps([known, *sorted(self.commits), last + 1])
         without_file = [c.number for c in self.in_order if not self.has(c)]
-        without_statistics = [c.number for c in self.in_order if self._lacks_statistics(c)]
-        return without_json, without_file, without_statistics
-
-    def _lacks_statistics(self, commit: Commit) -> bool:
-        return commit.statistics is not None and commit.statistics_file not in self.files
+        incomplete = [
+            number
+            for number in sorted(self.commits)
+            if any(name not in self.files for name in names_beside(number))
+        ]
+        return without_json, without_file, incomplete
 
 
 def gaps(numbers: Iterable[int]) -> list[range]:
@@ -251,8 +254,8 @@ def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
         raise DamagedError(
             f"{where}: --overwrite has begun to delete what is here and did not end; start it again"
         )
-    if content.get("format_version") not in READABLE_VERSIONS:
-        raise DamagedError(f"{where}: was written by another version of this program")
+    if content.get("format_version") != FORMAT_VERSION:
+        raise DamagedError(f"{where}: {OTHER_VERSION}")
     if missing := [key for key in NEEDED if key not in content]:
         raise DamagedError(f"{where}: lacks {', '.join(missing)}")
     check_fields(content, FIELDS, where)
@@ -313,7 +316,7 @@ def check_own(folder: Folder) -> None:
     for name in filter(is_commit, names):
         content = _unsealed(folder, name)
         if content is not None:
-            known |= {name, str(content.get("file")), statistics_name(number_of(name))}
+            known |= {name, str(content.get("file")), *names_beside(number_of(name))}
     if known:
         known |= {METADATA, METRICS}
     unknown = [name for name in names if name not in known]

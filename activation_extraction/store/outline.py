@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from activation_extraction.store.commit import Commit, commit_name
+from activation_extraction.store.commit import Commit, commit_name, names_beside
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.json_fields import (
     COUNT,
@@ -23,7 +23,6 @@ from activation_extraction.store.json_fields import (
     optional,
 )
 from activation_extraction.store.sealed_json import seal
-from activation_extraction.store.statistics_file import statistics_name
 from activation_extraction.store.totals import ROW_COUNTS, Totals
 
 RECENT = 21  # commits that show how fast a host is now
@@ -31,7 +30,6 @@ SUMS = ("shards", "samples", "tokens", "bytes", *ROW_COUNTS)
 FIELDS = {
     **dict.fromkeys(SUMS, COUNT),
     "json_bytes": COUNT,
-    "statistics": COUNT,
     "hooks": list_of(object_of(HOOK, ("key", *STATISTICS))),
     "recent": list_of(OBJECT),
     "partial": optional(OBJECT),
@@ -43,14 +41,13 @@ FIELDS = {
 class Outline:
     """The shards from 1 on, up to the first partial one.
 
-    json_bytes: size of their JSONs. statistics: how many have a statistics file. recent: the
-    last of their commits, without what they say of hooks, and only the very last one with its
-    cursor. partial: the shard behind them, if it is partial. metrics: the last ones of the run.
+    json_bytes: size of their JSONs. recent: the last of their commits, without what they say of
+    hooks, and only the very last one with its cursor. partial: the shard behind them, if it is
+    partial. metrics: the last ones of the run.
     """
 
     totals: Totals = field(default_factory=Totals)
     json_bytes: int = 0
-    statistics: int = 0
     recent: tuple[Commit, ...] = ()
     partial: Commit | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -68,7 +65,6 @@ class Outline:
             return
         self.totals.add(commit)
         self.json_bytes += _json_size(commit)
-        self.statistics += commit.statistics is not None
         before = (replace(each, cursor=None) for each in self.recent)
         self.recent = (*before, replace(commit, hooks=[]))[-RECENT:]
 
@@ -85,7 +81,7 @@ class Outline:
         return (
             self._adds_up(files, [commit_name(n) for n in numbers], self.json_bytes)
             and self._adds_up(files, self._shard_files(), self.totals.bytes)
-            and sum(statistics_name(n) in files for n in numbers) == self.statistics
+            and all(name in files for n in numbers for name in names_beside(n))
         )
 
     def _shard_files(self) -> list[str]:
@@ -101,7 +97,7 @@ class Outline:
         commit = self.partial
         if commit is None or files.get(commit.file) != commit.bytes:
             return []
-        if any(file not in files for file in commit.files):
+        if any(file not in files for file in names_beside(commit.number)):
             return []
         return [commit] if files.get(commit.name) == _json_size(commit) else []
 
@@ -110,7 +106,6 @@ class Outline:
         return {
             **{name: getattr(self.totals, name) for name in SUMS},
             "json_bytes": self.json_bytes,
-            "statistics": self.statistics,
             "hooks": [{"key": k, **s.to_json()} for k, s in self.totals.statistics.items()],
             "recent": [commit.to_json() for commit in self.recent],
             "partial": None if self.partial is None else self.partial.to_json(),
@@ -127,7 +122,6 @@ class Outline:
         return cls(
             totals,
             content["json_bytes"],
-            content["statistics"],
             tuple(Commit.from_json(commit, where) for commit in content["recent"]),
             None if partial is None else Commit.from_json(partial, where),
             {name: value for name, value in content["metrics"].items() if NUMBER.fits(value)},

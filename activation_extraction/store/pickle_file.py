@@ -7,9 +7,8 @@ Always read a compressed file to its end: its checksum is there, and `pickle.loa
 
 import os
 import pickle
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from pickle import PickleBuffer
 from typing import Any, NotRequired, TypedDict
@@ -41,8 +40,6 @@ class Record(TypedDict):
     text_preview: str
     token_ids: np.ndarray | None  # int32 (tokens,)
     doc_id: DocId
-    row: Mapping[str, Any] | None  # of the data set, such as {"file": "a.jsonl", "line": 7}
-    cut: int  # how many tokens were left out at the end of its document
     positions: NotRequired[np.ndarray]  # int32 (tokens,), where a run keeps some tokens only
 
 
@@ -56,8 +53,6 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "text_preview": (str,),
     "token_ids": (np.ndarray, type(None)),
     "doc_id": (str, int, float, type(None)),
-    "row": (dict, type(None)),
-    "cut": (int,),
     "positions": (np.ndarray,),
 }
 
@@ -111,22 +106,13 @@ def pieces_of(records: Records) -> list[memoryview]:
 def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
     """The records of a shard. names: key of each hook -> its full name."""
     positions = shard.needs_positions
-    rows = [replace(row, row=_interned(row.row)) for row in shard.samples]
     return {
         key: [
             _record(names[key], row, activation, positions)
-            for row, activation in zip(rows, slices, strict=True)
+            for row, activation in zip(shard.samples, slices, strict=True)
         ]
         for key, slices in shard.slices.items()
     }
-
-
-def _interned(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The same with each text as one object, wherever it was read from: pickles write it once."""
-    if row is None:
-        return None
-    texts = {name: sys.intern(value) for name, value in row.items() if type(value) is str}
-    return {sys.intern(name): texts.get(name, value) for name, value in row.items()}
 
 
 def _record(hook: str, row: SampleRow, activation: np.ndarray, positions: bool) -> Record:
@@ -135,11 +121,9 @@ def _record(hook: str, row: SampleRow, activation: np.ndarray, positions: bool) 
         "hook": hook,
         "activation": activation,
         "shape": activation.shape,
-        "text_preview": row.text_preview,
+        "text_preview": row.text_preview or "",
         "token_ids": row.token_ids,
         "doc_id": row.doc_id,
-        "row": row.row,
-        "cut": row.cut,
     }
     return {**record, "positions": row.positions} if positions else record
 
@@ -207,20 +191,13 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def largest_size(file_size: int, unpacked: int | None) -> int:
-    """The most bytes that a shard may unpack to. unpacked: the size that its JSON records."""
-    if type(unpacked) is int:
-        return unpacked
-    return GENEROUS_BYTES + GENEROUS_RATIO * file_size
-
-
 def _recorded_limit(path: Path) -> int:
     where = path.with_name(path.name.split(".")[0] + ".json")
-    try:
+    with suppress(OSError, DamagedError):
         unpacked = unseal(where.read_bytes(), str(where)).get("unpacked")
-    except (OSError, DamagedError):
-        unpacked = None
-    return largest_size(path.stat().st_size, unpacked)
+        if type(unpacked) is int:
+            return unpacked
+    return GENEROUS_BYTES + GENEROUS_RATIO * path.stat().st_size
 
 
 def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
@@ -250,8 +227,6 @@ def _shard_of(records: Records) -> Shard:
             positions=positions_of(record),
             text_preview=record["text_preview"],
             doc_id=record["doc_id"],
-            row=record.get("row"),
-            cut=record.get("cut", 0),
         )
         for record in next(iter(records.values()), [])
     ]
@@ -263,20 +238,26 @@ def _problems(
 ) -> Iterator[str]:
     """Where records disagree with the table of samples, or with the names of the hooks."""
     indices = [row.sample_idx for row in samples]
+    firsts = next(iter(records.values()), [])
     for key, each in records.items():
         if [record["sample_idx"] for record in each] != indices:
             yield f"hook {key}: its samples are not those of the first hook"
             continue
-        for record, row in zip(each, samples, strict=True):
+        for record, row, first in zip(each, samples, firsts, strict=True):
+            shape, recorded = record["activation"].shape, tuple(record["shape"])
             where = f"hook {key}, sample {row.sample_idx}"
             if record.get("hook", names[key]) != names[key]:
                 yield f"{where}: is of hook {record['hook']!r:.80}, expected {names[key]}"
-            if tuple(record["shape"]) != record["activation"].shape:
-                shape, recorded = record["activation"].shape, tuple(record["shape"])
+            if recorded != shape:
                 yield f"{where}: shape {shape}, its record says {recorded}"
             if record["token_ids"] is not row.token_ids and not np.array_equal(
                 np.asarray(record["token_ids"]), np.asarray(row.token_ids)
             ):
                 yield f"{where}: its token ids are not those of the first hook"
-            if not np.array_equal(positions_of(record), row.positions):
+            positions = record.get("positions")
+            if positions is not first.get("positions"):
+                same = np.array_equal(positions_of(record), row.positions)
+            else:
+                same = positions is not None or len(row.positions) == shape[0]
+            if not same:
                 yield f"{where}: its positions are not those of the first hook"

@@ -9,7 +9,7 @@ from typing import Any
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import counted
-from activation_extraction.store.commit import FORMAT_VERSION, Commit
+from activation_extraction.store.commit import FORMAT_VERSION, OTHER_VERSION, Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Difference, Identity
 from activation_extraction.store.metadata import (
@@ -22,6 +22,9 @@ from activation_extraction.store.metadata import (
 from activation_extraction.store.plan import ShardRange, StoragePlan
 from activation_extraction.store.sealed_json import REPAIRS
 
+ANOTHER = (
+    "continue it with the version that began it, give another folder, or --overwrite to start anew"
+)
 OPTIONS = "give the same flags as before, another folder, or --overwrite to start anew"
 
 
@@ -127,7 +130,7 @@ def _without_gaps(where: str, stored: Stored) -> list[Commit]:
 
 def check_identity(place: str, stored: Stored, identity: Identity) -> None:
     for why in stored.damaged.values():
-        raise InputError(f"{why}; {REPAIRS}")
+        raise InputError(f"{why}; {ANOTHER if OTHER_VERSION in why else REPAIRS}")
     if stored.metadata is None:
         if any(name.startswith("shard_") for name in own_files(stored.files)):
             raise InputError(
@@ -154,8 +157,7 @@ def check_version(place: str, metadata: Mapping[str, Any]) -> None:
     if found != FORMAT_VERSION:
         raise InputError(
             f"{place}: holds an extraction in format {found}, but this program writes format "
-            f"{FORMAT_VERSION}; continue it with the version that began it, give another folder, "
-            "or --overwrite to start anew"
+            f"{FORMAT_VERSION}; {ANOTHER}"
         )
 
 

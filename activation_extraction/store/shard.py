@@ -15,19 +15,20 @@ DocId = str | int | float | None
 
 @dataclass(frozen=True)
 class SampleRow:
-    """One row of the table of samples.
+    """What a shard knows of one sample.
 
     token_ids and positions: int32, shape (tokens,); the position of a token counts from 0 at the
-    start of its sample. token_ids: None if the caller gave none. doc_id: the `id` of the row in
-    the data set, and row: which row that is. cut: how many tokens were left out at the end of its
-    document.
+    start of its sample. token_ids: None if the caller gave none. The rest is in the table of
+    samples; until that is read, text_preview is None, except in pickles, which have it and doc_id
+    themselves. doc_id: the `id` of the row in the data set, and row: which row that is. cut: how
+    many tokens were left out at the end of its document.
     """
 
     sample_idx: int
     token_ids: np.ndarray | None
     positions: np.ndarray
-    text_preview: str
-    doc_id: DocId
+    text_preview: str | None = None
+    doc_id: DocId = None
     row: Mapping[str, Any] | None = None
     cut: int = 0
 

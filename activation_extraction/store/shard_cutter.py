@@ -9,10 +9,8 @@ import numpy as np
 
 from activation_extraction.common.errors import StorageError
 from activation_extraction.store.commit import Commit
-from activation_extraction.store.formats import ShardFormat
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.plan import StoragePlan
-from activation_extraction.store.safetensors_file import LARGEST_TEXTS
 from activation_extraction.store.shard import Key, SampleRow, Shard
 from activation_extraction.store.shard_writer import ShardWriter
 from activation_extraction.text.batch import Cursor
@@ -30,7 +28,6 @@ class ShardCutter:
         self,
         writer: ShardWriter,
         keys: Sequence[Key],
-        shard_format: ShardFormat,
         limit: float,
         identity: Identity,
         plan: StoragePlan,
@@ -40,7 +37,6 @@ class ShardCutter:
         self._writer = writer
         self._keys = keys
         self._limit = limit
-        self._text_bytes = shard_format.text_bytes
         self._chosen = not identity.every_token
         self._stride = identity.total_machines * identity.num_hosts
         self._where = where
@@ -57,7 +53,7 @@ class ShardCutter:
 
     def _empty(self) -> None:
         self._pending = Shard([], {key: [] for key in self._keys}, self._chosen)
-        self._bytes = self._texts = 0
+        self._bytes = 0
 
     @property
     def done(self) -> bool:
@@ -84,25 +80,15 @@ class ShardCutter:
 
         here, after: where the data continues if this sample is still to be made, and if nothing up
         to the end of its batch is. A sample without tokens counts as one token, so that a shard of
-        them ends, too. One whose texts exceed what a shard may have is refused.
+        them ends, too.
         """
         size = sum(max(len(each), 1) * each.itemsize * each.shape[1] for each in slices.values())
-        texts = self._text_bytes(row)
-        if texts > LARGEST_TEXTS:
-            raise StorageError(
-                f"sample {row.sample_idx}: its id and text preview take {texts:,} bytes; a "
-                f"safetensors shard has room for {LARGEST_TEXTS:,}",
-                remedy="shorten the row's id, or start anew with --shard_format pickle and "
-                "--overwrite",
-            )
-        full = self._bytes + size > self._limit or self._texts + texts > LARGEST_TEXTS
-        if self._pending.samples and full:
+        if self._pending.samples and self._bytes + size > self._limit:
             self._cut(here, partial=False)
         self._pending.samples.append(row)
         for key in self._keys:
             self._pending.slices[key].append(slices[key])
         self._bytes += size
-        self._texts += texts
         self.last_sample = row.sample_idx
         self.cursor = after
 

@@ -27,6 +27,7 @@ from activation_extraction.store.outline import Outline
 from activation_extraction.store.ownership import Ownership
 from activation_extraction.store.reasons import reason_of
 from activation_extraction.store.run_record import RunRecord
+from activation_extraction.store.sample_table import pack_table
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.shard import Key, Shard
 from activation_extraction.store.shard_files import add_up, pack
@@ -234,6 +235,7 @@ class ShardWriter:
                     files = [stack.enter_context(each.new_file(name)) for each in self._owners]
                     packed = pack(shard, self._names, self._format, self._threads, files)
                 statistics = pack_sums({self._names[key]: sums[key] for key in sums})
+                table = pack_table(shard.samples)
                 packing = time.perf_counter() - began
                 job.phase = "writing"
                 commit = Commit(
@@ -252,6 +254,7 @@ class ShardWriter:
                     committed=0,
                     began=self._began,
                     statistics=hashlib.sha256(statistics).hexdigest(),
+                    table=hashlib.sha256(table).hexdigest(),
                     cut_samples=sum(row.cut > 0 for row in shard.samples),
                     cut_tokens=sum(row.cut for row in shard.samples),
                 )
@@ -260,6 +263,7 @@ class ShardWriter:
                     owner.begin_shard(commit.name)
                     file.publish()
                     owner.write(commit.statistics_file, statistics)
+                    owner.write(commit.table_file, table)
         except OSError as error:
             raise StorageError(f"{self._owners[0].path_of(name)}: {reason_of(error)[0]}") from error
         with self._changed:
@@ -288,6 +292,7 @@ class ShardWriter:
                 "name": self._names[key],
                 "width": of_hook.sums.shape[1],
                 "dtype": shard.slices[key][0].dtype.name,
+                "scale": None,
                 **of_hook.statistics.to_json(),
             }
             for key, of_hook in sums.items()
@@ -298,7 +303,7 @@ class ShardWriter:
         commit = replace(commit, committed=round(time.time(), 3))
         expected = self._expected.get(commit.number)
         if expected is not None and expected.sha256 == commit.sha256:
-            commit = replace(expected, statistics=commit.statistics)
+            commit = replace(expected, statistics=commit.statistics, table=commit.table)
         self._record.settle(self.totals, self.outline)
         for owner in self._owners:
             owner.commit(commit.name, seal(commit.to_json()))

@@ -12,12 +12,10 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.store.atomic_file import write_bytes
 from activation_extraction.store.statistics import BUCKETS, Sums
 
 UNREADABLE = (
@@ -51,15 +49,8 @@ def pack_sums(sums: Mapping[str, Sums]) -> bytes:
     return file.getvalue()
 
 
-def write_sums(folder: Path, number: int, sums: Mapping[str, Sums]) -> str:
-    """Writes the file of shard `number` and returns its sha256. sums: by hook. Raises OSError."""
-    data = pack_sums(sums)
-    write_bytes(folder / statistics_name(number), data)
-    return hashlib.sha256(data).hexdigest()
-
-
 def unpack_sums(
-    data: bytes, sha256: str | None, hooks: Iterable[tuple[str, int]], where: str
+    data: bytes, sha256: str, hooks: Iterable[tuple[str, int]], where: str
 ) -> dict[str, Sums]:
     """The inverse of `pack_sums`, for some of the hooks: name and width.
 

@@ -114,7 +114,7 @@ class ActivationStorage:
         self._writer.begin(plan.outline, plan.commits, plan.expected)
         self.totals.count_rows(plan.skipped_rows, plan.empty_rows)
         self._cutter = ShardCutter(
-            *(self._writer, list(self._names), self.format, self.options.shard_bytes),
+            *(self._writer, list(self._names), self.options.shard_bytes),
             *(self._identity, plan, self.place.url),
         )
 

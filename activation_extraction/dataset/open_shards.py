@@ -1,0 +1,98 @@
+"""OpenShards: the shards of a run, of which the last few that were read stay open."""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from activation_extraction.common.errors import RunError
+from activation_extraction.dataset.hook_names import ByHook
+from activation_extraction.store.commit import Commit
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.sample_table import TableRow
+from activation_extraction.store.shard_reader import (
+    ShardReader,
+    StoredHook,
+    open_shard,
+    read_by_ranges,
+    read_table,
+)
+
+OPEN_SHARDS = 128  # where a shard is read by ranges; one pickle stays in memory
+
+
+@dataclass
+class OpenShards:
+    """The shards of a run; the last few that were read stay open.
+
+    url: of the run. shards: the name of the folder and the commit of each. A copy of this in
+    another process opens its own files and connections, also after a fork.
+    """
+
+    url: str
+    shards: list[tuple[str, Commit]]
+    hooks: ByHook[StoredHook]
+
+    def __post_init__(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._folders: dict[str, Folder] = {}
+        self._readers: OrderedDict[int, ShardReader] = OrderedDict()
+        self._table: tuple[int, list[TableRow]] | None = None  # the last one that was read
+
+    def __getstate__(self) -> tuple[str, list[tuple[str, Commit]], ByHook[StoredHook]]:
+        return self.url, self.shards, self.hooks
+
+    def __setstate__(self, state: tuple[str, list[tuple[str, Commit]], ByHook[StoredHook]]) -> None:
+        self.url, self.shards, self.hooks = state
+        self.__post_init__()
+
+    def row_bytes(self, hooks: Sequence[str]) -> int:
+        """The bytes of one token at these hooks."""
+        return sum(self.hooks[name].width * self.hooks[name].dtype.itemsize for name in hooks)
+
+    def get(self, number: int) -> ShardReader:
+        """The reader of a shard, which stays open for the next call. Raises OSError."""
+        self._notice_fork()
+        with self._lock:
+            if number in self._readers:
+                self._readers.move_to_end(number)
+                return self._readers[number]
+        reader = self.open(number)
+        most = OPEN_SHARDS if read_by_ranges(self.shards[number][1]) else 1
+        with self._lock:
+            self._readers[number] = reader
+            while len(self._readers) > most:
+                self._readers.popitem(last=False)
+        return reader
+
+    def open(self, number: int, hooks: Sequence[str] | None = None) -> ShardReader:
+        """A new reader of a shard, for some of the hooks. Raises OSError."""
+        self._notice_fork()
+        wanted = self.hooks if hooks is None else {name: self.hooks[name] for name in hooks}
+        try:
+            return open_shard(*self._place(number), wanted)
+        except RunError as error:
+            raise OSError(str(error)) from error
+
+    def table(self, number: int) -> list[TableRow]:
+        """The table of a shard's samples. Raises OSError."""
+        self._notice_fork()
+        known = self._table
+        if known is None or known[0] != number:
+            try:
+                known = self._table = number, read_table(*self._place(number))
+            except RunError as error:
+                raise OSError(str(error)) from error
+        return known[1]
+
+    def _place(self, number: int) -> tuple[Folder, Commit]:
+        name, commit = self.shards[number]
+        if name not in self._folders:
+            self._folders[name] = Folder(self.url).child(name)
+        return self._folders[name], commit
+
+    def _notice_fork(self) -> None:
+        if self._process != os.getpid():
+            self.__post_init__()

@@ -1,0 +1,231 @@
+"""Shards that are open for reading: their samples, their tokens, and rows of their hooks.
+
+A safetensors shard is read by ranges: nothing is touched but the rows of the hooks that are asked
+for. A pickle has to be read whole. Reading never runs pickled code.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from activation_extraction.common.errors import RunError
+from activation_extraction.store.commit import Commit
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.formats import SAFETENSORS, format_of
+from activation_extraction.store.pickle_file import ContentError, read_pickle
+from activation_extraction.store.reasons import scratch_folder
+from activation_extraction.store.safetensors_file import SafetensorsFile
+from activation_extraction.store.sample_table import TableRow, unpack_table
+from activation_extraction.store.shard import Shard
+
+
+@dataclass(frozen=True)
+class StoredHook:
+    """What the run records of a hook. key: what the pickles call it."""
+
+    key: Any
+    width: int
+    dtype: np.dtype
+
+
+class ShardReader(Protocol):
+    """A shard that is open for reading. All methods raise RunError.
+
+    sample_idx: int64 (samples,). offsets: int64 (samples + 1,); sample i has the tokens offsets[i]
+    to offsets[i + 1].
+    """
+
+    sample_idx: np.ndarray
+    offsets: np.ndarray
+
+    def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and positions of tokens `start` to `stop`, int32."""
+        ...
+
+    def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop` of the shard at this hook: (stop - start, width)."""
+        ...
+
+
+def read_by_ranges(commit: Commit) -> bool:
+    """Whether rows of a shard can be read without the rest of it."""
+    return format_of(commit.file) is SAFETENSORS
+
+
+def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> ShardReader:
+    """Opens a shard. hooks: those that will be read, by name.
+
+    Raises RunError when the file is missing or damaged, or is not what its JSON file describes.
+    """
+    where = f"{folder.url}/{commit.file}"
+    if read_by_ranges(commit):
+        file = SafetensorsFile(_ranges_of(folder, commit), commit.bytes, where)
+        reader: ShardReader = _RangeReader(file, commit, hooks, where)
+    else:
+        with scratch_folder() as scratch:
+            try:
+                shard = _unpickle(folder.fetch(commit.file, scratch), commit, where)
+            except ContentError as error:
+                raise RunError(f"{where}: {error}") from error
+        reader = _WholeReader(shard, hooks, where)
+    _check_samples(where, reader, commit)
+    return reader
+
+
+def read_table(folder: Folder, commit: Commit) -> list[TableRow]:
+    """The table of a shard's samples. Raises RunError when it is missing or damaged."""
+    where = f"{folder.url}/{commit.table_file}"
+    data = folder.read(commit.table_file)
+    if data is None:
+        raise RunError(f"{where}: is missing")
+    return unpack_table(data, commit.table, commit.count, where)
+
+
+def read_shard(folder: Folder, commit: Commit, scratch: Path) -> Shard:
+    """A whole shard, without what its table of samples says. scratch: a folder for a download.
+
+    Raises RunError if it is not what its JSON describes, or OSError.
+    """
+    path = folder.fetch(commit.file, scratch)
+    try:
+        if not read_by_ranges(commit):
+            return _unpickle(path, commit, commit.file)
+        _check_digest(path, commit, commit.file)
+        file = SafetensorsFile(_mapped(path, commit, commit.file), commit.bytes, commit.file)
+        return file.shard(commit.names)
+    finally:
+        if not folder.local:
+            path.unlink(missing_ok=True)
+
+
+class _RangeReader:
+    """Reads rows from a mapped local file, or ranges of bytes from a bucket."""
+
+    def __init__(
+        self, file: SafetensorsFile, commit: Commit, hooks: Mapping[str, StoredHook], where: str
+    ) -> None:
+        self._file = file
+        for name, hook in hooks.items():
+            tensor = file.tensors.get(name)
+            found = None if tensor is None else (tensor.dtype, tensor.shape)
+            _expect(where, name, found, (hook.dtype, (commit.tokens, hook.width)))
+        count, tokens = ("sample_offsets", commit.count + 1), ("position", commit.tokens)
+        for name, length in (count, tokens):
+            _expect(where, name, file.tensors[name].shape, (length,))
+        self.sample_idx = np.array(file.whole("sample_idx"))
+        self.offsets = np.array(file.whole("sample_offsets"))
+
+    def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.rows("token_ids", start, stop), self.rows("position", start, stop)
+
+    def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
+        return self._file.rows(hook, start, stop)
+
+
+class _WholeReader:
+    """A shard in memory, with the hooks that were asked for."""
+
+    def __init__(self, shard: Shard, hooks: Mapping[str, StoredHook], where: str) -> None:
+        self._slices = {}
+        for name, hook in hooks.items():
+            if hook.key not in shard.slices:
+                raise RunError(f"{where}: has no hook {name}; it has {list(shard.slices)}")
+            self._slices[name] = shard.slices[hook.key]
+            for row, values in zip(shard.samples, self._slices[name], strict=True):
+                expected = hook.dtype, (len(row.positions), hook.width)
+                _expect(where, name, (values.dtype, values.shape), expected)
+        self.sample_idx = np.array([row.sample_idx for row in shard.samples], np.int64)
+        self.offsets = shard.offsets
+        ids = [np.zeros(0) if row.token_ids is None else row.token_ids for row in shard.samples]
+        self._token_ids = _joined(ids)
+        self._position = _joined(shard.positions)
+        _expect(where, "number of token ids", len(self._token_ids), len(self._position))
+
+    def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._token_ids[start:stop], self._position[start:stop]
+
+    def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
+        first = int(np.searchsorted(self.offsets, start, "right")) - 1
+        last = int(np.searchsorted(self.offsets, stop, "left"))
+        parts = [
+            self._slices[hook][i][max(start - self.offsets[i], 0) : stop - self.offsets[i]]
+            for i in range(first, last)
+        ]
+        return _joined(parts or [self._slices[hook][0][:0]])
+
+
+def _ranges_of(folder: Folder, commit: Commit) -> Callable[[int, int], np.ndarray]:
+    """A function that reads the bytes from `start` to `stop` of a shard, as uint8."""
+    where = f"{folder.url}/{commit.file}"
+    if folder.local:
+        return _mapped(folder.fetch(commit.file, Path()), commit, where)
+
+    def download(start: int, stop: int) -> np.ndarray:
+        data = folder.read(commit.file, start, stop) if stop > start else b""
+        if data is None or len(data) != stop - start:
+            raise RunError(f"{where}: is missing, or shorter than its JSON says")
+        return np.frombuffer(data, np.uint8)
+
+    return download
+
+
+def _mapped(path: Path, commit: Commit, where: str) -> Callable[[int, int], np.ndarray]:
+    _check_size(path, commit, where)
+    try:
+        mapped = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+    except (OSError, ValueError) as error:  # ValueError: an empty file
+        raise RunError(f"{where}: cannot be read: {error}") from error
+    return lambda start, stop: mapped[start:stop]
+
+
+def _unpickle(path: Path, commit: Commit, where: str) -> Shard:
+    """Reads a pickle. Its sha256 is compared meanwhile. Raises RunError."""
+    _check_size(path, commit, where)
+    with ThreadPoolExecutor(1) as pool:
+        digest = pool.submit(_check_digest, path, commit, where)
+        shard = read_pickle(path, commit.names, commit.unpacked)
+        digest.result()
+    return shard
+
+
+def _check_digest(path: Path, commit: Commit, where: str) -> None:
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != commit.sha256:
+            raise RunError(f"{where}: is damaged: its sha256 is not the one in its JSON")
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _check_size(path: Path, commit: Commit, where: str) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise RunError(f"{where}: cannot be read: {error.strerror}") from error
+    if size != commit.bytes:
+        raise RunError(f"{where}: has {size} bytes, its JSON says {commit.bytes}")
+
+
+def _check_samples(where: str, reader: ShardReader, commit: Commit) -> None:
+    """Raises RunError unless the samples are those that the JSON file describes."""
+    indices, offsets = reader.sample_idx, reader.offsets
+    _expect(where, "number of samples", len(indices), commit.count)
+    if not commit.count:
+        raise RunError(f"{where}: has no sample")
+    ends = [int(i) for i in indices[[0, -1]]]
+    _expect(where, "first and last sample", ends, [commit.first, commit.last])
+    bounds = [int(offsets[0]), int(offsets[-1])]
+    _expect(where, "range of tokens", bounds, [0, commit.tokens])
+    if (np.diff(offsets) < 0).any() or (np.diff(indices) <= 0).any():
+        raise RunError(f"{where}: is damaged: its samples are not in ascending order")
+
+
+def _expect(where: str, what: str, found: Any, expected: Any) -> None:
+    if found != expected:
+        raise RunError(f"{where}: {what}: found {found}, expected {expected}")
