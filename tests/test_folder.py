@@ -1,6 +1,7 @@
 """Folder: what passes is tried again, what does not is not, and what has arrived is compared."""
 
 import errno
+import threading
 import time
 
 import gcsfs
@@ -65,9 +66,42 @@ def test_what_keeps_failing_is_given_up_after_the_patience(tmp_path, monkeypatch
     monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
     store = Folder(f"memory://{tmp_path}/long", patience=0.3)
     monkeypatch.setattr(store._fs, "pipe_file", lambda *_, **__: time.sleep(0.2) or 1 / 0)
-    with pytest.raises(FolderError, match="kept failing for .*--upload_timeout"):
+    with pytest.raises(FolderError, match="kept failing for 0 s: division by zero"):
         store.write("file", b"content")
     assert store.retries == 1
+
+
+def test_the_last_attempt_gets_what_is_left_of_the_patience(tmp_path, monkeypatch):
+    """It would wait for ever; the message has what was heard before."""
+    store = Folder(f"memory://{tmp_path}/silent", patience=2)
+    failures, answer = [ConnectionResetError("gone")], threading.Event()
+
+    def look(*_, **__):
+        if failures:
+            raise failures.pop()
+        assert answer.wait(60), "nobody has given up"
+
+    monkeypatch.setattr(store._fs, "ls", look)
+    with pytest.raises(FolderError, match=r"listing kept failing for \d+ s: gone") as raised:
+        store.files()
+    answer.set()
+    assert store.retries == 1 and not raised.value.final
+
+
+def test_what_is_large_may_take_longer_on_a_slow_line(tmp_path, monkeypatch):
+    store = Folder(f"memory://{tmp_path}/slow", patience=20)
+    store.write("file", b"content")
+    limits = []
+
+    def in_time(seconds, action):
+        limits.append(seconds)
+        return action()
+
+    monkeypatch.setattr(patience, "in_time", in_time)
+    monkeypatch.setattr(patience, "SLOWEST", 0.1)  # 80 s for 7 bytes
+    assert store.read("file") == store.fetch("file", tmp_path).read_bytes() == b"content"
+    assert store.read("file", 0, 7) == store.read("file", -7) == b"content"
+    assert limits == [20, 20, 80, 80, 80]
 
 
 def test_a_metadata_server_out_of_reach_is_asked_again():

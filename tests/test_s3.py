@@ -1,7 +1,10 @@
 """Conditional writes on S3: the real client against an emulated store."""
 
+import time
+
 import fsspec
 import pytest
+from silent_server import LONGEST, silent_server
 
 from activation_extraction.store.folder import Folder, FolderError, TakenError
 
@@ -10,10 +13,14 @@ s3fs = pytest.importorskip("s3fs", reason=WHY)
 moto_server = pytest.importorskip("moto.server", reason=WHY)
 
 
-@pytest.fixture
-def folder(monkeypatch):
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
+
+
+@pytest.fixture
+def folder(monkeypatch):
     server = moto_server.ThreadedMotoServer(port=0, verbose=False)
     server.start()
     endpoint = "http://{}:{}".format(*server.get_host_and_port())
@@ -51,3 +58,18 @@ def test_a_shard_goes_from_memory_in_one_request(folder):
     assert folder.read("new") == b"x" * 10 + b"y" and folder.retries == 0
     with pytest.raises(FolderError, match="no such bucket: elsewhere"):
         Folder("s3://elsewhere/run", patience=5).create("new", b"x", 1, 0)
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_store_that_does_not_answer_is_given_up_after_the_patience(monkeypatch, tmp_path, drips):
+    with silent_server(drips) as address:
+        monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": address})
+        folder, began = Folder("s3://bucket/run", patience=2), time.monotonic()
+        for ask in (
+            lambda: folder.write_if("file", b"1", None),
+            lambda: folder.read("file"),
+            lambda: folder.fetch("file", tmp_path),
+        ):
+            with pytest.raises(FolderError, match="ing file kept failing for .* no answer"):
+                ask()
+        assert time.monotonic() - began < LONGEST

@@ -1,7 +1,9 @@
 """--status tells how far every machine and host is, from JSON files alone, at any time."""
 
 import json
+import re
 import shutil
+import socket
 import threading
 
 import fsspec
@@ -23,7 +25,7 @@ from extractions import (
 import extract_activations
 from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.dataset.folders import expected_names, read_folders
-from activation_extraction.inspect import status_table
+from activation_extraction.inspect import look, status_table
 from activation_extraction.inspect.status import host_states
 from activation_extraction.inspect.status_table import aggregate, show_status
 from activation_extraction.inspect.verify import verify
@@ -236,6 +238,22 @@ def test_a_bucket(tmp_path, capsys):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "own,told", [(0.3, ": no answer"), (20, r" \(--upload_timeout\): no answer")]
+)
+def test_a_bucket_that_is_silent_is_told_with_the_flag_only_if_that_decided(
+    bucket, monkeypatch, capsys, own, told
+):
+    monkeypatch.setattr(look, "LOOKING", own)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        flags = ("--output_dir", "gs://bucket/run", "--upload_timeout", 1)
+        assert main("--status", *flags) == 1
+    assert re.search(rf"kept failing for \d+ s{told}", capsys.readouterr().err)
+
+
 def test_while_a_run_writes(tmp_path):
     """Nothing is ever damaged, nothing counts down, and the sum is right at every moment."""
     done = threading.Event()

@@ -5,13 +5,16 @@ import re
 import socket
 import tempfile
 import threading
+import time
 
+import fsspec
 import google_crc32c
 import pytest
 from command_line import main
 from extractions import extract
 from fsspec.implementations.memory import MemoryFileSystem
 from gcsfs.credentials import GoogleCredentials
+from silent_server import LONGEST, silent_server
 from small_runs import content
 
 from activation_extraction import ActivationDataset
@@ -77,6 +80,18 @@ def test_a_bucket_that_never_answers_is_given_up_after_the_time_that_was_asked(b
         with pytest.raises(FolderError, match="listing kept failing for .* no answer"):
             folder.files()
     assert folder.retries == 0
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_so_is_a_file_whose_content_does_not_arrive(bucket, monkeypatch, tmp_path, drips):
+    with silent_server(drips) as address:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        monkeypatch.setitem(fsspec.config.conf, "gcs", {})  # requests have as long as in a run
+        folder, began = Folder("gs://bucket/run", patience=2), time.monotonic()
+        for get in (lambda: folder.read("file"), lambda: folder.fetch("file", tmp_path)):
+            with pytest.raises(FolderError, match="ing file kept failing for .* no answer"):
+                get()
+        assert time.monotonic() - began < LONGEST
 
 
 @pytest.mark.parametrize("found", ["at the start", "at a request"])

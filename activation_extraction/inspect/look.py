@@ -10,7 +10,7 @@ from activation_extraction.inspect.report import show_report
 from activation_extraction.inspect.status_table import show_status
 from activation_extraction.inspect.verify import Recompute, verify
 from activation_extraction.store.folder import Folder, FolderError
-from activation_extraction.store.patience import LOOKING
+from activation_extraction.store.patience import LOOKING, UPLOAD_TIMEOUT
 
 
 def look(config: Config, load: Callable[[dict[str, Any]], Recompute] | None = None) -> int:
@@ -19,8 +19,10 @@ def look(config: Config, load: Callable[[dict[str, Any]], Recompute] | None = No
     load: how --verify gets the function that recomputes samples, see `verify`.
     """
     try:
-        longest = LOOKING if config.status else config.upload_timeout
-        root = Folder(config.location, min(config.upload_timeout, longest))
+        if config.status and config.upload_timeout > LOOKING:
+            root = Folder(config.location, LOOKING)
+        else:
+            root = Folder(config.location, config.upload_timeout, flag=UPLOAD_TIMEOUT)
         if config.status:
             return show_status(root, config.aggregate)
         if config.report is not None:

@@ -20,6 +20,7 @@ from activation_extraction.store.metadata import (
 )
 from activation_extraction.store.ownership import Ownership
 from activation_extraction.store.paths import HostFolder, host_folders
+from activation_extraction.store.patience import UPLOAD_TIMEOUT
 from activation_extraction.store.resume import check_version, refuse_difference
 from activation_extraction.text.workers import Worker
 
@@ -47,7 +48,7 @@ class RunFolders:
         """The folders that hold those of machines and hosts, and whether each is in the bucket."""
         roots = [(Folder(str(self.local)), False)]
         if self.bucket_url is not None:
-            roots.append((Folder(self.bucket_url, self.upload_timeout), True))
+            roots.append((Folder(self.bucket_url, self.upload_timeout, flag=UPLOAD_TIMEOUT), True))
         return roots
 
     def open_bucket(self, beat: Callable[[], None]) -> Folder | None:
@@ -59,7 +60,8 @@ class RunFolders:
             return None
         name = folder_name(self.worker, in_bucket=True)
         try:
-            folder = Folder(self.bucket_url, self.upload_timeout, beat).child(name)
+            root = Folder(self.bucket_url, self.upload_timeout, beat, UPLOAD_TIMEOUT)
+            folder = root.child(name)
             folder.try_writing()
         except FolderError as error:
             if error.final:

@@ -31,8 +31,8 @@ from activation_extraction.store.patience import (
     Heartbeat,
     Patient,
     beating,
-    end_requests,
     in_time,
+    time_for,
 )
 from activation_extraction.store.reasons import NO_ROOM, OTHER_SCRATCH, reason_of
 from activation_extraction.store.sealed_json import is_sealed
@@ -40,7 +40,7 @@ from activation_extraction.store.sealed_json import is_sealed
 # gcsfs would ask Google over gRPC for the type of every bucket, and wait minutes for an emulator.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
-REQUEST_SECONDS = 120  # for one of gcsfs; object_store.py has its own for what is large
+REQUEST_SECONDS = 120  # for one of gcsfs, also of a thread that was left to itself
 TRIAL = ".write_test"
 OBJECT_STORES = {"gs", "gcs", "s3", "s3a", "abfs", "az"}
 
@@ -60,16 +60,21 @@ class FileEntry:
 class Folder(Patient):
     """One folder. patience: for how many seconds without progress a failing request is retried.
 
+    flag: the flag that set the patience, for messages. beat: called whenever there is progress.
     `given` opens it again; `url` is the same without secrets, for messages and for what is stored.
-    beat: called whenever there is progress. `retries` counts the attempts that failed. Methods
-    raise FolderError, and may be called from several threads.
+    `retries` counts the attempts that failed. Methods raise FolderError, and may be called from
+    several threads.
     """
 
     def __init__(
-        self, url: str, patience: float = PATIENCE, beat: Callable[[], None] = lambda: None
+        self,
+        url: str,
+        patience: float = PATIENCE,
+        beat: Callable[[], None] = lambda: None,
+        flag: str = "",
     ) -> None:
         self.given = url.rstrip("/")
-        super().__init__(plain_url(self.given), patience, beat)
+        super().__init__(plain_url(self.given), patience, beat, flag)
         store = self.given.split("://")[0]
         try:
             if store in OBJECT_STORES:  # whose credentials have to be found
@@ -85,14 +90,12 @@ class Folder(Patient):
                 self._fs, path = LocalFileSystem(), os.path.abspath(self.given or "/")
         except FSTimeoutError as error:
             raise FolderError(
-                f"{self.url}: no answer about credentials within {patience:g} s (--upload_timeout)",
+                f"{self.url}: no answer about credentials within {patience:g} s{self._by_flag}",
                 final=False,
             ) from error
         except Exception as error:  # some file systems connect at once, and raise what they like
             raise FolderError(f"{self.url}: {one_line(error)}", final=True) from error
         self._path = path.rstrip("/")
-        if not {"gs", "gcs", "s3"}.isdisjoint(self._protocols):
-            end_requests(self._fs, patience - self._opening)
         self._conditions = conditions_of(self._fs, self._protocols)
         bucket = self._path.split("/")[0]
         self._objects = object_store_of(self._fs, self._protocols, bucket, patience)
@@ -116,7 +119,7 @@ class Folder(Patient):
         """The folder `name` inside this one; "" is this one itself."""
         if not name:
             return self
-        return Folder(f"{self.given}/{name}", self._patience, self.beat)
+        return Folder(f"{self.given}/{name}", self._patience, self.beat, self._flag)
 
     def files(self) -> dict[str, int]:
         """Name -> size in bytes of the files here; empty if the folder does not exist."""
@@ -168,7 +171,7 @@ class Folder(Patient):
                 self._check_bucket()
                 return None
 
-        return self._persist(f"reading {name}", get)
+        return self._persist(f"reading {name}", get, max(0, (stop or 0) - (start or 0)))
 
     def read_sealed(self, name: str) -> bytes | None:
         """Reads a sealed JSON file as `read` does, and again if its bytes were damaged on the way.
@@ -211,7 +214,9 @@ class Folder(Patient):
                 why = f"{folder}: {reason_of(error)[0]}, or {OTHER_SCRATCH}"
                 raise FolderError(f"{self.url}: downloading {name}: {why}", final=True) from error
 
-        self._persist(f"downloading {name}", download)
+        what = f"downloading {name}"
+        size = self._persist(what, lambda: self._fs.info(self._file(name))["size"])
+        self._persist(what, download, size or 0)
         return folder / name
 
     def remove(self, name: str, version: str | None = None) -> None:
@@ -255,7 +260,7 @@ class Folder(Patient):
                 found = self._found(target, len(data), hashlib.md5(data))
                 return None if found is None else conditions.version(found)
 
-        return self._persist(f"writing {name}", write)
+        return self._persist(f"writing {name}", write, len(data))
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a small file from memory; the store has to confirm its size and checksum."""
@@ -275,7 +280,7 @@ class Folder(Patient):
             if not self._found(target, len(data), hashlib.md5(data)):
                 raise ConnectionError("what arrived differs from what was sent")
 
-        self._persist(f"uploading {name}", send)
+        self._persist(f"uploading {name}", send, len(data))
         self.beat()
 
     def create(self, name: str, data: bytes | Sequence[memoryview], size: int, crc32c: int) -> None:
@@ -310,13 +315,16 @@ class Folder(Patient):
         heartbeat = Heartbeat(self.beat)
         attempts = 0
 
-        def holds() -> bool:
+        def look() -> bool:
             if not objects.verifies:
                 return objects.holds(key, size, crc32c)
             digest = hashlib.md5()
             for part in parts:
                 digest.update(part)
             return self._found(target, size, digest) is not None
+
+        def holds() -> bool:
+            return in_time(time_for(size, self._patience), look)
 
         def send() -> None:
             nonlocal attempts
@@ -331,7 +339,7 @@ class Folder(Patient):
                     raise self._taken(name) from error
                 return
             except FileNotFoundError as error:
-                self._check_bucket()
+                in_time(self._patience, self._check_bucket)
                 raise ConnectionError("the upload was lost") from error
             except FSTimeoutError:
                 raise
@@ -342,7 +350,7 @@ class Folder(Patient):
                 self.remove(name, version)
                 raise ConnectionError("what arrived differs from what was sent")
 
-        self._persist(f"uploading {name}", send, heartbeat)
+        self._persist(f"uploading {name}", send, heartbeat=heartbeat)
 
     def _taken(self, name: str) -> TakenError:
         return TakenError(f"{self.url}/{name}: is there already", final=True)

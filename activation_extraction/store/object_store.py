@@ -15,12 +15,14 @@ from typing import Any
 from fsspec.asyn import sync
 from fsspec.exceptions import FSTimeoutError
 
+from activation_extraction.store.patience import in_time, time_for
+
 # obstore's time-outs begin with the request and know nothing of how much of its body has been sent:
 # they cannot tell a slow upload from a silent server. So each request has `patience`, or what an
-# object of its size needs on a slow line, if that is longer: 16 Mbit/s that 16 uploads share. A
-# line that is dead, and a server that reads no further, end it sooner: obstore has the system close
-# a connection on which nothing is acknowledged for 30 s (TCP_USER_TIMEOUT), and waits 5 s for one.
-SLOWEST = 0.125e6  # bytes per second
+# object of its size needs on a slow line, if that is longer. A line that is dead, and a server that
+# reads no further, end it sooner: obstore has the system close a connection on which nothing is
+# acknowledged for 30 s (TCP_USER_TIMEOUT), and waits 5 s for one.
+
 # Codes of S3 for what is worth another try although its status is 400.
 PASSING = {"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"}
 
@@ -45,7 +47,8 @@ class ObjectStore:
         self.verifies = not google
         self._bucket = bucket
         self._patience = patience
-        self._credentials = partial(google_credentials if google else s3_credentials, file_system)
+        find = partial(google_credentials if google else s3_credentials, file_system)
+        self._credentials = partial(in_time, patience, find)
         self._stores: dict[float, Any] = {}  # by time-out, which each has for all of its requests
 
     def create(self, key: str, parts: Sequence[memoryview], size: int) -> str | None:
@@ -93,11 +96,6 @@ class ObjectStore:
         region = self._fs.connect().meta.region_name
         shared |= {"endpoint": address, "region": region, "checksum_algorithm": "SHA256"}
         return S3Store(self._bucket, **shared)
-
-
-def time_for(size: int, patience: float) -> float:
-    """Seconds for a request; one of few numbers, as each takes a store of obstore's own."""
-    return max(patience, 2 ** size.bit_length() / SLOWEST)
 
 
 def google_credentials(file_system: Any) -> dict[str, Any]:

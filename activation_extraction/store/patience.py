@@ -1,6 +1,5 @@
 """Requests that are retried for a while, unless their failure is final."""
 
-import asyncio
 import logging
 import random
 import threading
@@ -9,8 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fsspec.exceptions import FSTimeoutError
 
@@ -20,8 +18,10 @@ from activation_extraction.store.reasons import reason_of
 
 PATIENCE = 300.0  # seconds
 LOOKING = 20.0  # seconds, for --status
+UPLOAD_TIMEOUT = "--upload_timeout"  # the flag that sets it for buckets of runs
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts
 BEAT = 10.0  # seconds
+SLOWEST = 0.125e6  # bytes per second: 16 Mbit/s that 16 uploads share
 
 log = logging.getLogger("extract_activations")
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def beating(beat: Callable[[], None]) -> Iterator[None]:
 
 
 def in_time(seconds: float, action: Callable[[], T]) -> T:
-    """The result of an action that has no limit of its own, such as a search for credentials.
+    """The result of an action that has no limit of its own, or one that is too long.
 
     Raises FSTimeoutError after so many seconds; the action's thread is then left to itself.
     """
@@ -82,32 +82,21 @@ def in_time(seconds: float, action: Callable[[], T]) -> T:
     return result.result()
 
 
-def end_requests(file_system: Any, seconds: float) -> None:
-    """gcsfs and s3fs try each request again for minutes if nobody answers: no longer.
-
-    gcsfs renews its credentials before a request, and can do nothing else meanwhile.
-    """
-    name = "_call_s3" if hasattr(file_system, "_call_s3") else "_request"
-    request = getattr(type(file_system), name)
-
-    async def within(*arguments: Any, **options: Any) -> Any:
-        most = None if "Body" in options else seconds  # s3fs uploads 50 MB in one request
-        return await asyncio.wait_for(request(file_system, *arguments, **options), most)
-
-    setattr(file_system, name, within)
-    if credentials := getattr(file_system, "credentials", None):
-        renew = partial(type(credentials).maybe_refresh, credentials)
-        credentials.maybe_refresh = lambda *given: in_time(seconds, partial(renew, *given))
+def time_for(size: int, patience: float) -> float:
+    """Seconds for a request that moves so many bytes; few numbers, see object_store.py."""
+    return max(patience, 2 ** size.bit_length() / SLOWEST)
 
 
 class Patient(ABC):
     """Sends requests to the folder `url`; see `Folder` for the rest."""
 
-    def __init__(self, url: str, patience: float, beat: Callable[[], None]) -> None:
+    def __init__(self, url: str, patience: float, beat: Callable[[], None], flag: str) -> None:
         self.url = url
         self.beat = beat
         self.retries = 0
         self._patience = patience
+        self._flag = flag
+        self._by_flag = f" ({flag})" if flag else ""
         self._opening = 0.0  # seconds that opening it took, until the first success
         self._failing = False  # whether a request has failed since the last success
         self._heard = ""  # why the file system itself has tried a request again
@@ -117,8 +106,14 @@ class Patient(ABC):
     def local(self) -> bool:
         """Whether it is a folder on this machine, where it is useless to try again."""
 
-    def _persist(self, what: str, action: Callable[[], T], heartbeat: Heartbeat | None = None) -> T:
-        """The result of `action`, which is retried unless its failure is final."""
+    def _persist(
+        self, what: str, action: Callable[[], T], size: int = 0, heartbeat: Heartbeat | None = None
+    ) -> T:
+        """The result of `action`, which is retried unless its failure is final.
+
+        size: how many bytes it moves. An action with a heartbeat ends in time by itself; any other
+        has what is left of the patience, or what its bytes need on a slow line.
+        """
 
         def listen(reason: str) -> None:
             self._heard = reason
@@ -127,7 +122,7 @@ class Patient(ABC):
         self._heard = ""
         gcsfs_listeners.append(listen)
         try:
-            result = self._try(what, action, heartbeat)
+            result = self._try(what, action, size, heartbeat)
             self._failing, self._opening = False, 0.0
             return result
         finally:
@@ -138,31 +133,35 @@ class Patient(ABC):
         if not self._failing:
             self._failing = True
             log.warning(
-                "%s: %s failed (%s); trying again for up to %g s (--upload_timeout)",
-                *(self.url, what, f"{reason:.200}", self._patience),
+                "%s: %s failed (%s); trying again for up to %g s%s",
+                *(self.url, what, f"{reason:.200}", self._patience, self._by_flag),
             )
 
-    def _try(self, what: str, action: Callable[[], T], heartbeat: Heartbeat | None) -> T:
+    def _try(self, what: str, action: Callable[[], T], size: int, heartbeat: Heartbeat | None) -> T:
         # On opening, on attempts, each since its last progress, and on the pauses between them.
         spent = self._opening
-        pause = FIRST_PAUSE
+        pause, reason = FIRST_PAUSE, "no answer"
         while True:
             began = time.monotonic()
             try:
-                return action()
+                if self.local or heartbeat:
+                    return action()
+                return in_time(time_for(size, self._patience - spent), action)
             except FolderError:
                 raise
             except Exception as error:  # whatever a file system or the network may raise
-                reason, final = reason_of(error)
-                if isinstance(error, FSTimeoutError):
-                    reason = self._heard or "no answer"
+                said, final = reason_of(error)
+                if not isinstance(error, FSTimeoutError):
+                    reason = said
+                elif self._heard:
+                    reason = self._heard
                 spent += time.monotonic() - max(began, heartbeat.last if heartbeat else began)
                 if final or self.local:
                     raise FolderError(f"{self.url}: {what}: {reason}", final=True) from error
                 if spent + pause > self._patience:
                     raise FolderError(
-                        f"{self.url}: {what} kept failing for {spent:.0f} s "
-                        f"(--upload_timeout): {reason}",
+                        f"{self.url}: {what} kept failing for {spent:.0f} s{self._by_flag}: "
+                        f"{reason}",
                         final=False,
                     ) from error
             self.retries += 1
