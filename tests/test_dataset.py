@@ -26,6 +26,7 @@ from runs_to_read import (
     stored_tokens,
     tokens_of,
 )
+from storages import open_storage
 
 from activation_extraction import ActivationDataset
 from activation_extraction.dataset import open_shards
@@ -103,6 +104,28 @@ def test_statistics_and_metadata_are_those_of_the_json_files(run, monkeypatch):
             assert getattr(found, what) == pytest.approx(value, rel=1e-9)
     assert dataset.tokenizer_path == "some/model"
     assert dataset.metadata["status"] == "complete" and dataset.complete
+
+
+def test_the_table_of_samples_takes_no_activations(run, monkeypatch):
+    dataset = ActivationDataset(run.root)
+    expected = list(dataset)
+    monkeypatch.setattr(open_shards, "open_shard", None)
+    found = ActivationDataset(run.root).samples
+    assert found["sample_idx"].to_pylist() == [sample.sample_idx for sample in expected]
+    assert found["tokens"].to_pylist() == [len(sample.token_ids) for sample in expected]
+    for name in ("doc_id", "row", "cut", "text_preview"):
+        assert found[name].to_pylist() == [getattr(sample, name) for sample in expected], name
+
+
+def test_ids_of_several_types_are_texts_in_the_table_of_samples(tmp_path):
+    ids = [7, None, "x", "\ud800", 1.5]
+    with open_storage(tmp_path, {0: "h"}, hook_facts={0: {"width": 2}}) as storage:
+        for number, doc_id in enumerate(ids):
+            storage.add_activation(0, np.zeros((1, 2), np.float32), number, "", None, doc_id)
+    assert ActivationDataset(tmp_path).samples["doc_id"].to_pylist() == ["7", None, "x", "?", "1.5"]
+    (tmp_path / "shard_0001.samples.jsonl.gz").unlink()
+    with pytest.raises(OSError, match="shard_0001.samples.jsonl.gz: is missing"):
+        print(ActivationDataset(tmp_path).samples)
 
 
 def test_a_run_that_is_still_going_on(tmp_path):

@@ -25,7 +25,7 @@ from test_killed import forget, killed_at
 from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.inspect.verify import verify
 from activation_extraction.run.data_files import DataFiles
-from activation_extraction.run.dataset import Dataset, HostText
+from activation_extraction.run.host_text import Dataset, HostText
 from activation_extraction.run.hosts import Watchdog
 from activation_extraction.run.prepare import open_text
 from activation_extraction.run.repair import RepairPlanner

@@ -1,7 +1,7 @@
 """The configuration of a run: flags and environment variables, checked against one another.
 
 Nothing outside this folder sees argparse's result, and only the script, run/prepare.py and
-run/identity.py see the whole `Config`. `python -m activation_extraction.cli.config FLAGS` checks
+run/fingerprint.py see the whole `Config`. `python -m activation_extraction.cli.config FLAGS` checks
 flags and starts nothing.
 """
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -20,12 +20,16 @@ from activation_extraction.dataset.dimension_statistics import HookStatistics, m
 from activation_extraction.dataset.folders import expected_names, read_folders
 from activation_extraction.dataset.hook_names import ByHook, recorded_aliases
 from activation_extraction.dataset.open_shards import OpenShards
+from activation_extraction.dataset.sample_list import list_samples
 from activation_extraction.dataset.token_source import BatchOptions, TokenSource
 from activation_extraction.store.commit import MOST_PER_BYTE
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import METADATA, Stored, gaps, identity_of
 from activation_extraction.store.shard_reader import StoredHook, read_by_ranges
 from activation_extraction.store.statistics import Statistics, Sums
+
+if TYPE_CHECKING:
+    import pyarrow
 
 BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer, whichever is less
 
@@ -140,6 +144,16 @@ class ActivationDataset(Sequence[SampleActivations]):
     @cached_property
     def _sums(self) -> dict[str, Sums]:
         return merged_sums(Folder(self._shards.url), self._shards.shards, self.hooks)
+
+    @cached_property
+    def samples(self) -> "pyarrow.Table":
+        """A table of all samples, in their order: sample_idx, tokens (how many are stored), doc_id,
+        row, cut and text_preview, as in SampleActivations. No activation is read for it.
+
+        `samples.to_pandas()` makes a frame of it. Needs pyarrow. Raises OSError for a table that is
+        damaged.
+        """
+        return list_samples(self._shards.table, len(self._commits))
 
     @property
     def tokenizer_path(self) -> str:

@@ -23,10 +23,10 @@ from activation_extraction.model.forward import (
     log_hooks,
     prepare_model,
 )
-from activation_extraction.run.dataset import HostText, open_dataset, share_of
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
+from activation_extraction.run.fingerprint import fingerprint, identity_of, package_versions
+from activation_extraction.run.host_text import HostText, open_dataset, share_of
 from activation_extraction.run.hosts import Host, Watchdog, agree
-from activation_extraction.run.identity import fingerprint, identity_of, package_versions
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.revision import choose_commit, same_commit
 from activation_extraction.run.run_folders import (

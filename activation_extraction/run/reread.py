@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect.verify_shard import Chosen
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.run.dataset import Dataset, open_dataset
 from activation_extraction.run.digests import digest_files
+from activation_extraction.run.host_text import Dataset, open_dataset
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import METADATA, identity_of
 from activation_extraction.text.choice import TokenChoice

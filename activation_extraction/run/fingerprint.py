@@ -11,8 +11,8 @@ import jax
 import activation_extraction
 from activation_extraction.cli.config import Config
 from activation_extraction.model.forward import Forward
-from activation_extraction.run.dataset import Dataset
 from activation_extraction.run.digests import digest_files, model_digest
+from activation_extraction.run.host_text import Dataset
 from activation_extraction.store.identity import Identity
 from activation_extraction.text.files import TextFile
 from activation_extraction.text.workers import Worker
