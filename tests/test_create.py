@@ -24,8 +24,9 @@ def short_pauses(monkeypatch):
 
 
 def create(folder, data=b"content", name="shard_0001.npz"):
-    whole = data if isinstance(data, bytes) else b"".join(data)
-    folder.create(name, data, len(whole), google_crc32c.value(whole))
+    parts = [memoryview(data)] if isinstance(data, bytes) else data
+    whole = b"".join(parts)
+    folder.create(name, parts, len(whole), google_crc32c.value(whole))
 
 
 def puts(bucket):

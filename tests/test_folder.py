@@ -124,5 +124,6 @@ def test_what_arrives_damaged_is_sent_again(tmp_path, monkeypatch, method):
     if method == "write":
         store.write("file", b"content")
     else:
-        store.create("file", b"content", 7, google_crc32c.value(b"content"))
+        parts = [memoryview(b"content")]
+        store.create("file", parts, 7, google_crc32c.value(b"content"))
     assert store.read("file") == b"content" and not damaged and store.retries == 3

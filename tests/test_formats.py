@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from extractions import activations_of, batches, open_part
+from extractions import activations_of, batches, change_table, extract, open_part
 from storages import open_storage
 
 from activation_extraction import ActivationDataset
@@ -217,6 +217,21 @@ def test_a_table_that_was_not_written_here_is_refused(name, tmp_path):
         unpack_table(whole, hashlib.sha256(data).hexdigest(), 2, "table")
 
 
+@pytest.mark.parametrize(
+    "given,told",
+    [
+        ({"doc_id": b"x"}, "its doc_id is bytes b'x', expected a number, text or null"),
+        ({"row": {"a": [1]}}, "its row is dict {'a': [1]}, expected an object of at most 64 plain"),
+        ({"cut": -1}, "its cut is int -1, expected a whole number"),
+    ],
+)
+def test_what_cannot_be_in_the_table_is_refused_before_it_is_stored(tmp_path, given, told):
+    with pytest.raises(StorageError, match=f"^sample 0: {re.escape(told)}"):
+        with open_storage(tmp_path, {0: "h"}) as storage:
+            storage.add_activation(0, np.zeros((1, 2), np.float32), 0, "", **given)
+    assert not list(tmp_path.glob("shard_*"))
+
+
 def test_a_table_of_other_samples_is_refused(tmp_path):
     shard = shard_of()
     rows = [TableRow.of(sample) for sample in shard.samples]
@@ -224,6 +239,12 @@ def test_a_table_of_other_samples_is_refused(tmp_path):
     for changes in ({"sample_idx": 7}, {"tokens": 4}, {"doc_id": "other"}, {"text_preview": ""}):
         with pytest.raises(RunError, match="table: says something else of sample 1"):
             with_table(shard, [rows[0], replace(rows[1], **changes)], "table")
+    with pytest.raises(RunError, match="table: is of 1 sample, not 2"):
+        with_table(shard, rows[:1], "table")
+    extract(tmp_path)
+    change_table(tmp_path, 1, lambda rows: rows.reverse())
+    with pytest.raises(OSError, match="shard_0001.samples.jsonl.gz is of other samples"):
+        print(ActivationDataset(tmp_path)[0])
 
 
 def test_safetensors_need_token_ids(tmp_path):

@@ -57,7 +57,7 @@ def test_a_shard_goes_from_memory_in_one_request(folder):
         create([memoryview(b"z" * 11)])
     assert folder.read("new") == b"x" * 10 + b"y" and folder.retries == 0
     with pytest.raises(FolderError, match="no such bucket: elsewhere"):
-        Folder("s3://elsewhere/run", patience=5).create("new", b"x", 1, 0)
+        Folder("s3://elsewhere/run", patience=5).create("new", [memoryview(b"x")], 1, 0)
 
 
 @pytest.mark.parametrize("drips", [False, True])

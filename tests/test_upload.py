@@ -412,7 +412,8 @@ from storages import open_storage
 MIB = 2**20
 shard, ceiling, batch = 32 * MIB, 256 * MIB, 8 * MIB
 remote = Folder(sys.argv[1])
-remote.create("first", b"1", 1, google_crc32c.value(b"1"))  # with what has to be imported for it
+# With what has to be imported for it.
+remote.create("first", [memoryview(b"1")], 1, google_crc32c.value(b"1"))
 storage = open_storage(
     sys.argv[2], {0: "h"}, shard_size_gb=shard / 1e9, shard_format=sys.argv[3], threads=2,
     waiting_gb=ceiling / 1e9, remote=remote,

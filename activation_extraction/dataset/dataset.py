@@ -244,6 +244,9 @@ class ActivationDataset(Sequence[SampleActivations]):
             told = self._shards.table(shard)[number]
             span = [int(offset) for offset in reader.offsets[number : number + 2]]
             token_ids, position = reader.tokens(*span)
+            if told.sample_idx != reader.sample_idx[number]:
+                where = self._commits[shard].table_file
+                raise RunError(f"{self.url}: {where} is of other samples than its shard")
             rows = {name: np.array(reader.rows(name, *span)) for name in self.hooks}
         except RunError as error:
             raise OSError(str(error)) from error

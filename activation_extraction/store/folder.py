@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from activation_extraction.common.errors import one_line
 from activation_extraction.common.visible import plain_url
-from activation_extraction.store.atomic_file import write_atomically, write_bytes
+from activation_extraction.store.atomic_file import write_bytes
 from activation_extraction.store.conditional import conditions_of
 from activation_extraction.store.object_store import object_store_of
 from activation_extraction.store.patience import (
@@ -283,7 +283,7 @@ class Folder(Patient):
         self._persist(f"uploading {name}", send, len(data))
         self.beat()
 
-    def create(self, name: str, data: bytes | Sequence[memoryview], size: int, crc32c: int) -> None:
+    def create(self, name: str, parts: Sequence[memoryview], size: int, crc32c: int) -> None:
         """Creates a file from the bytes in memory; the store has to confirm size and CRC-32C.
 
         To Google Cloud Storage and S3 it goes in one conditional request, without a copy: a process
@@ -291,20 +291,13 @@ class Folder(Patient):
         answer was lost, the object is not sent again; raises TakenError if there is one with other
         content. To other stores it goes as by `write`, which replaces a file.
         """
-        parts = [memoryview(data)] if isinstance(data, bytes) else data
-        if self.local:
-            self._persist(f"writing {name}", lambda: self._write_parts(name, parts))
-        elif self._objects is not None:
+        if self._objects is not None:
             self._create_object(name, parts, size, crc32c)
         elif self._conditions is None:
             self.write(name, b"".join(parts))
         elif self.write_if(name, b"".join(parts), None) is None:
             raise self._taken(name)
         self.beat()
-
-    def _write_parts(self, name: str, parts: Sequence[memoryview]) -> None:
-        os.makedirs(self._path, exist_ok=True)
-        write_atomically(Path(self._file(name)), lambda file: [file.write(part) for part in parts])
 
     def _create_object(
         self, name: str, parts: Sequence[memoryview], size: int, crc32c: int

@@ -16,6 +16,7 @@ from typing import Any
 from isal import igzip
 
 from activation_extraction.common.errors import RunError, StorageError, one_line
+from activation_extraction.common.visible import counted
 from activation_extraction.store.blocks import gzip_member
 from activation_extraction.store.json_fields import COUNT, TEXT, Kind, check_fields, optional
 from activation_extraction.store.shard import DocId, SampleRow, Shard
@@ -66,14 +67,24 @@ def table_name(number: int) -> str:
 
 
 def pack_table(samples: Sequence[SampleRow]) -> bytes:
-    """The content of the file. Raises StorageError for a sample of which too much is known."""
+    """The content of the file.
+
+    Raises StorageError for a sample of which too much is known, or what cannot be in the table.
+    """
     lines = b"".join(map(_line, samples))
     return b"".join(gzip_member([memoryview(lines)]))
 
 
 def _line(sample: SampleRow) -> bytes:
     """In ASCII, because an id may be text that has no form in UTF-8. It may be NaN, too."""
-    line = json.dumps(vars(TableRow.of(sample)), separators=(",", ":")).encode() + b"\n"
+    content = vars(TableRow.of(sample))
+    for name, kind in FIELDS.items():
+        if not kind.fits(content[name]):
+            found = f"{type(content[name]).__name__} {ascii(content[name]):.80}"
+            raise StorageError(
+                f"sample {sample.sample_idx}: its {name} is {found}, expected {kind.words}"
+            )
+    line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
     if len(line) > LONGEST_LINE:
         raise StorageError(
             f"sample {sample.sample_idx}: its id, row and text preview take {len(line):,} bytes; "
@@ -118,6 +129,8 @@ def with_table(shard: Shard, table: Sequence[TableRow], where: str) -> Shard:
 
     where: names the file of the table.
     """
+    if len(shard.samples) != len(table):
+        raise RunError(f"{where}: is of {counted(len(table), 'sample')}, not {len(shard.samples)}")
     samples = []
     for sample, row in zip(shard.samples, table, strict=True):
         same = (sample.sample_idx, len(sample.positions)) == (row.sample_idx, row.tokens)
