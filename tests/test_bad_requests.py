@@ -41,6 +41,24 @@ BAD_REQUESTS = {
     "unknown type": (["--activation_type", "q"], {}, "argument --activation_type"),
     "layer beyond depth": (["--layers_to_extract", 12], {}, "--layers_to_extract 12: the model"),
     "negative layer": (["--layers_to_extract", -1], {}, "argument --layers_to_extract"),
+    "layers backwards": (["--layers_to_extract", "3-1"], {}, "3-1 is not a range of layers"),
+    "layers without end": (["--layers_to_extract", "3-"], {}, "invalid layers value: '3-'"),
+    "range beyond depth": (
+        ["--layers_to_extract", "9-12"],
+        {},
+        "--layers_to_extract 12: the model",
+    ),
+    "a flag that is nearly one": (
+        ["--batchsize", 4],
+        {},
+        "unrecognized arguments: --batchsize 4; did you mean --batch_size? (see --help)",
+    ),
+    "a hook that is nearly one": (
+        ["--hook_names", "blocks.3.hook_resid_pots"],
+        {},
+        "with layers 0 to 11; did you mean blocks.3.hook_resid_post?; --list_hooks",
+    ),
+    "JSON of nothing": (["--json"], {}, "--json: needs --status"),
     "hook that is not there": (
         ["--hook_names", "blocks.*.hook_mlp_in"],
         {},
@@ -256,6 +274,17 @@ def test_a_wrong_text_column_lists_the_columns_and_skips_nothing(kind, inputs, t
         *(capsys, tmp_path, [*inputs, "--dataset_path", path]),
         "--text_column text: no such column; the columns are body, id\n",
     )
+
+
+def test_layers_are_numbers_ranges_or_all():
+    for typed, layers in (
+        ("3", (3,)),
+        ("1-3", (1, 2, 3)),
+        ("7 1-3 2 0-0", (7, 1, 2, 3, 0)),
+        ("all", "all"),
+        ("1 all", "all"),
+    ):
+        assert parse_args(["--layers_to_extract", *typed.split()]).layers_to_extract == layers
 
 
 def test_a_slice_is_no_flag():

@@ -222,6 +222,16 @@ def test_torch_and_jax_share_the_memory(dtype, tmp_path):
     assert_same(joined(dataset.batches(16)), expected)
 
 
+def test_a_batch_is_like_a_dict_of_its_hooks_and_goes_to_a_device(run):
+    torch = pytest.importorskip("torch")
+    batch = next(ActivationDataset(run.root).batches(10))
+    assert [*batch] == [*batch.keys()] == list(ActivationDataset(run.root).hooks)
+    for moved in (batch.to("cpu"), batch.torch().to("cpu")):
+        for name, values in zip(batch, map(moved.__getitem__, batch.keys()), strict=True):
+            assert isinstance(values, torch.Tensor) and len(values) == len(batch[name]) == 10
+    assert batch.to("meta").token_ids.device.type == "meta"
+
+
 def test_a_loop_over_tensors_can_be_continued(run):
     batches = ActivationDataset(run.root).batches(20, shuffle=0)
     for _ in zip(range(3), batches.torch(), strict=False):

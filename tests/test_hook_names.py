@@ -8,6 +8,7 @@ from extractions import HOOKS, edit, extract, load
 from pods import flags_for
 
 import extract_activations
+from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError
 from activation_extraction.run import demo
 from activation_extraction.store.pickle_file import pieces_of, read_records
@@ -44,6 +45,13 @@ def test_clipped_default_layers_are_told(texts, tmp_path, capsys):
     log = capsys.readouterr().err
     assert "the default layers, 10 to 23, are clipped: the model has layers 0 to 5\n" in log
     assert "hooks: blocks.5.hook_resid_post; width 128" in log
+    for typed, layers in ((["all"], range(6)), (["4-5", "0"], (0, 4, 5))):
+        out = tmp_path / typed[0]
+        flags[flags.index("--output_dir") + 1] = out
+        more = [*map(str, flags), "--layers_to_extract", *typed]
+        assert extract_activations.main(more) == 0
+        names = [f"blocks.{layer}.hook_resid_post" for layer in layers]
+        assert list(ActivationDataset(out).hooks) == names
 
 
 def test_the_name_takes_few_bytes(tmp_path):

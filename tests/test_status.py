@@ -174,6 +174,18 @@ def test_a_run_that_has_stored_nothing_yet(tmp_path, capsys):
     assert show_status(Folder(str(tmp_path)), write=True) == 0
 
 
+def test_the_status_as_json(tmp_path, capsys):
+    extract(tmp_path)
+    (tmp_path / "shard_0002.npz").unlink()
+    assert main("--status", "--json", "--aggregate", "--output_dir", tmp_path) == 1
+    found = json.loads(capsys.readouterr().out)
+    (problem,) = found.pop("problems")
+    assert problem.endswith("statistics or tables of samples are missing: 2")
+    written = json.loads((tmp_path / "aggregated_metadata.json").read_text())
+    assert found == {name: written[name] for name in found} and found["samples"] == 10
+    assert [part["state"] for part in found["parts"]] == ["damaged"]
+
+
 def test_the_aggregate_adds_up_and_is_left_alone(tmp_path, capsys):
     for machine in range(3):
         for host in range(2):

@@ -34,7 +34,8 @@ HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 class Config:
     """One run, as the user asked for it. Fields are named after flags.
 
-    machine_from: the flag or variable that says which machine this is; None if nothing does.
+    layers_to_extract: may be "all". machine_from: the flag or variable that says which machine this
+    is; None if nothing does.
     bucket_url: the folder in the bucket that gets the folders of machines and hosts; None without
     upload. compilation_cache: a folder, a URL or "off"; None means the default. mesh_type: None if
     --mesh_shape is given instead. compress_shards: false for safetensors, which are never
@@ -52,7 +53,7 @@ class Config:
     text_column: str
     skip_bad_rows: bool
     max_samples: int | None
-    layers_to_extract: tuple[int, ...] | None
+    layers_to_extract: tuple[int, ...] | str | None
     activation_type: str
     hook_names: tuple[str, ...] | None
     list_hooks: bool
@@ -90,6 +91,7 @@ class Config:
     upload_timeout: int
     status: bool
     aggregate: bool
+    json: bool
     verify: bool
     verify_samples: int
     report: str | None
@@ -128,7 +130,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     _refuse_values(flags)
     given = {field.name: getattr(flags, field.name, None) for field in fields(Config)}
     chosen = {
-        "layers_to_extract": _tuple(flags.layers_to_extract),
+        "layers_to_extract": _layers(flags.layers_to_extract),
         "hook_names": _tuple(flags.hook_names),
         "drop_token_ids": tuple(sorted(set(flags.drop_token_ids or ()))),
         "output_dir": os.path.expanduser(flags.output_dir),
@@ -202,6 +204,15 @@ def _fill_defaults(flags: argparse.Namespace) -> None:
             setattr(flags, name, value)
 
 
+def _layers(given: list[tuple[int, ...] | str] | None) -> tuple[int, ...] | str | None:
+    """Every layer once, in the order in which they were given, or "all"."""
+    if given is None:
+        return None
+    if "all" in given:
+        return "all"
+    return tuple(dict.fromkeys(layer for each in given for layer in each if type(layer) is int))
+
+
 def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
     return None if values is None else tuple(values)
 
@@ -235,7 +246,7 @@ def _check_places(flags: argparse.Namespace) -> None:
             f"--gcs_bucket {bucket}: is a path; give only the bucket's name here, and the folder "
             "in it as --gcs_prefix"
         )
-    needs = {"aggregate": "status", "verify_samples": "verify"}
+    needs = {"aggregate": "status", "json": "status", "verify_samples": "verify"}
     needs |= {"export": "export_dir", "export_dir": "export"}
     for flag, needed in needs.items():
         if getattr(flags, flag) and not getattr(flags, needed):

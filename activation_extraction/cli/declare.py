@@ -8,6 +8,7 @@ from typing import Any
 from activation_extraction.cli.defaults import DEFAULTS, ENVIRONMENT
 
 LARGEST = 10**9  # whole number that any flag takes; more is a typo
+MOST_LAYERS = 10_000
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "model")
 
 
@@ -31,6 +32,20 @@ def integer(least: int) -> Callable[[str], int]:
 
     parse.__name__ = "integer"
     return parse
+
+
+def layers(typed: str) -> tuple[int, ...] | str:
+    """A layer, a range such as 1-3 with both its ends, or "all"."""
+    if typed == "all":
+        return typed
+    first, dash, last = typed.partition("-")
+    parse = integer(0)
+    if not dash or not first:
+        return (parse(typed),)
+    ends = parse(first), parse(last)
+    if ends[0] > ends[1] or ends[1] > MOST_LAYERS:
+        raise argparse.ArgumentTypeError(f"{typed} is not a range of layers such as 1-3")
+    return tuple(range(ends[0], ends[1] + 1))
 
 
 def sizes(typed: str) -> tuple[int, ...]:

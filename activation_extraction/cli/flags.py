@@ -6,6 +6,7 @@ in afterwards. Boolean flags are the exception.
 """
 
 import argparse
+import re
 import sys
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from activation_extraction.cli.declare import (
     add_switch,
     axes,
     integer,
+    layers,
     sizes,
     text,
     variables,
@@ -29,7 +31,7 @@ from activation_extraction.cli.output_flags import (
     add_general_flags,
     add_output_flags,
 )
-from activation_extraction.common.errors import InputError
+from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.common.positions import SLICE, positions
 
 ACTIVATION_TYPES = ("residual", "mlp", "attn")
@@ -41,6 +43,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.endswith("argument"):  # one that begins with "-" looks like a flag
             message += "; a value that begins with - follows a =, such as --text_column=-x"
+        if message.startswith("unrecognized"):
+            known = re.findall(r"--\w+", self.format_usage())
+            message += near_miss(message.split()[2].partition("=")[0], known)
         raise InputError(f"{message} (see --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -109,11 +114,11 @@ def _add_hook_flags(parser: argparse.ArgumentParser) -> None:
     add(
         group,
         "layers_to_extract",
-        f"layers, counted from 0 (default: {DEFAULT_LAYERS[0]} to {DEFAULT_LAYERS[-1]}, clipped to "
-        "the model's depth)",
-        type=integer(0),
+        "layers, counted from 0: numbers, ranges such as 1-3, or all (default: "
+        f"{DEFAULT_LAYERS[0]}-{DEFAULT_LAYERS[-1]}, clipped to the model's depth)",
+        type=layers,
         nargs="+",
-        metavar="N",
+        metavar="N|N-M|all",
     )
     add(
         group,

@@ -159,6 +159,11 @@ def add_checking_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_switch(
         group,
+        "json",
+        "with --status: print all of it as one JSON object instead of a table",
+    )
+    add_switch(
+        group,
         "verify",
         "compare every shard with its checksum and its JSON file, and check that every sample is "
         "there once; with --model_path, also recompute some samples; lists every problem and exits "

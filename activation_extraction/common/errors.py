@@ -7,7 +7,8 @@ Both carry one line for the user; any other exception that escapes is a bug in t
 
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 
 from activation_extraction.common.visible import say_error, without_secrets
 
@@ -17,6 +18,12 @@ log = logging.getLogger("extract_activations")
 def one_line(error: BaseException) -> str:
     """The message of a library's exception, as one line without secrets."""
     return without_secrets(" ".join(str(error).split())) or type(error).__name__
+
+
+def near_miss(typed: str, known: Iterable[str]) -> str:
+    """Words to add to a refusal: what may have been meant by a name that is not known, if any."""
+    found = get_close_matches(typed, known, 1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 class InputError(Exception):

@@ -1,6 +1,6 @@
 """Tokens with their activations at several hooks: NumPy arrays, PyTorch tensors or JAX arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, KeysView
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,23 @@ class TokenBatch:
 
     def __getitem__(self, hook: str) -> Any:
         return self.activations[hook]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the hooks, as of a dict."""
+        return iter(self.activations)
+
+    def keys(self) -> KeysView[str]:
+        """The names of the hooks."""
+        return self.activations.keys()
+
+    def to(self, device: Any) -> "TokenBatch":
+        """The same as PyTorch tensors on a device."""
+        tensors = self.torch() if isinstance(self.token_ids, np.ndarray) else self
+
+        def move(tensor: Any) -> Any:
+            return tensor.to(device)
+
+        return tensors.map(move)
 
     @property
     def arrays(self) -> list[Any]:

@@ -24,7 +24,7 @@ def look(config: Config, load: Callable[[dict[str, Any]], Recompute] | None = No
         else:
             root = Folder(config.location, config.upload_timeout, flag=UPLOAD_TIMEOUT)
         if config.status:
-            return show_status(root, config.aggregate)
+            return show_status(root, config.aggregate, config.json)
         if config.report is not None:
             return show_report(root, config.report)
         if config.export is not None and config.export_dir is not None:

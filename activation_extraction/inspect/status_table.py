@@ -1,5 +1,6 @@
 """--status: prints the state of every host and the totals, and writes the totals to the output."""
 
+import json
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -34,24 +35,28 @@ COLUMNS = (
 )
 
 
-def show_status(root: Folder, write: bool) -> int:
+def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
     """Prints the state of every host and the totals; if asked, writes the totals to the output.
 
-    Returns the exit status: 1 when anything stored is damaged or missing.
+    as_json: as one object. Returns the exit status: 1 when anything stored is damaged or missing.
     """
     folders = read_folders(root, brief=True)
     hosts = host_states(folders)
     total = aggregate(folders, hosts)
-    _print_table(hosts, total)
-    waiting = [host.name for host in hosts if host.state == "not started"]
-    if waiting:
-        say(f"not started: {', '.join(waiting)}")
     problems = [problem for stored in folders.values() for problem in problems_of(stored)]
-    for problem in problems:
-        say(f"damaged: {problem}")
+    if as_json:
+        say(json.dumps({**total, "problems": problems}))
+    else:
+        _print_table(hosts, total)
+        waiting = [host.name for host in hosts if host.state == "not started"]
+        if waiting:
+            say(f"not started: {', '.join(waiting)}")
+        for problem in problems:
+            say(f"damaged: {problem}")
     if write:
         _write(root, total)
-        say(f"written: {root.url}/{AGGREGATE}")
+        if not as_json:
+            say(f"written: {root.url}/{AGGREGATE}")
     return 1 if problems else 0
 
 

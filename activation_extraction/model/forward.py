@@ -58,7 +58,7 @@ class ModelRequest:
     dtype: str
     activation_dtype: str
     hook_names: tuple[str, ...] | None
-    layers: tuple[int, ...] | None
+    layers: tuple[int, ...] | str | None
     activation_type: str
     rows: int
     length: int
@@ -243,7 +243,9 @@ def choose_hooks(request: ModelRequest, table: HookTable, depth: int) -> dict[Ke
     """
     if request.hook_names is not None:
         return {name: hook for name, hook in table.matching(request.hook_names, depth).items()}
-    layers = request.layers or [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
+    layers: Sequence[int] = [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
+    if request.layers is not None:
+        layers = range(depth) if isinstance(request.layers, str) else request.layers
     hooks = table.of_layers(layers, request.activation_type, depth)
     return {hook.layer: hook for hook in hooks}
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from activation_extraction.common.errors import InputError
+from activation_extraction.common.errors import InputError, near_miss
 
 HEAD_SIZES = "HCZ"  # letters
 ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
@@ -167,7 +167,8 @@ class HookTable:
                     f"--hook_names {pattern}: layer {hook.layer} is of type "
                     f"{self.types[hook.layer]} and has no such hook; --list_hooks shows their names"
                 )
+        known = [name for hook in self.every(depth, growing=True) for name in hook.names()]
         return InputError(
             f"--hook_names {pattern}: matches no hook of a model with layers 0 to "
-            f"{depth - 1}; --list_hooks shows their names"
+            f"{depth - 1}{near_miss(pattern, known)}; --list_hooks shows their names"
         )

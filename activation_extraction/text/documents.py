@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import datasets
 
-from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.errors import InputError, RunError, near_miss, one_line
 from activation_extraction.common.retries import hub_requests
 from activation_extraction.common.visible import counted
 from activation_extraction.text.rows import FileRow, MissingColumnError, UnusableRowError
@@ -258,7 +258,8 @@ def _text_of(row: dict[str, Any], column: str) -> str | None:
                 f"it has ARC-AGI columns but no grids in them: {error!r}"
             ) from error
     raise MissingColumnError(
-        f"--text_column {column}: no such column; the columns are {', '.join(row)}"
+        f"--text_column {column}: no such column{near_miss(column, row)}; the columns are "
+        f"{', '.join(row)}"
     )
 
 
