@@ -63,6 +63,7 @@ def test_the_second_start_does_not_compile(extract, tmp_path):
         "shard_0001.json",
         "shard_0001.npz",
         "shard_0001.pkl.gz",
+        "shard_0001.samples.jsonl.gz",
     ]
 
 
