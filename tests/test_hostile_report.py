@@ -1,6 +1,7 @@
 """--report of a run whose every text is hostile: the page shows it as text and nothing else."""
 
 import json
+from base64 import b64decode
 from html.parser import HTMLParser
 
 import pytest
@@ -8,12 +9,12 @@ from extractions import HIDDEN, HOOKS, change_shard, edit, extract
 
 from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect.report import make_report
-from activation_extraction.inspect.report_run import padding
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import run_of
 from extract_activations import main
 
 HOSTILE = "\"><script>evil()</script><img/src=x/onerror=evil()>'<b onclick=evil()>&lt;evil>"
+HOSTILE += "\x1b[31m\u202e$x^{$ {{ 7 * 7 }} {% evil %}"
 NAMES = {key: f"blocks.{key}.hook{HOSTILE}" for key in HOOKS}
 
 
@@ -81,9 +82,16 @@ def test_nothing_that_was_stored_becomes_a_part_of_the_page(tmp_path):
         change_shard(hostile, number, rename_in_records)
         edit(path, rename)
     expected, found = (Page(page_of(root)) for root in (plain, hostile))
-    assert "evil()" in found.text and found.tags <= expected.tags
-    assert not {"script", "img"} & found.tags
+    assert "evil()" in found.text and "{{ 7 * 7 }}" in found.text
+    assert all(character.isprintable() or character == "\n" for character in found.text)
+    assert found.tags <= expected.tags
+    assert "script" not in found.tags
     assert {n for n, _ in found.attributes} <= {n for n, _ in expected.attributes}
+    images = [value for name, value in found.attributes if name == "src"]
+    assert len(images) == [name for name, _ in expected.attributes].count("src")
+    for image in images:  # they show numbers alone
+        start, _, data = image.partition(",")
+        assert start == "data:image/svg+xml;base64" and b"evil" not in b64decode(data)
 
 
 @pytest.mark.parametrize("line", ['{"time": "x"}', '{"time": 1, "tokens": "y"}', "[" * 10**5])
@@ -94,7 +102,3 @@ def test_metrics_that_are_no_numbers_are_left_out(line, tmp_path, capsys):
     page_of(tmp_path)
     assert main(["--status", "--output_dir", str(tmp_path)]) == 0
     assert "evil" not in capsys.readouterr().out
-
-
-def test_padding_of_rows_without_slots_is_not_known():
-    assert padding([{"time": 1, "steps": 1, "tokens": 5}], 0) is None

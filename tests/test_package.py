@@ -30,6 +30,11 @@ def test_extras_and_requirement_files_are_the_same_lists():
         assert extras[extra] == [name, *requirements(f"deploy/requirements-{extra}.txt")]
 
 
+def test_the_extra_for_reports_and_the_tests_have_the_same_pins():
+    pinned = requirements("requirements.txt") + requirements("tests/requirements.txt")
+    assert set(PROJECT["optional-dependencies"]["report"]) <= set(pinned)
+
+
 def test_pins_satisfy_what_reading_needs():
     pinned = dict(line.split("==") for line in requirements("requirements.txt"))
     for dependency in PROJECT["dependencies"]:
@@ -66,7 +71,7 @@ def test_the_wheel_holds_the_sources_and_nothing_else(installed):
     package = REPOSITORY / "activation_extraction"
     expected = {str(path.relative_to(REPOSITORY)) for path in package.rglob("*.py")}
     expected |= {"extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py"}
-    data = ("inspect/report.css", "run/demo_texts.txt")
+    data = ("inspect/report.css", "inspect/report.jinja", "run/demo_texts.txt")
     assert names == expected | {f"{package.name}/{name}" for name in data}
 
 

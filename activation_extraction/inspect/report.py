@@ -1,48 +1,46 @@
-"""--report: one HTML file about a run, from a sample of its shards. Needs matplotlib.
+"""--report: one HTML file about a run, from a sample of its shards. Needs matplotlib and Jinja2.
 
-It works while the run goes on, from a local folder or a bucket, and runs no pickled code.
+It works while the run goes on, from a local folder or a bucket, and runs no pickled code. The page
+is report.jinja, which escapes whatever it is given.
 """
 
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from activation_extraction.common.errors import InputError, RunError
-from activation_extraction.common.visible import say
+from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.folders import read_folders
-from activation_extraction.inspect.report_analysis import analyse, position_buckets
-from activation_extraction.inspect.report_run import (
-    Throughput,
-    describe,
-    intervals,
-    lengths_of,
-    padding,
-    read_metrics,
-    throughput,
-)
+from activation_extraction.inspect import report_numbers
 from activation_extraction.inspect.report_sample import read_sample
-from activation_extraction.inspect.report_text import find_tokenizer
+from activation_extraction.inspect.status import host_states, problems_of
 from activation_extraction.store.atomic_file import write_bytes
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import METADATA, METRICS, Stored, identity_of
 from activation_extraction.store.reasons import reason_of
 
 NAME = "report.html"
+METRICS_BYTES = 16 * 2**20  # of all hosts, from the end of each one's
 
 
 def show_report(root: Folder, file: str) -> int:
     """Writes the report and prints its path; returns the exit status.
 
     file: where to; "" means report.html, beside metadata.json of a local folder, else in the
-    working directory. Raises InputError, also when nothing is stored or matplotlib is missing.
+    working directory. Raises InputError, also when nothing is stored or a library is missing.
     """
     folders = read_folders(root)
     target = Path(file or (root.fetch(NAME, Path()) if root.local else NAME)).expanduser()
-    if find_spec("matplotlib") is None:
-        raise InputError(
-            "--report: needs matplotlib; in the folder of the checkout run: pip install '.[report]'"
-        )
+    for library in ("matplotlib", "jinja2"):
+        if find_spec(library) is None:
+            how = "in the folder of the checkout run: pip install '.[report]'"
+            raise InputError(f"--report: needs {library}; {how}")
     if target.is_dir() or not target.parent.is_dir():
         raise InputError(f"--report {target}: expected a file in a folder that exists")
     html = make_report(root, folders)
@@ -55,9 +53,7 @@ def show_report(root: Folder, file: str) -> int:
 
 
 def make_report(root: Folder, folders: dict[str, Stored]) -> str:
-    """The HTML file. Raises InputError when nothing is stored, RunError when a shard is damaged."""
-    from activation_extraction.inspect.report_page import Content, page  # imports matplotlib
-
+    """Returns the page. Raises InputError if nothing is stored, RunError if a shard is damaged."""
     commits = [commit for stored in folders.values() for commit in stored.in_order]
     if not sum(commit.tokens for commit in commits):
         raise InputError(f"{root.url}: no {'token' if commits else 'shard'} is stored yet")
@@ -68,35 +64,67 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
         raise InputError(str(error)) from error
     except OSError as error:
         raise RunError(str(error)) from error
-    run = describe(folders, dataset.metadata)
-    identity = identity_of(dataset.metadata, METADATA)
-    speed, packed = _measured(root, folders)
-    return page(
-        Content(
-            run,
-            sample,
-            position_buckets(sample.position),
-            analyse(sample, dataset.hooks),
-            dataset.statistics,
-            lengths_of(sample.documents, run, identity.max_seq_length, packed)
-            if identity.every_token
-            else None,
-            speed,
-            find_tokenizer(dataset.metadata),
-        )
+    buckets = report_numbers.position_buckets(sample.position)
+    hooks = [report_numbers.analyse(sample, *hook, buckets) for hook in enumerate(dataset.hooks)]
+    return _template().render(
+        dataset=dataset,
+        identity=identity_of(dataset.metadata, METADATA),
+        folders=folders.values(),
+        parts=host_states(folders),
+        problems=[problem for stored in folders.values() for problem in problems_of(stored)],
+        sample=sample,
+        buckets=list(buckets),
+        hooks=sorted(hooks, key=lambda hook: (hook.kind, hook.layer)),
+        decode=find_tokenizer(dataset),
+        throughput=report_numbers.throughput(_intervals(root, folders)),
+        now=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )
 
 
-def _measured(
-    root: Folder, folders: Mapping[str, Stored]
-) -> tuple[Throughput | None, float | None]:
-    """Throughput of all hosts, and the share of padding of the first one that tells it."""
-    hosts, packed = [], None
+def _template() -> Any:
+    """Returns report.jinja, in which every value is made visible, then escaped."""
+    from jinja2 import Environment, PackageLoader
+    from markupsafe import Markup
+
+    from activation_extraction.inspect import report_charts  # imports matplotlib
+
+    environment = Environment(
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else visible(value),
+        loader=PackageLoader("activation_extraction.inspect", ""),
+    )
+    environment.globals |= {"charts": report_charts, "outlier": report_numbers.OUTLIER}
+    environment.globals |= {"counted": counted, "visible": visible}
+    return environment.get_template("report.jinja")
+
+
+def find_tokenizer(dataset: ActivationDataset) -> Callable[[np.ndarray], str] | None:
+    """Finds the tokenizer in the model's folder or the hub's local cache, to decode token ids."""
+    told, files = dataset.metadata, ("tokenizer.json", "vocab.json", "merges.txt")
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from tokenizers import Tokenizer, decoders, models
+
+        model = dataset.tokenizer_path
+        commit = told.get("model_commit") or told["configuration"].get("model_revision")
+        paths: list[Any] = [str(Path(model).expanduser() / name) for name in files]
+        if not any(map(os.path.isfile, paths)):
+            paths = [try_to_load_from_cache(model, name, revision=commit) for name in files]
+        if isinstance(paths[0], str) and os.path.isfile(paths[0]):
+            tokenizer = Tokenizer.from_file(paths[0])
+        else:
+            tokenizer = Tokenizer(models.BPE.from_file(*paths[1:]))
+            tokenizer.decoder = decoders.ByteLevel()
+    except Exception:  # not installed, not there or damaged: the report shows ids instead
+        return None
+    return lambda ids: tokenizer.decode(ids.clip(0).tolist(), skip_special_tokens=False)
+
+
+def _intervals(root: Folder, folders: dict[str, Stored]) -> list[report_numbers.Interval]:
+    """Returns the intervals of all hosts, from the ends of their metrics."""
+    found, most = [], METRICS_BYTES // len(folders)
     for name, stored in folders.items():
-        lines = read_metrics(root.child(name), stored.files.get(METRICS, 0))
-        hosts.append(intervals(lines))
-        told = stored.metadata or {}
-        rows = told.get("configuration", {}).get("batch_size")
-        if packed is None and rows is not None:
-            packed = padding(lines, rows * told["identity"]["max_seq_length"])
-    return throughput(hosts), packed
+        if size := stored.files.get(METRICS, 0):
+            data = root.child(name).read(METRICS, start=-min(size, most)) or b""
+            found += report_numbers.intervals(data)[size > most :]  # the first may stand for more
+    return found
