@@ -360,7 +360,7 @@ def check(capsys: pytest.CaptureFixture[str]) -> Callable[[Path | str], list[str
         status = verify(Folder(str(root)), None, 0)
         *lines, summary = capsys.readouterr().out.splitlines()
         problems = [line for line in lines if not line.startswith("note: ")]
-        assert summary.startswith("NOT IN ORDER" if problems else "in order"), summary
+        assert summary.startswith("FAILED" if problems else "in order"), summary
         assert status == (1 if problems else 0)
         return problems
 

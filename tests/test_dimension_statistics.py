@@ -41,7 +41,7 @@ def test_they_are_those_of_the_stored_tokens(kind, tmp_path, monkeypatch):
     for hook in dataset.hooks:
         found, values = dataset.statistics[hook], tokens[hook]
         close(found.all_tokens, values)
-        close(found.without_sinks, values[tokens["position"] > 0])
+        close(found.without_first_token, values[tokens["position"] > 0])
         norms = np.linalg.norm(values.astype(np.float64), axis=1)
         expected = {}
         for start, stop in ((0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32)):
@@ -50,7 +50,9 @@ def test_they_are_those_of_the_stored_tokens(kind, tmp_path, monkeypatch):
                 expected[range(start, stop)] = pytest.approx(norms[inside].mean(), rel=1e-12)
         assert len(expected) > 4 and found.norms_by_position == expected
         assert found.mean_norm == pytest.approx(found.all_tokens.mean_norm)
-        assert found.without_sinks.mean_norm < found.all_tokens.mean_norm  # sinks are large here
+        assert (
+            found.without_first_token.mean_norm < found.all_tokens.mean_norm
+        )  # sinks are large here
 
 
 def test_they_are_the_same_whatever_the_format_and_wherever_they_are(tmp_path):
@@ -60,7 +62,7 @@ def test_they_are_the_same_whatever_the_format_and_wherever_they_are(tmp_path):
     url = f"memory://{tmp_path}/bucket"
     fsspec.filesystem("memory").put(f"{tmp_path}/pickle/", url, recursive=True)
     one, *others = (
-        ActivationDataset(where).statistics[FIRST].without_sinks
+        ActivationDataset(where).statistics[FIRST].without_first_token
         for where in (tmp_path / "pickle", tmp_path / "safetensors", url)
     )
     for other in others:
@@ -71,7 +73,7 @@ def test_while_a_run_goes_on_and_where_it_is_too_small_for_sinks_alone(tmp_path)
     store(tmp_path, finish=False)
     dataset = ActivationDataset(tmp_path)
     found = dataset.statistics[FIRST]
-    assert 0 < found.without_sinks.tokens < found.all_tokens.tokens == dataset.tokens
+    assert 0 < found.without_first_token.tokens < found.all_tokens.tokens == dataset.tokens
     sums = Sums.zeros(3)
     sums.add([np.ones((1, 3), np.float32)], Tokens([np.zeros(1, np.int32)]))
     assert unpack_and_pack(sums).counts.sum() == 1

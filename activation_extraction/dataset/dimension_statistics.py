@@ -36,9 +36,9 @@ class HookStatistics(Statistics):
     """Statistics of a hook over all that is stored.
 
     mean, variance, mean_norm and max_norm are numbers over all values, or all tokens. `all_tokens`
-    and `without_sinks` have them for every dimension. An attention sink is the first token of a
-    document; its norm is often 100 times that of the others. These two raise
-    OSError for damaged files.
+    and `without_first_token` have them for every dimension. The first token of a document often is
+    an attention sink, whose norm is 100 times that of the others. These two raise OSError for
+    damaged files.
     """
 
     load: Callable[[], Sums] = field(repr=False, compare=False, kw_only=True)
@@ -59,7 +59,7 @@ class HookStatistics(Statistics):
         return _of(self._sums, slice(None))
 
     @cached_property
-    def without_sinks(self) -> DimensionStatistics:
+    def without_first_token(self) -> DimensionStatistics:
         """Of the tokens that are not the first one of their document."""
         return _of(self._sums, slice(OTHER, None))
 

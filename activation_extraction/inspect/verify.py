@@ -62,7 +62,7 @@ def _verdict(folders: int, commits: list[Commit], recomputed: str, problems: int
     samples = sum(commit.count for commit in commits)
     gigabytes = sum(commit.bytes for commit in commits) / 1e9
     return (
-        f"{'NOT IN ORDER' if problems else 'in order'}: {counted(folders, 'folder')}, "
+        f"{'FAILED' if problems else 'in order'}: {counted(folders, 'folder')}, "
         f"{counted(len(commits), 'shard')}, {counted(samples, 'sample')}, {gigabytes:,.3f} GB; "
         f"{recomputed}; {counted(problems, 'problem')}"
     )
