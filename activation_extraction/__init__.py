@@ -6,23 +6,38 @@ extract_activations.py, beside this package, is the story of a run. The folders 
 everything. Each folder's `__init__.py` names the files to begin with.
 
 `ActivationDataset` reads what a run has stored, and `ActivationStorage` stores activations, also
-those of another program. They are imported when they are first used, so importing this package
-costs nothing; neither needs JAX or PyTorch.
+those of another program; the other names are what they take and return. They are imported when they
+are first used, so importing this package costs nothing; none of them needs JAX or PyTorch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from activation_extraction.dataset.dataset import ActivationDataset
+    from activation_extraction.dataset.batches import Batches
+    from activation_extraction.dataset.dataset import ActivationDataset, SampleActivations
+    from activation_extraction.dataset.dimension_statistics import HookStatistics
+    from activation_extraction.dataset.token_batch import TokenBatch
     from activation_extraction.store.options import StorageOptions
     from activation_extraction.store.storage import ActivationStorage
 
-__all__ = ["ActivationDataset", "ActivationStorage", "StorageOptions"]
+__all__ = [
+    "ActivationDataset",
+    "ActivationStorage",
+    "Batches",
+    "HookStatistics",
+    "SampleActivations",
+    "StorageOptions",
+    "TokenBatch",
+]
 HOMES = {
     "ActivationDataset": "dataset.dataset",
     "ActivationStorage": "store.storage",
+    "Batches": "dataset.batches",
+    "HookStatistics": "dataset.dimension_statistics",
+    "SampleActivations": "dataset.dataset",
     "StorageOptions": "store.options",
+    "TokenBatch": "dataset.token_batch",
 }
 __version__ = "0.1.0"  # of the package, too: pyproject.toml reads it here
 

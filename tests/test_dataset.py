@@ -28,6 +28,7 @@ from runs_to_read import (
 )
 from storages import open_storage
 
+import activation_extraction
 from activation_extraction import ActivationDataset
 from activation_extraction.dataset import open_shards
 from activation_extraction.store.formats import format_of
@@ -115,6 +116,20 @@ def test_the_table_of_samples_takes_no_activations(run, monkeypatch):
     assert found["tokens"].to_pylist() == [len(sample.token_ids) for sample in expected]
     for name in ("doc_id", "row", "cut", "text_preview"):
         assert found[name].to_pylist() == [getattr(sample, name) for sample in expected], name
+
+
+def test_every_promised_name_is_there_with_its_documentation():
+    for name in activation_extraction.__all__:
+        found = getattr(activation_extraction, name)
+        assert found.__name__ == name and len(found.__doc__) > 40
+    with pytest.raises(AttributeError, match="has no attribute 'Dataset'"):
+        print(activation_extraction.Dataset)
+
+
+def test_the_table_of_samples_says_what_it_needs(small, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match="needs pyarrow: pip install pyarrow"):
+        print(ActivationDataset(small.root).samples)
 
 
 def test_ids_of_several_types_are_texts_in_the_table_of_samples(tmp_path):

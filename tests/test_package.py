@@ -71,7 +71,7 @@ def test_the_wheel_holds_the_sources_and_nothing_else(installed):
     package = REPOSITORY / "activation_extraction"
     expected = {str(path.relative_to(REPOSITORY)) for path in package.rglob("*.py")}
     expected |= {"extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py"}
-    data = ("inspect/report.css", "inspect/report.jinja", "run/demo_texts.txt")
+    data = ("py.typed", "inspect/report.css", "inspect/report.jinja", "run/demo_texts.txt")
     assert names == expected | {f"{package.name}/{name}" for name in data}
 
 

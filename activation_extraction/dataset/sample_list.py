@@ -17,8 +17,10 @@ def list_samples(read: Callable[[int], Sequence[TableRow]], shards: int) -> "pya
 
     Ids become texts where a run has ids of several types. Raises what `read` raises.
     """
-    import pyarrow
-
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ImportError("the table of samples needs pyarrow: pip install pyarrow") from error
     with ThreadPoolExecutor(READERS) as pool:
         rows = [row for table in pool.map(read, range(shards)) for row in table]
     ids = [row.doc_id for row in rows]
