@@ -53,6 +53,7 @@ BAD_REQUESTS = {
         {},
         "unrecognized arguments: --batchsize 4; did you mean --batch_size? (see --help)",
     ),
+    "an empty argument": ([""], {}, "unrecognized arguments: '' (see --help)"),
     "a hook that is nearly one": (
         ["--hook_names", "blocks.3.hook_resid_pots"],
         {},

@@ -118,6 +118,20 @@ def test_the_table_of_samples_takes_no_activations(run, monkeypatch):
         assert found[name].to_pylist() == [getattr(sample, name) for sample in expected], name
 
 
+def test_strange_ids_and_rows_are_texts_in_the_table_of_samples(tmp_path):
+    rows: list = [{"a": 1}, {"a": "\udce9"}, None, {str(n): n for n in range(60)}, {"x": 2**70}]
+    with open_storage(tmp_path, {0: "h"}, hook_facts={0: {"width": 2}}) as storage:
+        for number, row in enumerate(rows):
+            values, ids = np.zeros((1, 2), np.float32), np.zeros(1, np.int32)
+            storage.add_activation(0, values, number, "", ids, 2**63 + number, row)
+    dataset = ActivationDataset(tmp_path)
+    found = dataset.samples
+    assert found["doc_id"].to_pylist() == [2**63 + number for number in range(5)]
+    assert found["row"].to_pylist()[:3] == ['{"a": 1}', '{"a": "\\udce9"}', None]
+    assert [sample.row for sample in dataset] == rows
+    assert "samples" not in vars(pickle.loads(pickle.dumps(dataset)))  # is read there again
+
+
 def test_every_promised_name_is_there_with_its_documentation():
     for name in activation_extraction.__all__:
         found = getattr(activation_extraction, name)

@@ -127,3 +127,20 @@ def test_what_arrives_damaged_is_sent_again(tmp_path, monkeypatch, method):
         parts = [memoryview(b"content")]
         store.create("file", parts, 7, google_crc32c.value(b"content"))
     assert store.read("file") == b"content" and not damaged and store.retries == 3
+
+
+def test_what_changes_a_store_without_conditions_is_waited_for(tmp_path, monkeypatch):
+    """Left to itself, it might undo what comes later."""
+    store = Folder(f"memory://{tmp_path}/run", patience=0.05)
+    store.write("file", b"old")
+    original = store._fs.rm_file
+
+    def slowly(target):
+        time.sleep(0.5)
+        original(target)
+
+    monkeypatch.setattr(store._fs, "rm_file", slowly)
+    store.remove("file")
+    store.write("file", b"new")
+    time.sleep(0.6)
+    assert store.read("file") == b"new"

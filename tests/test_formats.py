@@ -242,9 +242,17 @@ def test_a_table_of_other_samples_is_refused(tmp_path):
     with pytest.raises(RunError, match="table: is of 1 sample, not 2"):
         with_table(shard, rows[:1], "table")
     extract(tmp_path)
-    change_table(tmp_path, 1, lambda rows: rows.reverse())
-    with pytest.raises(OSError, match="shard_0001.samples.jsonl.gz is of other samples"):
+    tokens = [0, 20, 10]
+    change_table(
+        tmp_path, 1, lambda rows: [r.update(tokens=n) for r, n in zip(rows, tokens, strict=True)]
+    )
+    with pytest.raises(OSError, match="samples.jsonl.gz is of other samples than its shard"):
         print(ActivationDataset(tmp_path)[0])
+    change_table(tmp_path, 1, lambda rows: rows.reverse())
+    dataset = ActivationDataset(tmp_path)
+    for read in (lambda: dataset[0], lambda: dataset.samples):
+        with pytest.raises(OSError, match="samples.jsonl.gz: is not the table of the shard"):
+            print(read())
 
 
 def test_safetensors_need_token_ids(tmp_path):

@@ -14,7 +14,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from command_line import start
+from command_line import main, start
 from extractions import HOOKS, edit, extract, load, replace_shard
 from runs_to_read import FORMATS
 from test_shards import EMPTY, FLOAT32
@@ -26,6 +26,7 @@ from activation_extraction.model.qwen_config import complete
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of
+from activation_extraction.store.safetensors_file import SafetensorsFile
 from activation_extraction.store.safetensors_header import Tensor
 from activation_extraction.store.sealed_json import seal, unseal
 from activation_extraction.store.statistics import Sums
@@ -262,6 +263,85 @@ def test_a_record_of_other_types_raises_oserror(field, value, tmp_path):
     else:
         with pytest.raises(OSError, match="shard_0001"):
             ActivationDataset(tmp_path)[0]
+
+
+def set_arrays(**arrays):
+    """Gives the first records of both hooks other arrays."""
+
+    def change(shard):
+        for key in HOOKS:
+            for record, *values in zip(shard[key], *arrays.values(), strict=False):
+                record |= dict(zip(arrays, values, strict=True))
+
+    return change
+
+
+def cut_differently(shard):
+    ids = np.concatenate([record["token_ids"] for record in shard[3]])
+    parts = np.split(ids, [5, 20])
+    return set_arrays(token_ids=parts)(shard)
+
+
+RECORDS_THAT_DISAGREE = {
+    "ids cut differently": cut_differently,
+    "positions with two dimensions": set_arrays(positions=[np.zeros((10, 2), np.int32)] * 3),
+    "positions without dimensions": set_arrays(positions=[np.zeros((), np.int32)] * 3),
+    "positions that would wrap": set_arrays(positions=[np.arange(10) + 2**32] * 3),
+    "ids without dimensions": set_arrays(token_ids=[np.zeros((), np.int32)] * 3),
+    "ids that are no integers": set_arrays(token_ids=[np.zeros(10, np.float32)] * 3),
+    "a huge number": lambda shard: [shard[key][2].update(sample_idx=2**70) for key in HOOKS],
+    "no width": set_arrays(activation=[np.zeros((5 * 10**8, 0))], shape=[(5 * 10**8, 0)]),
+    "the same record": lambda shard: shard.update({key: shard[key][:1] * 3 for key in HOOKS}),
+    "no record": lambda shard: shard.update({key: [] for key in HOOKS}),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS_THAT_DISAGREE)
+def test_records_that_disagree_are_refused_by_every_reader(name, tmp_path, check, capsys):
+    extract(tmp_path / "run", hook_facts={key: {"width": 16} for key in HOOKS})
+    shard = load(tmp_path / "run", 1)
+    RECORDS_THAT_DISAGREE[name](shard)
+    replace_shard(tmp_path / "run", 1, gzip.compress(pickle.dumps(shard, 4)))
+    dataset = ActivationDataset(tmp_path / "run")
+    for read in (lambda: dataset[0], lambda: next(dataset.batches(10))):
+        with pytest.raises(OSError, match="shard_0001.pkl.gz"):
+            print(read())
+    assert check(tmp_path / "run")
+    target = ["--export_dir", str(tmp_path / "copy"), "--output_dir", str(tmp_path / "run")]
+    assert main("--export", "safetensors", *target) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "shard_0001." in error and "run --verify on the run" in error
+
+
+@pytest.mark.parametrize(
+    "name,values",
+    [
+        ("sample_offsets", [0, 2**63 - 1, -2, 30]),  # differences of which overflow
+        ("sample_offsets", [0, 20, 10, 30]),
+        ("sample_idx", [0, -(2**63), 2]),
+        ("sample_idx", [0, 0, 2]),
+    ],
+)
+def test_tables_of_safetensors_that_do_not_ascend_are_refused(name, values, tmp_path):
+    extract(tmp_path, shard_format="safetensors")
+    path = tmp_path / "shard_0001.safetensors"
+    data = bytearray(path.read_bytes())
+    file = SafetensorsFile(
+        lambda start, stop: np.frombuffer(data, np.uint8)[start:stop], len(data), ""
+    )
+    tensor = file.tensors[name]
+    data[tensor.offset : tensor.end] = np.array(values, np.int64).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(OSError, match="shard_0001.safetensors: is damaged: its samples are not"):
+        print(ActivationDataset(tmp_path)[2])
+
+
+def test_tables_of_safetensors_have_the_dtypes_of_the_format(tmp_path):
+    extract(tmp_path, shard_format="safetensors")
+    path = tmp_path / "shard_0001.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"I64"', b'"F64"'))
+    with pytest.raises(OSError, match="sample_idx is float64, expected int64"):
+        print(ActivationDataset(tmp_path)[0])
 
 
 def test_statistics_whose_header_claims_more_than_is_there_take_no_memory():

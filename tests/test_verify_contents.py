@@ -20,7 +20,7 @@ def test_a_duplicated_sample_within_a_shard(tmp_path, check):
 
     def repeat(shard):
         for records in shard.values():
-            records[2] = records[1]
+            records[2] = dict(records[1])
 
     change_shard(tmp_path, 2, repeat)
     assert check(tmp_path) == ["shard_0002.pkl.gz: its samples are not those of its JSON"]

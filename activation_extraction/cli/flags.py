@@ -45,7 +45,8 @@ class _Parser(argparse.ArgumentParser):
             message += "; a value that begins with - follows a =, such as --text_column=-x"
         if message.startswith("unrecognized"):
             known = re.findall(r"--\w+", self.format_usage())
-            message += near_miss(message.split()[2].partition("=")[0], known)
+            typed = message.removeprefix("unrecognized arguments:").split()
+            message += near_miss(typed[0].partition("=")[0], known) if typed else "''"
         raise InputError(f"{message} (see --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

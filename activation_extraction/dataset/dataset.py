@@ -97,6 +97,10 @@ class ActivationDataset(Sequence[SampleActivations]):
         self._ends = list(accumulate(commit.count for commit in self._commits))
         self._local = root.local
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process reads the table of samples for itself."""
+        return {name: value for name, value in vars(self).items() if name != "samples"}
+
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
@@ -241,10 +245,11 @@ class ActivationDataset(Sequence[SampleActivations]):
     def _sample(self, shard: int, number: int) -> SampleActivations:
         try:
             reader = self._shards.get(shard)
-            told = self._shards.table(shard)[number]
             span = [int(offset) for offset in reader.offsets[number : number + 2]]
+            told = self._shards.table(shard)[number]
             token_ids, position = reader.tokens(*span)
-            if told.sample_idx != reader.sample_idx[number]:
+            stored = int(reader.sample_idx[number]), span[1] - span[0]
+            if (told.sample_idx, told.tokens) != stored:
                 where = self._commits[shard].table_file
                 raise RunError(f"{self.url}: {where} is of other samples than its shard")
             rows = {name: np.array(reader.rows(name, *span)) for name in self.hooks}
@@ -254,7 +259,7 @@ class ActivationDataset(Sequence[SampleActivations]):
             activations=ByHook(rows, self._shards.hooks.aliases),
             token_ids=np.array(token_ids),
             position=np.array(position),
-            sample_idx=int(reader.sample_idx[number]),
+            sample_idx=told.sample_idx,
             text_preview=told.text_preview,
             doc_id=told.doc_id,
             row=told.row,

@@ -20,6 +20,7 @@ from activation_extraction.store.shard_reader import (
 )
 
 OPEN_SHARDS = 128  # where a shard is read by ranges; one pickle stays in memory
+TABLE_ROWS = 100_000  # of tables of samples that stay in memory, and at least one table
 
 
 @dataclass
@@ -39,7 +40,7 @@ class OpenShards:
         self._lock = threading.Lock()
         self._folders: dict[str, Folder] = {}
         self._readers: OrderedDict[int, ShardReader] = OrderedDict()
-        self._table: tuple[int, list[TableRow]] | None = None  # the last one that was read
+        self._tables: OrderedDict[int, list[TableRow]] = OrderedDict()
 
     def __getstate__(self) -> tuple[str, list[tuple[str, Commit]], ByHook[StoredHook]]:
         return self.url, self.shards, self.hooks
@@ -79,13 +80,19 @@ class OpenShards:
     def table(self, number: int) -> list[TableRow]:
         """The table of a shard's samples. Raises OSError."""
         self._notice_fork()
-        known = self._table
-        if known is None or known[0] != number:
-            try:
-                known = self._table = number, read_table(*self._place(number))
-            except RunError as error:
-                raise OSError(str(error)) from error
-        return known[1]
+        with self._lock:
+            if number in self._tables:
+                self._tables.move_to_end(number)
+                return self._tables[number]
+        try:
+            table = read_table(*self._place(number))
+        except RunError as error:
+            raise OSError(str(error)) from error
+        with self._lock:
+            self._tables[number] = table
+            while len(self._tables) > 1 and sum(map(len, self._tables.values())) > TABLE_ROWS:
+                self._tables.popitem(last=False)
+        return table
 
     def _place(self, number: int) -> tuple[Folder, Commit]:
         name, commit = self.shards[number]

@@ -40,7 +40,7 @@ class TokenBatch:
 
     def to(self, device: Any) -> "TokenBatch":
         """The same as PyTorch tensors on a device."""
-        tensors = self.torch() if isinstance(self.token_ids, np.ndarray) else self
+        tensors = self if hasattr(self.token_ids, "is_pinned") else self.map(np.array).torch()
 
         def move(tensor: Any) -> Any:
             return tensor.to(device)

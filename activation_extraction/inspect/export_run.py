@@ -25,6 +25,7 @@ from activation_extraction.store.folder_lock import running_system
 from activation_extraction.store.formats import SAFETENSORS, ShardFormat
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import METADATA, METRICS, NOTHING, Stored, read_stored
+from activation_extraction.store.pickle_file import ContentError
 from activation_extraction.store.reasons import scratch_folder
 from activation_extraction.store.sample_table import pack_table, with_table
 from activation_extraction.store.sealed_json import seal
@@ -171,7 +172,8 @@ def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
         with scratch_folder() as scratch:
             shard = _read(copy.source, commit, scratch)
     except RunError as error:
-        raise RunError(str(error), remedy="run --verify on the run") from error
+        at = f"{copy.source.url}/{commit.file}: " if isinstance(error, ContentError) else ""
+        raise RunError(f"{at}{error}", remedy="run --verify on the run") from error
     keys = {hook["key"]: hook["name"] for hook in copy.wanted(commit.hooks)}
     slices = {key: shard.slices[key] for key in keys}
     shard = replace(shard, slices=slices, chosen=not copy.identity.every_token)
@@ -203,8 +205,16 @@ def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
 
 
 def _read(folder: Folder, commit: Commit, scratch: Path) -> Shard:
+    """A shard and its table of samples. Raises RunError if either is not what it should be."""
     table = read_table(folder, commit)
-    return with_table(read_shard(folder, commit, scratch), table, commit.table_file)
+    shard = with_table(read_shard(folder, commit, scratch), table, commit.table_file)
+    for sample, *values in zip(shard.samples, *shard.slices.values(), strict=True):
+        if sample.token_ids is not None:
+            values.append(sample.token_ids)
+        if any(len(each) != len(sample.positions) for each in values):
+            what = f"sample {sample.sample_idx}: its arrays have different numbers of tokens"
+            raise RunError(f"{folder.url}/{commit.file}: {what}")
+    return shard
 
 
 def _write(path: Path, data: bytes) -> str:

@@ -85,7 +85,7 @@ def check_shard(
         problems = [f"{where}: {problem}" for problem in error.problems]
     except (RunError, OSError) as error:
         problems = [f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")]
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
         problems = [f"{where}: its content is not as it should be: {error!r:.200}"]
     return Checked(commit, problems, [])
 

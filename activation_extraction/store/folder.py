@@ -229,7 +229,7 @@ class Folder(Patient):
                 else:
                     self._conditions.delete(self._file(name), version)
 
-        self._persist(f"deleting {name}", delete)
+        self._persist(f"deleting {name}", delete, waits=not self.conditional)
 
     def version(self, name: str) -> str | None:
         """The version of a file now; None if there is no such file."""
@@ -280,7 +280,7 @@ class Folder(Patient):
             if not self._found(target, len(data), hashlib.md5(data)):
                 raise ConnectionError("what arrived differs from what was sent")
 
-        self._persist(f"uploading {name}", send, len(data))
+        self._persist(f"uploading {name}", send, len(data), waits=not self.conditional)
         self.beat()
 
     def create(self, name: str, parts: Sequence[memoryview], size: int, crc32c: int) -> None:

@@ -107,12 +107,18 @@ class Patient(ABC):
         """Whether it is a folder on this machine, where it is useless to try again."""
 
     def _persist(
-        self, what: str, action: Callable[[], T], size: int = 0, heartbeat: Heartbeat | None = None
+        self,
+        what: str,
+        action: Callable[[], T],
+        size: int = 0,
+        heartbeat: Heartbeat | None = None,
+        waits: bool = False,
     ) -> T:
         """The result of `action`, which is retried unless its failure is final.
 
         size: how many bytes it moves. An action with a heartbeat ends in time by itself; any other
-        has what is left of the patience, or what its bytes need on a slow line.
+        has what is left of the patience, or what its bytes need on a slow line. waits: the action
+        may not be left to itself, since it would undo later work if it came to its end after all.
         """
 
         def listen(reason: str) -> None:
@@ -122,7 +128,7 @@ class Patient(ABC):
         self._heard = ""
         gcsfs_listeners.append(listen)
         try:
-            result = self._try(what, action, size, heartbeat)
+            result = self._try(what, action, size, heartbeat, waits or self.local)
             self._failing, self._opening = False, 0.0
             return result
         finally:
@@ -137,14 +143,21 @@ class Patient(ABC):
                 *(self.url, what, f"{reason:.200}", self._patience, self._by_flag),
             )
 
-    def _try(self, what: str, action: Callable[[], T], size: int, heartbeat: Heartbeat | None) -> T:
+    def _try(
+        self,
+        what: str,
+        action: Callable[[], T],
+        size: int,
+        heartbeat: Heartbeat | None,
+        waits: bool,
+    ) -> T:
         # On opening, on attempts, each since its last progress, and on the pauses between them.
         spent = self._opening
         pause, reason = FIRST_PAUSE, "no answer"
         while True:
             began = time.monotonic()
             try:
-                if self.local or heartbeat:
+                if waits or heartbeat:
                     return action()
                 return in_time(time_for(size, self._patience - spent), action)
             except FolderError:

@@ -17,6 +17,7 @@ import numpy as np
 from isal import igzip
 
 from activation_extraction.common.errors import RunError, one_line
+from activation_extraction.store.json_fields import LARGEST_COUNT
 from activation_extraction.store.safe_unpickler import unpickle
 from activation_extraction.store.sealed_json import DamagedError, unseal
 from activation_extraction.store.shard import DocId, Key, SampleRow, Shard
@@ -169,6 +170,9 @@ def _malformed(records: Any) -> Iterator[str]:
         yield "expected a dict of lists of records"
         return
     every = [record for each in lists for record in each]
+    if len({id(record) for record in every}) != len(every):
+        yield "the same record stands in several places"
+        return
     if not all(type(record) is dict and len(record) <= MOST_PARTS for record in every):
         yield f"expected records, dicts of at most {MOST_PARTS} fields"
         return
@@ -219,7 +223,20 @@ def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
 
 
 def _shard_of(records: Records) -> Shard:
-    """The shard that the records make up; the first hook's say what its samples are."""
+    """The shard that the records make up; the first hook's say what its samples are.
+
+    Raises ValueError for arrays that cannot be what they are said to be.
+    """
+    for record in (record for each in records.values() for record in each):
+        where, shape = f"sample {record['sample_idx']!r:.40}", record["activation"].shape
+        if not 0 <= record["sample_idx"] <= LARGEST_COUNT:
+            raise ValueError(f"{where}: no sample has this number")
+        if len(shape) != 2 or (shape[0] and not shape[1]):
+            raise ValueError(f"{where}: an activation of shape {shape}")
+        for name, kind in (("positions", np.int32), ("token_ids", np.integer)):
+            array: Any = record.get(name)
+            if array is not None and (array.ndim != 1 or not np.issubdtype(array.dtype, kind)):
+                raise ValueError(f"{where}: {name} of dtype {array.dtype}, shape {array.shape}")
     samples = [
         SampleRow(
             sample_idx=record["sample_idx"],

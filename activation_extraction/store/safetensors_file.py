@@ -16,10 +16,16 @@ import numpy as np
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.safetensors_header import DTYPES, LARGEST_HEADER, Tensor
-from activation_extraction.store.shard import Key, SampleRow, Shard
+from activation_extraction.store.shard import Key, SampleRow, Shard, follow_each_other
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FORMAT = "2"
+TABLE = {
+    "sample_idx": np.dtype(np.int64),
+    "sample_offsets": np.dtype(np.int64),
+    "token_ids": np.dtype(np.int32),
+    "position": np.dtype(np.int32),
+}
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
@@ -89,6 +95,9 @@ def _check_layout(tensors: Mapping[str, Tensor], size: int) -> None:
     end = max(tensor.end for tensor in tensors.values())
     if end != size:
         raise ValueError(f"{size} bytes, its tensors end at {end}")
+    for name, dtype in TABLE.items():
+        if tensors[name].dtype != dtype:
+            raise ValueError(f"{name} is {tensors[name].dtype}, expected {dtype}")
     (samples,), (tokens,) = tensors["sample_idx"].shape, tensors["token_ids"].shape
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if (shapes.pop("sample_offsets"), shapes["position"]) != ((samples + 1,), (tokens,)):
@@ -136,7 +145,7 @@ class SafetensorsFile:
         if self.hooks != list(names.values()):
             raise RunError(f"{self._where}: has hooks {self.hooks}, its JSON others")
         offsets, tokens = self.whole("sample_offsets"), self.tensors["position"].shape[0]
-        if offsets[[0, -1]].tolist() != [0, tokens] or (np.diff(offsets) < 0).any():
+        if not follow_each_other(offsets, tokens):
             raise RunError(f"{self._where}: is damaged: its samples do not follow each other")
         parts = {
             name: np.split(self.whole(name), offsets[1:-1])

@@ -73,6 +73,13 @@ class Shard:
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
+def follow_each_other(offsets: np.ndarray, tokens: int) -> bool:
+    """Whether offsets, of any integers, begin at 0, do not descend, and end at so many tokens."""
+    if len(offsets) == 0 or [int(offsets[0]), int(offsets[-1])] != [0, tokens]:
+        return False
+    return bool((offsets[1:] >= offsets[:-1]).all())  # differences of int64 may overflow
+
+
 def same_content(one: Shard, other: Shard) -> bool:
     """Whether two shards have the same samples, texts and values, bit by bit."""
     return (

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from activation_extraction.store.pickle_file import ContentError, read_pickle
 from activation_extraction.store.reasons import scratch_folder
 from activation_extraction.store.safetensors_file import SafetensorsFile
 from activation_extraction.store.sample_table import TableRow, unpack_table
-from activation_extraction.store.shard import Shard
+from activation_extraction.store.shard import Shard, follow_each_other
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,14 @@ def read_table(folder: Folder, commit: Commit) -> list[TableRow]:
     data = folder.read(commit.table_file)
     if data is None:
         raise RunError(f"{where}: is missing")
-    return unpack_table(data, commit.table, commit.count, where)
+    rows = unpack_table(data, commit.table, commit.count, where)
+    indices = [row.sample_idx for row in rows]
+    cuts = [row.cut for row in rows if row.cut]
+    found = indices[:1], indices[-1:], sum(row.tokens for row in rows), len(cuts), sum(cuts)
+    expected = [commit.first], [commit.last], commit.tokens, commit.cut_samples, commit.cut_tokens
+    if found != expected or any(a >= b for a, b in pairwise(indices)):
+        raise RunError(f"{where}: is not the table of the shard that its JSON describes")
+    return rows
 
 
 def read_shard(folder: Folder, commit: Commit, scratch: Path) -> Shard:
@@ -132,6 +140,8 @@ class _WholeReader:
 
     def __init__(self, shard: Shard, hooks: Mapping[str, StoredHook], where: str) -> None:
         self._slices = {}
+        if not shard.samples:
+            raise RunError(f"{where}: has no sample")
         for name, hook in hooks.items():
             if hook.key not in shard.slices:
                 raise RunError(f"{where}: has no hook {name}; it has {list(shard.slices)}")
@@ -141,10 +151,16 @@ class _WholeReader:
                 _expect(where, name, (values.dtype, values.shape), expected)
         self.sample_idx = np.array([row.sample_idx for row in shard.samples], np.int64)
         self.offsets = shard.offsets
-        ids = [np.zeros(0) if row.token_ids is None else row.token_ids for row in shard.samples]
+        ids: list[np.ndarray] = []
+        for row in shard.samples:
+            at, own = f"{where}: sample {row.sample_idx}", row.token_ids
+            if own is None:
+                raise RunError(f"{at}: has no token ids, which reading needs")
+            form = np.dtype(np.int32), (len(row.positions),)
+            _expect(at, "token ids", (own.dtype, own.shape), form)
+            ids.append(own)
         self._token_ids = _joined(ids)
         self._position = _joined(shard.positions)
-        _expect(where, "number of token ids", len(self._token_ids), len(self._position))
 
     def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         return self._token_ids[start:stop], self._position[start:stop]
@@ -222,7 +238,8 @@ def _check_samples(where: str, reader: ShardReader, commit: Commit) -> None:
     _expect(where, "first and last sample", ends, [commit.first, commit.last])
     bounds = [int(offsets[0]), int(offsets[-1])]
     _expect(where, "range of tokens", bounds, [0, commit.tokens])
-    if (np.diff(offsets) < 0).any() or (np.diff(indices) <= 0).any():
+    ascending = bool((indices[1:] > indices[:-1]).all())  # differences may overflow
+    if not ascending or not follow_each_other(offsets, commit.tokens):
         raise RunError(f"{where}: is damaged: its samples are not in ascending order")
 
 
