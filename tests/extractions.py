@@ -178,8 +178,10 @@ def change_table(folder: Path, number: int, change: Callable[[list[dict]], objec
     change(rows)
     data = gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode())
     path.write_bytes(data)
-    digest = hashlib.sha256(data).hexdigest()
-    edit(folder / f"shard_{number:04d}.json", lambda content: content.update(table=digest))
+    cuts = [row["cut"] for row in rows if row["cut"] > 0]
+    told = {"table": hashlib.sha256(data).hexdigest()}
+    told |= {"cut_samples": len(cuts), "cut_tokens": sum(cuts)}
+    edit(folder / f"shard_{number:04d}.json", lambda content: content.update(told))
 
 
 def merge_all(parts: Iterable[Statistics]) -> Statistics:
