@@ -179,7 +179,7 @@ def change_table(folder: Path, number: int, change: Callable[[list[dict]], objec
     data = gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode())
     path.write_bytes(data)
     cuts = [row["cut"] for row in rows if row["cut"] > 0]
-    told = {"table": hashlib.sha256(data).hexdigest()}
+    told: dict[str, Any] = {"table": hashlib.sha256(data).hexdigest()}
     told |= {"cut_samples": len(cuts), "cut_tokens": sum(cuts)}
     edit(folder / f"shard_{number:04d}.json", lambda content: content.update(told))
 
