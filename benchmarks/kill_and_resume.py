@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from activation_extraction.store.formats import format_of
+
 ROOT = Path(__file__).parents[1]
 # The tool itself, with a pause after every batch: time for somebody to kill it.
 SLOWLY = """
@@ -31,7 +33,6 @@ status = script.main(sys.argv[1:])
 sys.stdout.flush()
 script.os._exit(status)
 """
-KINDS = (".pkl", ".pkl.gz", ".safetensors")
 LONGEST = 0.8  # seconds between the sign of life and the kill
 
 
@@ -92,7 +93,7 @@ def kill_and_resume(
 
 def shards_in(folder: Path) -> dict[str, bytes]:
     """Name -> content of the shards in a folder."""
-    paths = sorted(path for kind in KINDS for path in folder.glob(f"shard_*{kind}"))
+    paths = sorted(path for path in folder.glob("shard_*") if format_of(path.name))
     return {path.name: path.read_bytes() for path in paths}
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from storages import open_storage
 
 from activation_extraction.store.atomic_file import write_atomically
+from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.sample_table import table_name
 from activation_extraction.store.sealed_json import seal, unseal
@@ -123,6 +124,12 @@ def replace_shard(folder: Path, number: int, data: bytes, unpacked: int | None =
         lambda content: content.update(sha256=digest, bytes=len(data), unpacked=unpacked),
     )
     edit(folder / "metadata.json", lambda content: content.update(bytes=content["bytes"] + more))
+
+
+def shard_file(folder: Path, number: int) -> Path:
+    """The file of a shard, in whichever format."""
+    (found,) = (p for p in folder.glob(f"shard_{number:04d}.*") if format_of(p.name))
+    return found
 
 
 def write_records(path: Path, records: Any, compress: bool = True) -> str:

@@ -16,7 +16,7 @@ LONGEST = 90.0  # seconds: what is red does not hang for ever
 
 @contextmanager
 def silent_server(drips: bool = False) -> Iterator[str]:
-    """Its address. drips: whether a byte of the file's content comes now and then."""
+    """Yields the server's address. drips: whether it sends a byte of the file now and then."""
     over = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):

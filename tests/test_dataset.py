@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from cloud import REPOSITORY
-from extractions import edit, merge_all
+from extractions import edit, merge_all, shard_file
 from runs_to_read import (
     DTYPES,
     FORMATS,
@@ -31,7 +31,6 @@ from storages import open_storage
 import activation_extraction
 from activation_extraction import ActivationDataset
 from activation_extraction.dataset import open_shards
-from activation_extraction.store.formats import format_of
 from activation_extraction.store.statistics import Statistics
 
 FIRST = next(iter(WIDTHS))
@@ -212,11 +211,6 @@ def test_an_unknown_hook_is_told_with_the_list_of_hooks(small):
         ActivationDataset(small.root, list(WIDTHS)[1:]).batches(8, hooks=FIRST)
     with pytest.raises(ValueError, match="no hook is asked for"):
         ActivationDataset(small.root, [])
-
-
-def shard_file(folder, number):
-    (path,) = (p for p in folder.glob(f"shard_{number:04d}.*") if format_of(p.name))
-    return path
 
 
 def test_shards_that_are_missing_or_cut_short(copy):

@@ -8,7 +8,7 @@ from itertools import combinations
 import fsspec
 import numpy as np
 import pytest
-from extractions import edit
+from extractions import edit, shard_file
 from small_runs import (
     HIDDEN,
     HOOKS,
@@ -30,7 +30,6 @@ from activation_extraction.run.hosts import Watchdog
 from activation_extraction.run.prepare import open_text
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.choice import TokenChoice
@@ -108,12 +107,6 @@ def shard(number, suffix="pkl.gz"):
     return f"shard_{number:04d}.{suffix}"
 
 
-def shard_of(folder, number):
-    """The file of a shard, in whichever format."""
-    (found,) = (p for p in folder.glob(f"shard_{number:04d}.*") if format_of(p.name))
-    return found
-
-
 def totals(folder):
     found = json.loads((folder / "metadata.json").read_bytes())
     return {name: found[name] for name in ("shards", "samples", "tokens", "bytes", "hooks")}
@@ -121,7 +114,7 @@ def totals(folder):
 
 DAMAGE = {
     "both": lambda folder, n: [p.unlink() for p in folder.glob(f"shard_{n:04d}.*")],
-    "file": lambda folder, n: shard_of(folder, n).write_bytes(b"short"),
+    "file": lambda folder, n: shard_file(folder, n).write_bytes(b"short"),
     "statistics": lambda folder, n: (folder / shard(n, "npz")).unlink(),
     "table": lambda folder, n: (folder / shard(n, "samples.jsonl.gz")).unlink(),
     "JSON": lambda folder, n: (folder / shard(n, "json")).write_bytes(b"{}"),

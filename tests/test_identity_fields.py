@@ -50,7 +50,7 @@ def test_every_field_is_compared(name):
 
 
 def test_a_run_that_lacks_a_field_is_read_with_its_default_and_keeps_its_digest():
-    """As if a later version had added the field."""
+    """A later version may have added the field."""
     recorded = json.loads(json.dumps(ONE.to_json()))
     del recorded["positions"]
     assert Identity.from_json(recorded, "metadata.json") == ONE

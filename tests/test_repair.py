@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 from command_line import main
+from extractions import shard_file
 from pods import Pod, flags_for
 from test_upload import uploaded
 
@@ -64,12 +65,6 @@ def flip(path):
     path.write_bytes(data)
 
 
-def shard(out, number):
-    """The file of a shard, in whichever format."""
-    (found,) = (p for p in out.glob(f"shard_{number:04d}.*") if format_of(p.name))
-    return found
-
-
 def lose(out, *numbers):
     for number in numbers:
         for path in out.glob(f"shard_{number:04d}.*"):
@@ -78,8 +73,8 @@ def lose(out, *numbers):
 
 def harm(out):
     """Every kind of damage; the numbers of the shards that are damaged."""
-    flip(shard(out, 1))
-    shard(out, 3).write_bytes(b"\x1f\x8b")
+    flip(shard_file(out, 1))
+    shard_file(out, 3).write_bytes(b"\x1f\x8b")
     (out / name(4)).unlink()
     flip(out / name(6))
     lose(out, 7, SHARDS)
@@ -110,7 +105,7 @@ def test_the_bytes_are_those_of_an_undisturbed_run(kind, flags, whole, out, monk
     assert main(*flags, "--output_dir", out, "--repair") == 0
     assert same(out, whole)
     shards = {name for name in written if format_of(name)}
-    assert shards == {shard(out, n).name for n in damaged}
+    assert shards == {shard_file(out, n).name for n in damaged}
     *_, repaired, verdict = capsys.readouterr().out.splitlines()
     assert repaired.endswith(": " + ", ".join(map(str, sorted(damaged))))
     assert verdict.startswith(f"in order: 1 folder, {SHARDS} shards, 120 samples")
@@ -123,7 +118,7 @@ def test_in_a_bucket(keep, flags, whole, bucket, tmp_path, monkeypatch, capsys):
     there = [*flags, "--upload_to_gcs", "--gcs_bucket", "bucket", "--gcs_prefix", "run", *keep]
     local = tmp_path / "local"
     assert main(*there, "--output_dir", local) == 0
-    for lost in (shard(whole, 2).name, name(3), name(SHARDS), shard(whole, SHARDS).name):
+    for lost in (shard_file(whole, 2).name, name(3), name(SHARDS), shard_file(whole, SHARDS).name):
         bucket.delete(f"run/machine_000/{lost}")
     assert main("--verify", "--output_dir", "gs://bucket/run") == 1
     for output in (local, tmp_path / "fresh disk"):
@@ -131,13 +126,13 @@ def test_in_a_bucket(keep, flags, whole, bucket, tmp_path, monkeypatch, capsys):
         assert uploaded(bucket) == shards_in(whole)
         assert bool(shards_in(local)) == bool(keep)
         assert main("--verify", "--output_dir", "gs://bucket/run") == 0
-        bucket.delete(f"run/machine_000/{shard(whole, 5).name}")
+        bucket.delete(f"run/machine_000/{shard_file(whole, 5).name}")
     assert main(*flags, "--output_dir", tmp_path / "elsewhere", "--repair") == 2
     assert "holds no extraction" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_another_run_and_other_flags_are_refused(flags, out, capsys):
-    flip(shard(out, 2))
+    flip(shard_file(out, 2))
     before = shards_in(out)
     for more, told in (
         (["--max_seq_length", 32], "another max_seq_length: 64, now 32"),
@@ -160,7 +155,7 @@ def test_each_host_of_a_pod_repairs_its_own_folder(demo_inputs, tmp_path):
     before = [(shards_in(folder), described(folder)) for folder in folders]
     assert len(before[1][0]) > 2
     for number in (1, 3):
-        flip(shard(folders[1], number))
+        flip(shard_file(folders[1], number))
     pod = Pod(tmp_path, 2, 1, *flags, "--repair", "--verbose")
     assert pod.wait() == [0, 0], pod.text(1)
     assert [(shards_in(folder), described(folder)) for folder in folders] == before

@@ -14,8 +14,8 @@ import numpy as np
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.shard_reader import read_sums
 from activation_extraction.store.statistics import OTHER, Statistics, Sums
-from activation_extraction.store.statistics_file import unpack_sums
 
 READERS = 16  # files read at the same time
 
@@ -80,15 +80,6 @@ def _of(sums: Sums, kinds: slice) -> DimensionStatistics:
     with np.errstate(invalid="ignore"):
         mean, squares, norm = (total / tokens for total in totals)
     return DimensionStatistics(tokens, mean, np.maximum(squares - mean * mean, 0), float(norm))
-
-
-def read_sums(folder: Folder, commit: Commit, hooks: Mapping[str, int]) -> dict[str, Sums]:
-    """Of one shard. hooks: name -> width. Raises RunError when they are missing or damaged."""
-    where = f"{folder.url}/{commit.statistics_file}"
-    data = folder.read(commit.statistics_file)
-    if data is None:
-        raise RunError(f"{where}: is missing")
-    return unpack_sums(data, commit.statistics, hooks.items(), where)
 
 
 def merged_sums(

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from activation_extraction.store.sample_table import MOST_PARTS, TableRow
+from activation_extraction.store.json_fields import MOST_PARTS
+from activation_extraction.store.sample_table import TableRow
 
 if TYPE_CHECKING:
     import pyarrow

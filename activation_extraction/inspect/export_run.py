@@ -191,8 +191,8 @@ def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
         unpacked=written.unpacked,
         hooks=copy.wanted(commit.hooks),
         run=copy.identity.run,
-        statistics=_write(copy.target / commit.statistics_file, pack_sums(sums)),
-        table=_write(copy.target / commit.table_file, pack_table(shard.samples)),
+        statistics=write_bytes(copy.target / commit.statistics_file, pack_sums(sums)),
+        table=write_bytes(copy.target / commit.table_file, pack_table(shard.samples)),
     )
     try:
         same = same_content(_read(Folder(str(copy.target)), made, copy.target), shard)
@@ -215,9 +215,3 @@ def _read(folder: Folder, commit: Commit, scratch: Path) -> Shard:
             what = f"sample {sample.sample_idx}: its arrays have different numbers of tokens"
             raise RunError(f"{folder.url}/{commit.file}: {what}")
     return shard
-
-
-def _write(path: Path, data: bytes) -> str:
-    """Writes a small file and returns its sha256."""
-    write_bytes(path, data)
-    return hashlib.sha256(data).hexdigest()

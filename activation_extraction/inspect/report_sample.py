@@ -15,6 +15,7 @@ from tqdm import tqdm
 from activation_extraction.dataset.dataset import ActivationDataset, SampleActivations
 from activation_extraction.dataset.hook_names import ByHook
 from activation_extraction.store.commit import Commit
+from activation_extraction.store.shard_reader import read_by_ranges
 
 READ_BYTES = 1e9  # of activations, about
 FEWEST_TOKENS, MOST_TOKENS = 1000, 200_000
@@ -60,7 +61,7 @@ def read_sample(dataset: ActivationDataset, commits: Sequence[Commit]) -> TokenS
     Raises OSError when a shard cannot be read, or holds activations that are no usable numbers.
     """
     token_bytes = sum(dataset.hooks.values()) * dataset.dtype.itemsize
-    by_ranges = all(commit.file.endswith(".safetensors") for commit in commits)
+    by_ranges = all(map(read_by_ranges, commits))
     mean = sum(commit.unpacked for commit in commits) / len(commits)
     most = SHARDS if by_ranges else int(np.clip(WHOLE_SHARD_BYTES / mean, 1, SHARDS))
     shards = np.linspace(0, len(commits) - 1, min(most, len(commits)), dtype=int).tolist()

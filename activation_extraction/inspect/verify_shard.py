@@ -10,7 +10,6 @@ import numpy as np
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import counted
-from activation_extraction.dataset.dimension_statistics import read_sums
 from activation_extraction.inspect.verify_folder import differing, file_path
 from activation_extraction.inspect.verify_rows import RowDigests
 from activation_extraction.store.commit import Commit
@@ -20,7 +19,7 @@ from activation_extraction.store.metadata import Stored
 from activation_extraction.store.pickle_file import ContentError
 from activation_extraction.store.sample_table import with_table
 from activation_extraction.store.shard import SampleRow, Shard
-from activation_extraction.store.shard_reader import read_shard, read_table
+from activation_extraction.store.shard_reader import read_shard, read_sums, read_table
 from activation_extraction.store.statistics import Sums, Tokens, sums_of
 from activation_extraction.text.batch import Cursor
 from activation_extraction.text.workers import Worker

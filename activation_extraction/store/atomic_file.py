@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -68,12 +67,7 @@ class AtomicFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._file:
             if self._is_ours():
                 self._temporary.unlink()
@@ -112,9 +106,9 @@ def write_atomically(path: Path, write: Callable[[Any], object]) -> str:
     return hashed.sha256.hexdigest()
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a whole file atomically. Raises OSError."""
-    write_atomically(path, lambda file: file.write(data))
+def write_bytes(path: Path, data: bytes) -> str:
+    """Writes a whole file atomically, and returns its SHA-256. Raises OSError."""
+    return write_atomically(path, lambda file: file.write(data))
 
 
 def append_line(path: Path, line: str) -> None:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from activation_extraction.store.sealed_json import DamagedError
 
 LARGEST_COUNT = 2**53
+SCALARS: tuple[type, ...] = (type(None), bool, int, float, str)  # what a plain value may be
+MOST_PARTS = 64  # of an object, or a list, of plain values
 LARGEST_WIDTH = 2**27  # of a hook
 LARGEST_NUMBER = 1e100
 

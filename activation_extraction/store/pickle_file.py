@@ -17,7 +17,7 @@ import numpy as np
 from isal import igzip
 
 from activation_extraction.common.errors import RunError, one_line
-from activation_extraction.store.json_fields import LARGEST_COUNT
+from activation_extraction.store.json_fields import LARGEST_COUNT, MOST_PARTS, SCALARS
 from activation_extraction.store.safe_unpickler import unpickle
 from activation_extraction.store.sealed_json import DamagedError, unseal
 from activation_extraction.store.shard import DocId, Key, SampleRow, Shard
@@ -25,10 +25,7 @@ from activation_extraction.store.shard import DocId, Key, SampleRow, Shard
 # What a shard may unpack to if no JSON records its size. Activations hardly compress.
 GENEROUS_BYTES, GENEROUS_RATIO = 64 * 2**20, 16
 LARGEST_RATIO = 1032  # of what gzip unpacks to the size of its file
-MOST_PARTS = 64  # fields of a record, and values of a field
 LONGEST_NUMBER = 14_000  # bits; Python prints no longer ones
-
-SCALARS: tuple[type, ...] = (type(None), bool, int, float, str)
 
 
 class Record(TypedDict):
@@ -228,15 +225,8 @@ def _shard_of(records: Records) -> Shard:
     Raises ValueError for arrays that cannot be what they are said to be.
     """
     for record in (record for each in records.values() for record in each):
-        where, shape = f"sample {record['sample_idx']!r:.40}", record["activation"].shape
-        if not 0 <= record["sample_idx"] <= LARGEST_COUNT:
-            raise ValueError(f"{where}: no sample has this number")
-        if len(shape) != 2 or (shape[0] and not shape[1]):
-            raise ValueError(f"{where}: an activation of shape {shape}")
-        for name, kind in (("positions", np.int32), ("token_ids", np.integer)):
-            array: Any = record.get(name)
-            if array is not None and (array.ndim != 1 or not np.issubdtype(array.dtype, kind)):
-                raise ValueError(f"{where}: {name} of dtype {array.dtype}, shape {array.shape}")
+        if problem := _impossible(record):
+            raise ValueError(f"sample {record['sample_idx']!r:.40}: {problem}")
     samples = [
         SampleRow(
             sample_idx=record["sample_idx"],
@@ -248,6 +238,21 @@ def _shard_of(records: Records) -> Shard:
         for record in next(iter(records.values()), [])
     ]
     return Shard(samples, {key: [r["activation"] for r in each] for key, each in records.items()})
+
+
+def _impossible(record: Record) -> str | None:
+    """What cannot be in a record; None if there is nothing of the kind."""
+    shape = record["activation"].shape
+    if not 0 <= record["sample_idx"] <= LARGEST_COUNT:
+        return "no sample has this number"
+    if len(shape) != 2 or (shape[0] and not shape[1]):
+        return f"an activation of shape {shape}"
+    ids, positions = record["token_ids"], record.get("positions")
+    if ids is not None and (ids.ndim != 1 or ids.dtype.kind != "i"):
+        return f"token ids of dtype {ids.dtype}, shape {ids.shape}"
+    if positions is not None and (positions.ndim != 1 or positions.dtype != np.int32):
+        return f"positions of dtype {positions.dtype}, shape {positions.shape}"
+    return None
 
 
 def _problems(

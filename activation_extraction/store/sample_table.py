@@ -5,7 +5,6 @@ samples is read without their activations. The bytes depend on the content, and 
 gzipped shards do.
 """
 
-import hashlib
 import io
 import json
 import zlib
@@ -18,13 +17,19 @@ from isal import igzip
 from activation_extraction.common.errors import RunError, StorageError, one_line
 from activation_extraction.common.visible import counted
 from activation_extraction.store.blocks import gzip_member
-from activation_extraction.store.json_fields import COUNT, TEXT, Kind, check_fields, optional
+from activation_extraction.store.json_fields import (
+    COUNT,
+    MOST_PARTS,
+    SCALARS,
+    TEXT,
+    Kind,
+    check_fields,
+    optional,
+)
 from activation_extraction.store.shard import DocId, SampleRow, Shard
 
 LONGEST_LINE = 2**20  # bytes
-MOST_PARTS = 64  # of a row of the data set
 UNREADABLE = (ValueError, TypeError, KeyError, RecursionError, OSError, EOFError, zlib.error)
-SCALARS = (type(None), bool, int, float, str)
 FLAT = Kind(
     f"an object of at most {MOST_PARTS} plain values",
     lambda value: (
@@ -94,13 +99,11 @@ def _line(sample: SampleRow) -> bytes:
     return line
 
 
-def unpack_table(data: bytes, sha256: str, count: int, where: str) -> list[TableRow]:
+def unpack_table(data: bytes, count: int, where: str) -> list[TableRow]:
     """The inverse of `pack_table`, for so many samples.
 
     Raises RunError when the data is not what was written. where: names the file.
     """
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise RunError(f"{where}: is damaged: its sha256 is not the one in the shard's JSON")
     rows: list[TableRow] = []
     try:
         with igzip.IGzipFile(fileobj=io.BytesIO(data)) as file:

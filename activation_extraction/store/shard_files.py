@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
 from activation_extraction.store.atomic_file import AtomicFile
@@ -30,12 +29,7 @@ class NewFile(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Forgets what was not published."""
         ...
 

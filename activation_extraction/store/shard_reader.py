@@ -23,6 +23,8 @@ from activation_extraction.store.reasons import scratch_folder
 from activation_extraction.store.safetensors_file import SafetensorsFile
 from activation_extraction.store.sample_table import TableRow, unpack_table
 from activation_extraction.store.shard import Shard, follow_each_other
+from activation_extraction.store.statistics import Sums
+from activation_extraction.store.statistics_file import unpack_sums
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,8 @@ def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) 
 
 def read_table(folder: Folder, commit: Commit) -> list[TableRow]:
     """The table of a shard's samples. Raises RunError when it is missing or damaged."""
-    where = f"{folder.url}/{commit.table_file}"
-    data = folder.read(commit.table_file)
-    if data is None:
-        raise RunError(f"{where}: is missing")
-    rows = unpack_table(data, commit.table, commit.count, where)
+    data, where = _read_beside(folder, commit.table_file, commit.table)
+    rows = unpack_table(data, commit.count, where)
     indices = [row.sample_idx for row in rows]
     cuts = [row.cut for row in rows if row.cut]
     found = indices[:1], indices[-1:], sum(row.tokens for row in rows), len(cuts), sum(cuts)
@@ -92,6 +91,25 @@ def read_table(folder: Folder, commit: Commit) -> list[TableRow]:
     if found != expected or any(a >= b for a, b in pairwise(indices)):
         raise RunError(f"{where}: is not the table of the shard that its JSON describes")
     return rows
+
+
+def read_sums(folder: Folder, commit: Commit, hooks: Mapping[str, int]) -> dict[str, Sums]:
+    """The sums of a shard, by hook. hooks: name -> width.
+
+    Raises RunError when they are missing or damaged.
+    """
+    data, where = _read_beside(folder, commit.statistics_file, commit.statistics)
+    return unpack_sums(data, hooks.items(), where)
+
+
+def _read_beside(folder: Folder, name: str, sha256: str) -> tuple[bytes, str]:
+    """A small file beside a shard, whose JSON has its sha256, and the file's name for messages."""
+    data, where = folder.read(name), f"{folder.url}/{name}"
+    if data is None:
+        raise RunError(f"{where}: is missing")
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise RunError(f"{where}: is damaged: its sha256 is not the one in the shard's JSON")
+    return data, where
 
 
 def read_shard(folder: Folder, commit: Commit, scratch: Path) -> Shard:
@@ -236,8 +254,7 @@ def _check_samples(where: str, reader: ShardReader, commit: Commit) -> None:
         raise RunError(f"{where}: has no sample")
     ends = [int(i) for i in indices[[0, -1]]]
     _expect(where, "first and last sample", ends, [commit.first, commit.last])
-    bounds = [int(offsets[0]), int(offsets[-1])]
-    _expect(where, "range of tokens", bounds, [0, commit.tokens])
+    _expect(where, "tokens", int(offsets[-1]), commit.tokens)
     ascending = bool((indices[1:] > indices[:-1]).all())  # differences may overflow
     if not ascending or not follow_each_other(offsets, commit.tokens):
         raise RunError(f"{where}: is damaged: its samples are not in ascending order")

@@ -92,16 +92,27 @@ class ActivationStorage:
             for each in owners:
                 check_own(each.folder)
         self._record = RunRecord(
-            *(self._local, self._remote, self._names),
-            *(self._identity, options.max_samples, facts),
+            self._local,
+            self._remote,
+            self._names,
+            self._identity,
+            options.max_samples,
+            facts,
         )
         self._writer = ShardWriter(
             owners if options.keep_local else owners[-1:],
-            *(self._names, self.format, self._identity.run, self._record),
-            *(options.writer_threads, options.waiting_bytes),
+            self._names,
+            self.format,
+            self._identity.run,
+            self._record,
+            options.writer_threads,
+            options.waiting_bytes,
         )
         self._planner = planner or ResumePlanner(
-            *(self._local.folder, remote, self._identity, options.max_samples),
+            self._local.folder,
+            remote,
+            self._identity,
+            options.max_samples,
             more_rows=facts.sources is not None and facts.sources.grown,
         )
         self._follow(StoragePlan() if options.overwrite else self._planner.look())
@@ -114,8 +125,12 @@ class ActivationStorage:
         self._writer.begin(plan.outline, plan.commits, plan.expected)
         self.totals.count_rows(plan.skipped_rows, plan.empty_rows)
         self._cutter = ShardCutter(
-            *(self._writer, list(self._names), self.options.shard_bytes),
-            *(self._identity, plan, self.place.url),
+            self._writer,
+            list(self._names),
+            self.options.shard_bytes,
+            self._identity,
+            plan,
+            self.place.url,
         )
 
     @property
