@@ -3,8 +3,9 @@
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.dataset.hook_names import ByHook
@@ -21,6 +22,8 @@ from activation_extraction.store.shard_reader import (
 
 OPEN_SHARDS = 128  # where a shard is read by ranges; one pickle stays in memory
 TABLE_ROWS = 100_000  # of tables of samples that stay in memory, and at least one table
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -56,49 +59,53 @@ class OpenShards:
     def get(self, number: int) -> ShardReader:
         """The reader of a shard, which stays open for the next call. Raises OSError."""
         self._notice_fork()
-        with self._lock:
-            if number in self._readers:
-                self._readers.move_to_end(number)
-                return self._readers[number]
-        reader = self.open(number)
         most = OPEN_SHARDS if read_by_ranges(self.shards[number][1]) else 1
-        with self._lock:
-            self._readers[number] = reader
-            while len(self._readers) > most:
-                self._readers.popitem(last=False)
-        return reader
+        return self._kept(self._readers, number, self.open, lambda: len(self._readers) > most)
 
     def open(self, number: int, hooks: Sequence[str] | None = None) -> ShardReader:
         """A new reader of a shard, for some of the hooks. Raises OSError."""
-        self._notice_fork()
         wanted = self.hooks if hooks is None else {name: self.hooks[name] for name in hooks}
-        try:
-            return open_shard(*self._place(number), wanted)
-        except RunError as error:
-            raise OSError(str(error)) from error
+        return self._read(number, lambda folder, commit: open_shard(folder, commit, wanted))
 
     def table(self, number: int) -> list[TableRow]:
         """The table of a shard's samples. Raises OSError."""
         self._notice_fork()
+        return self._kept(
+            self._tables,
+            number,
+            lambda number: self._read(number, read_table),
+            lambda: sum(map(len, self._tables.values())) > TABLE_ROWS,
+        )
+
+    def _kept(
+        self,
+        kept: OrderedDict[int, T],
+        number: int,
+        read: Callable[[int], T],
+        are_too_many: Callable[[], bool],
+    ) -> T:
+        """What is kept of a shard, or else is read now. The last one that was used always stays."""
         with self._lock:
-            if number in self._tables:
-                self._tables.move_to_end(number)
-                return self._tables[number]
+            if number in kept:
+                kept.move_to_end(number)
+                return kept[number]
+        found = read(number)
+        with self._lock:
+            kept[number] = found
+            while len(kept) > 1 and are_too_many():
+                kept.popitem(last=False)
+        return found
+
+    def _read(self, number: int, read: Callable[[Folder, Commit], T]) -> T:
+        """What `read` makes of a shard's folder and commit. Raises OSError for its RunError."""
+        self._notice_fork()
+        name, commit = self.shards[number]
         try:
-            table = read_table(*self._place(number))
+            if name not in self._folders:
+                self._folders[name] = Folder(self.url).child(name)
+            return read(self._folders[name], commit)
         except RunError as error:
             raise OSError(str(error)) from error
-        with self._lock:
-            self._tables[number] = table
-            while len(self._tables) > 1 and sum(map(len, self._tables.values())) > TABLE_ROWS:
-                self._tables.popitem(last=False)
-        return table
-
-    def _place(self, number: int) -> tuple[Folder, Commit]:
-        name, commit = self.shards[number]
-        if name not in self._folders:
-            self._folders[name] = Folder(self.url).child(name)
-        return self._folders[name], commit
 
     def _notice_fork(self) -> None:
         if self._process != os.getpid():
