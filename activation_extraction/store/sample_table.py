@@ -1,8 +1,7 @@
 """The table of a shard's samples: `shard_0001.samples.jsonl.gz`, beside the shard.
 
 It has a line of JSON for every sample, in the order of the shard. So what a run knows of its
-samples is read without their activations. The bytes depend on the content, and on isal as those of
-gzipped shards do.
+samples is read without their activations. The bytes depend on the content and the version of zlib.
 """
 
 import io
@@ -16,7 +15,7 @@ from isal import igzip
 
 from activation_extraction.common.errors import RunError, StorageError, one_line
 from activation_extraction.common.visible import counted
-from activation_extraction.store.blocks import gzip_member
+from activation_extraction.store.blocks import COMPRESSION_LEVEL, GZIP
 from activation_extraction.store.json_fields import (
     COUNT,
     MOST_PARTS,
@@ -77,7 +76,7 @@ def pack_table(samples: Sequence[SampleRow]) -> bytes:
     Raises StorageError for a sample of which too much is known, or what cannot be in the table.
     """
     lines = b"".join(map(_line, samples))
-    return b"".join(gzip_member([memoryview(lines)]))
+    return zlib.compress(lines, COMPRESSION_LEVEL, GZIP)
 
 
 def _line(sample: SampleRow) -> bytes:
