@@ -15,17 +15,22 @@ SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activatio
 # The one that is done first takes over some of the others' tests.
 PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n 3 --dist worksteal
 
-.PHONY: demo test test-quick trainers lint bench clean
+.PHONY: demo test test-all test-quick trainers lint bench clean
 
 demo: $(VENV)/.runtime
 	JAX_PLATFORMS=cpu $(BIN)/python extract_activations.py --demo --output_dir demo_activations --overwrite
 
-test: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done
+# What protects numbers, every sample stored once, formats and messages.
+test: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm
+	$(PYTEST) -m "not rare"
+
+# Also TPU plans of large models, Slurm under kills, SkyPilot, the package, the image, benchmarks.
+test-all: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done
 	$(PYTEST)
 
 # For the loop of daily work: one tiny model, packing, storage, resuming, bad input.
 test-quick: $(VENV)/.dev
-	$(PYTEST) -m "not slow and not long"
+	$(PYTEST) -m "not slow and not long and not rare"
 
 # The real trainers of autoencoders on what we read and export; `make test` then runs them too.
 trainers: $(VENV)/.dev $(VENV)/trainers/.done

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.long
 DOCUMENTS = [[1, 2, 3], [4, 5]]
 
 
+@pytest.mark.rare
 def test_side_by_side(capsys, monkeypatch):
     """This tool and transformers in two ways, in processes of their own, on a tiny model.
 
@@ -176,6 +177,7 @@ def test_writing(capsys, monkeypatch, tmp_path):
                 assert measured[place][rate] > 1
 
 
+@pytest.mark.rare
 def test_hooks(capsys, monkeypatch):
     monkeypatch.setattr(hooks, "fastest_product", lambda *_: 1e12)  # takes long
     flags = ["--shape", "tiny", "--documents", "9", "--max_seq_length", "64", "--rounds", "1"]

@@ -71,6 +71,7 @@ def test_the_image_installs_what_the_accelerator_needs(tmp_path, accelerator):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_the_image_runs_the_demo_with_nothing_but_what_its_steps_install(tmp_path):
     # With the newest pip: the one that comes with Python 3.11 takes twice as long.
     subprocess.run([sys.executable, "-m", "venv", "--upgrade-deps", tmp_path / "venv"], check=True)

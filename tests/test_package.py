@@ -65,6 +65,7 @@ def installed(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_the_wheel_holds_the_sources_and_nothing_else(installed):
     with zipfile.ZipFile(installed[0]) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
@@ -76,6 +77,7 @@ def test_the_wheel_holds_the_sources_and_nothing_else(installed):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_reading_needs_no_more_than_the_base_dependencies(installed, tmp_path):
     _, python = installed
     code = "import activation_extraction.inspect.status, sys; print('jax' in sys.modules)"
@@ -84,6 +86,7 @@ def test_reading_needs_no_more_than_the_base_dependencies(installed, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_the_bare_command_looks_at_runs_and_says_what_the_rest_needs(installed, tmp_path):
     extract(tmp_path / "run")
 

@@ -12,8 +12,8 @@ from activation_extraction.cli.config import parse_args
 FILE = REPOSITORY / "deploy/skypilot.yaml"
 SKYPILOT = REPOSITORY / ".venv/skypilot/bin/python"  # an environment of its own
 pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not SKYPILOT.exists(), reason="make test installs SkyPilot"),
+    pytest.mark.rare,
+    pytest.mark.skipif(not SKYPILOT.exists(), reason="make test-all installs SkyPilot"),
 ]
 
 READ = """
@@ -69,7 +69,6 @@ def read(tmp_path_factory):
     return dict(zip(texts, json.loads(process.stdout.splitlines()[-1]), strict=True))
 
 
-@pytest.mark.long
 def test_it_is_a_spot_job_that_recovers_from_all_but_bad_input(read):
     task = read["as it is"]
     assert task["accelerators"] == {"tpu-v6e-8": 1} and task["spot"] and task["nodes"] == 1

@@ -17,6 +17,7 @@ from benchmarks.kill_and_resume import shards_in
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.rare,
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 SBATCH = REPOSITORY / "deploy/slurm.sbatch"

@@ -33,7 +33,7 @@ from benchmarks.tpu_plan import (
 from qwen2_jax_with_hooks import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("optimized")]
-slow = pytest.mark.slow
+rare = pytest.mark.rare
 
 pytest.importorskip("libtpu")
 
@@ -171,7 +171,7 @@ def test_groups_are_read_in_every_notation(line, expected):
 
 quick, *others = reversed(TOPOLOGIES)
 every_topology = pytest.mark.parametrize(
-    "name", [quick, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
+    "name", [quick, *(pytest.param(name, marks=rare) for name in others)]
 )
 
 
@@ -199,9 +199,13 @@ def test_7b_layers_reduce_twice_and_never_between_hosts(name):
 @pytest.mark.parametrize(
     "shape,layers,topology,memory_of_a_chip,effort",
     [
-        pytest.param(QWEN3_8B, "3 7 12 16 21 26 30 35", "v5e:4x4", 16e9, USUAL, id="8B"),
-        pytest.param(QWEN3_32B, "7 15 23 31 39 47 55 63", "v6e:4x4", 32e9, LITTLE, id="32B"),
-        pytest.param(released("27B"), "7 31 63", "v6e:4x4", 32e9, LITTLE, id="3.5-27B"),
+        pytest.param(
+            QWEN3_8B, "3 7 12 16 21 26 30 35", "v5e:4x4", 16e9, USUAL, marks=rare, id="8B"
+        ),
+        pytest.param(
+            QWEN3_32B, "7 15 23 31 39 47 55 63", "v6e:4x4", 32e9, LITTLE, marks=rare, id="32B"
+        ),
+        pytest.param(released("27B"), "7 31 63", "v6e:4x4", 32e9, LITTLE, marks=rare, id="3.5-27B"),
     ],
 )
 def test_dense_models_fit_sixteen_chips(shape, layers, topology, memory_of_a_chip, effort):
@@ -226,10 +230,10 @@ PARAMETERS = {QWEN3_30B: 30.5e9, QWEN3_5_35B: 35e9}
 @pytest.mark.parametrize(
     "config,topology,axes,most,effort",
     [
-        pytest.param(QWEN3_30B, *EXPERTS_8, USUAL, id="30B"),
-        pytest.param(QWEN3_30B, "v6e:4x4", EXPERT_4, 32e9, LITTLE, marks=slow, id="expert"),
-        pytest.param(QWEN3_30B, "v6e:4x4", MODEL_4, 32e9, LITTLE, marks=slow, id="model"),
-        pytest.param(QWEN3_5_35B, *EXPERTS_8, USUAL, id="3.5-35B"),
+        pytest.param(QWEN3_30B, *EXPERTS_8, USUAL, marks=rare, id="30B"),
+        pytest.param(QWEN3_30B, "v6e:4x4", EXPERT_4, 32e9, LITTLE, marks=rare, id="expert"),
+        pytest.param(QWEN3_30B, "v6e:4x4", MODEL_4, 32e9, LITTLE, marks=rare, id="model"),
+        pytest.param(QWEN3_5_35B, *EXPERTS_8, USUAL, marks=rare, id="3.5-35B"),
     ],
 )
 def test_models_with_experts_fit_and_tokens_stay_with_them(config, topology, axes, most, effort):
@@ -253,7 +257,7 @@ def test_models_with_experts_fit_and_tokens_stay_with_them(config, topology, axe
     assert copied_weights(compiled) < 0.02 * arguments
 
 
-@pytest.mark.slow
+@rare
 @pytest.mark.parametrize("flags", [FSDP_72B, PIPELINE_72B], ids=["fsdp", "pipeline"])
 def test_72b_fits_chips_of_16_gb(flags):
     compiled = compile_quickly(QWEN_72B, flags, "v5e:16x16")
@@ -268,9 +272,9 @@ def test_72b_fits_chips_of_16_gb(flags):
 @pytest.mark.parametrize(
     "qwen,flags,topology,how",
     [
-        pytest.param(QWEN_7B, EIGHT, "v5e:8x8", {}, marks=pytest.mark.slow),
+        pytest.param(QWEN_7B, EIGHT, "v5e:8x8", {}, marks=rare),
         (QWEN_7B, EIGHT, "v5e:2x4", CHIPS_8),
-        pytest.param(QWEN_72B, FSDP_72B, "v5e:16x16", {}, marks=pytest.mark.slow),
+        pytest.param(QWEN_72B, FSDP_72B, "v5e:16x16", {}, marks=rare),
     ],
 )
 def test_layers_read_their_weights_in_place_and_never_hold_all_scores(qwen, flags, topology, how):
@@ -297,7 +301,7 @@ def shapes(result: str) -> list[list[int]]:
     return [[int(n) for n in found[2].split(",") if n] for found in ARRAY.finditer(result)]
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=rare), "bfloat16"])
 def test_the_kernel_takes_narrow_heads_and_rows_of_any_length(dtype):
     flags = f"--dtype {dtype} --max_seq_length 1000 --layers_to_extract 10 23"
     compiled = compile_quickly(QWEN_HALF_B, flags, "v5e:2x4", **CHIPS_8)
@@ -320,7 +324,7 @@ def test_layers_with_and_without_a_window_are_in_one_loop():
     assert compiled.memory.temp_size_in_bytes < 2 * heads * 8192**2
 
 
-@pytest.mark.slow
+@rare
 def test_7b_with_a_hook_of_each_kind_keeps_apart_what_hosts_compute():
     """Fits, and what devices exchange they exchange within their host, after the loop too."""
     compiled = compile_quickly(QWEN_7B, "--hook_names hook_embed blocks.20.* ln_final.*", "v5e:8x8")
@@ -339,7 +343,7 @@ def test_7b_with_a_hook_of_each_kind_keeps_apart_what_hosts_compute():
     assert memory.peak_memory_in_bytes < 16e9
 
 
-@pytest.mark.slow
+@rare
 def test_memory_of_hooks_of_any_width_grows_with_them_and_not_with_the_depth():
     def beyond_arguments(*layers: int) -> int:
         names = [f"blocks.{layer}.{kind}" for layer in layers for kind in PAIR]
@@ -354,6 +358,7 @@ def test_memory_of_hooks_of_any_width_grows_with_them_and_not_with_the_depth():
     assert 2 * a_pair <= more < 2.5 * 2 * a_pair  # the loop's buffers, and the result
 
 
+@rare
 def test_memory_grows_with_the_hooks_and_not_with_the_depth():
     def beyond_arguments(*layers: int) -> int:
         # Rows so long that no (B, T, F) array fits a chip's fast memory, which holds it by chance.
