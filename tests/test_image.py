@@ -70,7 +70,6 @@ def test_the_image_installs_what_the_accelerator_needs(tmp_path, accelerator):
     assert os.access(entry, os.X_OK)
 
 
-@pytest.mark.slow
 @pytest.mark.rare
 def test_the_image_runs_the_demo_with_nothing_but_what_its_steps_install(tmp_path):
     # With the newest pip: the one that comes with Python 3.11 takes twice as long.

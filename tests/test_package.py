@@ -64,7 +64,6 @@ def installed(tmp_path_factory):
     return wheel, python
 
 
-@pytest.mark.slow
 @pytest.mark.rare
 def test_the_wheel_holds_the_sources_and_nothing_else(installed):
     with zipfile.ZipFile(installed[0]) as wheel:
@@ -76,7 +75,6 @@ def test_the_wheel_holds_the_sources_and_nothing_else(installed):
     assert names == expected | {f"{package.name}/{name}" for name in data}
 
 
-@pytest.mark.slow
 @pytest.mark.rare
 def test_reading_needs_no_more_than_the_base_dependencies(installed, tmp_path):
     _, python = installed
@@ -85,7 +83,6 @@ def test_reading_needs_no_more_than_the_base_dependencies(installed, tmp_path):
     assert done.stdout == "False\n", done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.rare
 def test_the_bare_command_looks_at_runs_and_says_what_the_rest_needs(installed, tmp_path):
     extract(tmp_path / "run")

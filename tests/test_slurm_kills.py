@@ -16,7 +16,6 @@ import extract_activations
 from benchmarks.kill_and_resume import shards_in
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.rare,
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]

@@ -196,16 +196,13 @@ def test_7b_layers_reduce_twice_and_never_between_hosts(name):
         assert kinds.count("all-gather") == len(kinds) - 2 <= 2
 
 
+@rare
 @pytest.mark.parametrize(
     "shape,layers,topology,memory_of_a_chip,effort",
     [
-        pytest.param(
-            QWEN3_8B, "3 7 12 16 21 26 30 35", "v5e:4x4", 16e9, USUAL, marks=rare, id="8B"
-        ),
-        pytest.param(
-            QWEN3_32B, "7 15 23 31 39 47 55 63", "v6e:4x4", 32e9, LITTLE, marks=rare, id="32B"
-        ),
-        pytest.param(released("27B"), "7 31 63", "v6e:4x4", 32e9, LITTLE, marks=rare, id="3.5-27B"),
+        pytest.param(QWEN3_8B, "3 7 12 16 21 26 30 35", "v5e:4x4", 16e9, USUAL, id="8B"),
+        pytest.param(QWEN3_32B, "7 15 23 31 39 47 55 63", "v6e:4x4", 32e9, LITTLE, id="32B"),
+        pytest.param(released("27B"), "7 31 63", "v6e:4x4", 32e9, LITTLE, id="3.5-27B"),
     ],
 )
 def test_dense_models_fit_sixteen_chips(shape, layers, topology, memory_of_a_chip, effort):
@@ -227,13 +224,14 @@ EXPERT_4, MODEL_4 = (f"4,4 --mesh_axes data,{axis}" for axis in ("expert", "mode
 PARAMETERS = {QWEN3_30B: 30.5e9, QWEN3_5_35B: 35e9}
 
 
+@rare
 @pytest.mark.parametrize(
     "config,topology,axes,most,effort",
     [
-        pytest.param(QWEN3_30B, *EXPERTS_8, USUAL, marks=rare, id="30B"),
-        pytest.param(QWEN3_30B, "v6e:4x4", EXPERT_4, 32e9, LITTLE, marks=rare, id="expert"),
-        pytest.param(QWEN3_30B, "v6e:4x4", MODEL_4, 32e9, LITTLE, marks=rare, id="model"),
-        pytest.param(QWEN3_5_35B, *EXPERTS_8, USUAL, marks=rare, id="3.5-35B"),
+        pytest.param(QWEN3_30B, *EXPERTS_8, USUAL, id="30B"),
+        pytest.param(QWEN3_30B, "v6e:4x4", EXPERT_4, 32e9, LITTLE, id="expert"),
+        pytest.param(QWEN3_30B, "v6e:4x4", MODEL_4, 32e9, LITTLE, id="model"),
+        pytest.param(QWEN3_5_35B, *EXPERTS_8, USUAL, id="3.5-35B"),
     ],
 )
 def test_models_with_experts_fit_and_tokens_stay_with_them(config, topology, axes, most, effort):
