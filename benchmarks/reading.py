@@ -37,7 +37,7 @@ import torch
 from isal import igzip
 
 from activation_extraction import ActivationDataset
-from activation_extraction.cli.output_flags import SHARD_FORMATS
+from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.dataset.dataset import BUFFER_BATCHES
 from activation_extraction.store import shard_reader
 from activation_extraction.store.identity import Identity

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from storages import open_storage
 
-from activation_extraction.cli.output_flags import SHARD_FORMATS
+from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import RunError, StorageError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo

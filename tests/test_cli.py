@@ -9,7 +9,7 @@ import pytest
 from command_line import main, records_of, start
 from small_runs import both_formats, shard_name
 
-from activation_extraction.cli.flags import build_parser
+from activation_extraction.cli.parser import build_parser
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from storages import open_storage
 
 from activation_extraction import ActivationDataset
 from activation_extraction import store as store_package
-from activation_extraction.cli.output_flags import SHARD_FORMATS
+from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import RunError, StorageError
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder

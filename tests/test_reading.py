@@ -13,7 +13,7 @@ import pytest
 from extractions import HOOKS, edit, extract, open_part, replace_shard, write_records
 
 import extract_activations
-from activation_extraction.cli.help_text import epilog
+from activation_extraction.cli.parser import epilog
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.pickle_file import read_records

@@ -12,7 +12,7 @@ from small_runs import byte_tokenizer  # noqa: F401
 from test_bad_rows import write_lines, write_parquet
 
 from activation_extraction import ActivationDataset
-from activation_extraction.cli.output_flags import SHARD_FORMATS
+from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import RunError
 from activation_extraction.run.hosts import Watchdog
 from activation_extraction.text import samples as text_samples

@@ -1,337 +1,493 @@
-"""The flags that say what to compute, and the parser of all flags.
+"""The table of flags: what each is called, means and is when nobody gives it.
 
-Flags about the output are in output_flags.py; config.py checks whether flags fit together. A flag
-that is not given is None, so that conflicts between given flags can be found; defaults are filled
-in afterwards. Boolean flags are the exception.
+`Config` is that table: one field for every flag. parser.py makes the command line and --help from
+it, and config.py fills it in and checks whether flags fit together.
 """
 
-import argparse
-import re
-import sys
-from typing import Any, NoReturn
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
-from activation_extraction.cli.declare import (
-    MESH_AXES,
-    add,
-    add_pair,
-    add_switch,
+from activation_extraction.cli.values import (
     axes,
+    free_gigabytes,
+    gigabytes,
     integer,
     layers,
     sizes,
     text,
-    variables,
 )
-from activation_extraction.cli.defaults import DATASET, DEFAULT_LAYERS, DEFAULTS
-from activation_extraction.cli.defaults import DEMO_MAX_SEQ_LENGTH as DEMO_LENGTH
-from activation_extraction.cli.help_text import epilog
-from activation_extraction.cli.output_flags import (
-    add_bucket_flags,
-    add_checking_flags,
-    add_general_flags,
-    add_output_flags,
-)
-from activation_extraction.common.errors import InputError, near_miss
-from activation_extraction.common.positions import SLICE, positions
+from activation_extraction.common.choices import DEFAULT_LAYERS, MESH_AXES, SHARD_FORMATS
+from activation_extraction.common.positions import positions
+from activation_extraction.common.visible import plain_url
 
-ACTIVATION_TYPES = ("residual", "mlp", "attn")
+DATASET = ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")  # name, config, split
+DEMO_MAX_SEQ_LENGTH = 256
+LOOKING = ("status", "verify", "report", "export")
+# At most one of these is given.
+MODES = (*LOOKING, "repair", "overwrite", "list_hooks")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad flag, such as one without its value, as an InputError: one line, no usage."""
+@dataclass(frozen=True)
+class Flag:
+    """What the table says of one flag besides its type and default.
 
-    def error(self, message: str) -> NoReturn:
-        if message.endswith("argument"):  # one that begins with "-" looks like a flag
-            message += "; a value that begins with - follows a =, such as --text_column=-x"
-        if message.startswith("unrecognized"):
-            known = re.findall(r"--\w+", self.format_usage())
-            typed = message.removeprefix("unrecognized arguments:").split()
-            message += near_miss(typed[0].partition("=")[0], known) if typed else "''"
-        raise InputError(f"{message} (see --help)")
+    options: of argparse. needs: another flag without which this one means nothing. excludes: flags
+    that cannot be given with this one. variables: environment variables that stand in for the flag;
+    the first that is set counts. opposite: the name of the flag that means no, and its help.
+    """
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Takes a slice such as -8: for the value that it is, and not for a flag."""
-        joined: list[str] = []
-        for typed in sys.argv[1:] if args is None else args:
-            if SLICE.fullmatch(typed) and joined and joined[-1] == "--positions":
-                joined[-1] += f"={typed}"
-            else:
-                joined.append(typed)
-        return super().parse_known_args(joined, namespace)
+    options: dict[str, Any]
+    needs: str = ""
+    excludes: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    opposite: tuple[str, str] | None = None
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all flags, with their help."""
-    parser = _Parser(
-        prog="extract_activations.py",
-        description="Turns a Qwen checkpoint and a stream of text into shards of activations.",
-        epilog=epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    _add_model_flags(parser)
-    _add_hook_flags(parser)
-    _add_token_flags(parser)
-    _add_data_flags(parser)
-    _add_machine_flags(parser)
-    _add_computing_flags(parser)
-    _add_host_flags(parser)
-    add_output_flags(parser)
-    add_bucket_flags(parser)
-    add_checking_flags(parser)
-    add_general_flags(parser)
-    return parser
+def flag(
+    help: str,
+    default: Any = None,
+    parse: Callable[[str], Any] = text,
+    *,
+    unit: str = "",
+    default_is: str = "",
+    needs: str = "",
+    excludes: tuple[str, ...] = (),
+    variables: tuple[str, ...] = (),
+    **options: Any,
+) -> Any:
+    """Declares a flag that takes a value.
+
+    default: None if there is none, or if config.py works it out. unit: that of the default.
+    default_is: words for --help where the default's value does not say enough.
+    """
+    said = default_is or ("" if default is None else f"{default}{unit}")
+    alternatives = [words for words in (" or ".join(variables), said) if words]
+    if alternatives:
+        help += f" (default: {', else '.join(alternatives)})"
+    if "choices" not in options:
+        options["type"] = parse
+    declared = Flag({"help": help, **options}, needs, excludes, variables)
+    return field(default=default, metadata={"flag": declared})
 
 
-def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    add(
-        group,
-        "model_path",
+def switch(help: str, *, needs: str = "", excludes: tuple[str, ...] = ()) -> Any:
+    """Declares a boolean flag that is false unless it is given."""
+    declared = Flag({"help": help, "action": "store_true"}, needs, excludes)
+    return field(default=False, metadata={"flag": declared})
+
+
+def pair(help: str, opposite: str, opposite_help: str) -> Any:
+    """Declares a boolean flag that is true by default, and the flag that makes it false."""
+    options = {"help": f"{help} (default)", "action": "store_true"}
+    declared = Flag(options, opposite=(opposite, opposite_help))
+    return field(default=True, metadata={"flag": declared})
+
+
+# The flag that each group of --help begins with: the group's title and what is said below it.
+GROUPS = {
+    "model_path": ("model", None),
+    "layers_to_extract": ("what to extract", None),
+    "positions": (
+        "which tokens to keep",
+        "the model always reads whole samples; only kept tokens are stored",
+    ),
+    "dataset_name": ("text", None),
+    "machine_id": ("several machines", "each with its own share of the data"),
+    "batch_size": ("computing", None),
+    "multihost": ("several hosts as one", "start the same command on every host of a pod"),
+    "output_dir": ("output", None),
+    "upload_to_gcs": (
+        "upload",
+        "credentials come from the environment: gcloud auth application-default login, "
+        "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account",
+    ),
+    "status": (
+        "looking at an extraction",
+        "these flags do not extract; they look at the bucket with --upload_to_gcs, else at "
+        "--output_dir, which may be a URL here",
+    ),
+    "demo": ("general", None),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run, as the user asked for it.
+
+    layers_to_extract: None is the default. mesh_type: None if --mesh_shape is given instead.
+    compress_shards: false for safetensors, which are never compressed. verify_samples: 0 without
+    --model_path. report: the file to write the report to, "" for the default one; None without
+    --report. machine_from: the flag or variable that says which machine this is; None if nothing
+    does.
+    """
+
+    model_path: str = flag(
         "a folder with config.json, safetensors and tokenizer: a local one, one in a bucket "
         "(gs://BUCKET/FOLDER), or the name of a hub model",
-        type=text,
+        "Qwen/Qwen2.5-0.5B",
         metavar="PATH",
     )
-    add(
-        group,
-        "model_revision",
-        "a branch, tag or commit of a hub model (default: the commit that the extraction began "
-        "with; the newest one for a new extraction)",
-        type=text,
+    model_revision: str | None = flag(
+        "a branch, tag or commit of a hub model",
+        default_is="the commit that the extraction began with; the newest one for a new extraction",
         metavar="NAME",
     )
-    add(
-        group,
-        "dtype",
-        "the type of weights and matrix products; sums are float32 (default: "
-        f"{DEFAULTS['dtype']} = bfloat16 on TPU and GPU, float32 on CPU)",
+    dtype: str = flag(
+        "the type of weights and matrix products; sums are float32",
+        "auto",
+        default_is="auto = bfloat16 on TPU and GPU, float32 on CPU",
         choices=("auto", "float32", "bfloat16"),
     )
-
-
-def _add_hook_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to extract")
-    add(
-        group,
-        "layers_to_extract",
-        "layers, counted from 0: numbers, ranges such as 1-3, or all (default: "
-        f"{DEFAULT_LAYERS[0]}-{DEFAULT_LAYERS[-1]}, clipped to the model's depth)",
-        type=layers,
+    layers_to_extract: tuple[int, ...] | str | None = flag(
+        "layers, counted from 0: numbers, ranges such as 1-3, or all",
+        default_is=f"{DEFAULT_LAYERS[0]}-{DEFAULT_LAYERS[-1]}, clipped to the model's depth",
+        parse=layers,
         nargs="+",
         metavar="N|N-M|all",
     )
-    add(
-        group,
-        "activation_type",
+    activation_type: str = flag(
         "residual: the residual stream after the block; attn, mlp: what that half of the block "
         "adds to it",
-        choices=ACTIVATION_TYPES,
+        "residual",
+        choices=("residual", "mlp", "attn"),
     )
-    add(
-        group,
-        "hook_names",
+    hook_names: tuple[str, ...] | None = flag(
         "instead of the two flags above: TransformerLens names, or inputs and outputs of Hugging "
         "Face modules; globs are allowed, such as 'blocks.*.mlp.hook_in' or "
         "'model.layers.20.mlp.output'",
+        excludes=("layers_to_extract", "activation_type"),
         nargs="+",
         metavar="GLOB",
     )
-    add_switch(
-        group,
-        "list_hooks",
+    list_hooks: bool = switch(
         "list the model's hooks with all their names, widths and bytes per token, then exit; "
-        "reads only config.json",
+        "reads only config.json"
     )
-
-
-def _add_token_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "which tokens to keep", "the model always reads whole samples; only kept tokens are stored"
-    )
-    add(
-        group,
-        "positions",
+    positions: str = flag(
         "all, last, first:N, last:N, every:N (0, N, 2N, ...), a slice as in Python, such as 4:-1, "
         "or random:P, which keeps every token with probability P; random:P:SEED makes another "
         "choice than SEED 0. Records then say the positions of their tokens",
-        type=positions,
+        "all",
+        parse=positions,
         metavar="RULE",
     )
-    add(
-        group,
-        "drop_token_ids",
+    drop_token_ids: tuple[int, ...] = flag(
         "of the tokens that --positions keeps, leave out those with these ids, such as the end of "
-        "text (default: none)",
-        type=integer(0),
+        "text",
+        (),
+        default_is="none",
+        parse=integer(0),
         nargs="+",
         metavar="ID",
     )
-
-
-def _add_data_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("text")
-    name, config, split = DATASET
-    add(
-        group,
-        "dataset_name",
-        f"a data set on the hub, which is streamed (default: {name})",
-        type=text,
+    dataset_name: str | None = flag(
+        "a data set on the hub, which is streamed", default_is=DATASET[0], metavar="NAME"
+    )
+    dataset_config: str | None = flag(
+        "its configuration",
+        default_is=f"{DATASET[1]} for the default data set, else its own default",
         metavar="NAME",
     )
-    add(
-        group,
-        "dataset_config",
-        f"its configuration (default: {config} for the default data set, else its own default)",
-        type=text,
-        metavar="NAME",
-    )
-    add(group, "dataset_split", f"its split (default: {split})", type=text, metavar="NAME")
-    add(
-        group,
-        "dataset_path",
+    dataset_split: str = flag("its split", DATASET[2], metavar="NAME")
+    dataset_path: str | None = flag(
         "your own files instead of a hub data set: .jsonl, .jsonl.gz or .parquet; a file, a folder "
         "or a glob; a local path or a URL such as gs://bucket/folder",
-        type=text,
+        excludes=("dataset_name", "dataset_config", "dataset_split"),
         metavar="PATH",
     )
-    add(
-        group,
-        "text_column",
+    text_column: str = flag(
         "the column that holds the text; in rows without it, ARC-AGI's columns train and test "
-        f"become a prompt, see below (default: {DEFAULTS['text_column']})",
-        type=text,
+        "become a prompt, see below",
+        "text",
         metavar="NAME",
     )
-    add_switch(
-        group,
-        "skip_bad_rows",
+    skip_bad_rows: bool = switch(
         "skip and count rows that cannot be used: not JSON, no such column, no text in it; may "
-        "also be added when a run is continued (default: such a row ends the run)",
+        "also be added when a run is continued (default: such a row ends the run)"
     )
-    add(
-        group,
-        "max_samples",
-        "stop after N samples on this machine, shared equally by its hosts (default: all)",
-        type=integer(1),
+    max_samples: int | None = flag(
+        "stop after N samples on this machine, shared equally by its hosts",
+        default_is="all",
+        parse=integer(1),
         metavar="N",
     )
-
-
-def _add_machine_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("several machines", "each with its own share of the data")
-    add(
-        group,
-        "machine_id",
-        "the number of this machine, from 0; each machine extracts its own share of the data "
-        "(default: SLURM_ARRAY_TASK_ID, SKYPILOT_JOB_RANK or, without --multihost, "
-        f"JOB_COMPLETION_INDEX; else {DEFAULTS['machine_id']})",
-        type=integer(0),
+    machine_id: int = flag(
+        "the number of this machine, from 0; each machine extracts its own share of the data",
+        0,
+        default_is="SLURM_ARRAY_TASK_ID, SKYPILOT_JOB_RANK or, without --multihost, "
+        "JOB_COMPLETION_INDEX; else 0",
+        parse=integer(0),
         metavar="I",
     )
-    add(
-        group,
-        "total_machines",
+    total_machines: int = flag(
         "the number of independent machines that share the data; it may be much larger than the "
-        "number that runs at a time (default: SLURM_ARRAY_TASK_COUNT or SKYPILOT_NUM_JOBS, else "
-        f"{DEFAULTS['total_machines']})",
-        type=integer(1),
+        "number that runs at a time",
+        1,
+        default_is="SLURM_ARRAY_TASK_COUNT or SKYPILOT_NUM_JOBS, else 1",
+        parse=integer(1),
         metavar="N",
     )
-
-
-def _add_computing_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("computing")
-    add(
-        group,
-        "batch_size",
-        "rows per host and step; several samples share a row",
-        type=integer(1),
-        metavar="ROWS",
+    batch_size: int = flag(
+        "rows per host and step; several samples share a row", 8, parse=integer(1), metavar="ROWS"
     )
-    add(
-        group,
-        "max_seq_length",
-        f"tokens per row; longer documents are cut (default: {DEFAULTS['max_seq_length']} tokens; "
-        f"{DEMO_LENGTH} with --demo)",
-        type=integer(1),
+    max_seq_length: int = flag(
+        "tokens per row; longer documents are cut",
+        2048,
+        default_is=f"2048 tokens; {DEMO_MAX_SEQ_LENGTH} with --demo",
+        parse=integer(1),
         metavar="TOKENS",
     )
-    add(
-        group,
-        "mesh_type",
+    mesh_type: str | None = flag(
         "how the devices are arranged. 1d: all along the model axis; 2d: data x model, with one "
         "host per data index; 3d: pipeline x data x model; auto: the smallest model axis with "
-        f"which everything fits in memory (default: {DEFAULTS['mesh_type']})",
+        "which everything fits in memory",
+        "2d",
         choices=("1d", "2d", "3d", "auto"),
     )
-    add(
-        group,
-        "mesh_shape",
-        f"the size of each axis (default: {variables('mesh_shape')}, else as --mesh_type says)",
-        type=sizes,
+    mesh_shape: tuple[int, ...] | None = flag(
+        "the size of each axis",
+        default_is="as --mesh_type says",
+        variables=("TPU_MESH_CONFIG",),
+        parse=sizes,
         metavar="A,B[,C]",
     )
-    add(
-        group,
-        "mesh_axes",
+    mesh_axes: tuple[str, ...] | None = flag(
         f"the names of the axes, from {', '.join(MESH_AXES)}: pipeline splits the layers; data, "
-        "fsdp and expert the rows; fsdp and model the weights; expert those of the experts "
-        f"(default: {variables('mesh_axes')}, else data,model or pipeline,data,model)",
-        type=axes,
+        "fsdp and expert the rows; fsdp and model the weights; expert those of the experts",
+        default_is="data,model or pipeline,data,model",
+        variables=("TPU_AXIS_NAMES",),
+        parse=axes,
         metavar="NAME,...",
     )
-    add_pair(
-        group,
-        "use_data_parallel",
-        "no_data_parallel",
-        "use all devices",
-        "use only one device of each host",
+    use_data_parallel: bool = pair(
+        "use all devices", "no_data_parallel", "use only one device of each host"
     )
-    add(
-        group,
-        "compilation_cache",
+    compilation_cache: str | None = flag(
         "where JAX keeps compiled programs for the next start, or off; with --multihost a folder "
-        f"or URL that all hosts share (default: {variables('compilation_cache')}, else "
-        "activation_extraction/jax in XDG_CACHE_HOME or ~/.cache; off with --multihost)",
-        type=text,
+        "or URL that all hosts share",
+        default_is="activation_extraction/jax in XDG_CACHE_HOME or ~/.cache; off with --multihost",
+        variables=("JAX_COMPILATION_CACHE_DIR",),
         metavar="FOLDER",
     )
-
-
-def _add_host_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "several hosts as one", "start the same command on every host of a pod"
+    multihost: bool = switch(
+        "join the other hosts; on Cloud TPU, GKE and Slurm this flag alone is enough"
     )
-    add_switch(
-        group,
-        "multihost",
-        "join the other hosts; on Cloud TPU, GKE and Slurm this flag alone is enough",
-    )
-    add(
-        group,
-        "coordinator_address",
-        f"the address of host 0 (default: {variables('coordinator_address')})",
-        type=text,
+    coordinator_address: str | None = flag(
+        "the address of host 0",
+        variables=("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"),
+        needs="multihost",
         metavar="HOST:PORT",
     )
-    add(
-        group,
-        "host_id",
-        f"the number of this host, from 0 (default: {variables('host_id')})",
-        type=integer(0),
+    host_id: int | None = flag(
+        "the number of this host, from 0",
+        variables=("JAX_PROCESS_INDEX", "HOST_ID"),
+        needs="multihost",
+        parse=integer(0),
         metavar="I",
     )
-    add(
-        group,
-        "num_hosts",
-        f"the number of hosts (default: {variables('num_hosts')})",
-        type=integer(1),
+    num_hosts: int | None = flag(
+        "the number of hosts",
+        variables=("JAX_PROCESS_COUNT", "NUM_HOSTS"),
+        needs="multihost",
+        parse=integer(1),
         metavar="N",
     )
-    for name, meaning in (
-        ("connect_timeout", "how long to wait for the other hosts at the start"),
-        ("heartbeat_timeout", "how long a host may be silent before it counts as dead"),
-        ("stall_timeout", "end the process if no step finishes for this long"),
-    ):
-        add(group, name, meaning, unit=" s", type=integer(1), metavar="SECONDS")
+    connect_timeout: int = flag(
+        "how long to wait for the other hosts at the start",
+        300,
+        unit=" s",
+        parse=integer(1),
+        metavar="SECONDS",
+    )
+    heartbeat_timeout: int = flag(
+        "how long a host may be silent before it counts as dead",
+        100,
+        unit=" s",
+        parse=integer(1),
+        metavar="SECONDS",
+    )
+    stall_timeout: int = flag(
+        "end the process if no step finishes for this long",
+        600,
+        unit=" s",
+        parse=integer(1),
+        metavar="SECONDS",
+    )
+    output_dir: str = flag(
+        "the folder for the shards; the same command continues a run that was interrupted there",
+        "activations",
+        metavar="FOLDER",
+    )
+    min_free_gb: float = flag(
+        "refuse to start if the disk of --output_dir has less than this free, in units of 10^9 "
+        "bytes",
+        0.0,
+        unit=" GB",
+        parse=free_gigabytes,
+        metavar="GB",
+    )
+    activation_dtype: str = flag(
+        "the type of the stored activations",
+        "auto",
+        default_is="auto = as --dtype",
+        choices=("auto", "float32", "float16", "bfloat16"),
+    )
+    shard_size_gb: float = flag(
+        "activations per shard before compression, in units of 10^9 bytes",
+        1.0,
+        unit=" GB",
+        parse=gigabytes,
+        metavar="GB",
+    )
+    shard_format: str = flag(
+        "pickle: a dict that Python reads without this program; safetensors: one contiguous tensor "
+        "per hook, so that one hook is read without the others, from a disk or a bucket",
+        "pickle",
+        choices=SHARD_FORMATS,
+    )
+    compress_shards: bool = pair(
+        "gzip the pickles; safetensors are never compressed",
+        "no_compress_shards",
+        "write plain .pkl files",
+    )
+    writer_threads: int | None = flag(
+        "the threads that compress shards and add up their statistics",
+        default_is="as many as there are cores",
+        parse=integer(1),
+        metavar="N",
+    )
+    waiting_shards_gb: float | None = flag(
+        "the most memory for activations that wait to be stored, in units of 10^9 bytes; beyond "
+        "it, computing waits; room for two shards is the least",
+        default_is="a quarter of the memory at hand, at most 16, or two shards",
+        parse=gigabytes,
+        metavar="GB",
+    )
+    overwrite: bool = switch(
+        "at every start, delete the extraction that --output_dir and the bucket hold (default: "
+        "continue it)"
+    )
+    repair: bool = switch(
+        "with the flags of a run: recompute the shards that --verify finds damaged or missing, and "
+        "no others; then verify again and exit with that status"
+    )
+    upload_to_gcs: bool = switch(
+        "store the shards in a bucket, from memory; a shard counts as stored only once the bucket "
+        "has confirmed it",
+        needs="gcs_bucket",
+    )
+    gcs_bucket: str | None = flag(
+        "the bucket, or a URL that fsspec knows, such as s3://bucket (with s3fs installed)",
+        needs="upload_to_gcs",
+        metavar="NAME",
+    )
+    gcs_prefix: str = flag(
+        "a folder in the bucket; it gets one folder for each machine and host",
+        "activations",
+        needs="upload_to_gcs",
+        metavar="PATH",
+    )
+    delete_local_after_upload: bool = pair(
+        "write no local shards, only metadata.json and metrics.jsonl",
+        "keep_local",
+        "write local shards as well, beside those in the bucket",
+    )
+    upload_timeout: int = flag(
+        "how long a failing upload is retried without progress before the run stops",
+        300,
+        unit=" s",
+        parse=integer(1),
+        metavar="SECONDS",
+    )
+    status: bool = switch(
+        "show what all machines and hosts have stored, how fast they are and when they will be "
+        "done; also works during a run"
+    )
+    aggregate: bool = switch(
+        "with --status: also write it there as aggregated_metadata.json", needs="status"
+    )
+    json: bool = switch(
+        "with --status: print all of it as one JSON object instead of a table", needs="status"
+    )
+    verify: bool = switch(
+        "compare every shard with its checksum and its JSON file, and check that every sample is "
+        "there once; with --model_path, also recompute some samples; lists every problem and exits "
+        "with status 1 if there is any"
+    )
+    verify_samples: int = flag(
+        "how many random samples --verify recomputes",
+        8,
+        needs="verify",
+        parse=integer(1),
+        metavar="N",
+    )
+    report: str | None = flag(
+        "write an HTML page about the activations: norms, leading directions, the largest "
+        "tokens, throughput; also works during a run",
+        default_is="report.html in --output_dir, or in the working directory for a bucket",
+        parse=str,
+        nargs="?",
+        const="",
+        metavar="FILE",
+    )
+    export: str | None = flag(
+        "copy a finished run to --export_dir: pickle and safetensors make a run of such "
+        "shards; memmap makes the files of jkminder's dictionary_learning (crosscoders), "
+        "llamascopium those of Llamascopium; the same command continues an export that was "
+        "stopped; --hook_names chooses hooks",
+        default_is="all",
+        needs="export_dir",
+        choices=(*SHARD_FORMATS, "memmap", "llamascopium"),
+    )
+    export_dir: str | None = flag(
+        "the folder that --export writes to", needs="export", metavar="FOLDER"
+    )
+    demo: bool = switch(
+        "make a tiny model and sample documents in --output_dir/demo_inputs and extract from them",
+        excludes=(
+            *("model_path", "model_revision"),
+            *("dataset_name", "dataset_config", "dataset_split", "dataset_path"),
+        ),
+    )
+    log_every: int = flag(
+        "the time between two lines of metrics.jsonl and, without a terminal, of progress",
+        30,
+        unit=" s",
+        parse=integer(1),
+        metavar="SECONDS",
+    )
+    verbose: bool = switch(
+        "log every step and shard, on all hosts (default: hosts other than 0 log problems only)"
+    )
+    machine_from: str | None = None
+
+    @property
+    def looking(self) -> bool:
+        """Whether to look at what is stored instead of extracting."""
+        return any(getattr(self, mode) not in (None, False) for mode in LOOKING)
+
+    @property
+    def bucket_url(self) -> str | None:
+        """The folder in the bucket for those of machines and hosts; None without upload."""
+        if not self.upload_to_gcs or self.gcs_bucket is None:
+            return None
+        bucket = self.gcs_bucket.rstrip("/")
+        return f"{bucket if '://' in bucket else f'gs://{bucket}'}/{self.gcs_prefix.strip('/')}"
+
+    @property
+    def location(self) -> str:
+        """Where the output of all machines and hosts is, for flags that look at it."""
+        return self.bucket_url or self.output_dir
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the configuration as metadata.json records it: URLs are without secrets."""
+        return {
+            name: plain_url(value) if isinstance(value, str) else value
+            for name, value in {**asdict(self), "bucket_url": self.bucket_url}.items()
+        }
+
+
+FLAGS: dict[str, Flag] = {
+    each.name: each.metadata["flag"] for each in fields(Config) if each.metadata
+}

@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from activation_extraction.cli.output_flags import SHARD_FORMATS
+from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.batches import Batches

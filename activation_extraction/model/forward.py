@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from activation_extraction.cli.console import log
-from activation_extraction.cli.defaults import DEFAULT_LAYERS
+from activation_extraction.common.choices import DEFAULT_LAYERS
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
-from activation_extraction.cli.declare import MESH_AXES
+from activation_extraction.common.choices import MESH_AXES
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import counted
 

@@ -1,26 +1,24 @@
-"""How a flag is declared: its help with its default, and the parsers of its value."""
+"""The parsers of what is typed after a flag, for argparse: each raises ArgumentTypeError."""
 
 import argparse
 import re
 from collections.abc import Callable
-from typing import Any
 
-from activation_extraction.cli.defaults import DEFAULTS, ENVIRONMENT
+from activation_extraction.common.choices import MESH_AXES
 
 LARGEST = 10**9  # whole number that any flag takes; more is a typo
 MOST_LAYERS = 10_000
-MESH_AXES = ("pipeline", "data", "fsdp", "expert", "model")
 
 
 def text(typed: str) -> str:
-    """Any text that is not blank."""
+    """Returns any text that is not blank."""
     if not typed.strip():
         raise argparse.ArgumentTypeError("is empty (an unset variable?)")
     return typed
 
 
 def integer(least: int) -> Callable[[str], int]:
-    """A parser of whole numbers from `least` to LARGEST."""
+    """Returns a parser of whole numbers from `least` to LARGEST."""
 
     def parse(typed: str) -> int:
         value = int(typed)
@@ -35,7 +33,7 @@ def integer(least: int) -> Callable[[str], int]:
 
 
 def layers(typed: str) -> tuple[int, ...] | str:
-    """A layer, a range such as 1-3 with both its ends, or "all"."""
+    """Returns the layers of a number or a range such as 1-3, which has both its ends; or "all"."""
     if typed == "all":
         return typed
     first, dash, last = typed.partition("-")
@@ -49,14 +47,14 @@ def layers(typed: str) -> tuple[int, ...] | str:
 
 
 def sizes(typed: str) -> tuple[int, ...]:
-    """Positive numbers with commas between them."""
+    """Returns positive numbers that have commas between them."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", typed):
         raise argparse.ArgumentTypeError(f"{typed!r} is not a list of positive numbers such as 4,4")
     return tuple(map(int, typed.split(",")))
 
 
 def axes(typed: str) -> tuple[str, ...]:
-    """Different names of mesh axes with commas between them."""
+    """Returns different names of mesh axes that have commas between them."""
     names = tuple(typed.split(","))
     if len(set(names)) < len(names) or not set(names) <= set(MESH_AXES):
         raise argparse.ArgumentTypeError(
@@ -66,7 +64,7 @@ def axes(typed: str) -> tuple[str, ...]:
 
 
 def gigabytes(typed: str) -> float:
-    """A positive size in 10^9 bytes."""
+    """Returns a positive size in 10^9 bytes."""
     value = float(typed)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{typed} is not a positive size in GB")
@@ -74,37 +72,8 @@ def gigabytes(typed: str) -> float:
 
 
 def free_gigabytes(typed: str) -> float:
-    """A size in 10^9 bytes, or 0."""
+    """Returns a size in 10^9 bytes, which may be 0."""
     return gigabytes(typed) if float(typed) else 0.0
 
 
 gigabytes.__name__ = free_gigabytes.__name__ = "size in GB"
-
-
-def add(group: Any, name: str, help: str, unit: str = "", **options: Any) -> None:
-    """Adds a flag with a value. Its help ends with the default and the default's unit."""
-    if name in DEFAULTS and "(default" not in help:
-        help += f" (default: {DEFAULTS[name]}{unit})"
-    group.add_argument(f"--{name}", help=help, **options)
-
-
-def add_switch(group: Any, name: str, help: str) -> None:
-    """Adds a boolean flag that is false by default."""
-    group.add_argument(f"--{name}", action="store_true", help=help)
-
-
-def add_pair(
-    group: Any, yes: str, no: str, yes_help: str, no_help: str, default: bool | None = True
-) -> None:
-    """Adds a boolean flag as a pair of names. It is true by default; None leaves that to the
-    configuration."""
-    pair = group.add_mutually_exclusive_group()
-    pair.add_argument(
-        f"--{yes}", action="store_true", default=default, help=f"{yes_help} (default)"
-    )
-    pair.add_argument(f"--{no}", dest=yes, action="store_false", help=no_help)
-
-
-def variables(flag: str) -> str:
-    """The environment variables that a flag is filled in from."""
-    return " or ".join(ENVIRONMENT[flag])

@@ -1,0 +1,5 @@
+"""Values that flags offer and the code below the command line knows by the same names."""
+
+DEFAULT_LAYERS = range(10, 24)  # clipped to the model's depth
+MESH_AXES = ("pipeline", "data", "fsdp", "expert", "model")
+SHARD_FORMATS = ("pickle", "safetensors")
