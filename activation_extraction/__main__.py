@@ -4,8 +4,8 @@ import sys
 from typing import NoReturn
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.cli.console import start_logging
 from activation_extraction.common.errors import InputError, exit_status
+from activation_extraction.common.log import start_logging
 
 
 def main() -> NoReturn:

@@ -77,7 +77,7 @@ from jax._src import compiler
 from tiny_models import OPTIMIZED, QUICK_REFERENCE, TINY
 from tokenizers import Tokenizer
 
-from activation_extraction.common.retries import take_over_gcsfs_log
+from activation_extraction.common.log import take_over_gcsfs_log
 from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo

@@ -9,7 +9,8 @@ from storages import open_storage
 
 import extract_activations
 from activation_extraction.cli import console
-from activation_extraction.cli.console import Progress, start_logging
+from activation_extraction.cli.console import Progress
+from activation_extraction.common.log import log, start_logging
 from activation_extraction.model import devices
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import read_stored
@@ -37,7 +38,7 @@ GAUGES = {
 def test_log_lines_say_when_where_and_how_grave(capsys, host, verbose, levels):
     start_logging(verbose, 3, host)
     for level in (logging.DEBUG, logging.INFO, logging.WARNING):
-        console.log.log(level, "a message")
+        log.log(level, "a message")
     lines = capsys.readouterr().err.splitlines()
     assert [LINE.fullmatch(line)[1] for line in lines] == levels
 

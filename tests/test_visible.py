@@ -13,7 +13,7 @@ from extractions import edit, extract
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
-from activation_extraction.cli.console import log, start_logging
+from activation_extraction.common.log import log, start_logging
 from activation_extraction.common.visible import counted, say, visible, without_secrets
 from activation_extraction.store.folder import Folder, FolderError
 from activation_extraction.store.metadata import read_stored

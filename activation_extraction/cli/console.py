@@ -1,8 +1,7 @@
-"""How the user watches a run and stops it: log, progress, metrics, clock, signals."""
+"""How the user watches a run and stops it: progress, metrics, clock, signals."""
 
 import logging
 import signal
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -10,38 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
-from tqdm.contrib.logging import _TqdmLoggingHandler as TqdmLoggingHandler
 
-from activation_extraction.common.retries import take_over_gcsfs_log
-from activation_extraction.common.visible import VisibleFormatter, counted
-
-log = logging.getLogger("extract_activations")
-LIBRARIES = ("datasets", "huggingface_hub", "transformers")  # which log to stderr by themselves
-
-
-def start_logging(verbose: bool, machine: int, host: int | None) -> None:
-    """Logs one line per event to stderr, above the progress bar.
-
-    What libraries log passes the same filter. Hosts other than the first log only warnings and
-    errors. host: None while it is not known.
-    """
-    handler = TqdmLoggingHandler() if on_terminal() else logging.StreamHandler()
-    who = f"machine {machine} host {'?' if host is None else host}"
-    line = f"%(asctime)s %(levelname)s {who}: %(message)s"
-    handler.setFormatter(VisibleFormatter(line, "%Y-%m-%d %H:%M:%S"))
-    log.handlers = [handler]
-    others = [each for name in LIBRARIES for each in logging.getLogger(name).handlers]
-    for each in filter(None, (logging.lastResort, *others)):
-        each.setFormatter(VisibleFormatter())
-    log.propagate = False
-    take_over_gcsfs_log()
-    usual = logging.WARNING if host else logging.INFO
-    log.setLevel(logging.DEBUG if verbose else usual)
-
-
-def on_terminal() -> bool:
-    """Whether stderr is a terminal. Terminals get a progress bar, log files get lines."""
-    return sys.stderr.isatty()
+from activation_extraction.common.log import log, on_terminal
+from activation_extraction.common.visible import counted
 
 
 @contextmanager

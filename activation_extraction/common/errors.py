@@ -5,14 +5,12 @@
 Both carry one line for the user; any other exception that escapes is a bug in this program.
 """
 
-import logging
 import signal
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
+from activation_extraction.common.log import log
 from activation_extraction.common.visible import say_error, without_secrets
-
-log = logging.getLogger("extract_activations")
 
 
 def one_line(error: BaseException) -> str:

@@ -6,12 +6,12 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-log = logging.getLogger("extract_activations")
+from activation_extraction.common.log import log
 
 UNREACHABLE = {errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH}
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
@@ -80,30 +80,6 @@ def name_unknown(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, socket.gaierror):
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-class _GcsfsLog(logging.Handler):
-    """Passes on why gcsfs retries a request; it does so for half a minute before it fails.
-
-    Drops everything else, including its traceback for every request that it gives up: our caller
-    tries again and says so in one line.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        _, retried, reason = record.getMessage().partition(" retrying after exception: ")
-        for listener in gcsfs_listeners[-1:] if retried else []:
-            listener(" ".join(reason.split()))
-
-
-gcsfs_listeners: list[Callable[[str], None]] = []  # only the latest one is called
-
-
-def take_over_gcsfs_log() -> None:
-    """Has the listeners hear what gcsfs logs, and nobody else. For the command line alone: a
-    program that uses the library keeps its own logging."""
-    gcsfs = logging.getLogger("gcsfs")
-    gcsfs.handlers, gcsfs.propagate = [_GcsfsLog()], False
-    gcsfs.setLevel(logging.DEBUG)
 
 
 def unwritable_cache(error: BaseException | None) -> str | None:

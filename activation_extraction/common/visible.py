@@ -1,13 +1,11 @@
-"""The one way of text out of the program: to stdout, to stderr and into the log.
+"""The one way of text out of the program: to stdout, to stderr and, by log.py, into the log.
 
 Names and messages come from strangers: files, servers, what others have stored. Control characters
 in them are shown as escapes, so that a terminal does not obey them, and URLs lose their secrets.
 """
 
-import logging
 import re
 import sys
-from typing import Any
 
 # A URL of fsspec: its scheme, what stands in front of "@", the rest, a query. "::" ends one.
 URL = re.compile(
@@ -68,13 +66,3 @@ def say(*lines: object) -> None:
 def say_error(*lines: object) -> None:
     """Prints lines to stderr."""
     print(*map(visible, lines), sep="\n", file=sys.stderr, flush=True)
-
-
-class VisibleFormatter(logging.Formatter):
-    """Formats a record as one line, and its traceback as lines below that."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return visible(super().formatMessage(record))
-
-    def formatException(self, ei: Any) -> str:
-        return "\n".join(map(visible, super().formatException(ei).splitlines()))

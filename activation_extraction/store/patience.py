@@ -13,7 +13,7 @@ from typing import TypeVar
 from fsspec.exceptions import FSTimeoutError
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.common.retries import gcsfs_listeners
+from activation_extraction.common.log import gcsfs_listeners
 from activation_extraction.store.reasons import reason_of
 
 PATIENCE = 300.0  # seconds
