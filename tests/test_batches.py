@@ -27,8 +27,7 @@ from torch.utils.data import DataLoader
 
 from activation_extraction import ActivationDataset
 from activation_extraction.dataset import token_source
-from activation_extraction.dataset.hook_names import ByHook
-from activation_extraction.dataset.token_batch import TokenBatch
+from activation_extraction.dataset.token_batch import ByHook, TokenBatch
 from activation_extraction.dataset.token_source import TokenSource
 
 FIRST, SECOND, THIRD = WIDTHS

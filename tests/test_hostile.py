@@ -25,11 +25,9 @@ from activation_extraction.model.qwen_config import complete
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of
-from activation_extraction.store.safetensors_file import SafetensorsFile
-from activation_extraction.store.safetensors_header import Tensor
+from activation_extraction.store.safetensors_file import SafetensorsFile, Tensor
 from activation_extraction.store.sealed_json import seal, unseal
-from activation_extraction.store.statistics import Sums
-from activation_extraction.store.statistics_file import pack_sums, unpack_sums
+from activation_extraction.store.statistics import Sums, pack_sums, unpack_sums
 
 MEMORY = 2**30  # bytes of address space beyond what the imports take
 READ = """

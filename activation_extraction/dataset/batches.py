@@ -6,8 +6,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from activation_extraction.dataset.token_batch import TokenBatch
-from activation_extraction.dataset.token_source import BatchOptions, TokenSource
-from activation_extraction.dataset.windows import Position, Window, windows_of
+from activation_extraction.dataset.token_source import (
+    BatchOptions,
+    Position,
+    TokenSource,
+    Window,
+    windows_of,
+)
 
 
 class Batches(Iterator[TokenBatch]):

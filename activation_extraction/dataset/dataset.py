@@ -16,17 +16,15 @@ import numpy as np
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted
 from activation_extraction.dataset.batches import Batches
-from activation_extraction.dataset.dimension_statistics import HookStatistics, merged_sums
 from activation_extraction.dataset.folders import expected_names, read_folders
-from activation_extraction.dataset.hook_names import ByHook, recorded_aliases
 from activation_extraction.dataset.open_shards import OpenShards
-from activation_extraction.dataset.sample_list import list_samples
+from activation_extraction.dataset.token_batch import ByHook, recorded_aliases
 from activation_extraction.dataset.token_source import BatchOptions, TokenSource
 from activation_extraction.store.commit import MOST_PER_BYTE
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import METADATA, Stored, gaps, identity_of
 from activation_extraction.store.shard_reader import StoredHook, read_by_ranges
-from activation_extraction.store.statistics import Statistics, Sums
+from activation_extraction.store.statistics import HookStatistics, Statistics, Sums
 
 if TYPE_CHECKING:
     import pyarrow
@@ -147,7 +145,7 @@ class ActivationDataset(Sequence[SampleActivations]):
 
     @cached_property
     def _sums(self) -> dict[str, Sums]:
-        return merged_sums(Folder(self._shards.url), self._shards.shards, self.hooks)
+        return self._shards.sums()
 
     @cached_property
     def samples(self) -> "pyarrow.Table":
@@ -157,7 +155,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         `samples.to_pandas()` makes a frame of it. Needs pyarrow. Raises OSError for a table that is
         damaged.
         """
-        return list_samples(self._shards.table, len(self._commits))
+        return self._shards.samples()
 
     @property
     def tokenizer_path(self) -> str:

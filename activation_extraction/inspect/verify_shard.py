@@ -17,8 +17,7 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import Stored
 from activation_extraction.store.pickle_file import ContentError
-from activation_extraction.store.sample_table import with_table
-from activation_extraction.store.shard import SampleRow, Shard
+from activation_extraction.store.shard import SampleRow, Shard, with_table
 from activation_extraction.store.shard_reader import read_shard, read_sums, read_table
 from activation_extraction.store.statistics import Sums, Tokens, sums_of
 from activation_extraction.text.batch import Cursor

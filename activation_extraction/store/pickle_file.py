@@ -17,9 +17,14 @@ import numpy as np
 from isal import igzip
 
 from activation_extraction.common.errors import RunError, one_line
-from activation_extraction.store.json_fields import LARGEST_COUNT, MOST_PARTS, SCALARS
 from activation_extraction.store.safe_unpickler import unpickle
-from activation_extraction.store.sealed_json import DamagedError, unseal
+from activation_extraction.store.sealed_json import (
+    LARGEST_COUNT,
+    MOST_PARTS,
+    SCALARS,
+    DamagedError,
+    unseal,
+)
 from activation_extraction.store.shard import DocId, Key, SampleRow, Shard
 
 # What a shard may unpack to if no JSON records its size. Activations hardly compress.

@@ -9,17 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from activation_extraction.common.errors import StorageError
-from activation_extraction.store.atomic_file import append_line, write_bytes
-from activation_extraction.store.commit import FORMAT_VERSION
-from activation_extraction.store.folder_lock import running_system
+from activation_extraction.store.commit import FORMAT_VERSION, METRICS, Outline, Totals
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import METRICS
-from activation_extraction.store.outline import Outline
+from activation_extraction.store.local_files import append_line, running_system, write_bytes
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.store.reasons import reason_of
+from activation_extraction.store.patience import reason_of
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.shard import Key
-from activation_extraction.store.totals import ROW_COUNTS, Totals
 
 SUMS = ("shards", "samples", "tokens", "bytes", "hooks")  # in metadata.json
 METRICS_SECONDS = 300  # between uploads of metrics.jsonl
@@ -127,11 +123,7 @@ class RunRecord:
         return {
             "format_version": FORMAT_VERSION,
             "status": status,
-            "shards": totals.shards,
-            "samples": totals.samples,
-            "tokens": totals.tokens,
-            "bytes": totals.bytes,
-            **{name: getattr(totals, name) for name in ROW_COUNTS},
+            **totals.counts,
             "max_samples": self._max_samples,
             "seconds": round(time.perf_counter() - self._began, 3),
             "written": round(time.time(), 3),

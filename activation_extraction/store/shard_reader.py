@@ -18,13 +18,11 @@ from activation_extraction.common.errors import RunError
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SAFETENSORS, format_of
+from activation_extraction.store.patience import scratch_folder
 from activation_extraction.store.pickle_file import ContentError, read_pickle
-from activation_extraction.store.reasons import scratch_folder
 from activation_extraction.store.safetensors_file import SafetensorsFile
-from activation_extraction.store.sample_table import TableRow, unpack_table
-from activation_extraction.store.shard import Shard, follow_each_other
-from activation_extraction.store.statistics import Sums
-from activation_extraction.store.statistics_file import unpack_sums
+from activation_extraction.store.shard import Shard, TableRow, follow_each_other, unpack_table
+from activation_extraction.store.statistics import Sums, unpack_sums
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,23 +20,18 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import StorageError, for_the_user, one_line
-from activation_extraction.store.blocks import Threads
-from activation_extraction.store.commit import Commit
-from activation_extraction.store.formats import ShardFormat
-from activation_extraction.store.outline import Outline
+from activation_extraction.store.commit import Commit, Outline
+from activation_extraction.store.formats import ShardFormat, Threads
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.store.reasons import reason_of
+from activation_extraction.store.patience import reason_of
 from activation_extraction.store.run_record import RunRecord
-from activation_extraction.store.sample_table import pack_table
 from activation_extraction.store.sealed_json import seal
-from activation_extraction.store.shard import Key, Shard
-from activation_extraction.store.shard_files import add_up, pack
-from activation_extraction.store.statistics import Statistics, Sums
-from activation_extraction.store.statistics_file import pack_sums
+from activation_extraction.store.shard import Key, Shard, pack_table
+from activation_extraction.store.statistics import Statistics, Sums, Tokens, pack_sums, sums_of
 from activation_extraction.text.batch import Cursor
 
 SHARDS_AT_ONCE = 16  # most of them uploading
-
+GROUP_BYTES = 32 * 2**20  # of the activations that a thread adds up at a time
 OVERFLOW = (
     "float16 ends at 65504; start anew with --activation_dtype bfloat16 or float32 and --overwrite"
 )
@@ -93,8 +88,8 @@ class ShardWriter:
         self._shards = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
         self._most_bytes = most_bytes
         # What is compressed for a bucket stays in memory beside what it is made from.
-        copies = sum(owner.in_memory and shard_format.compressed for owner in owners)
-        self._times = 1 + copies
+        buckets = [owner for owner in owners if not owner.folder.local]
+        self._times = 1 + shard_format.compressed * len(buckets)
         self.bytes_waiting = 0
         self._batches: list[int] = []  # bytes of those that only the next shard needs
         self._jobs: deque[_Job] = deque()
@@ -205,10 +200,10 @@ class ShardWriter:
             self._check_before(job.number)
             self._commit(commit)
         except BaseException as error:  # whatever it is, nothing may follow this shard
-            told = self._told(error)
+            failure = self._as_storage_error(error)
             with self._changed:
                 if self._failure is None or job.number < self._failure[0]:
-                    self._failure = job.number, told
+                    self._failure = job.number, failure
         finally:
             del shard
             with self._changed:
@@ -217,7 +212,7 @@ class ShardWriter:
                 self._changed.notify_all()
             job.stored.set_result(None)
 
-    def _told(self, error: BaseException) -> StorageError:
+    def _as_storage_error(self, error: BaseException) -> StorageError:
         if self._stopped:  # what was under way could not end
             return StorageError("storing was stopped")
         if isinstance(error, OSError):  # from the disk
@@ -233,7 +228,7 @@ class ShardWriter:
                 with self._packing:
                     sums = self._sums(shard)
                     files = [stack.enter_context(each.new_file(name)) for each in self._owners]
-                    packed = pack(shard, self._names, self._format, self._threads, files)
+                    packed = self._format.write(shard, self._names, self._threads, files)
                 statistics = pack_sums({self._names[key]: sums[key] for key in sums})
                 table = pack_table(shard.samples)
                 packing = time.perf_counter() - began
@@ -265,7 +260,8 @@ class ShardWriter:
                     owner.write(commit.statistics_file, statistics)
                     owner.write(commit.table_file, table)
         except OSError as error:
-            raise StorageError(f"{self._owners[0].path_of(name)}: {reason_of(error)[0]}") from error
+            where = f"{self._owners[0].folder.url}/{name}"
+            raise StorageError(f"{where}: {reason_of(error)[0]}") from error
         with self._changed:
             self.totals.pack_seconds += packing
             self.totals.write_seconds += time.perf_counter() - began - packing
@@ -311,3 +307,32 @@ class ShardWriter:
         self.made.append(commit)
         log.debug("%s: %d samples, %d bytes", commit.file, commit.count, commit.bytes)
         self._record.stored(self.totals, self.outline)
+
+
+def add_up(shard: Shard, threads: Threads) -> dict[Key, Sums]:
+    """Returns the sums of a shard, by hook. They depend on its content alone."""
+    positions = shard.positions
+    groups = [(key, group) for key in shard.slices for group in _groups(shard, key)]
+    tokens = {(g.start, g.stop): Tokens(positions[g]) for _, g in groups}
+
+    def sums(item: tuple[Key, slice]) -> Sums:
+        key, group = item
+        return sums_of(shard.slices[key][group], tokens[group.start, group.stop])
+
+    total: dict[Key, Sums] = {}
+    for (key, _), found in zip(groups, threads.in_order(sums, groups), strict=True):
+        if key in total:
+            total[key].merge(found)
+        else:
+            total[key] = found
+    return total
+
+
+def _groups(shard: Shard, key: Key) -> Iterator[slice]:
+    """Consecutive samples with GROUP_BYTES at one hook, or a little more."""
+    begin = size = 0
+    for number, values in enumerate(shard.slices[key], 1):
+        size += values.nbytes
+        if size >= GROUP_BYTES or number == len(shard.samples):
+            yield slice(begin, number)
+            begin, size = number, 0

@@ -1,20 +1,35 @@
 """Statistics of activations, which can be merged: per sample, shard, host, machine or run.
 
 `Sums` are what is added up, for every dimension; `Statistics` are the few numbers of a hook that
-the JSON files record.
+the JSON files record. `shard_0001.npz`, beside the shard, holds the sums of each hook, which are
+too long for its JSON, as arrays `HOOK/FIELD` that `numpy.load` reads. Its bytes depend on the sums
+alone.
 """
 
+import io
 import math
+import zipfile
+import zlib
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from activation_extraction.common.errors import RunError
+from activation_extraction.store.sealed_json import Count, Number, Positive
+
 BLOCK_BYTES = 4 * 2**20  # of values in float64, which stay in a core's caches
 BUCKETS = 32  # of positions
 SINK, OTHER = 0, 1
+
+UNREADABLE = (
+    *(ValueError, KeyError, OSError, EOFError, RuntimeError, NotImplementedError),
+    *(zipfile.BadZipFile, zlib.error),
+)
+DTYPES = ("<i8", "<f8", "<f8", "<f8", "<f8")  # of the fields
 
 
 class Tokens:
@@ -158,21 +173,18 @@ class Statistics:
     """Statistics of activations (tokens, width): mean and (population) variance over all values,
     mean and largest Euclidean norm over tokens."""
 
-    tokens: int = 0
-    values: int = 0
-    mean: float = 0.0
-    variance: float = 0.0
-    mean_norm: float = 0.0
-    max_norm: float = 0.0
+    tokens: Count = 0
+    values: Count = 0
+    mean: Number = 0.0
+    variance: Positive = 0.0
+    mean_norm: Positive = 0.0
+    max_norm: Positive = 0.0
 
     @classmethod
     def of(cls, activation: np.ndarray) -> "Statistics":
         """Statistics of a (tokens, width) array of any float dtype, computed in float64."""
-        sums = Sums.zeros(activation.shape[1])
-        sums.add(
-            [activation], Tokens([np.ones(len(activation), np.int32)])
-        )  # any positions will do
-        return sums.statistics
+        anywhere = Tokens([np.ones(len(activation), np.int32)])  # any positions will do
+        return sums_of([activation], anywhere).statistics
 
     @property
     def finite(self) -> bool:
@@ -203,4 +215,116 @@ class Statistics:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
         """The inverse of `to_json`; ignores other keys."""
-        return cls(**{field.name: content[field.name] for field in fields(cls)})
+        return cls(**{each.name: content[each.name] for each in fields(cls)})
+
+
+@dataclass(frozen=True, eq=False)
+class DimensionStatistics:
+    """Of some tokens: mean and (population) variance of every dimension, float64 (width,), and the
+    mean Euclidean norm."""
+
+    tokens: int
+    mean: np.ndarray
+    variance: np.ndarray
+    mean_norm: float
+
+
+@dataclass(frozen=True)
+class HookStatistics(Statistics):
+    """Statistics of a hook over all that is stored.
+
+    mean, variance, mean_norm and max_norm are numbers over all values, or all tokens. `all_tokens`
+    and `without_first_token` have them for every dimension. The first token of a document often is
+    an attention sink, whose norm is 100 times that of the others. These two raise OSError for
+    damaged files.
+    """
+
+    load: Callable[[], Sums] = field(repr=False, compare=False, kw_only=True)
+
+    @classmethod
+    def of_hook(cls, known: Statistics, load: Callable[[], Sums]) -> "HookStatistics":
+        """known: what the JSON files say; load: reads the rest when it is asked for."""
+        norms = known.mean_norm, known.max_norm
+        return cls(known.tokens, known.values, known.mean, known.variance, *norms, load=load)
+
+    @cached_property
+    def _sums(self) -> Sums:
+        return self.load()
+
+    @cached_property
+    def all_tokens(self) -> DimensionStatistics:
+        """Of every token."""
+        return _of(self._sums, slice(None))
+
+    @cached_property
+    def without_first_token(self) -> DimensionStatistics:
+        """Of the tokens that are not the first one of their document."""
+        return _of(self._sums, slice(OTHER, None))
+
+    @property
+    def norms_by_position(self) -> dict[range, float]:
+        """Positions in a document -> mean norm there; only ranges that have tokens."""
+        counts, norms = self._sums.counts, self._sums.norms
+        return {
+            range(1 << bucket >> 1, 1 << bucket): float(norms[bucket] / counts[bucket])
+            for bucket in np.flatnonzero(counts).tolist()
+        }
+
+
+def _of(sums: Sums, kinds: slice) -> DimensionStatistics:
+    """Those of sinks, of others, or of both: position 0 is bucket 0. NaN for no tokens."""
+    tokens = int(sums.counts[kinds].sum())
+    totals = sums.sums[kinds].sum(0), sums.squares[kinds].sum(0), sums.norms[kinds].sum()
+    with np.errstate(invalid="ignore"):
+        mean, squares, norm = (total / tokens for total in totals)
+    return DimensionStatistics(tokens, mean, np.maximum(squares - mean * mean, 0), float(norm))
+
+
+FIELDS = [each.name for each in fields(Sums)]
+
+
+def pack_sums(sums: Mapping[str, Sums]) -> bytes:
+    """Returns the content of the file. sums: by hook."""
+    arrays = {f"{hook}/{name}": getattr(sums[hook], name) for hook in sums for name in FIELDS}
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def unpack_sums(data: bytes, hooks: Iterable[tuple[str, int]], where: str) -> dict[str, Sums]:
+    """The inverse of `pack_sums`, for some of the hooks: name and width.
+
+    Raises RunError when the data is not what was written. where: names the file.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entries = archive.infolist()
+            if any(each.file_size != each.compress_size for each in entries):
+                raise ValueError("it is compressed")
+            if sum(each.file_size for each in entries) > len(data):
+                raise ValueError("its arrays overlap")
+            return {hook: _sums(archive, hook, width) for hook, width in hooks}
+    except UNREADABLE as error:
+        raise RunError(f"{where}: cannot be read: {error}") from error
+
+
+def _sums(archive: zipfile.ZipFile, hook: str, width: int) -> Sums:
+    shapes = [(BUCKETS,), (BUCKETS,), (2, width), (2, width), ()]
+    arrays = []
+    for name, shape, dtype in zip(FIELDS, shapes, DTYPES, strict=True):
+        data = archive.read(f"{hook}/{name}.npy")
+        arrays.append(_array(data, shape, dtype, f"{hook}/{name}"))
+    return Sums(*arrays)
+
+
+def _array(data: bytes, shape: tuple[int, ...], dtype: str, where: str) -> np.ndarray:
+    """An array from the content of a .npy file. `numpy.load` would allocate whatever its header
+    says before it looks for the values, so the header is compared with the one that is due."""
+    due, end = io.BytesIO(), 10 + int.from_bytes(data[8:10], "little")
+    header = {"descr": dtype, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(due, header)
+    if data[:8] != due.getvalue()[:8]:
+        raise ValueError(f"{where} is of an unknown version")
+    if data[10:end].split() != due.getvalue()[10:].split():
+        raise ValueError(f"{where} is {data[10:end].strip()!r:.200}, expected {header}")
+    return np.frombuffer(data, dtype, offset=end).reshape(shape).copy()

@@ -16,23 +16,20 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import RunError, StorageError
-from activation_extraction.store.commit import Commit
+from activation_extraction.store.commit import Commit, Totals
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.folder_lock import check_output_dir
 from activation_extraction.store.formats import SAFETENSORS, chosen_format
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.incomplete import IncompleteSamples
+from activation_extraction.store.local_files import check_output_dir
 from activation_extraction.store.metadata import check_own
 from activation_extraction.store.options import StorageOptions
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.store.plan import Planner, StoragePlan
-from activation_extraction.store.reasons import reason_of
-from activation_extraction.store.resume import ResumePlanner
+from activation_extraction.store.patience import reason_of
+from activation_extraction.store.resume import Planner, ResumePlanner, StoragePlan
 from activation_extraction.store.run_record import RunFacts, RunRecord
 from activation_extraction.store.shard import DocId, Key, SampleRow
 from activation_extraction.store.shard_cutter import ShardCutter
 from activation_extraction.store.shard_writer import ShardWriter
-from activation_extraction.store.totals import Totals
 from activation_extraction.text.batch import Batch, Cursor
 
 
@@ -92,12 +89,7 @@ class ActivationStorage:
             for each in owners:
                 check_own(each.folder)
         self._record = RunRecord(
-            self._local,
-            self._remote,
-            self._names,
-            self._identity,
-            options.max_samples,
-            facts,
+            self._local, self._remote, self._names, self._identity, options.max_samples, facts
         )
         self._writer = ShardWriter(
             owners if options.keep_local else owners[-1:],
@@ -116,7 +108,7 @@ class ActivationStorage:
             more_rows=facts.sources is not None and facts.sources.grown,
         )
         self._follow(StoragePlan() if options.overwrite else self._planner.look())
-        self._incomplete = IncompleteSamples(self._names)
+        self._incomplete: dict[int, tuple[SampleRow, dict[Key, np.ndarray]]] = {}
         self._state = State.FOUND
 
     def _follow(self, plan: StoragePlan) -> None:
@@ -294,8 +286,14 @@ class ActivationStorage:
         ids = None if token_ids is None else np.asarray(token_ids, np.int32)
         positions = np.arange(len(activation), dtype=np.int32)
         sample = SampleRow(int(sample_idx), ids, positions, text_preview, doc_id, row, cut)
-        sample, slices = self._incomplete.add(layer_idx, activation, sample)
+        sample, slices = self._incomplete.setdefault(sample.sample_idx, (sample, {}))
+        if layer_idx in slices:
+            raise ValueError(
+                f"sample {sample_idx}, hook {layer_idx!r}: given twice or out of order"
+            )
+        slices[layer_idx] = activation
         if len(slices) == len(self._names):
+            del self._incomplete[sample.sample_idx]
             self._writer.take(sum(each.nbytes for each in slices.values()))
             self._cutter.add(sample, slices)
 
@@ -365,8 +363,9 @@ class ActivationStorage:
             raise
         finally:  # after a second Ctrl-C or a failure, nothing waits for uploads
             self.close(patient=done)
-        if complete:
-            self._incomplete.check_none()
+        for number, (_, slices) in self._incomplete.items() if complete else ():
+            missing = [key for key in self._names if key not in slices]
+            raise ValueError(f"sample {number} has no activation for {missing}; it is not stored")
 
     def close(self, patient: bool = False) -> None:
         """Gives up the folder and the threads; what is not committed is lost."""
