@@ -32,12 +32,13 @@ from activation_extraction.store.statistics import Sums, pack_sums, unpack_sums
 MEMORY = 2**30  # bytes of address space beyond what the imports take
 READ = """
 import resource, sys
+from pathlib import Path
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.pickle_file import read_records
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[2]),) * 2)
 try:
-    read_records(sys.argv[1], 2**60)
+    read_records(Path(sys.argv[1]), 2**60)
 except RunError as error:
     print(f"{type(error).__name__}: {error}")
 """
@@ -167,6 +168,7 @@ OUTLINES = {
 }
 LOOK = """
 import resource, sys
+from pathlib import Path
 import extract_activations
 resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30,) * 2)
 for url in sys.argv[1:]:

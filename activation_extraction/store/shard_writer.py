@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import StorageError, for_the_user, one_line
-from activation_extraction.store.commit import Commit, Outline
+from activation_extraction.store.commit import Commit
 from activation_extraction.store.formats import ShardFormat, Threads
 from activation_extraction.store.ownership import Ownership
 from activation_extraction.store.patience import reason_of
@@ -58,10 +58,10 @@ class ShardWriter:
     """Stores shards in folders that this process owns, first in the first one.
 
     names: key of each hook in the shards -> its full name. most_bytes: of what waits to be stored.
-    threads: how many pack shards. record: has what the samples come from, which is on record before
-    a shard is committed. `made` has the shards that this process has stored; `bytes_waiting` are
-    in memory and wait to be stored; `waited` says for how many seconds the caller waited for which
-    phase of the oldest shard.
+    threads: how many pack shards. record: counts what is committed, and has what the samples come
+    from, which is on record before a shard is committed. `made` has the shards that this process
+    has stored; `bytes_waiting` are in memory and wait to be stored; `waited` says for how many
+    seconds the caller waited for which phase of the oldest shard.
     """
 
     def __init__(
@@ -94,33 +94,13 @@ class ShardWriter:
         self._batches: list[int] = []  # bytes of those that only the next shard needs
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()  # something was stored, or has failed
-        self.begin(Outline(), [], {})
+        self.begin({})
 
-    def begin(
-        self, outline: Outline, commits: Iterable[Commit], expected: Mapping[int, Commit]
-    ) -> None:
-        """Counts what earlier runs have stored, and that alone. This one begins now.
-
-        outline: of the first shards; commits: of those after them. expected: shards that are made
-        again, by number; with the same bytes they keep their JSON.
-        """
+    def begin(self, expected: Mapping[int, Commit]) -> None:
+        """Makes now the time when the run began. expected: shards that are made again, by number;
+        with the same bytes they keep their JSON."""
         self._began = round(time.time(), 3)
         self._expected = expected
-        self.count(commits, outline)
-
-    def count(self, commits: Iterable[Commit], outline: Outline | None = None) -> None:
-        """Makes `totals` and `outline` those of these shards, and of those in an outline."""
-        self.outline = Outline() if outline is None else outline.whole()
-        self.totals = self.outline.totals.copy()
-        self.totals.statistics = {
-            key: self.totals.statistics.get(key, Statistics()) for key in self._names
-        }
-        for commit in commits:
-            self._add(commit)
-
-    def _add(self, commit: Commit) -> None:
-        self.totals.add(commit)
-        self.outline.add(commit)
 
     def take(self, size: int) -> None:
         """Takes over the arrays of a batch, so many bytes. Waits while too much is held.
@@ -173,8 +153,8 @@ class ShardWriter:
         """Says what is stored and what is on its way."""
         phases = [job.phase for job in list(self._jobs)]
         return {
-            "shards_stored": self.totals.shards,
-            "bytes_stored": self.totals.bytes,
+            "shards_stored": self._record.totals.shards,
+            "bytes_stored": self._record.totals.bytes,
             "bytes_waiting": self.bytes_waiting,
             **{f"shards_{phase}": phases.count(phase) for phase in self.waited},
             **{f"waited_{phase}_seconds": round(s, 3) for phase, s in self.waited.items()},
@@ -263,8 +243,8 @@ class ShardWriter:
             where = f"{self._owners[0].folder.url}/{name}"
             raise StorageError(f"{where}: {reason_of(error)[0]}") from error
         with self._changed:
-            self.totals.pack_seconds += packing
-            self.totals.write_seconds += time.perf_counter() - began - packing
+            self._record.totals.pack_seconds += packing
+            self._record.totals.write_seconds += time.perf_counter() - began - packing
         return commit
 
     def _sums(self, shard: Shard) -> dict[Key, Sums]:
@@ -300,13 +280,12 @@ class ShardWriter:
         expected = self._expected.get(commit.number)
         if expected is not None and expected.sha256 == commit.sha256:
             commit = replace(expected, statistics=commit.statistics, table=commit.table)
-        self._record.settle(self.totals, self.outline)
+        self._record.settle()
         for owner in self._owners:
             owner.commit(commit.name, seal(commit.to_json()))
-        self._add(commit)
         self.made.append(commit)
         log.debug("%s: %d samples, %d bytes", commit.file, commit.count, commit.bytes)
-        self._record.stored(self.totals, self.outline)
+        self._record.add(commit)
 
 
 def add_up(shard: Shard, threads: Threads) -> dict[Key, Sums]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import RunError, StorageError
-from activation_extraction.store.commit import Commit, Totals
+from activation_extraction.store.commit import Commit, Outline, Totals
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SAFETENSORS, chosen_format
 from activation_extraction.store.identity import Identity
@@ -113,9 +113,8 @@ class ActivationStorage:
 
     def _follow(self, plan: StoragePlan) -> None:
         self.plan = plan
-        self._record.recorded = plan.recorded
-        self._writer.begin(plan.outline, plan.commits, plan.expected)
-        self.totals.count_rows(plan.skipped_rows, plan.empty_rows)
+        self._record.follow(plan)
+        self._writer.begin(plan.expected)
         self._cutter = ShardCutter(
             self._writer,
             list(self._names),
@@ -133,7 +132,7 @@ class ActivationStorage:
     @property
     def totals(self) -> Totals:
         """What is stored, including earlier runs."""
-        return self._writer.totals
+        return self._record.totals
 
     @property
     def made(self) -> list[Commit]:
@@ -200,7 +199,8 @@ class ActivationStorage:
                 return True
 
     def _begin_writing(self) -> None:
-        self._write_metadata("running")  # first of all: a folder without it is refused
+        self._record.write("running")  # first of all: a folder without it is refused
+        self._record.upload_metrics()
         if not self.options.overwrite:
             self._record.fetch_metrics()
         for name in self.plan.obsolete:
@@ -352,14 +352,16 @@ class ActivationStorage:
                 self._remote.check()
                 self._remote.release()
             if complete and self.plan.recorded is not None:
-                self._recount()
-            self._write_metadata("complete" if complete else "interrupted", ending=complete)
+                every = [*self.plan.commits, *self.made]  # in order, as the run added them up
+                self._record.count(sorted(every, key=lambda commit: commit.number), Outline())
+            self._record.write("complete" if complete else "interrupted", counted=complete)
+            self._record.upload_metrics()
             done = True
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
         except RunError:
             with suppress(OSError):
-                self._write_record("failed", upload=False)
+                self._record.write("failed", upload=False)
             raise
         finally:  # after a second Ctrl-C or a failure, nothing waits for uploads
             self.close(patient=done)
@@ -372,15 +374,3 @@ class ActivationStorage:
         self._state = State.CLOSED
         self._writer.close(patient)
         self._local.unlock()
-
-    def _recount(self) -> None:
-        """After a repair: adds up all shards in their order, as the run itself did."""
-        every = [*self.plan.commits, *self.made]
-        self._writer.count(sorted(every, key=lambda commit: commit.number))
-
-    def _write_metadata(self, status: str, ending: bool = False) -> None:
-        self._write_record(status, ending)
-        self._record.upload_metrics()
-
-    def _write_record(self, status: str, ending: bool = False, upload: bool = True) -> None:
-        self._record.write(status, self.totals, self._writer.outline, ending, upload)
