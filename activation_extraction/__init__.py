@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from activation_extraction.dataset.batches import Batches
     from activation_extraction.dataset.dataset import ActivationDataset, SampleActivations
     from activation_extraction.dataset.token_batch import TokenBatch
-    from activation_extraction.store.options import StorageOptions
+    from activation_extraction.store.identity import StorageOptions
     from activation_extraction.store.statistics import HookStatistics
     from activation_extraction.store.storage import ActivationStorage
 
@@ -36,7 +36,7 @@ HOMES = {
     "Batches": "dataset.batches",
     "HookStatistics": "store.statistics",
     "SampleActivations": "dataset.dataset",
-    "StorageOptions": "store.options",
+    "StorageOptions": "store.identity",
     "TokenBatch": "dataset.token_batch",
 }
 __version__ = "0.1.0"  # of the package, too: pyproject.toml reads it here

@@ -32,8 +32,7 @@ from activation_extraction.inspect.status_table import show_status
 from activation_extraction.inspect.verify import verify
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of
-from activation_extraction.store.identity import Identity
-from activation_extraction.store.options import StorageOptions
+from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.pickle_file import read_records
 from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.sealed_json import seal, unseal

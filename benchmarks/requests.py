@@ -30,8 +30,8 @@ from activation_extraction.dataset.folders import HostFolder
 from activation_extraction.inspect.status_table import show_status
 from activation_extraction.store.commit import Commit, Outline, names_beside
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.identity import StorageOptions
 from activation_extraction.store.metadata import METADATA, read_stored
-from activation_extraction.store.options import StorageOptions
 from activation_extraction.store.sealed_json import seal, unseal
 from activation_extraction.store.storage import ActivationStorage
 from benchmarks.indexed_bucket import indexed_bucket

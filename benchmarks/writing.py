@@ -38,8 +38,8 @@ import safetensors.numpy
 from activation_extraction.store import formats, statistics
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import blocks_of, chosen_format, gzip_member
+from activation_extraction.store.identity import StorageOptions
 from activation_extraction.store.local_files import AtomicFile
-from activation_extraction.store.options import StorageOptions
 from activation_extraction.store.pickle_file import records_of
 from activation_extraction.store.shard import SampleRow, Shard
 from activation_extraction.store.statistics import Tokens, sums_of

@@ -15,16 +15,15 @@ import numpy as np
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted
-from activation_extraction.dataset.batches import Batches
+from activation_extraction.dataset.batches import Batches, BatchOptions, TokenSource
 from activation_extraction.dataset.folders import expected_names, read_folders
 from activation_extraction.dataset.open_shards import OpenShards
 from activation_extraction.dataset.token_batch import ByHook, recorded_aliases
-from activation_extraction.dataset.token_source import BatchOptions, TokenSource
 from activation_extraction.store.commit import MOST_PER_BYTE
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import METADATA, Stored, gaps, identity_of
 from activation_extraction.store.shard_reader import StoredHook, read_by_ranges
-from activation_extraction.store.statistics import HookStatistics, Statistics, Sums
+from activation_extraction.store.statistics import HookStatistics, Statistics
 
 if TYPE_CHECKING:
     import pyarrow
@@ -135,17 +134,10 @@ class ActivationDataset(Sequence[SampleActivations]):
             if hook["name"] in found:
                 found[hook["name"]] = found[hook["name"]].merge(Statistics.from_json(hook))
         statistics = {
-            name: HookStatistics.of_hook(found[name], partial(self._sums_of, name))
+            name: HookStatistics.of_hook(found[name], partial(self._shards.sums, name))
             for name in found
         }
         return ByHook(statistics, self._shards.hooks.aliases)
-
-    def _sums_of(self, hook: str) -> Sums:
-        return self._sums[hook]
-
-    @cached_property
-    def _sums(self) -> dict[str, Sums]:
-        return self._shards.sums()
 
     @cached_property
     def samples(self) -> "pyarrow.Table":

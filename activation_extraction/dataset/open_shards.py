@@ -55,6 +55,7 @@ class OpenShards:
         self._folders: dict[str, Folder] = {}
         self._readers: OrderedDict[int, ShardReader] = OrderedDict()
         self._tables: OrderedDict[int, list[TableRow]] = OrderedDict()
+        self._sums: dict[str, Sums] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OpenShards, (self.url, self.shards, self.hooks)
@@ -98,9 +99,13 @@ class OpenShards:
         columns = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
         return pyarrow.table({name: _column(values) for name, values in columns.items()})
 
-    def sums(self) -> dict[str, Sums]:
-        """Returns the sums of all shards, by hook, merged in the order of the shards: always with
-        the same result."""
+    def sums(self, hook: str) -> Sums:
+        """Returns the sums of all shards at a hook, merged in their order: always with the same
+        result. Those of all hooks are read the first time."""
+        self._sums = self._sums or self._all_sums()
+        return self._sums[hook]
+
+    def _all_sums(self) -> dict[str, Sums]:
         widths = {name: hook.width for name, hook in self.hooks.items()}
 
         def read(number: int) -> dict[str, Sums]:

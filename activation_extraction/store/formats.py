@@ -18,13 +18,14 @@ from typing import NamedTuple, TypeVar
 from isal import isal_zlib
 
 from activation_extraction.store.commit import NUMBER_OF_A_SHARD, shard_name
-from activation_extraction.store.local_files import AtomicFile, NewFile
+from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.pickle_file import pickle_pieces
 from activation_extraction.store.safetensors_file import safetensors_pieces
 from activation_extraction.store.shard import COMPRESSION_LEVEL, GZIP, Key, Shard
 
 BLOCK_BYTES = 4 * 2**20  # before compression
 
+Sink = Callable[[bytes | memoryview], object]
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -100,16 +101,16 @@ class ShardFormat:
         return shard_name(number, self.suffix)
 
     def write(
-        self, shard: Shard, names: Mapping[Key, str], threads: Threads, files: Sequence[NewFile]
+        self, shard: Shard, names: Mapping[Key, str], threads: Threads, sinks: Sequence[Sink]
     ) -> Packed:
-        """Writes a shard to each of some files. names: key of each hook -> its full name."""
+        """Hands the bytes of a shard to each sink. names: key of each hook -> its full name."""
         pieces = self.pieces(shard, names)
         digest, size = hashlib.sha256(), 0
         for data in gzipped(pieces, threads) if self.compressed else pieces:
             digest.update(data)
             size += memoryview(data).nbytes
-            for file in files:
-                file.write(data)
+            for sink in sinks:
+                sink(data)
         return Packed(digest.hexdigest(), size, sum(piece.nbytes for piece in pieces))
 
     def how_to_read(self, shard: str, in_bucket: bool) -> tuple[str, ...]:
@@ -164,7 +165,7 @@ def write_shard(
     """
     threads = Threads(2)
     with AtomicFile(path) as file, threads.pool:
-        packed = shard_format.write(shard, names, threads, [file])
+        packed = shard_format.write(shard, names, threads, [file.write])
         file.finish()
         ready()
         file.publish()

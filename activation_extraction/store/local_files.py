@@ -12,12 +12,11 @@ import logging
 import os
 import platform
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.store.commit import METRICS
@@ -25,31 +24,10 @@ from activation_extraction.store.patience import LINK
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-WRITE_BEHIND = 32 * 2**20  # bytes after which the kernel is told to start writing to the disk
 LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 log = logging.getLogger("extract_activations")
-
-
-class NewFile(Protocol):
-    """A file, or an object in a bucket, that appears when it is complete."""
-
-    def write(self, data: bytes | memoryview) -> int: ...
-
-    def finish(self) -> None:
-        """Makes sure that all bytes are where they will stay."""
-        ...
-
-    def publish(self) -> None:
-        """Makes the file appear under its name."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *error: object) -> None:
-        """Forgets what was not published."""
-        ...
 
 
 class AtomicFile:
@@ -65,21 +43,12 @@ class AtomicFile:
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._temporary.unlink(missing_ok=True)  # that of a process which was killed
         self._file = os.fdopen(os.open(self._temporary, NEW, 0o666), "wb", buffering=0)
-        self._size = self._handed_over = 0
 
     def write(self, data: bytes | memoryview) -> int:
         left = memoryview(data).cast("B")
-        self._size += left.nbytes
         written = left.nbytes
         while left:
             left = left[self._file.write(left) :]
-        if sys.platform == "linux" and self._size - self._handed_over >= WRITE_BEHIND:
-            # The kernel starts writing these bytes to the disk, so that little is left to sync at
-            # the end. Each range is named only once: the second time, the kernel would drop it
-            # from memory, where it may be read soon.
-            new = self._handed_over, self._size - self._handed_over
-            os.posix_fadvise(self._file.fileno(), *new, os.POSIX_FADV_DONTNEED)
-            self._handed_over = self._size
         return written
 
     def finish(self) -> None:

@@ -32,20 +32,8 @@ from typing import Self
 from activation_extraction.common.errors import StorageError
 from activation_extraction.store.commit import METADATA, claim_of, commit_name
 from activation_extraction.store.folder import Folder, TakenError
-from activation_extraction.store.local_files import (
-    AtomicFile,
-    NewFile,
-    lock_folder,
-    unlock,
-    write_bytes,
-)
-from activation_extraction.store.metadata import (
-    READERS,
-    check_own,
-    is_commit,
-    own_files,
-    owner_of,
-)
+from activation_extraction.store.local_files import AtomicFile, lock_folder, unlock, write_bytes
+from activation_extraction.store.metadata import READERS, check_own, is_commit, own_files, owner_of
 from activation_extraction.store.resume import StoragePlan
 
 DELETIONS = 128  # files deleted before the owner is looked up again
@@ -146,7 +134,7 @@ class Ownership:
         if owner_of(self.folder) != self.owner:
             raise self._lost()
 
-    def new_file(self, name: str) -> NewFile:
+    def new_file(self, name: str) -> "AtomicFile | _NewObject":
         """A shard's file, which appears when it is published. Raises OSError."""
         if self.folder.local:
             return AtomicFile(self.folder.fetch(name, Path()))
@@ -242,7 +230,8 @@ class Ownership:
 
 
 class _NewObject:
-    """An object in a bucket, whose bytes stay in memory until they are uploaded."""
+    """An object in a bucket, whose bytes stay in memory until it is published. It is used as an
+    AtomicFile is."""
 
     def __init__(self, owner: Ownership, name: str) -> None:
         self._owner = owner

@@ -17,11 +17,7 @@ from isal import igzip
 
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.store.safe_unpickler import unpickle
-from activation_extraction.store.sealed_json import (
-    LARGEST_COUNT,
-    MOST_PARTS,
-    SCALARS,
-)
+from activation_extraction.store.sealed_json import LARGEST_COUNT, MOST_PARTS, SCALARS
 from activation_extraction.store.shard import DocId, Key, SampleRow, Shard
 
 LARGEST_RATIO = 1032  # of what gzip unpacks to the size of its file

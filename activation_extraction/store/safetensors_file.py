@@ -136,7 +136,7 @@ def _check_layout(tensors: Mapping[str, Tensor], size: int) -> None:
 
 
 class SafetensorsFile:
-    """A shard's file that is open for reading, as a ShardReader is. Methods raise RunError.
+    """A shard's file that is open for reading, as a PickledShard is. Methods raise RunError.
 
     read: gives the bytes of the file from `start` to `stop`, uint8. size: of the file. where: names
     it in messages. tensors: by name, in their order. What has been read whole stays as it is: a

@@ -11,6 +11,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import eq
 from typing import Annotated, Any
 
 import numpy as np
@@ -111,31 +112,24 @@ def follow_each_other(offsets: np.ndarray, tokens: int) -> bool:
 
 def same_content(one: Shard, other: Shard) -> bool:
     """Returns whether two shards have the same samples, texts and values, bit by bit."""
+
+    def plain(row: SampleRow) -> tuple[Any, ...]:
+        texts = row.sample_idx, row.text_preview, repr(row.doc_id), row.row, row.cut
+        return *texts, _bits(row.token_ids), _bits(row.positions)
+
     return (
         len(one.samples) == len(other.samples)
         and list(one.slices) == list(other.slices)
-        and all(map(_same_row, one.samples, other.samples))
-        and all(all(map(_same_array, one.slices[key], other.slices[key])) for key in one.slices)
+        and all(map(eq, map(plain, one.samples), map(plain, other.samples)))
+        and all(
+            all(map(eq, map(_bits, one.slices[key]), map(_bits, other.slices[key])))
+            for key in one.slices
+        )
     )
 
 
-def _same_row(one: SampleRow, other: SampleRow) -> bool:
-    texts, others = (
-        (each.sample_idx, each.text_preview, repr(each.doc_id), each.row, each.cut)
-        for each in (one, other)
-    )
-    return (
-        texts == others
-        and _same_array(one.token_ids, other.token_ids)
-        and _same_array(one.positions, other.positions)
-    )
-
-
-def _same_array(one: np.ndarray | None, other: np.ndarray | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    same_form = (one.dtype, one.shape) == (other.dtype, other.shape)
-    return same_form and one.tobytes() == other.tobytes()
+def _bits(array: np.ndarray | None) -> tuple[Any, ...] | None:
+    return None if array is None else (array.dtype, array.shape, array.tobytes())
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -34,40 +34,18 @@ class StoredHook:
     dtype: np.dtype
 
 
-class ShardReader(Protocol):
-    """A shard that is open for reading. Methods raise RunError."""
-
-    @property
-    def sample_idx(self) -> np.ndarray:
-        """int64 (samples,)."""
-        ...
-
-    @property
-    def offsets(self) -> np.ndarray:
-        """int64 (samples + 1,); sample i has the tokens offsets[i] to offsets[i + 1]."""
-        ...
-
-    def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns token ids and positions of tokens `start` to `stop`, int32."""
-        ...
-
-    def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
-        """Returns tokens `start` to `stop` of the shard at this hook: (stop - start, width)."""
-        ...
-
-
 def read_by_ranges(commit: Commit) -> bool:
     """Returns whether rows of a shard can be read without the rest of it."""
     return format_of(commit.file) is SAFETENSORS
 
 
-def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> ShardReader:
+def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> "ShardReader":
     """Opens a shard. hooks: those that will be read, by name.
 
     Raises RunError when the file is missing or damaged, or is not what its JSON file describes.
     """
     where = f"{folder.url}/{commit.file}"
-    reader: ShardReader
+    reader: PickledShard | SafetensorsFile
     if read_by_ranges(commit):
         reader = SafetensorsFile(_ranges_of(folder, commit), commit.bytes, where)
         forms = {name: (each.dtype, each.shape) for name, each in reader.tensors.items()}
@@ -82,12 +60,12 @@ def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) 
                 shard = _unpickle(folder.fetch(commit.file, scratch), commit, where)
             except ContentError as error:
                 raise RunError(f"{where}: {error}") from error
-        reader = _WholeReader(shard, hooks, where)
+        reader = PickledShard(shard, hooks, where)
     _check_samples(where, reader, commit)
     return reader
 
 
-def _check_samples(where: str, reader: ShardReader, commit: Commit) -> None:
+def _check_samples(where: str, reader: "ShardReader", commit: Commit) -> None:
     """Raises RunError unless the samples are those that the JSON file describes."""
     indices, offsets = reader.sample_idx, reader.offsets
     _expect(where, "number of samples", len(indices), commit.count)
@@ -106,8 +84,12 @@ def _expect(where: str, what: str, found: Any, expected: Any) -> None:
         raise RunError(f"{where}: {what}: found {found}, expected {expected}")
 
 
-class _WholeReader:
-    """A shard in memory, with the hooks that were asked for."""
+class PickledShard:
+    """A shard in memory, with the hooks that were asked for.
+
+    sample_idx: int64 (samples,). offsets: int64 (samples + 1,); sample i has the tokens offsets[i]
+    to offsets[i + 1].
+    """
 
     def __init__(self, shard: Shard, hooks: Mapping[str, StoredHook], where: str) -> None:
         self._slices = {}
@@ -133,10 +115,12 @@ class _WholeReader:
         self._tokens = _joined(ids), _joined(shard.positions)
 
     def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns token ids and positions of tokens `start` to `stop`, int32."""
         token_ids, positions = self._tokens
         return token_ids[start:stop], positions[start:stop]
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
+        """Returns tokens `start` to `stop` of the shard at this hook: (stop - start, width)."""
         first = int(np.searchsorted(self.offsets, start, "right")) - 1
         last = int(np.searchsorted(self.offsets, stop, "left"))
         parts = [
@@ -144,6 +128,9 @@ class _WholeReader:
             for i in range(first, last)
         ]
         return _joined(parts or [self._slices[hook][0][:0]])
+
+
+ShardReader = PickledShard | SafetensorsFile
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

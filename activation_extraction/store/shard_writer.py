@@ -207,8 +207,12 @@ class ShardWriter:
             with ExitStack() as stack:
                 with self._packing:
                     sums = self._sums(shard)
-                    files = [stack.enter_context(each.new_file(name)) for each in self._owners]
-                    packed = self._format.write(shard, self._names, self._threads, files)
+                    files = []
+                    for owner in self._owners:
+                        files.append(owner.new_file(name))
+                        stack.enter_context(files[-1])
+                    sinks = [file.write for file in files]
+                    packed = self._format.write(shard, self._names, self._threads, sinks)
                 statistics = pack_sums({self._names[key]: sums[key] for key in sums})
                 table = pack_table(shard.samples)
                 packing = time.perf_counter() - began

@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import RunError, StorageError
-from activation_extraction.store.commit import Commit, Outline, Totals
+from activation_extraction.store.commit import Outline, Totals
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SAFETENSORS, chosen_format
-from activation_extraction.store.identity import Identity
+from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.local_files import check_output_dir
 from activation_extraction.store.metadata import check_own
-from activation_extraction.store.options import StorageOptions
 from activation_extraction.store.ownership import Ownership
 from activation_extraction.store.patience import reason_of
 from activation_extraction.store.resume import Planner, ResumePlanner, StoragePlan
@@ -57,6 +56,9 @@ class ActivationStorage:
     remote: a folder in a bucket. Shards are then stored there, from memory, and locally only with
     `keep_local`; metadata.json and metrics.jsonl are in both places. facts: what else metadata.json
     records.
+
+    `made` lists the shards that this process has stored. `waited` says for how many seconds the
+    memory was full, by what the oldest shard waited for; `gauges()` what is on its way.
 
     Leaving the context commits what is complete, even after an exception or Ctrl-C; metadata.json
     then says "interrupted", or "failed" if a shard could not be committed. Raises InputError if the
@@ -100,6 +102,8 @@ class ActivationStorage:
             options.writer_threads,
             options.waiting_bytes,
         )
+        self.made, self.waited = self._writer.made, self._writer.waited
+        self.gauges = self._writer.gauges
         self._planner = planner or ResumePlanner(
             self._local.folder,
             remote,
@@ -133,11 +137,6 @@ class ActivationStorage:
     def totals(self) -> Totals:
         """What is stored, including earlier runs."""
         return self._record.totals
-
-    @property
-    def made(self) -> list[Commit]:
-        """The shards that this process has stored."""
-        return self._writer.made
 
     @property
     def cursor(self) -> Cursor | None:
@@ -185,7 +184,12 @@ class ActivationStorage:
             elif not self._take_over():
                 return self._local.unlock()
             self._state = State.OPEN
-            self._begin_writing()
+            self._record.write("running")  # first of all: a folder without it is refused
+            self._record.upload_metrics()
+            if not self.options.overwrite:
+                self._record.fetch_metrics()
+            for name in self.plan.obsolete:
+                self.place.remove(name)
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
 
@@ -197,14 +201,6 @@ class ActivationStorage:
                 return False
             if self._remote is None or self._remote.claim(self.plan):
                 return True
-
-    def _begin_writing(self) -> None:
-        self._record.write("running")  # first of all: a folder without it is refused
-        self._record.upload_metrics()
-        if not self.options.overwrite:
-            self._record.fetch_metrics()
-        for name in self.plan.obsolete:
-            self.place.remove(name)
 
     def __enter__(self) -> "ActivationStorage":
         self.open()
@@ -238,15 +234,9 @@ class ActivationStorage:
                 self._cutter.end_range(batch.cursor)
                 return added
             if self._cutter.wants(sample.sample_idx):
-                row = SampleRow(
-                    sample.sample_idx,
-                    sample.token_ids[positions],
-                    positions,
-                    sample.text_preview,
-                    sample.doc_id,
-                    sample.row,
-                    sample.cut,
-                )
+                ids = sample.token_ids[positions]
+                own = sample.text_preview, sample.doc_id, sample.row, sample.cut
+                row = SampleRow(sample.sample_idx, ids, positions, *own)
                 self._check_next(sample.sample_idx)
                 slices = {key: activations[key][where] for key in self._names}
                 self._cutter.add(row, slices, batch.cursor, batch.next_cursor)
@@ -305,18 +295,9 @@ class ActivationStorage:
             raise ValueError(f"sample {sample_idx}: {self.folder} holds a complete extraction")
 
     @property
-    def waited(self) -> dict[str, float]:
-        """For how many seconds the memory was full, by what the oldest shard waited for."""
-        return self._writer.waited
-
-    @property
     def bytes_waiting(self) -> int:
         """The bytes in memory that wait to be stored."""
         return self._writer.bytes_waiting
-
-    def gauges(self) -> dict[str, Any]:
-        """What is stored and what is on its way, for metrics."""
-        return self._writer.gauges()
 
     def record(self, metrics: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl, beside the shards. Raises StorageError.
