@@ -42,7 +42,7 @@ from activation_extraction.store.identity import StorageOptions
 from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.pickle_file import records_of
 from activation_extraction.store.shard import SampleRow, Shard
-from activation_extraction.store.statistics import Tokens, sums_of
+from activation_extraction.store.statistics import sums_of
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
@@ -212,9 +212,8 @@ def bare_thread(
     pieces = chosen_format(name, True).pieces
     for _ in shards:
         shard = shard_of(values)
-        tokens = Tokens(shard.positions)
         for slices in shard.slices.values():
-            sums_of(slices, tokens)
+            sums_of(slices, shard.positions)
         data: list[Any] = pieces(shard, NAMES)
         if name == "pickle":
             data = [part for block in blocks_of(data) for part in gzip_member(block)]

@@ -20,7 +20,6 @@ from activation_extraction.store.sealed_json import seal, unseal
 from activation_extraction.store.statistics import (
     Statistics,
     Sums,
-    Tokens,
     pack_sums,
 )
 from activation_extraction.store.storage import ActivationStorage
@@ -155,7 +154,7 @@ def write_sums(folder: Path, number: int, shard: Any) -> None:
             each = record["activation"]
             positions = record.get("positions", np.arange(len(each)))
             if each.shape[1] == of_hook.sums.shape[1] and len(positions) == len(each):
-                of_hook.add([each], Tokens([positions]))
+                of_hook.add([each], [positions])
     data = pack_sums(sums)
     (folder / names_beside(number)[0]).write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()

@@ -17,6 +17,7 @@ from extractions import HOOKS, extract, load, replace_shard, write_records
 from storages import open_storage
 
 from activation_extraction.common.errors import RunError
+from activation_extraction.store import local_files
 from activation_extraction.store.formats import BLOCK_BYTES, Threads, blocks_of, gzipped
 from activation_extraction.store.local_files import write_atomically
 from activation_extraction.store.pickle_file import pieces_of, read_records
@@ -46,6 +47,15 @@ def test_writing_is_atomic(tmp_path):
     with pytest.raises(OSError):
         write_atomically(path, fail)
     assert path.read_bytes() == b"before" and os.listdir(tmp_path) == ["file"]
+
+
+def test_the_disk_is_set_to_work_on_every_part_once(tmp_path, monkeypatch):
+    """A part that is told of twice is dropped from memory, and an upload would read the disk."""
+    parts = []
+    monkeypatch.setattr(local_files, "WRITE_BEHIND", 1000)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, size, __: parts.append((start, size)))
+    write_atomically(tmp_path / "file", lambda file: [file.write(bytes(300)) for _ in range(10)])
+    assert parts == [(0, 1200), (1200, 1200)]
 
 
 def shard_of(values):

@@ -184,21 +184,13 @@ class Position:
     taken: int = 0
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """Tokens of a run. order: the rows of `memory`, as they are handed out. end: where the next
     window begins."""
 
     memory: TokenBatch
     order: np.ndarray
     end: Position
-
-    def batch(self, start: int, stop: int, dtype: str | None) -> TokenBatch:
-        """A copy of some tokens, with activations in this dtype; None: as they are stored."""
-        rows = self.order[start:stop]
-        found = empty_batch(self.memory, len(rows), dtype)
-        copy_rows(self.memory, rows, found)
-        return found
 
 
 class _Windows:
@@ -292,7 +284,7 @@ class Batches(Iterator[TokenBatch]):
         return Batches, (self._source, self._options, self._position)
 
     def state(self) -> dict[str, Any]:
-        """Where the iteration stands, as plain JSON values."""
+        """Returns where the iteration stands, as plain JSON values."""
         return {**self._setting(), **asdict(self._position)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -316,7 +308,7 @@ class Batches(Iterator[TokenBatch]):
         return {"data": self._source.fingerprint, **options, "part": part, "parts": parts}
 
     def again(self) -> "Batches":
-        """The same batches from the start."""
+        """Returns the same batches from the start."""
         return Batches(self._source, self._options)
 
     def close(self) -> None:
@@ -326,7 +318,8 @@ class Batches(Iterator[TokenBatch]):
         self._windows = self._window = None
 
     def torch(self) -> Any:
-        """A PyTorch IterableDataset of the same batches as tensors, for a DataLoader or a loop.
+        """Returns a PyTorch IterableDataset of the same batches as tensors, for a DataLoader or a
+        loop.
 
         A loop in this process goes on where the batches stand. Give a DataLoader `batch_size=None`;
         each of its workers reads its own share of the data, from the start.
@@ -347,14 +340,16 @@ class Batches(Iterator[TokenBatch]):
         return TorchBatches(self)
 
     def jax(self) -> Iterator[TokenBatch]:
-        """The same batches as JAX arrays."""
+        """Returns the same batches as JAX arrays."""
         return (batch.jax() for batch in self)
 
     def __next__(self) -> TokenBatch:
         if self._window is None:
             self._window = self._next_window()
         window, taken = self._window, self._position.taken
-        batch = window.batch(taken, taken + self._options.size, self._options.dtype)
+        rows = window.order[taken : taken + self._options.size]
+        batch = empty_batch(window.memory, len(rows), self._options.dtype)
+        copy_rows(window.memory, rows, batch)
         taken += len(batch)
         if taken < len(window.order):
             self._position = replace(self._position, taken=taken)

@@ -36,11 +36,11 @@ class ByHook(dict[str, T]):
         return self[self.aliases[name]]
 
     def map(self, convert: Callable[[T], U]) -> "ByHook[U]":
-        """`convert` applied to every value."""
+        """Returns `convert` applied to every value."""
         return ByHook({hook: convert(value) for hook, value in self.items()}, self.aliases)
 
     def matching(self, patterns: Iterable[str]) -> list[str]:
-        """The hooks that have a name which any glob matches, in the order of the globs.
+        """Returns the hooks that have a name which any glob matches, in the order of the globs.
 
         Raises KeyError with the first glob that matches nothing.
         """
@@ -57,7 +57,7 @@ class ByHook(dict[str, T]):
 
 
 def recorded_aliases(hooks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Every other name of the hooks that metadata.json describes -> the canonical one."""
+    """Returns every other name of the hooks that metadata.json describes -> the canonical one."""
     return {
         alias: hook["name"]
         for hook in hooks
@@ -90,7 +90,7 @@ class TokenBatch:
         return iter(self.activations)
 
     def keys(self) -> KeysView[str]:
-        """The names of the hooks."""
+        """Returns the names of the hooks."""
         return self.activations.keys()
 
     def to(self, device: Any) -> "TokenBatch":
@@ -104,11 +104,11 @@ class TokenBatch:
         return [*self.activations.values(), self.token_ids, self.sample_idx, self.position]
 
     def torch(self) -> "TokenBatch":
-        """The same as PyTorch tensors, in the same memory."""
+        """Returns the same as PyTorch tensors, in the same memory."""
         return self.map(_to_torch)
 
     def jax(self) -> "TokenBatch":
-        """The same as JAX arrays on JAX's default device; a CPU shares the memory.
+        """Returns the same as JAX arrays on JAX's default device; a CPU shares the memory.
 
         `sample_idx` stays a NumPy array: JAX would cut it to 32 bits.
         """
@@ -117,7 +117,7 @@ class TokenBatch:
         return replace(self.map(jax.device_put), sample_idx=self.sample_idx)
 
     def map(self, convert: Callable[[np.ndarray], Any]) -> "TokenBatch":
-        """`convert` applied to every array."""
+        """Returns `convert` applied to every array."""
         return TokenBatch(
             self.activations.map(convert),
             convert(self.token_ids),
@@ -135,7 +135,8 @@ def _to_torch(values: np.ndarray) -> Any:
 
 
 def empty_batch(like: TokenBatch, size: int, dtype: str | None = None) -> TokenBatch:
-    """A batch of `size` tokens, with any content. dtype: of the activations, by default as `like`.
+    """Returns a batch of `size` tokens, with any content. dtype: of the activations, by default as
+    `like`.
 
     Its arrays lie in one block: many smaller ones would be given back to the system whenever a
     batch is freed, and the first use of memory takes longer than copying.

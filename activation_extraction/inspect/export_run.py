@@ -29,7 +29,7 @@ from activation_extraction.store.pickle_file import ContentError
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.shard import Shard, pack_table, same_content, with_table
 from activation_extraction.store.shard_reader import read_shard, read_table
-from activation_extraction.store.statistics import Tokens, pack_sums, sums_of
+from activation_extraction.store.statistics import pack_sums, sums_of
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,7 @@ def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
     path = copy.target / copy.shard_format.file_name(commit.number)
     outdated = partial((copy.target / commit.name).unlink, missing_ok=True)
     written = write_shard(path, shard, keys, copy.shard_format, outdated)
-    tokens = Tokens(shard.positions)
-    sums = {keys[key]: sums_of(shard.slices[key], tokens) for key in keys}
+    sums = {keys[key]: sums_of(shard.slices[key], shard.positions) for key in keys}
     made = replace(
         commit,
         file=path.name,

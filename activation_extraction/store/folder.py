@@ -107,17 +107,17 @@ class Folder(Patient):
         return self._store is not None
 
     def child(self, name: str) -> "Folder":
-        """The folder `name` inside this one; "" is this one itself."""
+        """Returns the folder `name` inside this one; "" is this one itself."""
         if not name:
             return self
         return Folder(f"{self.given}/{name}", self._patience, self.beat, self._flag)
 
     def files(self) -> dict[str, int]:
-        """Name -> size in bytes of the files here; empty if the folder does not exist."""
+        """Returns name -> size in bytes of the files here; empty if the folder does not exist."""
         return {name: entry.size for name, entry in self.listing().items()}
 
     def listing(self) -> dict[str, FileEntry]:
-        """The files here by name, as `files`, with their versions."""
+        """Returns the files here by name, as `files`, with their versions."""
         return {
             _name(entry): FileEntry(int(entry["size"]), self._version(entry))
             for entry in self._entries()
@@ -128,11 +128,11 @@ class Folder(Patient):
         return None if self._store is None else self._store.version(entry)
 
     def folders(self) -> list[str]:
-        """The names of the folders here, sorted."""
+        """Returns the names of the folders here, sorted."""
         return self.names("directory")
 
     def names(self, *types: str) -> list[str]:
-        """Sorted names of what is here. types: "file", "directory"."""
+        """Returns the sorted names of what is here. types: "file", "directory"."""
         return sorted(_name(entry) for entry in self._entries() if entry["type"] in types)
 
     def _entries(self) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ class Folder(Patient):
         return self._persist("listing", look)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes | None:
-        """A whole file, or its bytes from `start` to `stop`; None if there is no such file.
+        """Returns a whole file, or its bytes from `start` to `stop`; None if there is no such file.
 
         A negative `start` counts from the end.
         """
@@ -181,7 +181,8 @@ class Folder(Patient):
         return self._persist(f"reading {name}", get)
 
     def digest(self, name: str) -> tuple[str, str] | None:
-        """What the store reports of a file's content: the algorithm, and the hexadecimal digest."""
+        """Returns what the store reports of a file's content: the algorithm, and the hexadecimal
+        digest."""
         found = self._persist(f"looking at {name}", lambda: self._fs.info(self._file(name)))
         if found.get("lfs"):  # the hub's
             return "sha256", found["lfs"]["sha256"]
@@ -189,7 +190,7 @@ class Folder(Patient):
         return None if md5 is None else ("md5", md5)
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """The local path of a whole file: of the file itself, or of a copy in `folder`.
+        """Returns the local path of a whole file: of the file itself, or of a copy in `folder`.
 
         folder: a temporary one; if it is full, the error names it and TMPDIR.
         """
@@ -223,7 +224,7 @@ class Folder(Patient):
         self._persist(f"deleting {name}", delete, waits=not self.conditional)
 
     def version(self, name: str) -> str | None:
-        """The version of a file now; None if there is no such file."""
+        """Returns the version of a file now; None if there is no such file."""
 
         def look() -> str | None:
             self._fs.invalidate_cache()
@@ -377,7 +378,7 @@ def _google_md5(found: Mapping[str, Any]) -> str | None:
 
 
 def local_path(url: str) -> str:
-    """The path of a folder on this machine, given as a URL or as a path."""
+    """Returns the path of a folder on this machine, given as a URL or as a path."""
     return url.removeprefix("file://")
 
 

@@ -180,10 +180,12 @@ class StorageOptions:
 
 
 def memory_at_hand() -> int:
-    """The bytes of memory that this process can still have, as far as the system tells."""
+    """Returns the bytes of memory that this process can still have, as far as the system tells."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    if MEMORY.exists() and (told := re.search(r"MemAvailable: *([0-9]+) kB", MEMORY.read_text())):
-        found.append(int(told[1]) * 1024)
+    if MEMORY.exists() and (
+        available := re.search(r"MemAvailable: *([0-9]+) kB", MEMORY.read_text())
+    ):
+        found.append(int(available[1]) * 1024)
     if all(path.exists() for path in LIMITS):  # of a container
         limit, used = (path.read_text().strip() for path in LIMITS)
         if limit.isdecimal():

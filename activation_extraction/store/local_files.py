@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from activation_extraction.store.patience import LINK
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+WRITE_BEHIND = 32 * 2**20  # bytes after which the kernel is told to start writing to the disk
 LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -43,12 +45,21 @@ class AtomicFile:
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._temporary.unlink(missing_ok=True)  # that of a process which was killed
         self._file = os.fdopen(os.open(self._temporary, NEW, 0o666), "wb", buffering=0)
+        self._size = self._handed_over = 0
 
     def write(self, data: bytes | memoryview) -> int:
         left = memoryview(data).cast("B")
+        self._size += left.nbytes
         written = left.nbytes
         while left:
             left = left[self._file.write(left) :]
+        if sys.platform == "linux" and self._size - self._handed_over >= WRITE_BEHIND:
+            # The kernel starts writing these bytes to the disk, so that little is left to sync at
+            # the end. Each range is named only once: the second time, the kernel would drop it
+            # from memory, where it may be read soon.
+            new = self._handed_over, self._size - self._handed_over
+            os.posix_fadvise(self._file.fileno(), *new, os.POSIX_FADV_DONTNEED)
+            self._handed_over = self._size
         return written
 
     def finish(self) -> None:

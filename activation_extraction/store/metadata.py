@@ -126,7 +126,7 @@ class Stored:
         return totals
 
     def has(self, commit: Commit) -> bool:
-        """Whether this commit's shard is here, with its full size."""
+        """Returns whether this commit's shard is here, with its full size."""
         return self.files.get(commit.file) == commit.bytes
 
     @property
@@ -141,11 +141,11 @@ class Stored:
 
         All are empty if the shards go to a bucket, since they may be deleted after their upload.
         """
-        told = self.metadata or {}
-        if told.get("remote") is not None and not self.in_bucket:
+        metadata = self.metadata or {}
+        if metadata.get("remote") is not None and not self.in_bucket:
             return [], [], []
         known = self.outline.shards
-        last = max([told.get("shards", 0), known, *self.commits])
+        last = max([metadata.get("shards", 0), known, *self.commits])
         without_json = gaps([known, *sorted(self.commits), last + 1])
         without_file = [c.number for c in self.in_order if not self.has(c)]
         incomplete = [
@@ -157,22 +157,22 @@ class Stored:
 
 
 def gaps(numbers: Iterable[int]) -> list[range]:
-    """The numbers that are missing between ascending ones."""
+    """Returns the numbers that are missing between ascending ones."""
     return [range(a + 1, b) for a, b in pairwise(numbers) if b > a + 1]
 
 
 def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
-    """The identity that metadata.json records. Raises DamagedError if it cannot be read."""
+    """Returns the identity that metadata.json records. Raises DamagedError if it cannot be read."""
     return Identity.from_json(metadata.get("identity"), where)
 
 
 def is_commit(name: str) -> bool:
-    """Whether this is the name of a shard's JSON."""
+    """Returns whether this is the name of a shard's JSON."""
     return re.fullmatch(rf"shard_{NUMBER_OF_A_SHARD}\.json", name) is not None
 
 
 def own_files(names: Iterable[str]) -> list[str]:
-    """Those of `names` that belong to an extraction, JSON files first.
+    """Returns those of `names` that belong to an extraction, JSON files first.
 
     If files are deleted in this order, what is left never looks like a whole extraction.
     """
@@ -276,13 +276,15 @@ def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
 
 
 def metadata_in(folder: Folder) -> dict[str, Any] | None:
-    """What metadata.json of a run says; None without one. --verify reports a damaged one."""
+    """Returns what metadata.json of a run says; None without one. --verify reports a damaged
+    one."""
     content = _unsealed(folder, METADATA)
     return None if content is None or CLAIM in content else content
 
 
 def owner_of(folder: Folder) -> str | None:
-    """The process that metadata.json names as the owner of a folder; None if it names none."""
+    """Returns the process that metadata.json names as the owner of a folder; None if it names
+    none."""
     content = _unsealed(folder, METADATA) or {}
     return content.get(CLAIM, content.get("owner"))
 

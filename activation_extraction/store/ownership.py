@@ -67,7 +67,7 @@ class Ownership:
         """Claims the first shard to store; False when the folder is not as planned: look again."""
         if self.folder.conditional:
             self._versions = dict(plan.versions)
-            if not self._claim(commit_name(plan.first_to_store)):
+            if not self._claim(commit_name(plan.next.first)):
                 return False
         return owner_of(self.folder) == plan.owner
 
@@ -135,7 +135,7 @@ class Ownership:
             raise self._lost()
 
     def new_file(self, name: str) -> "AtomicFile | _NewObject":
-        """A shard's file, which appears when it is published. Raises OSError."""
+        """Returns a shard's file, which appears when it is published. Raises OSError."""
         if self.folder.local:
             return AtomicFile(self.folder.fetch(name, Path()))
         return _NewObject(self, name)

@@ -94,7 +94,6 @@ class Patient:
         self._by_flag = f" ({flag})" if flag else ""
         self._opening = 0.0  # seconds that opening it took, until the first success
         self._failing = False  # whether a request has failed since the last success
-        self._heard = ""  # why the file system itself has tried a request again
 
     def _persist(
         self,
@@ -111,17 +110,51 @@ class Patient:
         patience, or what its bytes need on a slow line. waits: the action may not be left to
         itself, since it would undo later work if it came to its end after all.
         """
+        heard = ""  # why the file system itself has tried a request again
 
         def listen(reason: str) -> None:
-            self._heard = reason
+            nonlocal heard
+            heard = reason
             self._say(what, reason)
 
-        self._heard = ""
+        # On opening, on attempts, each since its last progress, and on the pauses between them.
+        spent = self._opening
+        pause, reason = FIRST_PAUSE, "no answer"
         gcsfs_listeners.append(listen)
         try:
-            result = self._try(what, action, size, ends, waits or self.local)
-            self._failing, self._opening = False, 0.0
-            return result
+            while True:
+                began = time.monotonic()
+                try:
+                    if waits or ends or self.local:
+                        result = action()
+                    else:
+                        result = in_time(time_for(size, self._patience - spent), action)
+                    self._failing, self._opening = False, 0.0
+                    return result
+                except FolderError:
+                    raise
+                except Exception as error:  # whatever a file system or the network may raise
+                    said, final = reason_of(error)
+                    silent = isinstance(error, FSTimeoutError)
+                    reason = (heard or reason) if silent else said
+                    if silent or not ends or not isinstance(error, OSError):
+                        spent += time.monotonic() - began
+                    if final or self.local:
+                        raise FolderError(f"{self.url}: {what}: {reason}", final=True) from error
+                    if spent + pause > self._patience:
+                        raise FolderError(
+                            f"{self.url}: {what} kept failing for {spent:.0f} s{self._by_flag}: "
+                            f"{reason}",
+                            final=False,
+                        ) from error
+                self.retries += 1
+                self.beat()
+                self._say(what, reason)
+                log.debug("%s: %s: %s; trying again in %.1f s", self.url, what, reason, pause)
+                slept = pause * random.uniform(0.5, 1)
+                time.sleep(slept)
+                spent += slept
+                pause = min(2 * pause, LONGEST_PAUSE)
         finally:
             gcsfs_listeners.remove(listen)
 
@@ -133,43 +166,6 @@ class Patient:
                 "%s: %s failed (%s); trying again for up to %g s%s",
                 *(self.url, what, f"{reason:.200}", self._patience, self._by_flag),
             )
-
-    def _try(self, what: str, action: Callable[[], T], size: int, ends: bool, waits: bool) -> T:
-        # On opening, on attempts, each since its last progress, and on the pauses between them.
-        spent = self._opening
-        pause, reason = FIRST_PAUSE, "no answer"
-        while True:
-            began = time.monotonic()
-            try:
-                if waits or ends:
-                    return action()
-                return in_time(time_for(size, self._patience - spent), action)
-            except FolderError:
-                raise
-            except Exception as error:  # whatever a file system or the network may raise
-                said, final = reason_of(error)
-                if not isinstance(error, FSTimeoutError):
-                    reason = said
-                elif self._heard:
-                    reason = self._heard
-                if not ends or not isinstance(error, OSError) or isinstance(error, FSTimeoutError):
-                    spent += time.monotonic() - began
-                if final or self.local:
-                    raise FolderError(f"{self.url}: {what}: {reason}", final=True) from error
-                if spent + pause > self._patience:
-                    raise FolderError(
-                        f"{self.url}: {what} kept failing for {spent:.0f} s{self._by_flag}: "
-                        f"{reason}",
-                        final=False,
-                    ) from error
-            self.retries += 1
-            self.beat()
-            self._say(what, reason)
-            log.debug("%s: %s: %s; trying again in %.1f s", self.url, what, reason, pause)
-            slept = pause * random.uniform(0.5, 1)
-            time.sleep(slept)
-            spent += slept
-            pause = min(2 * pause, LONGEST_PAUSE)
 
 
 LINK = "is a symbolic link; expected a file or folder of its own, or none"
@@ -219,7 +215,7 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder for downloads. Raises RunError, naming TMPDIR, if none can be made."""
+    """Makes a folder for downloads, for a while. Raises RunError, naming TMPDIR, if it cannot."""
     try:
         made = TemporaryDirectory()
     except OSError as error:

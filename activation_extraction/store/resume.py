@@ -109,11 +109,6 @@ class StoragePlan:
         last = next(reversed([*self.outline.recent, *self.commits]), None)
         return next(iter(self.ranges), ShardRange(self.shards + 1, last))
 
-    @property
-    def first_to_store(self) -> int:
-        """The number of the first shard that is to be stored where it belongs, or would be."""
-        return min((each.first for each in self.ranges), default=self.shards + 1)
-
 
 class Planner(Protocol):
     """Finds out what is to be stored. Raises InputError if nothing may be added."""
@@ -216,34 +211,34 @@ def take_up(where: str, stored: Stored, max_samples: int | None, more_rows: bool
     return replace(plan, ranges=(plan.next,))
 
 
-def check_identity(place: str, stored: Stored, identity: Identity) -> None:
+def check_identity(where: str, stored: Stored, identity: Identity) -> None:
     """Raises InputError if what a folder holds, if anything, is damaged or of another run."""
     for why in stored.damaged.values():
         raise InputError(f"{why}; {ANOTHER if OTHER_VERSION in why else REPAIRS}")
     if stored.metadata is not None:
-        check_same_run(place, stored, identity)
+        check_same_run(where, stored, identity)
     elif any(name.startswith("shard_") for name in own_files(stored.files)):
         raise InputError(
-            f"{place}: already holds shards, but no {METADATA}; --repair makes it again; or "
+            f"{where}: already holds shards, but no {METADATA}; --repair makes it again; or "
             "give another folder"
         )
 
 
-def check_same_run(place: str, stored: Stored, identity: Identity) -> None:
+def check_same_run(where: str, stored: Stored, identity: Identity) -> None:
     """Raises InputError if a folder, which must have metadata, holds anything of another run."""
     assert stored.identity is not None
-    refuse_difference(place, identity.compare(stored.identity))
+    refuse_difference(where, identity.compare(stored.identity))
     for commit in stored.commits.values():
         if commit.run != stored.run:
-            raise InputError(f"{place}: {commit.name} belongs to another run; {OPTIONS}")
+            raise InputError(f"{where}: {commit.name} belongs to another run; {OPTIONS}")
 
 
-def check_version(place: str, metadata: Mapping[str, Any]) -> None:
+def check_version(where: str, metadata: Mapping[str, Any]) -> None:
     """Raises InputError if what is stored has another form than what would be added to it."""
     found = metadata.get("format_version")
     if found != FORMAT_VERSION:
         raise InputError(
-            f"{place}: holds an extraction in format {found}, but this program writes format "
+            f"{where}: holds an extraction in format {found}, but this program writes format "
             f"{FORMAT_VERSION}; {ANOTHER}"
         )
 
@@ -261,11 +256,11 @@ def refuse_moved(where: str, stored: Stored, purpose: str) -> None:
         )
 
 
-def refuse_difference(place: str, found: Difference | None) -> None:
+def refuse_difference(where: str, found: Difference | None) -> None:
     """Raises InputError if the identity that was found is another run's."""
     if found is not None:
         raise InputError(
-            f"{place}: already holds an extraction with another {found.name}: "
+            f"{where}: already holds an extraction with another {found.name}: "
             f"{_short(found.before)}, now {_short(found.now)}; {OPTIONS}"
         )
 

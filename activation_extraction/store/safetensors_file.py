@@ -79,7 +79,7 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryview]:
-    """The bytes of a shard's file, of which the activations are not copied.
+    """Returns the bytes of a shard's file, of which the activations are not copied.
 
     names: key of each hook in the shard -> its full name.
     """
@@ -102,7 +102,7 @@ def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryvie
 def header(
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
 ) -> bytes:
-    """The length of the header in 8 bytes, and the header, padded to a multiple of 8 bytes.
+    """Returns the length of the header in 8 bytes, and the header, padded to a multiple of 8 bytes.
 
     tensors: name -> dtype and shape, in the order in which their bytes follow.
     """

@@ -58,11 +58,12 @@ class ShardCutter:
         return not self._ranges
 
     def wants(self, sample_idx: int) -> bool:
-        """Whether a sample is not stored yet; an earlier run may have stored part of its batch."""
+        """Returns whether a sample is not stored yet; an earlier run may have stored part of its
+        batch."""
         return sample_idx > self._stored
 
     def is_beyond(self, sample_idx: int) -> bool:
-        """Whether a sample comes after the samples of the current range."""
+        """Returns whether a sample comes after the samples of the current range."""
         until = self._ranges[0].until if self._ranges else None
         return until is not None and sample_idx >= until
 

@@ -27,7 +27,7 @@ from activation_extraction.store.patience import reason_of
 from activation_extraction.store.run_record import RunRecord
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.shard import Key, Shard, pack_table
-from activation_extraction.store.statistics import Statistics, Sums, Tokens, pack_sums, sums_of
+from activation_extraction.store.statistics import Statistics, Sums, pack_sums, sums_of
 from activation_extraction.text.batch import Cursor
 
 SHARDS_AT_ONCE = 16  # most of them uploading
@@ -296,11 +296,10 @@ def add_up(shard: Shard, threads: Threads) -> dict[Key, Sums]:
     """Returns the sums of a shard, by hook. They depend on its content alone."""
     positions = shard.positions
     groups = [(key, group) for key in shard.slices for group in _groups(shard, key)]
-    tokens = {(g.start, g.stop): Tokens(positions[g]) for _, g in groups}
 
     def sums(item: tuple[Key, slice]) -> Sums:
         key, group = item
-        return sums_of(shard.slices[key][group], tokens[group.start, group.stop])
+        return sums_of(shard.slices[key][group], positions[group])
 
     total: dict[Key, Sums] = {}
     for (key, _), found in zip(groups, threads.in_order(sums, groups), strict=True):

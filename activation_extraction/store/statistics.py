@@ -10,7 +10,6 @@ import io
 import math
 import zipfile
 import zlib
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -30,22 +29,6 @@ UNREADABLE = (
     *(zipfile.BadZipFile, zlib.error),
 )
 DTYPES = ("<i8", "<f8", "<f8", "<f8", "<f8")  # of the fields
-
-
-class Tokens:
-    """What statistics need of tokens beside their activations, which is the same at every hook.
-
-    count: how many there are. sinks: the numbers of the attention sinks among them. buckets,
-    counts: the bucket of each token (see `Sums`), and how many are in each bucket.
-    """
-
-    def __init__(self, positions: Sequence[np.ndarray]) -> None:
-        """positions: of the tokens in their documents, in any number of arrays."""
-        every = np.concatenate(positions)
-        self.count = len(every)
-        self.sinks = np.flatnonzero(every == 0).tolist()
-        self.buckets = np.frexp(every.astype(np.float64))[1]
-        self.counts = np.bincount(self.buckets, minlength=BUCKETS)
 
 
 @dataclass(eq=False)
@@ -73,39 +56,35 @@ class Sums:
         each = np.zeros((2, width)), np.zeros((2, width))
         return cls(np.zeros(BUCKETS, np.int64), np.zeros(BUCKETS), *each, np.zeros(()))
 
-    def add(self, activations: Sequence[np.ndarray], tokens: Tokens) -> None:
+    def add(self, activations: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> None:
         """Adds tokens. activations: their arrays (tokens, width) of any float dtype, in order.
+        positions: of the tokens in their documents, in any number of arrays.
 
         The sums are those of the tokens: they do not depend on which arrays the tokens are in.
         """
-        squares, sinks = np.empty(tokens.count), tokens.sinks
+        every = np.concatenate(positions)
+        squares, done = np.empty(len(every)), 0
         rows = max(1, BLOCK_BYTES // (8 * self.sums.shape[1]))
-        wide = np.empty((min(rows, tokens.count), self.sums.shape[1]))
-        done = 0
+        wide = np.empty((min(rows, len(every)), self.sums.shape[1]))
         with np.errstate(invalid="ignore"):  # see `Statistics.finite`
             for block in _blocks(activations, wide):
                 stop = done + len(block)
-                here = sinks[bisect_left(sinks, done) : bisect_left(sinks, stop)]
-                self._add_block(block, [at - done for at in here], squares[done:stop])
+                sinks = np.flatnonzero(every[done:stop] == 0)
+                for total in (self.sums, self.squares):
+                    others = np.add.reduce(block, 0)
+                    if len(sinks):
+                        of_sinks = np.add.reduce(block[sinks], 0)
+                        total[SINK] += of_sinks
+                        others -= of_sinks
+                    total[OTHER] += others
+                    if total is self.sums:
+                        np.multiply(block, block, out=block)
+                np.add.reduce(block, 1, out=squares[done:stop])
                 done = stop
-        norms = np.sqrt(squares)
-        self.counts += tokens.counts
-        self.norms += np.bincount(tokens.buckets, norms, minlength=BUCKETS)
+        norms, buckets = np.sqrt(squares), np.frexp(every.astype(np.float64))[1]
+        self.counts += np.bincount(buckets, minlength=BUCKETS)
+        self.norms += np.bincount(buckets, norms, minlength=BUCKETS)
         self.largest = np.maximum(self.largest, norms.max(initial=0.0))
-
-    def _add_block(self, wide: np.ndarray, sinks: list[int], squares: np.ndarray) -> None:
-        """Adds tokens (tokens, width) in float64, which it overwrites. sinks: which of them are
-        attention sinks. Their squared norms go to `squares`."""
-        for total in (self.sums, self.squares):
-            others = np.add.reduce(wide, 0)
-            if sinks:
-                of_sinks = np.add.reduce(wide[sinks], 0)
-                total[SINK] += of_sinks
-                others -= of_sinks
-            total[OTHER] += others
-            if total is self.sums:
-                np.multiply(wide, wide, out=wide)
-        np.add.reduce(wide, 1, out=squares)
 
     def merge(self, other: "Sums") -> None:
         """Adds other sums."""
@@ -114,7 +93,7 @@ class Sums:
         self.largest = np.maximum(self.largest, other.largest)
 
     def close_to(self, other: "Sums") -> bool:
-        """Whether both are equal, but for rounding."""
+        """Returns whether both are equal, but for rounding."""
         return bool((self.counts == other.counts).all()) and all(
             np.allclose(one, two, rtol=1e-6, atol=1e-6 * np.abs(two).max())
             for one, two in (
@@ -161,10 +140,10 @@ def _blocks(activations: Sequence[np.ndarray], wide: np.ndarray) -> Iterator[np.
         yield wide[:filled]
 
 
-def sums_of(activations: Sequence[np.ndarray], tokens: Tokens) -> Sums:
-    """The sums of some tokens at one hook. activations: see `Sums.add`; at least one array."""
+def sums_of(activations: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> Sums:
+    """Returns the sums of some tokens at one hook, as `Sums.add` takes them; at least one array."""
     total = Sums.zeros(activations[0].shape[1])
-    total.add(activations, tokens)
+    total.add(activations, positions)
     return total
 
 
@@ -183,7 +162,7 @@ class Statistics:
     @classmethod
     def of(cls, activation: np.ndarray) -> "Statistics":
         """Statistics of a (tokens, width) array of any float dtype, computed in float64."""
-        anywhere = Tokens([np.ones(len(activation), np.int32)])  # any positions will do
+        anywhere = [np.ones(len(activation), np.int32)]  # any positions will do
         return sums_of([activation], anywhere).statistics
 
     @property
@@ -241,33 +220,23 @@ class HookStatistics(Statistics):
 
     load: Callable[[], Sums] = field(repr=False, compare=False, kw_only=True)
 
-    @classmethod
-    def of_hook(cls, known: Statistics, load: Callable[[], Sums]) -> "HookStatistics":
-        """known: what the JSON files say; load: reads the rest when it is asked for."""
-        norms = known.mean_norm, known.max_norm
-        return cls(known.tokens, known.values, known.mean, known.variance, *norms, load=load)
-
-    @cached_property
-    def _sums(self) -> Sums:
-        return self.load()
-
     @cached_property
     def all_tokens(self) -> DimensionStatistics:
         """Of every token."""
-        return _of(self._sums, slice(None))
+        return _of(self.load(), slice(None))
 
     @cached_property
     def without_first_token(self) -> DimensionStatistics:
         """Of the tokens that are not the first one of their document."""
-        return _of(self._sums, slice(OTHER, None))
+        return _of(self.load(), slice(OTHER, None))
 
     @property
     def norms_by_position(self) -> dict[range, float]:
         """Positions in a document -> mean norm there; only ranges that have tokens."""
-        counts, norms = self._sums.counts, self._sums.norms
+        sums = self.load()
         return {
-            range(1 << bucket >> 1, 1 << bucket): float(norms[bucket] / counts[bucket])
-            for bucket in np.flatnonzero(counts).tolist()
+            range(1 << bucket >> 1, 1 << bucket): float(sums.norms[bucket] / sums.counts[bucket])
+            for bucket in np.flatnonzero(sums.counts).tolist()
         }
 
 
