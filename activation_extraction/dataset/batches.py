@@ -46,9 +46,6 @@ class BatchOptions:
     worker: int
     workers: int
 
-    def to_json(self) -> dict[str, Any]:
-        return json.loads(json.dumps(asdict(self)))
-
 
 @dataclass(frozen=True)
 class Chunk:
@@ -304,7 +301,7 @@ class Batches(Iterator[TokenBatch]):
     def _setting(self) -> dict[str, Any]:
         """Everything on which the order of the tokens depends."""
         part, parts = _loader_worker()
-        options = self._options.to_json()
+        options = json.loads(json.dumps(asdict(self._options)))
         return {"data": self._source.fingerprint, **options, "part": part, "parts": parts}
 
     def again(self) -> "Batches":

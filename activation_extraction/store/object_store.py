@@ -67,12 +67,10 @@ class ObjectStore(ABC):
         """Deletes this version of an object."""
 
     @abstractmethod
-    def _credentials(self) -> dict[str, Any]:
-        """The credentials of the file system, as obstore wants them."""
+    def _credentials(self) -> dict[str, Any]: ...  # as obstore wants them
 
     @abstractmethod
-    def _open(self, bucket: str, shared: dict[str, Any]) -> Any:
-        """A store of obstore. shared: arguments that all have."""
+    def _open(self, bucket: str, shared: dict[str, Any]) -> Any: ...  # a store of obstore
 
     def create(self, path: str, parts: Sequence[memoryview], size: int) -> str | None:
         """Creates an object; returns its version, if objects have versions there.

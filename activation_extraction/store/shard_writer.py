@@ -8,6 +8,7 @@ nothing follows.
 
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -130,14 +131,9 @@ class ShardWriter:
             self._jobs.append(job)
         self._shards.submit(self._run_job, job, previous, shard, cursor, partial)
 
-    def check(self) -> None:
-        """Raises StorageError if anything in the background has failed."""
-        if self._failure is not None:
-            raise self._failure[1]
-
-    def _check_before(self, number: int) -> None:
-        """Raises StorageError if a shard before this one has failed."""
-        if self._failure is not None and self._failure[0] < number:
+    def check(self, before: float = math.inf) -> None:
+        """Raises StorageError if a shard has failed, or one before the shard of this number."""
+        if self._failure is not None and self._failure[0] < before:
             raise self._failure[1]
 
     def wait(self) -> None:
@@ -172,12 +168,12 @@ class ShardWriter:
     ) -> None:
         """Stores a shard, and keeps the first failure for whoever checks next."""
         try:
-            self._check_before(job.number)
+            self.check(before=job.number)
             commit = self._store(job, shard, cursor, partial)
             job.phase = "committing"
             if previous is not None:
                 previous.stored.result()
-            self._check_before(job.number)
+            self.check(before=job.number)
             self._commit(commit)
         except BaseException as error:  # whatever it is, nothing may follow this shard
             failure = self._as_storage_error(error)
