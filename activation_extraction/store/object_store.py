@@ -66,6 +66,10 @@ class ObjectStore(ABC):
     def delete(self, path: str, version: str) -> None:
         """Deletes this version of an object."""
 
+    @property
+    @abstractmethod
+    def _address(self) -> str: ...  # the URL that requests go to
+
     @abstractmethod
     def _credentials(self) -> dict[str, Any]: ...  # as obstore wants them
 
@@ -85,8 +89,9 @@ class ObjectStore(ABC):
         bucket, key = path.split("/", 1)
         seconds = time_for(size, self._patience)
         if seconds not in self._stores:
+            http = self._address.startswith("http://")
             shared = {
-                "client_options": {"timeout": timedelta(seconds=seconds), "allow_http": True},
+                "client_options": {"timeout": timedelta(seconds=seconds), "allow_http": http},
                 "retry_config": {"max_retries": 0},
                 "credential_provider": find,
             }
@@ -116,7 +121,7 @@ class GoogleStore(ObjectStore):
         bucket, key, _ = self._fs.split_path(path)
         answer = self._fs.call(
             "POST",
-            f"{self._fs._location}/upload/storage/v1/b/{{}}/o",
+            f"{self._address}/upload/storage/v1/b/{{}}/o",
             bucket,
             uploadType="media",
             name=key,
@@ -140,10 +145,14 @@ class GoogleStore(ObjectStore):
         expected = base64.b64encode(crc32c.to_bytes(4, "big")).decode()
         return int(found["size"]) == size and found.get("crc32c") == expected
 
+    @property
+    def _address(self) -> str:
+        return self._fs._location
+
     def _open(self, bucket: str, shared: dict[str, Any]) -> Any:
         from obstore.store import GCSStore
 
-        return GCSStore(bucket, base_url=self._fs._location, **shared)
+        return GCSStore(bucket, base_url=self._address, **shared)
 
     def _credentials(self) -> dict[str, Any]:
         """Fresh for some minutes; an empty token if the file system is anonymous."""
@@ -185,13 +194,16 @@ class S3Store(ObjectStore):
                 raise FileExistsError(path) from error
             raise
 
+    @property
+    def _address(self) -> str:
+        return self._fs.connect().meta.endpoint_url
+
     def _open(self, bucket: str, shared: dict[str, Any]) -> Any:
         from obstore import store
 
-        meta = self._fs.connect().meta
         # S3 refuses what does not have this checksum, which the signature needs anyway.
-        own = {"endpoint": meta.endpoint_url, "checksum_algorithm": "SHA256"}
-        return store.S3Store(bucket, region=meta.region_name, **own, **shared)
+        own: Any = {"endpoint": self._address, "checksum_algorithm": "SHA256"}
+        return store.S3Store(bucket, region=self._fs.connect().meta.region_name, **own, **shared)
 
     def _credentials(self) -> dict[str, Any]:
         """These last for ten minutes at least."""
