@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from activation_extraction.dataset.batches import Batches
     from activation_extraction.dataset.dataset import ActivationDataset, SampleActivations
-    from activation_extraction.dataset.dimension_statistics import HookStatistics
     from activation_extraction.dataset.token_batch import TokenBatch
-    from activation_extraction.store.options import StorageOptions
+    from activation_extraction.store.identity import StorageOptions
+    from activation_extraction.store.statistics import HookStatistics
     from activation_extraction.store.storage import ActivationStorage
 
 __all__ = [
@@ -34,9 +34,9 @@ HOMES = {
     "ActivationDataset": "dataset.dataset",
     "ActivationStorage": "store.storage",
     "Batches": "dataset.batches",
-    "HookStatistics": "dataset.dimension_statistics",
+    "HookStatistics": "store.statistics",
     "SampleActivations": "dataset.dataset",
-    "StorageOptions": "store.options",
+    "StorageOptions": "store.identity",
     "TokenBatch": "dataset.token_batch",
 }
 __version__ = "0.1.0"  # of the package, too: pyproject.toml reads it here

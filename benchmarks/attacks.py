@@ -32,8 +32,7 @@ from activation_extraction.inspect.status_table import show_status
 from activation_extraction.inspect.verify import verify
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of
-from activation_extraction.store.identity import Identity
-from activation_extraction.store.options import StorageOptions
+from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.pickle_file import read_records
 from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.sealed_json import seal, unseal
@@ -200,10 +199,9 @@ def small_pickle(content: bytes) -> Callable[[Path, np.random.Generator], str]:
     def attack(folder: Path, chance: np.random.Generator) -> str:
         path = folder / "shard_0001.pkl.gz"
         path.write_bytes(gzip.compress(content))
-        path.with_name("shard_0001.json").write_bytes(seal({"unpacked": 2**60}))
         size = path.stat().st_size
         try:
-            read_records(path)
+            read_records(path, 2**60)
         except RunError as error:
             return f"{size:,} bytes, refused: {error}"
         return f"{size:,} bytes, read"

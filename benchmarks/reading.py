@@ -40,8 +40,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.dataset.dataset import BUFFER_BATCHES
 from activation_extraction.store import shard_reader
-from activation_extraction.store.identity import Identity
-from activation_extraction.store.options import StorageOptions
+from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from benchmarks.processes import machine

@@ -35,15 +35,14 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from activation_extraction.store import blocks, shard_files, statistics
-from activation_extraction.store.atomic_file import AtomicFile
-from activation_extraction.store.blocks import blocks_of, gzip_member
+from activation_extraction.store import formats, statistics
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.formats import chosen_format
-from activation_extraction.store.options import StorageOptions
+from activation_extraction.store.formats import blocks_of, chosen_format, gzip_member
+from activation_extraction.store.identity import StorageOptions
+from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.pickle_file import records_of
 from activation_extraction.store.shard import SampleRow, Shard
-from activation_extraction.store.statistics import Tokens, sums_of
+from activation_extraction.store.statistics import sums_of
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
@@ -171,11 +170,11 @@ def timed_calls(clock: Clock) -> Iterator[None]:
         methods = {n: clock.timed(getattr(packer, n)) for n in ("compress", "flush")}
         return SimpleNamespace(**methods)
 
-    blocks_isal = blocks.isal_zlib
+    blocks_isal = formats.isal_zlib
     replaced: list[tuple[Any, str, Any]] = [
         (statistics, "np", numpy),
-        (shard_files, "hashlib", Proxy(hashlib, sha256=sha256)),
-        (blocks, "isal_zlib", Proxy(blocks_isal, compressobj=compressobj)),
+        (formats, "hashlib", Proxy(hashlib, sha256=sha256)),
+        (formats, "isal_zlib", Proxy(blocks_isal, compressobj=compressobj)),
         (crc32c, "crc32c", clock.timed(crc32c.crc32c)),
         *((AtomicFile, n, clock.timed(getattr(AtomicFile, n))) for n in ("write", "finish")),
         (Folder, "create", lambda *_, **__: None),  # whose CPU time is Rust's
@@ -213,9 +212,8 @@ def bare_thread(
     pieces = chosen_format(name, True).pieces
     for _ in shards:
         shard = shard_of(values)
-        tokens = Tokens(shard.positions)
         for slices in shard.slices.values():
-            sums_of(slices, tokens)
+            sums_of(slices, shard.positions)
         data: list[Any] = pieces(shard, NAMES)
         if name == "pickle":
             data = [part for block in blocks_of(data) for part in gzip_member(block)]

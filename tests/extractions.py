@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 from storages import open_storage
 
-from activation_extraction.store.atomic_file import write_atomically
+from activation_extraction.store.commit import names_beside
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.sample_table import table_name
+from activation_extraction.store.local_files import write_atomically
 from activation_extraction.store.sealed_json import seal, unseal
-from activation_extraction.store.statistics import Statistics, Sums, Tokens
-from activation_extraction.store.statistics_file import pack_sums, statistics_name
+from activation_extraction.store.statistics import (
+    Statistics,
+    Sums,
+    pack_sums,
+)
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample
 from activation_extraction.text.packing import pack
@@ -151,9 +154,9 @@ def write_sums(folder: Path, number: int, shard: Any) -> None:
             each = record["activation"]
             positions = record.get("positions", np.arange(len(each)))
             if each.shape[1] == of_hook.sums.shape[1] and len(positions) == len(each):
-                of_hook.add([each], Tokens([positions]))
+                of_hook.add([each], [positions])
     data = pack_sums(sums)
-    (folder / statistics_name(number)).write_bytes(data)
+    (folder / names_beside(number)[0]).write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
     edit(path, lambda content: content.update(statistics=digest))
 
@@ -180,7 +183,7 @@ def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> 
 
 def change_table(folder: Path, number: int, change: Callable[[list[dict]], object]) -> None:
     """Changes the rows of a shard's table of samples; its JSON agrees."""
-    path = folder / table_name(number)
+    path = folder / names_beside(number)[1]
     rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
     change(rows)
     data = gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode())

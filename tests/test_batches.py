@@ -26,10 +26,9 @@ from runs_to_read import (
 from torch.utils.data import DataLoader
 
 from activation_extraction import ActivationDataset
-from activation_extraction.dataset import token_source
-from activation_extraction.dataset.hook_names import ByHook
-from activation_extraction.dataset.token_batch import TokenBatch
-from activation_extraction.dataset.token_source import TokenSource
+from activation_extraction.dataset import batches as batches_module
+from activation_extraction.dataset.batches import TokenSource
+from activation_extraction.dataset.token_batch import ByHook, TokenBatch
 
 FIRST, SECOND, THIRD = WIDTHS
 
@@ -318,9 +317,9 @@ def test_chunks_and_the_default_buffer_follow_from_bytes(run, monkeypatch):
         return max(len(chunk) for chunk in chunks)
 
     assert largest() == 40
-    monkeypatch.setattr(token_source, "LEAST_CHUNK_BYTES", 0)
+    monkeypatch.setattr(batches_module, "LEAST_CHUNK_BYTES", 0)
     assert largest() == 10
-    monkeypatch.setattr(token_source, "CHUNK_BYTES", 3 * sum(WIDTHS.values()) * 2)
+    monkeypatch.setattr(batches_module, "CHUNK_BYTES", 3 * sum(WIDTHS.values()) * 2)
     assert largest() == 3
 
 
@@ -422,7 +421,7 @@ def test_leaving_a_loop_ends_its_threads(run, monkeypatch, leave):
 LEAVE = """
 import sys, time
 from activation_extraction import ActivationDataset
-from activation_extraction.dataset.token_source import TokenSource
+from activation_extraction.dataset.batches import TokenSource
 original = TokenSource._read
 def slowly(*arguments):
     time.sleep(0.01)

@@ -1,10 +1,7 @@
 """Statistics of every dimension: those of the stored tokens, with and without attention sinks."""
 
-import gc
 import json
 import shutil
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import numpy as np
@@ -14,8 +11,7 @@ from runs_to_read import DTYPES, FORMATS, WIDTHS, activation_of, make_run, store
 
 from activation_extraction import ActivationDataset
 from activation_extraction.dataset import open_shards
-from activation_extraction.store.statistics import BUCKETS, Sums, Tokens
-from activation_extraction.store.statistics_file import pack_sums, unpack_sums
+from activation_extraction.store.statistics import BUCKETS, Sums, pack_sums, unpack_sums
 
 FIRST = next(iter(WIDTHS))
 KINDS = [(shard_format, dtype) for shard_format in FORMATS for dtype in DTYPES]
@@ -74,30 +70,9 @@ def test_while_a_run_goes_on_and_where_it_is_too_small_for_sinks_alone(tmp_path)
     found = dataset.statistics[FIRST]
     assert 0 < found.without_first_token.tokens < found.all_tokens.tokens == dataset.tokens
     sums = Sums.zeros(3)
-    sums.add([np.ones((1, 3), np.float32)], Tokens([np.zeros(1, np.int32)]))
-    assert unpack_and_pack(sums).counts.sum() == 1
-
-
-def unpack_and_pack(sums):
+    sums.add([np.ones((1, 3), np.float32)], [np.zeros(1, np.int32)])
     data = pack_sums({"h": sums})
-    return unpack_sums(data, [("h", 3)], "")["h"]
-
-
-def test_threads_may_read_at_a_time():
-    """The garbage collector lets another thread run in the middle of parsing."""
-    sums = Sums.zeros(3)
-    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
-    callback = lambda phase, info: sum(range(100))  # noqa: E731
-    gc.callbacks.append(callback)
-    sys.setswitchinterval(1e-6)
-    gc.set_threshold(1)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            assert len(list(pool.map(unpack_and_pack, [sums] * 50))) == 50
-    finally:
-        gc.callbacks.remove(callback)
-        gc.set_threshold(*threshold)
-        sys.setswitchinterval(interval)
+    assert unpack_sums(data, [("h", 3)], "")["h"].counts.sum() == 1
 
 
 def test_sums_of_two_halves_add_up():
@@ -106,9 +81,9 @@ def test_sums_of_two_halves_add_up():
     positions = np.sort(np.random.default_rng(1).choice(2**20, 40, replace=False)).astype(np.int32)
     positions[0] = 0
     whole, first, second = (Sums.zeros(3) for _ in range(3))
-    whole.add([values], Tokens([positions]))
-    first.add([values[:17]], Tokens([positions[:17]]))
-    second.add([values[17:]], Tokens([positions[17:]]))
+    whole.add([values], [positions])
+    first.add([values[:17]], [positions[:17]])
+    second.add([values[17:]], [positions[17:]])
     first.merge(second)
     for name in ("counts", "sums", "squares", "largest"):
         np.testing.assert_array_equal(getattr(first, name), getattr(whole, name))

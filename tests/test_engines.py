@@ -13,7 +13,7 @@ from pods import Pod, flags_for
 import extract_activations
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
-from activation_extraction.store.folder_lock import lock_folder
+from activation_extraction.store.local_files import lock_folder
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -126,7 +126,7 @@ def test_too_little_free_disk_is_refused_before_anything_is_read(monkeypatch, tm
         asked.append(path)
         return SimpleNamespace(free=7_340_000_000)
 
-    monkeypatch.setattr("activation_extraction.store.folder_lock.shutil.disk_usage", disk_usage)
+    monkeypatch.setattr("activation_extraction.store.local_files.shutil.disk_usage", disk_usage)
     assert extract_activations.main([*flags, "--min_free_gb", "20"]) == 2
     expected = (
         f"error: --output_dir {tmp_path}/out: its disk has 7.3 GB free, --min_free_gb asks for 20; "

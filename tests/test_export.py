@@ -26,7 +26,7 @@ from activation_extraction.inspect import export_formats, export_target
 from activation_extraction.inspect.export import export
 from activation_extraction.inspect.torch_file import write_tensor
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.folder_lock import lock_folder
+from activation_extraction.store.local_files import lock_folder
 
 FIRST, SECOND = HOOKS.values()
 PER_CHUNK = 7  # tokens; samples have 10

@@ -19,11 +19,10 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.inspect import export_target
 from activation_extraction.inspect.export import export
 from activation_extraction.inspect.status_table import show_status
-from activation_extraction.store.atomic_file import AtomicFile
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.folder_lock import lock_folder
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.local_files import AtomicFile, lock_folder
 from benchmarks.kill_and_resume import shards_in
 
 FIRST, SECOND = HOOKS.values()

@@ -17,7 +17,7 @@ from activation_extraction.common.errors import RunError
 from activation_extraction.model.devices import device_errors
 from activation_extraction.run import prepare
 from activation_extraction.run.hosts import Host, Watchdog, together
-from activation_extraction.store import shard_writer
+from activation_extraction.store.formats import ShardFormat
 from qwen2_jax_with_hooks import FAMILIES, HookedQwen2
 
 
@@ -76,7 +76,7 @@ def test_a_defect_in_the_background_has_its_traceback(failing, monkeypatch):
     def broken(*_):
         return 1 // 0
 
-    monkeypatch.setattr(shard_writer, "pack", broken)
+    monkeypatch.setattr(ShardFormat, "write", broken)
     printed = failing()
     assert "in broken" in printed
     assert "error: unexpected ZeroDivisionError: " in printed.splitlines()[-1]

@@ -12,7 +12,7 @@ import pytest
 from activation_extraction.store import folder as folder_module
 from activation_extraction.store import patience
 from activation_extraction.store.folder import Folder, FolderError
-from activation_extraction.store.reasons import reason_of
+from activation_extraction.store.patience import reason_of
 
 
 class Flaky:

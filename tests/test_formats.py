@@ -18,21 +18,20 @@ from activation_extraction import ActivationDataset
 from activation_extraction import store as store_package
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import RunError, StorageError
-from activation_extraction.store.commit import Commit
+from activation_extraction.store.commit import STATISTICS, Commit, names_beside
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.formats import FORMATS, SAFETENSORS, format_of
-from activation_extraction.store.json_fields import STATISTICS
+from activation_extraction.store.formats import FORMATS, SAFETENSORS, format_of, write_shard
 from activation_extraction.store.metadata import own_files
-from activation_extraction.store.sample_table import (
+from activation_extraction.store.shard import (
     LONGEST_LINE,
+    SampleRow,
+    Shard,
     TableRow,
     pack_table,
-    table_name,
+    same_content,
     unpack_table,
     with_table,
 )
-from activation_extraction.store.shard import SampleRow, Shard, same_content
-from activation_extraction.store.shard_files import write_shard
 from activation_extraction.store.shard_reader import read_shard, read_table
 
 NAMES: dict[int | str, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_mlp_out"}
@@ -57,7 +56,7 @@ def store(folder, shard, each, number=1):
     packed = write_shard(folder / each.file_name(number), shard, NAMES, each)
     table = pack_table(shard.samples)
 
-    (folder / table_name(number)).write_bytes(table)
+    (folder / names_beside(number)[1]).write_bytes(table)
     facts = [
         {"key": key, "name": NAMES[key], "width": slices[0].shape[1], "dtype": slices[0].dtype.name}
         for key, slices in shard.slices.items()
@@ -235,7 +234,7 @@ def test_what_cannot_be_in_the_table_is_refused_before_it_is_stored(tmp_path, gi
 
 def test_a_table_of_other_samples_is_refused(tmp_path):
     shard = shard_of()
-    rows = [TableRow.of(sample) for sample in shard.samples]
+    rows = unpack_table(pack_table(shard.samples), 2, "")
     assert same_content(with_table(shard, rows, ""), shard)
     for changes in ({"sample_idx": 7}, {"tokens": 4}, {"doc_id": "other"}, {"text_preview": ""}):
         with pytest.raises(RunError, match="table: says something else of sample 1"):

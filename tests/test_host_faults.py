@@ -146,15 +146,15 @@ def test_hosts_that_others_do_not_join_give_up(demo_inputs, tmp_path, present):
 INJECT = """
 import os, signal, sys, time
 import extract_activations as script
-from activation_extraction.store import shard_writer
+from activation_extraction.store.formats import ShardFormat
 from activation_extraction.store.storage import ActivationStorage
 host, fault = os.environ["FAULT"].split(":")
 if fault == "slow writer":
-    original = shard_writer.pack
+    original = ShardFormat.write
     def slow(*args):
         time.sleep(4)
         return original(*args)
-    shard_writer.pack = slow
+    ShardFormat.write = slow
 if host == os.environ["HOST_ID"]:
     if fault in ("bug", "bug at the end", "slow writer"):
         calls, after = [], 5 if fault == "bug at the end" else 2

@@ -25,21 +25,20 @@ from activation_extraction.model.qwen_config import complete
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of
-from activation_extraction.store.safetensors_file import SafetensorsFile
-from activation_extraction.store.safetensors_header import Tensor
+from activation_extraction.store.safetensors_file import SafetensorsFile, Tensor
 from activation_extraction.store.sealed_json import seal, unseal
-from activation_extraction.store.statistics import Sums
-from activation_extraction.store.statistics_file import pack_sums, unpack_sums
+from activation_extraction.store.statistics import Sums, pack_sums, unpack_sums
 
 MEMORY = 2**30  # bytes of address space beyond what the imports take
 READ = """
 import resource, sys
+from pathlib import Path
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.pickle_file import read_records
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[2]),) * 2)
 try:
-    read_records(sys.argv[1], 2**60)
+    read_records(Path(sys.argv[1]), 2**60)
 except RunError as error:
     print(f"{type(error).__name__}: {error}")
 """
@@ -169,6 +168,7 @@ OUTLINES = {
 }
 LOOK = """
 import resource, sys
+from pathlib import Path
 import extract_activations
 resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30,) * 2)
 for url in sys.argv[1:]:

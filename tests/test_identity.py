@@ -10,9 +10,9 @@ from small_runs import content, set_status
 from storages import open_storage
 
 import extract_activations
-from activation_extraction.store.atomic_file import AtomicFile
+from activation_extraction.store.local_files import AtomicFile
+from activation_extraction.store.patience import reason_of
 from activation_extraction.store.pickle_file import read_records
-from activation_extraction.store.reasons import reason_of
 
 REFUSED = {
     "max_seq_length": ["--max_seq_length", "48"],

@@ -22,7 +22,7 @@ from small_runs import Killed, both_formats, content, shard_name, status
 from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.inspect.status_table import show_status
 from activation_extraction.run.run_folders import RunFolders
-from activation_extraction.store import metadata, run_record
+from activation_extraction.store import ownership, run_record
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import AGGREGATE
 from activation_extraction.store.sealed_json import unseal
@@ -165,7 +165,7 @@ class Backwards(ThreadPoolExecutor):
 def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, place):
     """With --overwrite the same command begins anew. Without it, it never continues what is half
     deleted: all is as before, or new, or refused."""
-    monkeypatch.setattr(metadata, "ThreadPoolExecutor", Backwards)
+    monkeypatch.setattr(ownership, "ThreadPoolExecutor", Backwards)
     run = partial(run, shard_size_gb=6e-6)
     run(tmp_path / "new")
     new, original = content(tmp_path / "new"), small_runs.activations

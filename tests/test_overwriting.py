@@ -12,8 +12,8 @@ from test_ownership import Held, beside, doors  # noqa: F401
 
 from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.store import ownership
-from activation_extraction.store.atomic_file import AtomicFile
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.metadata import read_stored
 from activation_extraction.store.sealed_json import seal
 

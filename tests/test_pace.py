@@ -14,7 +14,7 @@ from test_status import NOW, begin, kill, parts_at
 
 from activation_extraction.dataset import folders as folders_module
 from activation_extraction.inspect.status_table import show_status
-from activation_extraction.store import folder_lock
+from activation_extraction.store import local_files
 from activation_extraction.store.folder import Folder
 
 
@@ -91,17 +91,17 @@ def test_a_run_that_ends_while_it_is_looked_at_is_not_called_killed(tmp_path, mo
 
     def late(folder):
         storage.finalize()
-        return folder_lock.is_locked(folder)
+        return local_files.is_locked(folder)
 
     monkeypatch.setattr(folders_module, "is_locked", late)
     assert parts_at(tmp_path)[""].state == "complete"
 
 
 def test_looking_does_not_keep_a_run_from_starting(tmp_path, monkeypatch):
-    lock = folder_lock.lock_folder(tmp_path, fcntl.LOCK_SH)
-    monkeypatch.setattr(folder_lock.time, "sleep", lambda _: os.close(lock))
+    lock = local_files.lock_folder(tmp_path, fcntl.LOCK_SH)
+    monkeypatch.setattr(local_files.time, "sleep", lambda _: os.close(lock))
     open_part(tmp_path).open()
-    assert folder_lock.is_locked(tmp_path)
+    assert local_files.is_locked(tmp_path)
 
 
 def test_a_rate_is_of_the_last_shards_and_not_of_the_time_between_two_runs(tmp_path):

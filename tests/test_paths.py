@@ -2,7 +2,7 @@
 
 import pytest
 
-from activation_extraction.store.paths import HostFolder, host_folders, names_of_machine
+from activation_extraction.dataset.folders import HostFolder, host_folders
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,3 @@ def test_names_are_read_back(machine, host, hosts, name):
 def test_other_names_are_no_host_folders(name):
     assert HostFolder.parse(name) is None
     assert host_folders([name, "machine_001"]) == {"machine_001": HostFolder(1)}
-
-
-def test_the_folders_of_a_machine():
-    assert names_of_machine(2, 1) == ["machine_002"]
-    assert names_of_machine(2, 2) == ["machine_002_host_00", "machine_002_host_01"]

@@ -20,7 +20,7 @@ ARROWS = {
     "store": ("common", *SHARED),
     "dataset": ("common", "store", *SHARED),
     "inspect": ("common", "cli", "store", "dataset", *SHARED),
-    "model": ("common", "cli", "store.folder", "store.safetensors_header", *SHARED),
+    "model": ("common", "cli", "store.folder", "store.safetensors_file", *SHARED),
     "run": ("common", "cli", "text", "store", "model", "dataset", "inspect"),
 }
 WITHOUT_JAX = ("common", "cli", "text", "store", "dataset", "inspect")

@@ -17,9 +17,9 @@ from extractions import HOOKS, extract, load, replace_shard, write_records
 from storages import open_storage
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.store import atomic_file
-from activation_extraction.store.atomic_file import write_atomically
-from activation_extraction.store.blocks import BLOCK_BYTES, Threads, blocks_of, gzipped
+from activation_extraction.store import local_files
+from activation_extraction.store.formats import BLOCK_BYTES, Threads, blocks_of, gzipped
+from activation_extraction.store.local_files import write_atomically
 from activation_extraction.store.pickle_file import pieces_of, read_records
 from activation_extraction.store.safe_unpickler import UnsafeError
 
@@ -52,7 +52,7 @@ def test_writing_is_atomic(tmp_path):
 def test_the_disk_is_set_to_work_on_every_part_once(tmp_path, monkeypatch):
     """A part that is told of twice is dropped from memory, and an upload would read the disk."""
     parts = []
-    monkeypatch.setattr(atomic_file, "WRITE_BEHIND", 1000)
+    monkeypatch.setattr(local_files, "WRITE_BEHIND", 1000)
     monkeypatch.setattr(os, "posix_fadvise", lambda _, start, size, __: parts.append((start, size)))
     write_atomically(tmp_path / "file", lambda file: [file.write(bytes(300)) for _ in range(10)])
     assert parts == [(0, 1200), (1200, 1200)]

@@ -24,14 +24,13 @@ from extractions import (
 
 import extract_activations
 from activation_extraction.common.errors import InputError, StorageError
-from activation_extraction.dataset.folders import expected_names, read_folders
+from activation_extraction.dataset.folders import HostFolder, expected_names, read_folders
 from activation_extraction.inspect import look, status_table
 from activation_extraction.inspect.status import host_states
 from activation_extraction.inspect.status_table import aggregate, show_status
 from activation_extraction.inspect.verify import verify
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import AGGREGATE, Stored
-from activation_extraction.store.paths import HostFolder
 from activation_extraction.store.sealed_json import unseal
 from activation_extraction.store.statistics import Statistics
 

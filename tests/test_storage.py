@@ -16,8 +16,8 @@ from extractions import merge_all
 from storages import open_storage
 
 from activation_extraction.common.errors import InputError, StorageError
-from activation_extraction.store.atomic_file import AtomicFile
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.statistics import Statistics
 
 HOOKS = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}

@@ -15,18 +15,15 @@ import numpy as np
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted
-from activation_extraction.dataset.batches import Batches
-from activation_extraction.dataset.dimension_statistics import HookStatistics, merged_sums
+from activation_extraction.dataset.batches import Batches, BatchOptions, TokenSource
 from activation_extraction.dataset.folders import expected_names, read_folders
-from activation_extraction.dataset.hook_names import ByHook, recorded_aliases
 from activation_extraction.dataset.open_shards import OpenShards
-from activation_extraction.dataset.sample_list import list_samples
-from activation_extraction.dataset.token_source import BatchOptions, TokenSource
+from activation_extraction.dataset.token_batch import ByHook, recorded_aliases
 from activation_extraction.store.commit import MOST_PER_BYTE
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import METADATA, Stored, gaps, identity_of
 from activation_extraction.store.shard_reader import StoredHook, read_by_ranges
-from activation_extraction.store.statistics import Statistics, Sums
+from activation_extraction.store.statistics import HookStatistics, Statistics
 
 if TYPE_CHECKING:
     import pyarrow
@@ -78,9 +75,9 @@ class ActivationDataset(Sequence[SampleActivations]):
         self.complete: bool = set(folders) == set(expected_names(folders)) and all(
             metadata["status"] == "complete" for metadata in every
         )
-        told = self.metadata.get("hooks", ())
-        aliases = recorded_aliases(told)
-        recorded = ByHook({hook["name"]: hook for hook in told}, aliases)
+        described = self.metadata.get("hooks", ())
+        aliases = recorded_aliases(described)
+        recorded = ByHook({hook["name"]: hook for hook in described}, aliases)
         in_shards = {h["name"]: h for s in folders.values() for c in s.in_order for h in c.hooks}
         names = _chosen(self.url, recorded, hooks)
         stored = {
@@ -137,17 +134,10 @@ class ActivationDataset(Sequence[SampleActivations]):
             if hook["name"] in found:
                 found[hook["name"]] = found[hook["name"]].merge(Statistics.from_json(hook))
         statistics = {
-            name: HookStatistics.of_hook(found[name], partial(self._sums_of, name))
+            name: HookStatistics(**vars(found[name]), load=partial(self._shards.sums, name))
             for name in found
         }
         return ByHook(statistics, self._shards.hooks.aliases)
-
-    def _sums_of(self, hook: str) -> Sums:
-        return self._sums[hook]
-
-    @cached_property
-    def _sums(self) -> dict[str, Sums]:
-        return merged_sums(Folder(self._shards.url), self._shards.shards, self.hooks)
 
     @cached_property
     def samples(self) -> "pyarrow.Table":
@@ -157,7 +147,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         `samples.to_pandas()` makes a frame of it. Needs pyarrow. Raises OSError for a table that is
         damaged.
         """
-        return list_samples(self._shards.table, len(self._commits))
+        return self._shards.samples()
 
     @property
     def tokenizer_path(self) -> str:
@@ -196,7 +186,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         worker: int = 0,
         workers: int = 1,
     ) -> Batches:
-        """All tokens, in batches of `size`: one pass over the data.
+        """Returns all tokens, in batches of `size`: one pass over the data.
 
         The order of shuffled batches depends on how the shards were cut. So batches of two runs,
         taken side by side with `zip`, hold different tokens unless both runs have the same hooks,
@@ -246,10 +236,10 @@ class ActivationDataset(Sequence[SampleActivations]):
         try:
             reader = self._shards.get(shard)
             span = [int(offset) for offset in reader.offsets[number : number + 2]]
-            told = self._shards.table(shard)[number]
+            row = self._shards.table(shard)[number]
             token_ids, position = reader.tokens(*span)
             stored = int(reader.sample_idx[number]), span[1] - span[0]
-            if (told.sample_idx, told.tokens) != stored:
+            if (row.sample_idx, row.tokens) != stored:
                 where = self._commits[shard].table_file
                 raise RunError(f"{self.url}: {where} is of other samples than its shard")
             rows = {name: np.array(reader.rows(name, *span)) for name in self.hooks}
@@ -259,11 +249,11 @@ class ActivationDataset(Sequence[SampleActivations]):
             activations=ByHook(rows, self._shards.hooks.aliases),
             token_ids=np.array(token_ids),
             position=np.array(position),
-            sample_idx=told.sample_idx,
-            text_preview=told.text_preview,
-            doc_id=told.doc_id,
-            row=told.row,
-            cut=told.cut,
+            sample_idx=row.sample_idx,
+            text_preview=row.text_preview,
+            doc_id=row.doc_id,
+            row=row.row,
+            cut=row.cut,
         )
 
 
@@ -278,7 +268,9 @@ def _read_run(given: str) -> tuple[Folder, dict[str, Stored]]:
         _check_folder(f"{url}/{name}".rstrip("/"), stored)
     for name in set(folders) - set(expected_names(folders)):
         raise ValueError(f"{url}: {name or 'the folder itself'} is not part of the same run")
-    _check_one_run(url, folders)
+    every = [identity_of(stored.metadata or {}, METADATA) for stored in folders.values()]
+    for difference in filter(None, map(every[0].compare_shared, every[1:])):
+        raise ValueError(f"{url}: holds shards of different runs: their {difference.name} differs")
     return root, folders
 
 
@@ -298,17 +290,6 @@ def _check_folder(where: str, stored: Stored) -> None:
             elsewhere = remote is not None and not stored.in_bucket
             hint = f"; the shards were uploaded to {remote}" if elsewhere else ""
             raise ValueError(f"{where}/{commit.file}: is missing or cut short{hint}")
-
-
-def _check_one_run(url: str, folders: Mapping[str, Stored]) -> None:
-    """Raises ValueError when the folders are of runs with different settings."""
-    every = [identity_of(stored.metadata or {}, METADATA) for stored in folders.values()]
-    for other in every[1:]:
-        difference = every[0].compare_shared(other)
-        if difference is not None:
-            raise ValueError(
-                f"{url}: holds shards of different runs: their {difference.name} differs"
-            )
 
 
 def _check_sizes(url: str, shards: OpenShards) -> None:

@@ -1,30 +1,64 @@
-"""The folders of a run: which ones there are, and which ones there should be.
+"""The folders of a run: what they are called, which ones there are, and which there should be.
 
-Reads their JSON files and lists their other files. What the files say is judged elsewhere.
+`machine_003` belongs to a machine with one host, `machine_003_host_01` to one of several hosts; a
+single machine with one host writes to the output itself. This module reads the folders' JSON files
+and lists their other files. What the files say is judged elsewhere.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.store.folder import Folder, local_path
-from activation_extraction.store.folder_lock import is_locked, running_system
 from activation_extraction.store.identity import MOST_HOSTS
+from activation_extraction.store.local_files import is_locked, running_system
 from activation_extraction.store.metadata import Stored, own_files, read_stored
-from activation_extraction.store.paths import HostFolder, host_folders, names_of_machine
 
+NAME = re.compile(r"machine_([0-9]{3}|[1-9][0-9]{3,})(?:_host_([0-9]{2}|[1-9][0-9]{2,}))?")
 FOLDERS = 16  # read at the same time
 
 
+@dataclass(frozen=True, order=True)
+class HostFolder:
+    """The folder of one host; `host` is None if the machine has a single host."""
+
+    machine: int
+    host: int | None = None
+
+    @classmethod
+    def of(cls, machine: int, host: int, hosts: int) -> "HostFolder":
+        """Returns the folder of host `host` of a machine with `hosts` hosts."""
+        return cls(machine, host if hosts > 1 else None)
+
+    @classmethod
+    def parse(cls, name: str) -> "HostFolder | None":
+        """Returns the host whose folder has this name; None if it is not the name of such a
+        folder."""
+        found = NAME.fullmatch(name)
+        if found is None:
+            return None
+        return cls(int(found[1]), None if found[2] is None else int(found[2]))
+
+    @property
+    def name(self) -> str:
+        host = "" if self.host is None else f"_host_{self.host:02d}"
+        return f"machine_{self.machine:03d}{host}"
+
+
+def host_folders(names: Iterable[str]) -> dict[str, HostFolder]:
+    """Returns those of `names` that name the folder of a host, in the same order."""
+    parsed = {name: HostFolder.parse(name) for name in names}
+    return {name: folder for name, folder in parsed.items() if folder is not None}
+
+
 def read_folders(root: Folder, brief: bool = False) -> dict[str, Stored]:
-    """What is stored in each folder, by the folder's name ("" for the output itself).
+    """Returns what is stored in each folder, by the folder's name ("" for the output itself).
 
-    brief: see `read_stored`.
-
-    Raises InputError when there is no extraction at all.
+    brief: see `read_stored`. Raises InputError when there is no extraction at all.
     """
     here = root.names("file", "directory")
     names = list(host_folders(here))
@@ -36,6 +70,11 @@ def read_folders(root: Folder, brief: bool = False) -> dict[str, Stored]:
     if not found:
         raise InputError(f"{root.url}: holds no extraction")
     return found
+
+
+def _finished_files(names: Iterable[str]) -> list[str]:
+    """The files of an extraction, without the temporary ones of a run that has just begun."""
+    return [name for name in own_files(names) if not name.startswith(".")]
 
 
 def _read(folder: Folder, brief: bool) -> Stored:
@@ -60,13 +99,8 @@ def _locked(stored: Stored) -> bool | None:
     return is_locked(Path(local_path(stored.url)))
 
 
-def _finished_files(names: Iterable[str]) -> list[str]:
-    """The files of an extraction, without the temporary ones of a run that has just begun."""
-    return [name for name in own_files(names) if not name.startswith(".")]
-
-
 def expected_names(folders: dict[str, Stored]) -> list[str]:
-    """The folders that the run has once it is finished, as far as the folders found tell.
+    """Returns the folders that the run has once it is finished, as far as those found tell.
 
     Each machine has its own number of hosts.
     """
@@ -83,7 +117,7 @@ def expected_names(folders: dict[str, Stored]) -> list[str]:
         found = of_machine[machine]
         recorded = [known[name].num_hosts for name in found if name in known]
         hosts = recorded[0] if recorded else _least_hosts(found.values())
-        expected += names_of_machine(machine, hosts)
+        expected += [HostFolder.of(machine, host, hosts).name for host in range(hosts)]
     return expected
 
 

@@ -1,34 +1,45 @@
 """OpenShards: the shards of a run, of which the last few that were read stay open."""
 
+import json
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.dataset.hook_names import ByHook
+from activation_extraction.dataset.token_batch import ByHook
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.sample_table import TableRow
+from activation_extraction.store.sealed_json import MOST_PARTS
+from activation_extraction.store.shard import TableRow
 from activation_extraction.store.shard_reader import (
     ShardReader,
     StoredHook,
     open_shard,
     read_by_ranges,
+    read_sums,
     read_table,
 )
+from activation_extraction.store.statistics import Sums
+
+if TYPE_CHECKING:
+    import pyarrow
 
 OPEN_SHARDS = 128  # where a shard is read by ranges; one pickle stays in memory
 TABLE_ROWS = 100_000  # of tables of samples that stay in memory, and at least one table
+READERS = 16  # small files read at the same time
+COLUMNS = ("sample_idx", "tokens", "doc_id", "row", "cut", "text_preview")
 
 T = TypeVar("T")
 
 
 @dataclass
 class OpenShards:
-    """The shards of a run; the last few that were read stay open.
+    """The shards of a run; the last few that were read stay open. Methods raise OSError.
 
     url: of the run. shards: the name of the folder and the commit of each. A copy of this in
     another process opens its own files and connections, also after a fork.
@@ -44,31 +55,28 @@ class OpenShards:
         self._folders: dict[str, Folder] = {}
         self._readers: OrderedDict[int, ShardReader] = OrderedDict()
         self._tables: OrderedDict[int, list[TableRow]] = OrderedDict()
+        self._sums: dict[str, Sums] = {}
 
-    def __getstate__(self) -> tuple[str, list[tuple[str, Commit]], ByHook[StoredHook]]:
-        return self.url, self.shards, self.hooks
-
-    def __setstate__(self, state: tuple[str, list[tuple[str, Commit]], ByHook[StoredHook]]) -> None:
-        self.url, self.shards, self.hooks = state
-        self.__post_init__()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OpenShards, (self.url, self.shards, self.hooks)
 
     def row_bytes(self, hooks: Sequence[str]) -> int:
-        """The bytes of one token at these hooks."""
+        """Returns the bytes of one token at these hooks."""
         return sum(self.hooks[name].width * self.hooks[name].dtype.itemsize for name in hooks)
 
     def get(self, number: int) -> ShardReader:
-        """The reader of a shard, which stays open for the next call. Raises OSError."""
+        """Returns the reader of a shard, which stays open for the next call."""
         self._notice_fork()
         most = OPEN_SHARDS if read_by_ranges(self.shards[number][1]) else 1
         return self._kept(self._readers, number, self.open, lambda: len(self._readers) > most)
 
     def open(self, number: int, hooks: Sequence[str] | None = None) -> ShardReader:
-        """A new reader of a shard, for some of the hooks. Raises OSError."""
+        """Returns a new reader of a shard, for some of the hooks."""
         wanted = self.hooks if hooks is None else {name: self.hooks[name] for name in hooks}
         return self._read(number, lambda folder, commit: open_shard(folder, commit, wanted))
 
     def table(self, number: int) -> list[TableRow]:
-        """The table of a shard's samples. Raises OSError."""
+        """Returns the table of a shard's samples."""
         self._notice_fork()
         return self._kept(
             self._tables,
@@ -76,6 +84,42 @@ class OpenShards:
             lambda number: self._read(number, read_table),
             lambda: sum(map(len, self._tables.values())) > TABLE_ROWS,
         )
+
+    def samples(self) -> "pyarrow.Table":
+        """Returns a table of all samples, with the fields of `TableRow`.
+
+        Ids, or rows, become texts where they are of several types.
+        """
+        try:
+            import pyarrow
+        except ImportError as error:
+            raise ImportError("the table of samples needs pyarrow: pip install pyarrow") from error
+        with ThreadPoolExecutor(READERS) as pool:
+            rows = [row for rows in pool.map(self.table, range(len(self.shards))) for row in rows]
+        columns = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
+        return pyarrow.table({name: _column(values) for name, values in columns.items()})
+
+    def sums(self, hook: str) -> Sums:
+        """Returns the sums of all shards at a hook, merged in their order: always with the same
+        result. Those of all hooks are read the first time."""
+        self._sums = self._sums or self._all_sums()
+        return self._sums[hook]
+
+    def _all_sums(self) -> dict[str, Sums]:
+        widths = {name: hook.width for name, hook in self.hooks.items()}
+
+        def read(number: int) -> dict[str, Sums]:
+            return self._read(number, lambda folder, commit: read_sums(folder, commit, widths))
+
+        total: dict[str, Sums] = {}  # as large as what was read
+        with ThreadPoolExecutor(READERS) as pool:
+            for found in pool.map(read, range(len(self.shards))):
+                for hook, sums in found.items():
+                    if hook in total:
+                        total[hook].merge(sums)
+                    else:
+                        total[hook] = sums
+        return total or {name: Sums.zeros(width) for name, width in widths.items()}
 
     def _kept(
         self,
@@ -110,3 +154,21 @@ class OpenShards:
     def _notice_fork(self) -> None:
         if self._process != os.getpid():
             self.__post_init__()
+
+
+def _column(values: Sequence[Any]) -> Any:
+    """An array of pyarrow. Values become texts where they have no type in common, or none there."""
+    import pyarrow
+
+    names = {name for value in values if isinstance(value, dict) for name in value}
+    kinds = (None, pyarrow.uint64()) if len(names) <= MOST_PARTS else ()
+    for kind in kinds:
+        with suppress(pyarrow.ArrowException, ValueError, OverflowError):
+            return pyarrow.array(values, kind)
+    return pyarrow.array([None if value is None else _text(value) for value in values])
+
+
+def _text(value: Any) -> str:
+    """Text that has no form in UTF-8 gets question marks there."""
+    text = json.dumps(value) if isinstance(value, dict) else str(value)
+    return text.encode(errors="replace").decode()

@@ -1,14 +1,69 @@
-"""Tokens with their activations at several hooks: NumPy arrays, PyTorch tensors or JAX arrays."""
+"""Tokens with their activations at several hooks: NumPy arrays, PyTorch tensors or JAX arrays.
 
-from collections.abc import Callable, Iterator, KeysView
+A stored hook is found by each of its names, and by globs. metadata.json records them all: the
+canonical name, the key, which is what was asked for, and the other names. Values by hook keep the
+canonical name.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from fnmatch import fnmatchcase
+from operator import methodcaller
+from typing import Any, TypeVar
 
 import numpy as np
 
-from activation_extraction.dataset.hook_names import ByHook
-
 ALIGNMENT = 64  # bytes: JAX on CPUs shares an array's memory when it begins at a multiple of these
+
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class ByHook(dict[str, T]):
+    """A value for each hook, by its canonical name; looking one up works by any of its names.
+
+    aliases: other name -> canonical name.
+    """
+
+    def __init__(self, values: Mapping[str, T], aliases: Mapping[str, str] | None = None) -> None:
+        super().__init__(values)
+        self.aliases = dict(aliases or {})
+
+    def __missing__(self, name: str) -> T:
+        if self.aliases.get(name) not in self:
+            raise KeyError(name)
+        return self[self.aliases[name]]
+
+    def map(self, convert: Callable[[T], U]) -> "ByHook[U]":
+        """Returns `convert` applied to every value."""
+        return ByHook({hook: convert(value) for hook, value in self.items()}, self.aliases)
+
+    def matching(self, patterns: Iterable[str]) -> list[str]:
+        """Returns the hooks that have a name which any glob matches, in the order of the globs.
+
+        Raises KeyError with the first glob that matches nothing.
+        """
+        names = {hook: [hook] for hook in self}
+        for alias, hook in self.aliases.items():
+            names.get(hook, []).append(alias)
+        found: list[str] = []
+        for pattern in patterns:
+            hooks = [h for h, known in names.items() if any(fnmatchcase(n, pattern) for n in known)]
+            if not hooks:
+                raise KeyError(pattern)
+            found += [hook for hook in hooks if hook not in found]
+        return found
+
+
+def recorded_aliases(hooks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Returns every other name of the hooks that metadata.json describes -> the canonical one."""
+    return {
+        alias: hook["name"]
+        for hook in hooks
+        for alias in (*hook.get("aliases", ()), hook.get("module"), hook["key"])
+        if isinstance(alias, str) and alias != hook["name"]
+    }
 
 
 @dataclass(frozen=True)
@@ -35,17 +90,13 @@ class TokenBatch:
         return iter(self.activations)
 
     def keys(self) -> KeysView[str]:
-        """The names of the hooks."""
+        """Returns the names of the hooks."""
         return self.activations.keys()
 
     def to(self, device: Any) -> "TokenBatch":
-        """The same as PyTorch tensors on a device."""
+        """Returns the same as PyTorch tensors on a device."""
         tensors = self if hasattr(self.token_ids, "is_pinned") else self.map(np.array).torch()
-
-        def move(tensor: Any) -> Any:
-            return tensor.to(device)
-
-        return tensors.map(move)
+        return tensors.map(methodcaller("to", device))
 
     @property
     def arrays(self) -> list[Any]:
@@ -53,11 +104,11 @@ class TokenBatch:
         return [*self.activations.values(), self.token_ids, self.sample_idx, self.position]
 
     def torch(self) -> "TokenBatch":
-        """The same as PyTorch tensors, in the same memory."""
+        """Returns the same as PyTorch tensors, in the same memory."""
         return self.map(_to_torch)
 
     def jax(self) -> "TokenBatch":
-        """The same as JAX arrays on JAX's default device; a CPU shares the memory.
+        """Returns the same as JAX arrays on JAX's default device; a CPU shares the memory.
 
         `sample_idx` stays a NumPy array: JAX would cut it to 32 bits.
         """
@@ -66,7 +117,7 @@ class TokenBatch:
         return replace(self.map(jax.device_put), sample_idx=self.sample_idx)
 
     def map(self, convert: Callable[[np.ndarray], Any]) -> "TokenBatch":
-        """`convert` applied to every array."""
+        """Returns `convert` applied to every array."""
         return TokenBatch(
             self.activations.map(convert),
             convert(self.token_ids),
@@ -84,7 +135,8 @@ def _to_torch(values: np.ndarray) -> Any:
 
 
 def empty_batch(like: TokenBatch, size: int, dtype: str | None = None) -> TokenBatch:
-    """A batch of `size` tokens, with any content. dtype: of the activations, by default as `like`.
+    """Returns a batch of `size` tokens, with any content. dtype: of the activations, by default as
+    `like`.
 
     Its arrays lie in one block: many smaller ones would be given back to the system whenever a
     batch is freed, and the first use of memory takes longer than copying.

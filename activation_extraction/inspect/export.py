@@ -24,9 +24,9 @@ from activation_extraction.inspect.export_formats import FORMATS, Contents
 from activation_extraction.inspect.export_run import export_run
 from activation_extraction.inspect.export_target import check_space, local_folder, locked
 from activation_extraction.inspect.status import host_states
-from activation_extraction.store.atomic_file import write_bytes
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import chosen_format, lines_of_dataset
+from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.metadata import Stored
 from activation_extraction.store.sealed_json import seal, unseal
 from activation_extraction.store.statistics import Statistics

@@ -17,7 +17,7 @@ import numpy as np
 from activation_extraction.common.errors import RunError
 from activation_extraction.dataset.batches import TokenBatch
 from activation_extraction.inspect.torch_file import write_tensor
-from activation_extraction.store.atomic_file import write_atomically
+from activation_extraction.store.local_files import write_atomically
 from activation_extraction.store.safetensors_file import header
 
 

@@ -18,22 +18,18 @@ from tqdm import tqdm
 
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.inspect.export_target import check_space, locked
-from activation_extraction.store.atomic_file import write_bytes
 from activation_extraction.store.commit import FORMAT_VERSION, Commit
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.folder_lock import running_system
-from activation_extraction.store.formats import SAFETENSORS, ShardFormat
+from activation_extraction.store.formats import SAFETENSORS, ShardFormat, write_shard
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.local_files import running_system, write_bytes
 from activation_extraction.store.metadata import METADATA, METRICS, NOTHING, Stored, read_stored
+from activation_extraction.store.patience import scratch_folder
 from activation_extraction.store.pickle_file import ContentError
-from activation_extraction.store.reasons import scratch_folder
-from activation_extraction.store.sample_table import pack_table, with_table
 from activation_extraction.store.sealed_json import seal
-from activation_extraction.store.shard import Shard, same_content
-from activation_extraction.store.shard_files import write_shard
+from activation_extraction.store.shard import Shard, pack_table, same_content, with_table
 from activation_extraction.store.shard_reader import read_shard, read_table
-from activation_extraction.store.statistics import Tokens, sums_of
-from activation_extraction.store.statistics_file import pack_sums
+from activation_extraction.store.statistics import pack_sums, sums_of
 
 
 @dataclass(frozen=True)
@@ -181,8 +177,7 @@ def _copy_shard(copy: _Copy, commit: Commit) -> Commit:
     path = copy.target / copy.shard_format.file_name(commit.number)
     outdated = partial((copy.target / commit.name).unlink, missing_ok=True)
     written = write_shard(path, shard, keys, copy.shard_format, outdated)
-    tokens = Tokens(shard.positions)
-    sums = {keys[key]: sums_of(shard.slices[key], tokens) for key in keys}
+    sums = {keys[key]: sums_of(shard.slices[key], shard.positions) for key in keys}
     made = replace(
         commit,
         file=path.name,

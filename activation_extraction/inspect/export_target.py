@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from activation_extraction.common.errors import InputError, RunError, one_line
-from activation_extraction.store.folder_lock import lock_folder, unlock
+from activation_extraction.store.local_files import lock_folder, unlock
 
 
 def local_folder(target: str) -> Path:

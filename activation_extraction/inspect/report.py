@@ -20,10 +20,10 @@ from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect import report_numbers
 from activation_extraction.inspect.report_sample import read_sample
 from activation_extraction.inspect.status import host_states, problems_of
-from activation_extraction.store.atomic_file import write_bytes
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.metadata import METADATA, METRICS, Stored, identity_of
-from activation_extraction.store.reasons import reason_of
+from activation_extraction.store.patience import reason_of
 
 NAME = "report.html"
 METRICS_BYTES = 16 * 2**20  # of all hosts, from the end of each one's

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from activation_extraction.dataset.folders import expected_names
+from activation_extraction.dataset.folders import HostFolder, expected_names
 from activation_extraction.store.commit import Commit, number_of
 from activation_extraction.store.metadata import METADATA, Stored, gaps
-from activation_extraction.store.paths import HostFolder
 
 SILENCE = 900.0  # seconds without a commit before a run can be called silent
 RECENT = 20  # the last shards, which show how fast a host is now

@@ -11,11 +11,11 @@ from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import say
 from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect.status import HostState, host_states, problems_of
-from activation_extraction.store.atomic_file import write_bytes
 from activation_extraction.store.commit import FORMAT_VERSION
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.metadata import AGGREGATE, Stored
-from activation_extraction.store.reasons import reason_of
+from activation_extraction.store.patience import reason_of
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.statistics import Statistics
 

@@ -20,7 +20,7 @@ from activation_extraction.inspect.verify_shard import Checked, Chosen, check_sh
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import METADATA, Stored, identity_of
-from activation_extraction.store.reasons import scratch_folder
+from activation_extraction.store.patience import scratch_folder
 
 WORKERS = 4  # shards read at the same time; each is unpacked in memory
 # The largest relative error (Frobenius norm, per sample and hook) of a recomputed sample, by the

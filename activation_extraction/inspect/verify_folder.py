@@ -6,14 +6,12 @@ from math import isclose
 from typing import Any
 
 from activation_extraction.common.visible import counted
-from activation_extraction.dataset.folders import expected_names
-from activation_extraction.store.commit import Commit, commit_name
+from activation_extraction.dataset.folders import HostFolder, expected_names
+from activation_extraction.store.commit import Commit, Totals, commit_name
 from activation_extraction.store.formats import SHARD_FILE
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import METADATA, Stored
-from activation_extraction.store.paths import HostFolder
 from activation_extraction.store.statistics import Statistics
-from activation_extraction.store.totals import Totals
 from activation_extraction.text.workers import Worker
 
 

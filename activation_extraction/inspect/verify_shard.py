@@ -17,10 +17,9 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import Stored
 from activation_extraction.store.pickle_file import ContentError
-from activation_extraction.store.sample_table import with_table
-from activation_extraction.store.shard import SampleRow, Shard
+from activation_extraction.store.shard import SampleRow, Shard, with_table
 from activation_extraction.store.shard_reader import read_shard, read_sums, read_table
-from activation_extraction.store.statistics import Sums, Tokens, sums_of
+from activation_extraction.store.statistics import Sums, sums_of
 from activation_extraction.text.batch import Cursor
 from activation_extraction.text.workers import Worker
 
@@ -186,7 +185,7 @@ def _check_hook(
         if str(activation.dtype) != dtype:
             problems.append(f"sample {row.sample_idx}: dtype {activation.dtype}, expected {dtype}")
     if not problems:
-        sums = sums_of(slices, Tokens(shard.positions))
+        sums = sums_of(slices, shard.positions)
         problems += differing(sums.statistics, hook)
         if recorded is not None and not recorded.close_to(sums):
             problems.append("its statistics of every dimension are not those of its activations")

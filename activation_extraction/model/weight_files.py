@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from activation_extraction.cli.console import log
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.safetensors_header import LARGEST_HEADER, Tensor
+from activation_extraction.store.safetensors_file import LARGEST_HEADER, Tensor
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 FIRST_BYTES = 2**17  # of a remote file, read at once; most headers are shorter

@@ -16,9 +16,8 @@ from typing import Any
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.run.digests import file_digest, file_digests, same_beginning
-from activation_extraction.store.json_fields import check_fields
 from activation_extraction.store.metadata import FIELDS, METADATA
-from activation_extraction.store.sealed_json import DamagedError
+from activation_extraction.store.sealed_json import DamagedError, check_fields
 from activation_extraction.text.files import JSON_LINES, TextFile, modified
 
 RECORD = "data_files"  # in metadata.json

@@ -26,8 +26,8 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import SINGLE_FILE
 from activation_extraction.model.family import Families
 from activation_extraction.model.weights import WeightSpec
-from activation_extraction.store.atomic_file import write_bytes
-from activation_extraction.store.reasons import reason_of
+from activation_extraction.store.local_files import write_bytes
+from activation_extraction.store.patience import reason_of
 
 VOCAB_SIZE = 2048
 DOCUMENTS = 300

@@ -22,7 +22,7 @@ from activation_extraction.cli.console import log, on_terminal
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import default_folder
-from activation_extraction.store.atomic_file import write_bytes
+from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.sealed_json import DamagedError, seal, unseal
 
 LARGE = 16 * 2**20  # bytes; smaller files are simply read

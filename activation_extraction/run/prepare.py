@@ -35,10 +35,9 @@ from activation_extraction.run.run_folders import (
     find_metadata,
 )
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.folder_lock import check_free_disk, check_output_dir
-from activation_extraction.store.identity import Identity
+from activation_extraction.store.identity import Identity, StorageOptions
+from activation_extraction.store.local_files import check_free_disk, check_output_dir
 from activation_extraction.store.metadata import metadata_in
-from activation_extraction.store.options import StorageOptions
 from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch

@@ -12,7 +12,7 @@ from typing import Any
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect.verify import check_shards
-from activation_extraction.store.commit import FORMAT_VERSION, Commit, number_of
+from activation_extraction.store.commit import FORMAT_VERSION, Commit, Totals, number_of
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import (
@@ -24,9 +24,13 @@ from activation_extraction.store.metadata import (
     owner_of,
     read_stored,
 )
-from activation_extraction.store.plan import ShardRange, StoragePlan
-from activation_extraction.store.resume import check_identity, check_same_run, refuse_moved
-from activation_extraction.store.totals import Totals
+from activation_extraction.store.resume import (
+    ShardRange,
+    StoragePlan,
+    check_identity,
+    check_same_run,
+    refuse_moved,
+)
 
 # What a rebuilt metadata.json says at first; the next run without --repair continues from there.
 REBUILT = {"status": "interrupted", **NOTHING}

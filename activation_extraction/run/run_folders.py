@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from activation_extraction.common.errors import InputError
+from activation_extraction.dataset.folders import HostFolder, host_folders
 from activation_extraction.store.folder import Folder, FolderError
-from activation_extraction.store.folder_lock import check_output_dir
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.local_files import check_output_dir
 from activation_extraction.store.metadata import (
     AGGREGATE,
     identity_of,
@@ -19,7 +20,6 @@ from activation_extraction.store.metadata import (
     own_files,
 )
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.store.paths import HostFolder, host_folders
 from activation_extraction.store.patience import UPLOAD_TIMEOUT
 from activation_extraction.store.resume import check_version, refuse_difference
 from activation_extraction.text.workers import Worker

@@ -10,8 +10,8 @@ from activation_extraction.common.visible import counted, say
 from activation_extraction.model.devices import peak_flops
 from activation_extraction.run.hosts import any_host
 from activation_extraction.run.prepare import Job
+from activation_extraction.store.commit import Totals
 from activation_extraction.store.formats import lines_of_dataset
-from activation_extraction.store.totals import Totals
 
 ACTIVITIES = ("data", "compute", "copy", "store")
 

@@ -22,19 +22,19 @@ from fsspec.implementations.local import LocalFileSystem
 
 from activation_extraction.common.errors import one_line
 from activation_extraction.common.visible import plain_url
-from activation_extraction.store.atomic_file import write_bytes
-from activation_extraction.store.conditional import conditions_of
-from activation_extraction.store.object_store import object_store_of
+from activation_extraction.store.local_files import write_bytes
+from activation_extraction.store.object_store import GoogleStore, ObjectStore, object_store_of
 from activation_extraction.store.patience import (
+    NO_ROOM,
+    OTHER_SCRATCH,
     PATIENCE,
     FolderError,
-    Heartbeat,
     Patient,
     beating,
     in_time,
+    reason_of,
     time_for,
 )
-from activation_extraction.store.reasons import NO_ROOM, OTHER_SCRATCH, reason_of
 from activation_extraction.store.sealed_json import is_sealed
 
 # gcsfs would ask Google over gRPC for the type of every bucket, and wait minutes for an emulator.
@@ -95,38 +95,29 @@ class Folder(Patient):
             ) from error
         except Exception as error:  # some file systems connect at once, and raise what they like
             raise FolderError(f"{self.url}: {one_line(error)}", final=True) from error
+        protocol = self._fs.protocol
+        self._protocols = (protocol,) if isinstance(protocol, str) else tuple(protocol)
         self._path = path.rstrip("/")
-        self._conditions = conditions_of(self._fs, self._protocols)
-        bucket = self._path.split("/")[0]
-        self._objects = object_store_of(self._fs, self._protocols, bucket, patience)
+        self._store = object_store_of(self._fs, self._protocols, patience)
+        self.local = "file" in self._protocols
 
     @property
     def conditional(self) -> bool:
         """Whether files can be written on condition that nobody else has changed them."""
-        return self._conditions is not None
-
-    @property
-    def local(self) -> bool:
-        """Whether it is a folder on this machine."""
-        return "file" in self._protocols
-
-    @property
-    def _protocols(self) -> tuple[str, ...]:
-        protocol = self._fs.protocol
-        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+        return self._store is not None
 
     def child(self, name: str) -> "Folder":
-        """The folder `name` inside this one; "" is this one itself."""
+        """Returns the folder `name` inside this one; "" is this one itself."""
         if not name:
             return self
         return Folder(f"{self.given}/{name}", self._patience, self.beat, self._flag)
 
     def files(self) -> dict[str, int]:
-        """Name -> size in bytes of the files here; empty if the folder does not exist."""
+        """Returns name -> size in bytes of the files here; empty if the folder does not exist."""
         return {name: entry.size for name, entry in self.listing().items()}
 
     def listing(self) -> dict[str, FileEntry]:
-        """The files here by name, as `files`, with their versions."""
+        """Returns the files here by name, as `files`, with their versions."""
         return {
             _name(entry): FileEntry(int(entry["size"]), self._version(entry))
             for entry in self._entries()
@@ -134,14 +125,14 @@ class Folder(Patient):
         }
 
     def _version(self, entry: dict[str, Any]) -> str | None:
-        return None if self._conditions is None else self._conditions.version(entry)
+        return None if self._store is None else self._store.version(entry)
 
     def folders(self) -> list[str]:
-        """The names of the folders here, sorted."""
+        """Returns the names of the folders here, sorted."""
         return self.names("directory")
 
     def names(self, *types: str) -> list[str]:
-        """Sorted names of what is here. types: "file", "directory"."""
+        """Returns the sorted names of what is here. types: "file", "directory"."""
         return sorted(_name(entry) for entry in self._entries() if entry["type"] in types)
 
     def _entries(self) -> list[dict[str, Any]]:
@@ -156,7 +147,7 @@ class Folder(Patient):
         return self._persist("listing", look)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes | None:
-        """A whole file, or its bytes from `start` to `stop`; None if there is no such file.
+        """Returns a whole file, or its bytes from `start` to `stop`; None if there is no such file.
 
         A negative `start` counts from the end.
         """
@@ -190,7 +181,8 @@ class Folder(Patient):
         return self._persist(f"reading {name}", get)
 
     def digest(self, name: str) -> tuple[str, str] | None:
-        """What the store reports of a file's content: the algorithm, and the hexadecimal digest."""
+        """Returns what the store reports of a file's content: the algorithm, and the hexadecimal
+        digest."""
         found = self._persist(f"looking at {name}", lambda: self._fs.info(self._file(name)))
         if found.get("lfs"):  # the hub's
             return "sha256", found["lfs"]["sha256"]
@@ -198,7 +190,7 @@ class Folder(Patient):
         return None if md5 is None else ("md5", md5)
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """The local path of a whole file: of the file itself, or of a copy in `folder`.
+        """Returns the local path of a whole file: of the file itself, or of a copy in `folder`.
 
         folder: a temporary one; if it is full, the error names it and TMPDIR.
         """
@@ -224,15 +216,15 @@ class Folder(Patient):
 
         def delete() -> None:
             with suppress(FileNotFoundError, FileExistsError):
-                if version is None or self._conditions is None:
+                if version is None or self._store is None:
                     self._fs.rm_file(self._file(name))
                 else:
-                    self._conditions.delete(self._file(name), version)
+                    self._store.delete(self._file(name), version)
 
         self._persist(f"deleting {name}", delete, waits=not self.conditional)
 
     def version(self, name: str) -> str | None:
-        """The version of a file now; None if there is no such file."""
+        """Returns the version of a file now; None if there is no such file."""
 
         def look() -> str | None:
             self._fs.invalidate_cache()
@@ -249,16 +241,16 @@ class Folder(Patient):
         Returns the new version; None if somebody else has changed the file. If only the store's
         answer was lost, the file holds this data already, and its version is returned.
         """
-        assert self._conditions is not None
-        conditions, target = self._conditions, self._file(name)
+        assert self._store is not None
+        store, target = self._store, self._file(name)
 
         def write() -> str | None:
             try:
-                return conditions.write(target, data, version)
+                return store.write(target, data, version)
             except (FileExistsError, FileNotFoundError):
                 self._check_bucket()
                 found = self._found(target, len(data), hashlib.md5(data))
-                return None if found is None else conditions.version(found)
+                return None if found is None else store.version(found)
 
         return self._persist(f"writing {name}", write, len(data))
 
@@ -291,26 +283,22 @@ class Folder(Patient):
         answer was lost, the object is not sent again; raises TakenError if there is one with other
         content. To other stores it goes as by `write`, which replaces a file.
         """
-        if self._objects is not None:
-            self._create_object(name, parts, size, crc32c)
-        elif self._conditions is None:
+        if self._store is None:
             self.write(name, b"".join(parts))
+        elif self._store.uploads:
+            self._upload(self._store, name, parts, size, crc32c)
         elif self.write_if(name, b"".join(parts), None) is None:
             raise self._taken(name)
         self.beat()
 
-    def _create_object(
-        self, name: str, parts: Sequence[memoryview], size: int, crc32c: int
+    def _upload(
+        self, store: ObjectStore, name: str, parts: Sequence[memoryview], size: int, crc32c: int
     ) -> None:
-        assert self._objects is not None
-        objects, target = self._objects, self._file(name)
-        key = target.split("/", 1)[1]
-        heartbeat = Heartbeat(self.beat)
-        attempts = 0
+        target, attempts = self._file(name), 0
 
         def look() -> bool:
-            if not objects.verifies:
-                return objects.holds(key, size, crc32c)
+            if isinstance(store, GoogleStore):
+                return store.holds(target, size, crc32c)
             digest = hashlib.md5()
             for part in parts:
                 digest.update(part)
@@ -326,7 +314,7 @@ class Folder(Patient):
                 return
             try:
                 with beating(self.beat):
-                    version = objects.create(key, parts, size)
+                    version = store.create(target, parts, size)
             except FileExistsError as error:
                 if not holds():
                     raise self._taken(name) from error
@@ -334,16 +322,11 @@ class Folder(Patient):
             except FileNotFoundError as error:
                 in_time(self._patience, self._check_bucket)
                 raise ConnectionError("the upload was lost") from error
-            except FSTimeoutError:
-                raise
-            except OSError:
-                heartbeat.beat()  # somebody answered: only silence counts as time without progress
-                raise
-            if not objects.verifies and not holds():
+            if not store.verifies and not holds():
                 self.remove(name, version)
                 raise ConnectionError("what arrived differs from what was sent")
 
-        self._persist(f"uploading {name}", send, heartbeat=heartbeat)
+        self._persist(f"uploading {name}", send, ends=True)
 
     def _taken(self, name: str) -> TakenError:
         return TakenError(f"{self.url}/{name}: is there already", final=True)
@@ -395,7 +378,7 @@ def _google_md5(found: Mapping[str, Any]) -> str | None:
 
 
 def local_path(url: str) -> str:
-    """The path of a folder on this machine, given as a URL or as a path."""
+    """Returns the path of a folder on this machine, given as a URL or as a path."""
     return url.removeprefix("file://")
 
 

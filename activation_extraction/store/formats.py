@@ -1,14 +1,87 @@
-"""The formats of shard files: how a shard is written, and what its file is called."""
+"""The formats of shard files: what they are called, and how a shard is written.
 
+What is compressed is cut into blocks of the same size, but for the last one, which threads make
+into gzip members; members that follow each other are one gzip file. So the bytes depend on neither
+the number of threads nor their timing. They do depend on the version of isal, and may depend on the
+family of the processor, for which isal has code of its own.
+"""
+
+import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
-from activation_extraction.store.blocks import Threads, gzipped
-from activation_extraction.store.commit import NUMBER_OF_A_SHARD
+from isal import isal_zlib
+
+from activation_extraction.store.commit import NUMBER_OF_A_SHARD, shard_name
+from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.pickle_file import pickle_pieces
 from activation_extraction.store.safetensors_file import safetensors_pieces
-from activation_extraction.store.shard import Key, Shard
+from activation_extraction.store.shard import COMPRESSION_LEVEL, GZIP, Key, Shard
+
+BLOCK_BYTES = 4 * 2**20  # before compression
+
+Sink = Callable[[bytes | memoryview], object]
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Threads:
+    """A pool of threads that compress, convert and add up blocks. count: of the threads."""
+
+    def __init__(self, count: int) -> None:
+        self.pool = ThreadPoolExecutor(count, thread_name_prefix="store")
+        self._ahead = 2 * count
+
+    def in_order(self, function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
+        """Yields what a function returns for each item, in order. The threads call it, for a few
+        more items than have been asked for."""
+        waiting: deque[Future[U]] = deque()
+        for item in items:
+            waiting.append(self.pool.submit(function, item))
+            if len(waiting) > self._ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def blocks_of(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """Yields blocks of BLOCK_BYTES, cut and gathered from pieces; the last may be smaller."""
+    block: list[memoryview] = []
+    room = BLOCK_BYTES
+    for piece in pieces:
+        while piece.nbytes > room:
+            yield [*block, piece[:room]]
+            piece, block, room = piece[room:], [], BLOCK_BYTES
+        block.append(piece)
+        room -= piece.nbytes
+    if block:
+        yield block
+
+
+def gzip_member(block: Sequence[memoryview]) -> list[bytes]:
+    """Returns a block as a gzip member, in pieces: to join them would hold the interpreter's
+    lock."""
+    packer = isal_zlib.compressobj(COMPRESSION_LEVEL, isal_zlib.DEFLATED, GZIP)
+    return [*map(packer.compress, block), packer.flush()]
+
+
+def gzipped(pieces: Iterable[memoryview], threads: Threads) -> Iterator[bytes | memoryview]:
+    """Yields pieces of bytes as gzip, which the threads compress."""
+    for member in threads.in_order(gzip_member, blocks_of(pieces)):
+        yield from member
+
+
+class Packed(NamedTuple):
+    """What a shard's JSON says of its file. unpacked: the bytes before compression."""
+
+    sha256: str
+    bytes: int
+    unpacked: int
 
 
 @dataclass(frozen=True)
@@ -16,59 +89,92 @@ class ShardFormat:
     """One form of a shard file.
 
     pieces: shard, names of its hooks -> its bytes before compression. compressed: whether they are
-    gzipped. how_to_read: path or URL of a file, whether it is in a bucket -> lines of Python that
-    read it without this program; none where it takes more than a few.
+    gzipped.
     """
 
     suffix: str
     pieces: Callable[[Shard, Mapping[Key, str]], list[memoryview]]
-    compressed: bool
-    how_to_read: Callable[[str, bool], tuple[str, ...]]
-
-    def packed(self, pieces: list[memoryview], threads: Threads) -> Iterator[bytes | memoryview]:
-        """The bytes of the file, which the threads compress where that is asked for."""
-        return gzipped(pieces, threads) if self.compressed else iter(pieces)
+    compressed: bool = False
 
     def file_name(self, number: int) -> str:
-        """Name of the file of shard `number`."""
-        return f"shard_{number:04d}{self.suffix}"
+        """Returns the name of the file of shard `number`."""
+        return shard_name(number, self.suffix)
+
+    def write(
+        self, shard: Shard, names: Mapping[Key, str], threads: Threads, sinks: Sequence[Sink]
+    ) -> Packed:
+        """Hands the bytes of a shard to each sink. names: key of each hook -> its full name."""
+        pieces = self.pieces(shard, names)
+        digest, size = hashlib.sha256(), 0
+        for data in gzipped(pieces, threads) if self.compressed else pieces:
+            digest.update(data)
+            size += memoryview(data).nbytes
+            for sink in sinks:
+                sink(data)
+        return Packed(digest.hexdigest(), size, sum(piece.nbytes for piece in pieces))
+
+    def how_to_read(self, shard: str, in_bucket: bool) -> tuple[str, ...]:
+        """Returns lines of Python that read a file without this program; none where it takes more
+        than a few.
+
+        shard: its path or URL. The lines read the file to its end, because that is where gzip's
+        checksum is.
+        """
+        if self is SAFETENSORS:
+            return ()
+        module, opened = "", f"open({shard!r}, 'rb')"
+        if in_bucket:
+            module, opened = "fsspec, ", f"fsspec.open({shard!r}, compression='infer').open()"
+        elif self.compressed:
+            module, opened = "gzip, ", f"gzip.open({shard!r})"
+        return f"import {module}pickle", f"records = pickle.loads({opened}.read())"
 
 
-def _pickle_lines(shard: str, in_bucket: bool) -> tuple[str, ...]:
-    """The lines read the file to its end, because that is where gzip's checksum is."""
-    module, opened = "", f"open({shard!r}, 'rb')"
-    if in_bucket:
-        module, opened = "fsspec, ", f"fsspec.open({shard!r}, compression='infer').open()"
-    elif shard.endswith(".gz"):
-        module, opened = "gzip, ", f"gzip.open({shard!r})"
-    return f"import {module}pickle", f"records = pickle.loads({opened}.read())"
-
-
-PICKLE = ShardFormat(".pkl", pickle_pieces, False, _pickle_lines)
-GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, True, _pickle_lines)
-SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces, False, lambda shard, in_bucket: ())
+PICKLE = ShardFormat(".pkl", pickle_pieces)
+GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, compressed=True)
+SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces)
 FORMATS = (PICKLE, GZIP_PICKLE, SAFETENSORS)
 SUFFIXES = "|".join(re.escape(each.suffix) for each in FORMATS)
 SHARD_FILE = re.compile(rf"shard_{NUMBER_OF_A_SHARD}({SUFFIXES})")
 
 
 def chosen_format(name: str, compress: bool) -> ShardFormat:
-    """The format that --shard_format names. compress: of pickles; safetensors never are, as ranges
-    of them are read."""
+    """Returns the format that --shard_format names. compress: of pickles; safetensors never are, as
+    ranges of them are read."""
     if name == "safetensors":
         return SAFETENSORS
     return GZIP_PICKLE if compress else PICKLE
 
 
+def format_of(file: str) -> ShardFormat | None:
+    """Returns the format of a shard file, by its name; None for any other file."""
+    found = SHARD_FILE.fullmatch(file)
+    return next((each for each in FORMATS if found and each.suffix == found[1]), None)
+
+
+def write_shard(
+    path: Path,
+    shard: Shard,
+    names: Mapping[Key, str],
+    shard_format: ShardFormat,
+    ready: Callable[[], object] = lambda: None,
+) -> Packed:
+    """Writes a shard to a local file that appears when it is complete. Raises OSError.
+
+    ready: called just before the file appears.
+    """
+    threads = Threads(2)
+    with AtomicFile(path) as file, threads.pool:
+        packed = shard_format.write(shard, names, threads, [file.write])
+        file.finish()
+        ready()
+        file.publish()
+    return packed
+
+
 def lines_of_dataset(url: str) -> tuple[str, ...]:
-    """Lines of Python that read a whole run, in any format."""
+    """Returns lines of Python that read a whole run, in any format."""
     return (
         "from activation_extraction import ActivationDataset",
         f"dataset = ActivationDataset({url!r})",
     )
-
-
-def format_of(file: str) -> ShardFormat | None:
-    """The format of a shard file, by its name; None for any other file."""
-    found = SHARD_FILE.fullmatch(file)
-    return next((each for each in FORMATS if found and each.suffix == found[1]), None)

@@ -1,49 +1,34 @@
-"""Identity: what decides the content of a run's shards, and so may not change when it continues.
+"""Identity: what decides the content of a run's shards, and so may not change when it continues;
+and StorageOptions: how they are stored.
 
 Batch size, mesh, devices and folders may change. A mark on a field says that it differs between the
 hosts of one run (`per_host`), or that a run that continues may turn it on (`may_turn_on`).
 """
 
+import os
+import re
 from collections.abc import Mapping
-from dataclasses import Field, asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
 
-from activation_extraction.store.json_fields import (
+from activation_extraction.store.sealed_json import (
     COUNT,
-    FLAG,
     LARGEST_WIDTH,
-    POSITIVE,
     TEXT,
+    DamagedError,
+    Flag,
+    Positive,
+    Text,
     any_of,
     check_fields,
+    digest_of,
     integer,
+    kinds_of,
     list_of,
 )
-from activation_extraction.store.sealed_json import DamagedError, digest_of
 
 MOST_MACHINES, MOST_HOSTS = 100_000, 10_000  # --status and --verify name all of them
-FIELDS = {
-    "model_digest": TEXT,
-    "tokenizer_digest": TEXT,
-    "data": TEXT,
-    "data_revision": TEXT,
-    "text_column": TEXT,
-    "skip_bad_rows": FLAG,
-    "max_seq_length": integer(0, LARGEST_WIDTH),
-    "hooks": list_of(TEXT),
-    "keyed_by": any_of(TEXT, list_of(TEXT)),
-    "dtype": TEXT,
-    "activation_dtype": TEXT,
-    "shard_size_gb": POSITIVE,
-    "shard_format": TEXT,
-    "compress_shards": FLAG,
-    "positions": TEXT,
-    "drop_token_ids": list_of(COUNT),
-    "total_machines": integer(1, MOST_MACHINES),
-    "num_hosts": integer(1, MOST_HOSTS),
-    "machine": integer(0, MOST_MACHINES - 1),
-    "host": integer(0, MOST_HOSTS - 1),
-}
 PER_HOST, MAY_TURN_ON = MARKS = "per_host", "may_turn_on"
 
 
@@ -68,26 +53,26 @@ class Identity:
     asked for. positions, drop_token_ids: the tokens that are kept. num_hosts: of this machine.
     """
 
-    model_digest: str = ""
-    tokenizer_digest: str = ""
-    data: str = ""
-    data_revision: str = ""
-    text_column: str = "text"
-    skip_bad_rows: bool = _marked(MAY_TURN_ON, False)  # changes nothing that is stored already
-    max_seq_length: int = 0  # 0: not recorded
-    hooks: tuple[str, ...] = ()
-    keyed_by: str | list[str] = "layer"
-    dtype: str = ""
-    activation_dtype: str = ""
-    shard_size_gb: float = 1.0
-    shard_format: str = "pickle"
-    compress_shards: bool = True
-    positions: str = "all"
-    drop_token_ids: tuple[int, ...] = ()
-    total_machines: int = 1
-    num_hosts: int = _marked(PER_HOST, 1)
-    machine: int = _marked(PER_HOST, 0)
-    host: int = _marked(PER_HOST, 0)
+    model_digest: Text = ""
+    tokenizer_digest: Text = ""
+    data: Text = ""
+    data_revision: Text = ""
+    text_column: Text = "text"
+    skip_bad_rows: Flag = _marked(MAY_TURN_ON, False)  # changes nothing that is stored already
+    max_seq_length: Annotated[int, integer(0, LARGEST_WIDTH)] = 0  # 0: not recorded
+    hooks: Annotated[tuple[str, ...], list_of(TEXT)] = ()
+    keyed_by: Annotated[str | list[str], any_of(TEXT, list_of(TEXT))] = "layer"
+    dtype: Text = ""
+    activation_dtype: Text = ""
+    shard_size_gb: Positive = 1.0
+    shard_format: Text = "pickle"
+    compress_shards: Flag = True
+    positions: Text = "all"
+    drop_token_ids: Annotated[tuple[int, ...], list_of(COUNT)] = ()
+    total_machines: Annotated[int, integer(1, MOST_MACHINES)] = 1
+    num_hosts: Annotated[int, integer(1, MOST_HOSTS)] = _marked(PER_HOST, 1)
+    machine: Annotated[int, integer(0, MOST_MACHINES - 1)] = _marked(PER_HOST, 0)
+    host: Annotated[int, integer(0, MOST_HOSTS - 1)] = _marked(PER_HOST, 0)
 
     @property
     def run(self) -> str:
@@ -106,8 +91,11 @@ class Identity:
         return {name: content[name] for name in content if name not in _marked_fields(*MARKS)}
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as metadata.json records them."""
-        return {name: _plain(value) for name, value in asdict(self).items()}
+        """Returns the fields as metadata.json records them."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
 
     @classmethod
     def from_json(cls, content: Any, where: str) -> "Identity":
@@ -120,11 +108,11 @@ class Identity:
             made = cls(**{**content, **tuples})
         except (TypeError, AttributeError) as error:
             raise DamagedError(f"{where}: its identity cannot be read: {error}") from error
-        check_fields(vars(made), FIELDS, f"{where}: its identity")
+        check_fields(vars(made), kinds_of(cls), f"{where}: its identity")
         return made
 
     def compare(self, stored: "Identity") -> Difference | None:
-        """The first field in which `stored` differs; None if this run may continue it."""
+        """Returns the first field in which `stored` differs; None if this run may continue it."""
         for each in fields(self):
             now, before = getattr(self, each.name), getattr(stored, each.name)
             if now != before and not (each.name in _marked_fields(MAY_TURN_ON) and now):
@@ -138,18 +126,68 @@ class Identity:
 
 
 def _marked_fields(*marks: str) -> set[str]:
-    def has_mark(each: Field[Any]) -> bool:
-        return any(mark in each.metadata for mark in marks)
-
-    return {each.name for each in fields(Identity) if has_mark(each)}
+    """The names of the fields that have any of these marks."""
+    return {each.name for each in fields(Identity) if not each.metadata.keys().isdisjoint(marks)}
 
 
 def run_of(recorded: Mapping[str, Any]) -> str:
-    """Digest of the fields of a recorded identity that never change."""
+    """Returns the digest of the fields of a recorded identity that never change."""
     turned_on = _marked_fields(MAY_TURN_ON)
     return digest_of({name: value for name, value in recorded.items() if name not in turned_on})
 
 
-def _plain(value: Any) -> Any:
-    """As JSON has it."""
-    return list(value) if isinstance(value, tuple) else value
+GIGABYTE = 10**9
+MOST_WAITING = 16 * GIGABYTE
+MEMORY = Path("/proc/meminfo")
+LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+
+
+@dataclass(frozen=True)
+class StorageOptions:
+    """shard_size_gb: the activations of a shard before compression, in 10^9 bytes; a shard holds at
+    least one sample. shard_format: "pickle", which `compress` gzips, or "safetensors". max_samples:
+    the most samples to store. overwrite: delete what is stored already, instead of continuing it.
+    keep_local: with a bucket, write local shards as well. threads: how many compress and add up;
+    None: as many as there are cores. waiting_gb: the most that may wait in memory to be stored;
+    None: a quarter of the memory at hand, at most 16 GB, and at least two shards.
+    """
+
+    shard_size_gb: float = 1.0
+    shard_format: str = "pickle"
+    compress: bool = True
+    max_samples: int | None = None
+    overwrite: bool = False
+    keep_local: bool = False
+    threads: int | None = None
+    waiting_gb: float | None = None
+
+    @property
+    def shard_bytes(self) -> float:
+        return self.shard_size_gb * GIGABYTE
+
+    @property
+    def waiting_bytes(self) -> float:
+        """The most bytes that may wait in memory to be stored."""
+        if self.waiting_gb is not None:
+            return self.waiting_gb * GIGABYTE
+        return max(min(memory_at_hand() / 4, MOST_WAITING), 2 * self.shard_bytes)
+
+    @property
+    def writer_threads(self) -> int:
+        if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
+            return self.threads or len(os.sched_getaffinity(0))
+        return self.threads or os.cpu_count() or 1
+
+
+def memory_at_hand() -> int:
+    """Returns the bytes of memory that this process can still have, as far as the system tells."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    if MEMORY.exists() and (
+        available := re.search(r"MemAvailable: *([0-9]+) kB", MEMORY.read_text())
+    ):
+        found.append(int(available[1]) * 1024)
+    if all(path.exists() for path in LIMITS):  # of a container
+        limit, used = (path.read_text().strip() for path in LIMITS)
+        if limit.isdecimal():
+            found.append(max(int(limit) - int(used), 0))
+    return min(found)

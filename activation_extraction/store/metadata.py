@@ -16,36 +16,39 @@ from typing import Any
 from activation_extraction.common.errors import InputError
 from activation_extraction.store.commit import (
     CLAIM,
+    COUNTS,
     FORMAT_VERSION,
+    HOOK,
+    METADATA,
+    METRICS,
     NUMBER_OF_A_SHARD,
     OTHER_VERSION,
     Commit,
+    Outline,
+    Totals,
     commit_name,
     names_beside,
     number_of,
+    numbers_of,
 )
-from activation_extraction.store.folder import FileEntry, Folder, local_path
+from activation_extraction.store.folder import Folder, local_path
 from activation_extraction.store.formats import SUFFIXES
 from activation_extraction.store.identity import Identity, run_of
-from activation_extraction.store.json_fields import (
+from activation_extraction.store.sealed_json import (
     COUNT,
-    HOOK,
     LARGEST_WIDTH,
     NUMBER,
     OBJECT,
     TEXT,
+    DamagedError,
     check_fields,
     integer,
     list_of,
     object_of,
     optional,
+    unseal,
 )
-from activation_extraction.store.outline import Outline
-from activation_extraction.store.sealed_json import DamagedError, unseal
-from activation_extraction.store.totals import ROW_COUNTS, Totals
 
-METADATA = "metadata.json"
-METRICS = "metrics.jsonl"
 AGGREGATE = "aggregated_metadata.json"
 OWN_FILES = re.compile(
     r"\.?(metadata\.json|metrics\.jsonl"
@@ -58,11 +61,7 @@ MODEL = {"hidden_size": integer(1, LARGEST_WIDTH), "vocab_size": integer(1, LARG
 DATA_FILE = {"name": TEXT, "bytes": COUNT, "digest": TEXT}
 FIELDS = {
     "status": TEXT,
-    "shards": COUNT,
-    "samples": COUNT,
-    "tokens": COUNT,
-    "bytes": COUNT,
-    **dict.fromkeys(ROW_COUNTS, COUNT),
+    **COUNTS,
     "max_samples": optional(COUNT),
     "seconds": NUMBER,
     "written": NUMBER,
@@ -127,7 +126,7 @@ class Stored:
         return totals
 
     def has(self, commit: Commit) -> bool:
-        """Whether this commit's shard is here, with its full size."""
+        """Returns whether this commit's shard is here, with its full size."""
         return self.files.get(commit.file) == commit.bytes
 
     @property
@@ -142,11 +141,11 @@ class Stored:
 
         All are empty if the shards go to a bucket, since they may be deleted after their upload.
         """
-        told = self.metadata or {}
-        if told.get("remote") is not None and not self.in_bucket:
+        metadata = self.metadata or {}
+        if metadata.get("remote") is not None and not self.in_bucket:
             return [], [], []
         known = self.outline.shards
-        last = max([told.get("shards", 0), known, *self.commits])
+        last = max([metadata.get("shards", 0), known, *self.commits])
         without_json = gaps([known, *sorted(self.commits), last + 1])
         without_file = [c.number for c in self.in_order if not self.has(c)]
         incomplete = [
@@ -158,22 +157,22 @@ class Stored:
 
 
 def gaps(numbers: Iterable[int]) -> list[range]:
-    """The numbers that are missing between ascending ones."""
+    """Returns the numbers that are missing between ascending ones."""
     return [range(a + 1, b) for a, b in pairwise(numbers) if b > a + 1]
 
 
 def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
-    """The identity that metadata.json records. Raises DamagedError if it cannot be read."""
+    """Returns the identity that metadata.json records. Raises DamagedError if it cannot be read."""
     return Identity.from_json(metadata.get("identity"), where)
 
 
 def is_commit(name: str) -> bool:
-    """Whether this is the name of a shard's JSON."""
+    """Returns whether this is the name of a shard's JSON."""
     return re.fullmatch(rf"shard_{NUMBER_OF_A_SHARD}\.json", name) is not None
 
 
 def own_files(names: Iterable[str]) -> list[str]:
-    """Those of `names` that belong to an extraction, JSON files first.
+    """Returns those of `names` that belong to an extraction, JSON files first.
 
     If files are deleted in this order, what is left never looks like a whole extraction.
     """
@@ -184,43 +183,22 @@ def own_files(names: Iterable[str]) -> list[str]:
 def read_stored(folder: Folder, brief: bool = False) -> Stored:
     """Reads all JSON files of a folder, many at a time; see `Stored.damaged` for damaged ones.
 
-    brief: in a bucket, only those that its outline does not cover.
+    brief: in a bucket, only those that its outline does not cover. Then metadata.json is read
+    first: the listing has all that it tells of, or something is missing.
     """
-    if brief and not folder.local:
-        return _read_briefly(folder)
-    return _read(folder, folder.listing())
-
-
-def _read_briefly(folder: Folder) -> Stored:
-    """metadata.json first: the listing has all that it tells of, or something is missing."""
-    data = folder.read_sealed(METADATA)
+    early = folder.read_sealed(METADATA) if brief and not folder.local else None
     listing = folder.listing()
-    files = {name: entry.size for name, entry in listing.items()}
-    with suppress(DamagedError, KeyError, TypeError, AttributeError):
-        where = f"{folder.url}/{METADATA}"
-        metadata = _read_metadata(data or b"", where)
-        outline = Outline.from_json(metadata["outline"], where)
-        if outline.fits(files):
-            return _read(folder, listing, metadata, outline)
-    return _read(folder, listing)
-
-
-def _read(
-    folder: Folder,
-    listing: Mapping[str, FileEntry],
-    metadata: dict[str, Any] | None = None,
-    outline: Outline | None = None,
-) -> Stored:
-    """metadata, outline: where they are known already."""
     files = {name: entry.size for name, entry in listing.items()}
     versions = {n: e.version for n, e in listing.items() if is_commit(n) and e.version is not None}
     names = [name for name in own_files(files) if name.endswith(".json") and name[0] != "."]
-    damaged: dict[str, str] = {}
-    commits = {}
-    if outline is not None:
+    known = None if early is None else _fitting_outline(early, f"{folder.url}/{METADATA}", files)
+    metadata, outline = known or (None, Outline())
+    commits: dict[int, Commit] = {}
+    if known is not None:
         commits = {commit.number: commit for commit in outline.fitting_partial(files)}
-        known = {METADATA, *map(commit_name, [*range(1, outline.shards + 1), *commits])}
-        names = [name for name in names if name not in known]
+        covered = {METADATA, *map(commit_name, [*range(1, outline.shards + 1), *commits])}
+        names = [name for name in names if name not in covered]
+    damaged: dict[str, str] = {}
     with ThreadPoolExecutor(READERS) as pool:
         for name, data in zip(names, pool.map(folder.read_sealed, names), strict=True):
             if data is None:  # deleted by a run in the meantime
@@ -234,18 +212,29 @@ def _read(
                     commits[commit.number] = commit
             except DamagedError as error:
                 damaged[name] = str(error)
-    metrics = dict(outline.metrics) if outline else _last_metrics(folder, files)
     return Stored(
         metadata,
         commits,
         files,
         damaged,
-        metrics,
+        dict(outline.metrics) if known else _last_metrics(folder, files),
         folder.url,
         folder.local,
         versions=versions,
-        outline=outline or Outline(),
+        outline=outline,
     )
+
+
+def _fitting_outline(
+    data: bytes, where: str, files: Mapping[str, int]
+) -> tuple[dict[str, Any], Outline] | None:
+    """The metadata and its outline; None if they are damaged, or do not fit what is there."""
+    with suppress(DamagedError, KeyError, TypeError, AttributeError):
+        metadata = _read_metadata(data, where)
+        outline = Outline.from_json(metadata["outline"], where)
+        if outline.fits(files):
+            return metadata, outline
+    return None
 
 
 def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
@@ -287,20 +276,17 @@ def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
 
 
 def metadata_in(folder: Folder) -> dict[str, Any] | None:
-    """What metadata.json of a run says; None without one. --verify reports a damaged one."""
+    """Returns what metadata.json of a run says; None without one. --verify reports a damaged
+    one."""
     content = _unsealed(folder, METADATA)
     return None if content is None or CLAIM in content else content
 
 
 def owner_of(folder: Folder) -> str | None:
-    """The process that metadata.json names as the owner of a folder; None if it names none."""
+    """Returns the process that metadata.json names as the owner of a folder; None if it names
+    none."""
     content = _unsealed(folder, METADATA) or {}
     return content.get(CLAIM, content.get("owner"))
-
-
-def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """A line of metrics.jsonl without anything that is no number."""
-    return {name: value for name, value in metrics.items() if NUMBER.fits(value)}
 
 
 def check_own(folder: Folder) -> None:
@@ -333,9 +319,3 @@ def _unsealed(folder: Folder, name: str) -> dict[str, Any] | None:
     with suppress(DamagedError):
         return None if data is None else unseal(data, name)
     return None
-
-
-def remove_files(folder: Folder, entries: Iterable[tuple[str, FileEntry]]) -> None:
-    """Deletes files, many at a time; where the store has versions, the listed ones only."""
-    with ThreadPoolExecutor(READERS) as pool:
-        list(pool.map(lambda each: folder.remove(each[0], each[1].version), entries))

@@ -23,26 +23,18 @@ before each write as well: in a store without such requests, or one that ignores
 nothing more can be promised.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Self
 
 from activation_extraction.common.errors import StorageError
-from activation_extraction.store.atomic_file import AtomicFile, write_bytes
-from activation_extraction.store.commit import claim_of, commit_name
+from activation_extraction.store.commit import METADATA, claim_of, commit_name
 from activation_extraction.store.folder import Folder, TakenError
-from activation_extraction.store.folder_lock import lock_folder, unlock
-from activation_extraction.store.metadata import (
-    METADATA,
-    check_own,
-    is_commit,
-    own_files,
-    owner_of,
-    remove_files,
-)
-from activation_extraction.store.plan import StoragePlan
-from activation_extraction.store.shard_files import NewFile
+from activation_extraction.store.local_files import AtomicFile, lock_folder, unlock, write_bytes
+from activation_extraction.store.metadata import READERS, check_own, is_commit, own_files, owner_of
+from activation_extraction.store.resume import StoragePlan
 
 DELETIONS = 128  # files deleted before the owner is looked up again
 
@@ -75,7 +67,7 @@ class Ownership:
         """Claims the first shard to store; False when the folder is not as planned: look again."""
         if self.folder.conditional:
             self._versions = dict(plan.versions)
-            if not self._claim(commit_name(plan.first_to_store)):
+            if not self._claim(commit_name(plan.next.first)):
                 return False
         return owner_of(self.folder) == plan.owner
 
@@ -119,7 +111,9 @@ class Ownership:
             for start in range(0, len(entries), DELETIONS):
                 self.check()
                 self._check_claims()
-                remove_files(self.folder, entries[start : start + DELETIONS])
+                some = entries[start : start + DELETIONS]
+                with ThreadPoolExecutor(READERS) as pool:  # where there are versions, only these
+                    list(pool.map(lambda each: self.folder.remove(each[0], each[1].version), some))
             before = entries
         self._versions = {name: self._versions[name] for name in self._claimed}
 
@@ -140,17 +134,8 @@ class Ownership:
         if owner_of(self.folder) != self.owner:
             raise self._lost()
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether the bytes of a new file stay in memory until it is published."""
-        return not self.folder.local
-
-    def path_of(self, name: str) -> str:
-        """The path or URL of a file, for messages."""
-        return f"{self.folder.url}/{name}"
-
-    def new_file(self, name: str) -> "NewFile":
-        """A shard's file, which appears when it is published. Raises OSError."""
+    def new_file(self, name: str) -> "AtomicFile | _NewObject":
+        """Returns a shard's file, which appears when it is published. Raises OSError."""
         if self.folder.local:
             return AtomicFile(self.folder.fetch(name, Path()))
         return _NewObject(self, name)
@@ -201,7 +186,7 @@ class Ownership:
         Raises OSError if the folder is local.
         """
         if self.folder.conditional:
-            self._metadata = self._put_metadata_if(data)
+            self._metadata = self._write_metadata(data)
         else:
             self.check()
             if self.folder.local:
@@ -212,13 +197,14 @@ class Ownership:
                 self.folder.write(METADATA, data)
         self._began = True
 
-    def _put_metadata_if(self, data: bytes) -> str:
-        """Returns its version."""
-        written = None
+    def _write_metadata(self, data: bytes) -> str:
+        """Writes metadata.json conditionally, and returns its version."""
         if self._metadata is not None:
             written = self.folder.write_if(METADATA, data, self._metadata)
             if written is None:
                 raise self._lost()
+            return written
+        written = None
         while written is None:
             before = self.folder.version(METADATA)
             self._check_claims()  # after looking: whoever claims later writes later
@@ -244,7 +230,8 @@ class Ownership:
 
 
 class _NewObject:
-    """An object in a bucket, whose bytes stay in memory until they are uploaded."""
+    """An object in a bucket, whose bytes stay in memory until it is published. It is used as an
+    AtomicFile is."""
 
     def __init__(self, owner: Ownership, name: str) -> None:
         self._owner = owner

@@ -8,7 +8,6 @@ Always read a compressed file to its end: its checksum is there, and `pickle.loa
 import os
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from pickle import PickleBuffer
 from typing import Any, NotRequired, TypedDict
@@ -17,13 +16,10 @@ import numpy as np
 from isal import igzip
 
 from activation_extraction.common.errors import RunError, one_line
-from activation_extraction.store.json_fields import LARGEST_COUNT, MOST_PARTS, SCALARS
 from activation_extraction.store.safe_unpickler import unpickle
-from activation_extraction.store.sealed_json import DamagedError, unseal
+from activation_extraction.store.sealed_json import LARGEST_COUNT, MOST_PARTS, SCALARS
 from activation_extraction.store.shard import DocId, Key, SampleRow, Shard
 
-# What a shard may unpack to if no JSON records its size. Activations hardly compress.
-GENEROUS_BYTES, GENEROUS_RATIO = 64 * 2**20, 16
 LARGEST_RATIO = 1032  # of what gzip unpacks to the size of its file
 LONGEST_NUMBER = 14_000  # bits; Python prints no longer ones
 
@@ -90,95 +86,85 @@ class _Pieces(list[memoryview]):
 
 
 def pickle_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryview]:
-    """The bytes of a shard's pickle, of which the activations are not copied."""
+    """Returns the bytes of a shard's pickle, of which the activations are not copied."""
     return pieces_of(records_of(shard, names))
 
 
 def pieces_of(records: Records) -> list[memoryview]:
-    """The bytes of a pickle of records, of which the activations are not copied."""
+    """Returns the bytes of a pickle of records, of which the activations are not copied."""
     pieces = _Pieces()
     _Pickler(pieces, protocol=5).dump(records)
     return pieces
 
 
 def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
-    """The records of a shard. names: key of each hook -> its full name."""
-    positions = shard.needs_positions
+    """Returns the records of a shard. names: key of each hook -> its full name."""
+    chosen = shard.needs_positions
+
+    def record(hook: str, row: SampleRow, activation: np.ndarray) -> Record:
+        made: Record = {
+            "sample_idx": row.sample_idx,
+            "hook": hook,
+            "activation": activation,
+            "shape": activation.shape,
+            "text_preview": row.text_preview or "",
+            "token_ids": row.token_ids,
+            "doc_id": row.doc_id,
+        }
+        return {**made, "positions": row.positions} if chosen else made
+
     return {
-        key: [
-            _record(names[key], row, activation, positions)
-            for row, activation in zip(shard.samples, slices, strict=True)
-        ]
+        key: [record(names[key], *each) for each in zip(shard.samples, slices, strict=True)]
         for key, slices in shard.slices.items()
     }
 
 
-def _record(hook: str, row: SampleRow, activation: np.ndarray, positions: bool) -> Record:
-    record: Record = {
-        "sample_idx": row.sample_idx,
-        "hook": hook,
-        "activation": activation,
-        "shape": activation.shape,
-        "text_preview": row.text_preview or "",
-        "token_ids": row.token_ids,
-        "doc_id": row.doc_id,
-    }
-    return {**record, "positions": row.positions} if positions else record
-
-
 def positions_of(record: Record) -> np.ndarray:
-    """The position of every token of a record, int32."""
+    """Returns the position of every token of a record, int32."""
     every = np.arange(len(record["activation"]), dtype=np.int32)
     return np.asarray(record.get("positions", every), np.int32)
 
 
-def read_records(path: str | Path, limit: int | None = None) -> Records:
+def read_records(path: Path, limit: int) -> Records:
     """Reads a pickled shard without running pickled code. If its name ends in .gz, it is unpacked.
 
-    limit: the most bytes that it may unpack to; by default the size that the JSON beside it
-    records, or without one 64 MiB plus 16 times the size of the file; never more than gzip can make
-    of the file. Raises UnsafeError for anything but plain containers and NumPy arrays of numbers,
-    and for more than `limit` bytes; RunError for a damaged file; OSError.
+    limit: the most bytes that it may unpack to; it is never more than gzip can make of the file.
+    Raises UnsafeError for anything but plain containers and NumPy arrays of numbers, and for more
+    than `limit` bytes; RunError for a damaged file; OSError.
     """
-    path = Path(path)
-    limit = _recorded_limit(path) if limit is None else limit
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        limit = min(limit, LARGEST_RATIO * max(size, 1))
         stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if path.suffix == ".gz" else file
         try:
-            records = unpickle(stream, limit, size)
+            records = unpickle(stream, min(limit, LARGEST_RATIO * max(size, 1)), size)
             if stream.read(1):  # reading on also makes gzip check its checksum
                 raise RunError("is damaged: bytes follow the end of its pickle")
         except RunError as error:
             raise type(error)(f"{path.name}: {error}") from error
         except Exception as error:  # whatever broken bytes may raise in gzip, pickle or NumPy
             raise RunError(f"{path.name}: cannot be read: {one_line(error):.200}") from error
-    for problem in _malformed(records):
+    if problem := _malformed(records):
         raise RunError(f"{path.name}: is not a shard: {problem}")
     return records
 
 
-def _malformed(records: Any) -> Iterator[str]:
-    """Where what was unpickled has another form than a shard."""
+def _malformed(records: Any) -> str | None:
+    """How what was unpickled differs in form from a shard; None if it has that form."""
     lists: list[Any] = list(records.values()) if type(records) is dict else [None]
     own = len({id(each) for each in lists}) == len(lists)  # or a few bytes would stand for many
     if not own or not all(type(each) is list for each in lists):
-        yield "expected a dict of lists of records"
-        return
+        return "expected a dict of lists of records"
     every = [record for each in lists for record in each]
     if len({id(record) for record in every}) != len(every):
-        yield "the same record stands in several places"
-        return
+        return "the same record stands in several places"
     if not all(type(record) is dict and len(record) <= MOST_PARTS for record in every):
-        yield f"expected records, dicts of at most {MOST_PARTS} fields"
-        return
-    for record in every:
-        for name, value in record.items():
-            kind = type(value)
-            known = kind in FIELDS.get(name, (kind,))
-            if not known or (kind is not np.ndarray and kind is not str and not _is_plain(value)):
-                yield f"the field {name!r:.80} of a record is a {kind.__name__}"
+        return f"expected records, dicts of at most {MOST_PARTS} fields"
+    for name, value in (item for record in every for item in record.items()):
+        kind = type(value)
+        known = kind in FIELDS.get(name, (kind,))
+        if not known or (kind is not np.ndarray and kind is not str and not _is_plain(value)):
+            return f"the field {name!r:.80} of a record is a {kind.__name__}"
+    return None
 
 
 def _is_plain(value: Any) -> bool:
@@ -192,15 +178,6 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _recorded_limit(path: Path) -> int:
-    where = path.with_name(path.name.split(".")[0] + ".json")
-    with suppress(OSError, DamagedError):
-        unpacked = unseal(where.read_bytes(), str(where)).get("unpacked")
-        if type(unpacked) is int:
-            return unpacked
-    return GENEROUS_BYTES + GENEROUS_RATIO * path.stat().st_size
-
-
 def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
     """Reads a pickled shard. names: key of each hook that it should have -> the hook's full name.
 
@@ -210,55 +187,48 @@ def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
     if list(records) != list(names):
         raise ContentError([f"has hooks {list(records)}, its JSON says {list(names)}"])
     try:
-        shard = _shard_of(records)
-        problems = [*_problems(records, shard.samples, names)]
+        for record in (record for each in records.values() for record in each):
+            _check_possible(record)
+        samples = [  # the first hook's records say what they are
+            SampleRow(
+                sample_idx=record["sample_idx"],
+                token_ids=record["token_ids"],
+                positions=positions_of(record),
+                text_preview=record["text_preview"],
+                doc_id=record["doc_id"],
+            )
+            for record in next(iter(records.values()), [])
+        ]
+        slices = {key: [each["activation"] for each in own] for key, own in records.items()}
+        problems = [*_problems(records, samples, names)]
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise ContentError([f"its records lack fields or are malformed: {error!r:.200}"]) from error
     if problems:
         raise ContentError(problems)
-    return shard
+    return Shard(samples, slices)
 
 
-def _shard_of(records: Records) -> Shard:
-    """The shard that the records make up; the first hook's say what its samples are.
-
-    Raises ValueError for arrays that cannot be what they are said to be.
-    """
-    for record in (record for each in records.values() for record in each):
-        if problem := _impossible(record):
-            raise ValueError(f"sample {record['sample_idx']!r:.40}: {problem}")
-    samples = [
-        SampleRow(
-            sample_idx=record["sample_idx"],
-            token_ids=record["token_ids"],
-            positions=positions_of(record),
-            text_preview=record["text_preview"],
-            doc_id=record["doc_id"],
-        )
-        for record in next(iter(records.values()), [])
-    ]
-    return Shard(samples, {key: [r["activation"] for r in each] for key, each in records.items()})
-
-
-def _impossible(record: Record) -> str | None:
-    """What cannot be in a record; None if there is nothing of the kind."""
-    shape = record["activation"].shape
-    if not 0 <= record["sample_idx"] <= LARGEST_COUNT:
-        return "no sample has this number"
-    if len(shape) != 2 or (shape[0] and not shape[1]):
-        return f"an activation of shape {shape}"
+def _check_possible(record: Record) -> None:
+    """Raises ValueError for a number or an array that cannot be what it is said to be."""
+    shape, index = record["activation"].shape, record["sample_idx"]
     ids, positions = record["token_ids"], record.get("positions")
-    if ids is not None and (ids.ndim != 1 or ids.dtype.kind != "i"):
-        return f"token ids of dtype {ids.dtype}, shape {ids.shape}"
-    if positions is not None and (positions.ndim != 1 or positions.dtype != np.int32):
-        return f"positions of dtype {positions.dtype}, shape {positions.shape}"
-    return None
+    problem = None
+    if not 0 <= index <= LARGEST_COUNT:
+        problem = "no sample has this number"
+    elif len(shape) != 2 or (shape[0] and not shape[1]):
+        problem = f"an activation of shape {shape}"
+    elif ids is not None and (ids.ndim != 1 or ids.dtype.kind != "i"):
+        problem = f"token ids of dtype {ids.dtype}, shape {ids.shape}"
+    elif positions is not None and (positions.ndim != 1 or positions.dtype != np.int32):
+        problem = f"positions of dtype {positions.dtype}, shape {positions.shape}"
+    if problem is not None:
+        raise ValueError(f"sample {index!r:.40}: {problem}")
 
 
 def _problems(
     records: Records, samples: list[SampleRow], names: Mapping[Key, str]
 ) -> Iterator[str]:
-    """Where records disagree with the table of samples, or with the names of the hooks."""
+    """Where records disagree with the samples, or with the names of the hooks."""
     indices = [row.sample_idx for row in samples]
     firsts = next(iter(records.values()), [])
     for key, each in records.items():

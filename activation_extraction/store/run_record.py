@@ -1,25 +1,24 @@
-"""RunRecord: what a run records about itself, in metadata.json and metrics.jsonl."""
+"""RunRecord: what is stored, and what a run records about itself, in metadata.json and
+metrics.jsonl."""
 
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from activation_extraction.common.errors import StorageError
-from activation_extraction.store.atomic_file import append_line, write_bytes
-from activation_extraction.store.commit import FORMAT_VERSION
-from activation_extraction.store.folder_lock import running_system
+from activation_extraction.store.commit import FORMAT_VERSION, METRICS, Commit, Outline
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import METRICS
-from activation_extraction.store.outline import Outline
+from activation_extraction.store.local_files import append_line, running_system, write_bytes
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.store.reasons import reason_of
+from activation_extraction.store.patience import reason_of
+from activation_extraction.store.resume import StoragePlan
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.shard import Key
-from activation_extraction.store.totals import ROW_COUNTS, Totals
+from activation_extraction.store.statistics import Statistics
 
 SUMS = ("shards", "samples", "tokens", "bytes", "hooks")  # in metadata.json
 METRICS_SECONDS = 300  # between uploads of metrics.jsonl
@@ -52,10 +51,11 @@ class RunFacts:
 
 
 class RunRecord:
-    """Writes both files to a local folder, and to the bucket as well.
+    """Counts what is stored, and writes both files to a local folder, and to the bucket as well.
 
     local, remote: the right to write to the folder, and to the bucket. hooks: key of each hook ->
-    its full name. A repair keeps what is `recorded` already, except the sums.
+    its full name. A repair keeps what is `recorded` already, except the sums. `totals` are those of
+    all that is stored, by earlier runs too.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class RunRecord:
         max_samples: int | None,
         facts: RunFacts,
     ) -> None:
-        self.recorded: Mapping[str, Any] | None = None
         self._local = local
         self._metrics_file = Path(local.folder.url) / METRICS
         self._remote = remote
@@ -80,58 +79,69 @@ class RunRecord:
         self._writing = threading.Lock()
         self._metrics: Mapping[str, Any] = {}  # the last ones
         self._metrics_uploaded = self._uploaded = time.monotonic()
+        self.follow(StoragePlan())
         self.begin()
 
     def begin(self) -> None:
         """Makes the run's seconds count from now."""
         self._began = time.perf_counter()
 
-    def write(
-        self,
-        status: str,
-        totals: Totals,
-        outline: Outline,
-        counted: bool = True,
-        upload: bool = True,
-    ) -> None:
+    def follow(self, plan: StoragePlan) -> None:
+        """Counts what earlier runs have stored, and that alone."""
+        self.recorded = plan.recorded
+        self.count(plan.commits, plan.outline)
+        self.totals.count_rows(plan.skipped_rows, plan.empty_rows)
+
+    def count(self, commits: Iterable[Commit], outline: Outline) -> None:
+        """Counts these shards, and those in an outline, and no others."""
+        self._outline = outline.whole()
+        self.totals = outline.totals.copy()
+        known = self.totals.statistics
+        self.totals.statistics = {key: known.get(key, Statistics()) for key in self._hooks}
+        for commit in commits:
+            self._add(commit)
+
+    def _add(self, commit: Commit) -> None:
+        self.totals.add(commit)
+        self._outline.add(commit)
+
+    def write(self, status: str, counted: bool = False, upload: bool = True) -> None:
         """Writes metadata.json. counted: whether `totals` are those of all that is stored."""
-        content = self._content(status, totals)
+        content = self._content(status)
         if self.recorded is not None:
             own = ("owner", "written", "remote", *(SUMS if counted else ()))
             content |= {**self.recorded, **{name: content[name] for name in own}}
         if self._remote is not None:
-            content["outline"] = {**outline.to_json(), "metrics": self._metrics}
+            content["outline"] = {**self._outline.to_json(), "metrics": self._metrics}
         with self._writing:
             self._local.put_metadata(seal(content))
             if self._remote is not None and upload:
                 self._remote.put_metadata(seal(content))
                 self._uploaded = time.monotonic()
 
-    def settle(self, totals: Totals, outline: Outline) -> None:
+    def settle(self) -> None:
         """Puts on record what was read for the shards so far, before the next one is committed."""
         sources = self._facts.sources
         if sources is not None and sources.settle():
-            self.write("running", totals, outline, counted=False)
+            self.write("running")
 
-    def stored(self, totals: Totals, outline: Outline) -> None:
-        """Tells the bucket from time to time how far the run is. Called after every commit."""
+    def add(self, commit: Commit) -> None:
+        """Counts a shard that was committed, and tells the bucket from time to time how far the run
+        is."""
+        self._add(commit)
         if self._remote is None:
             return
         if time.monotonic() - self._uploaded > OUTLINE_SECONDS:
-            self.write("running", totals, outline, counted=False)
+            self.write("running")
         if time.monotonic() - self._metrics_uploaded > METRICS_SECONDS:
             self.upload_metrics()
 
-    def _content(self, status: str, totals: Totals) -> dict[str, Any]:
+    def _content(self, status: str) -> dict[str, Any]:
         sources, remote = self._facts.sources, self._remote
         return {
             "format_version": FORMAT_VERSION,
             "status": status,
-            "shards": totals.shards,
-            "samples": totals.samples,
-            "tokens": totals.tokens,
-            "bytes": totals.bytes,
-            **{name: getattr(totals, name) for name in ROW_COUNTS},
+            **self.totals.counts,
             "max_samples": self._max_samples,
             "seconds": round(time.perf_counter() - self._began, 3),
             "written": round(time.time(), 3),
@@ -140,7 +150,7 @@ class RunRecord:
             "remote": None if remote is None else remote.folder.url,
             "hooks": [
                 {**self._hooks[key], **statistics.to_json()}
-                for key, statistics in totals.statistics.items()
+                for key, statistics in self.totals.statistics.items()
             ],
             "identity": self._identity.to_json(),
             "data_files": [] if sources is None else sources.to_json(),

@@ -2,21 +2,70 @@
 
 So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
 The file holds, in this order, `sample_idx` and `sample_offsets` (int64), `token_ids` and `position`
-(int32), and a tensor (tokens, width) per hook under the hook's full name. The bytes depend only on
-the content.
+(int32), and a tensor (tokens, width) per hook under the hook's full name. Its bytes depend only on
+the content. The layout of such files is described at https://huggingface.co/docs/safetensors: 8
+bytes with the length of the header, the header as JSON, and the tensors.
 """
 
 import json
 import math
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.store.safetensors_header import DTYPES, LARGEST_HEADER, Tensor
 from activation_extraction.store.shard import Key, SampleRow, Shard, follow_each_other
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+}
+LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a file keeps a tensor: its dtype, its shape, and its first byte in the file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any], start: int) -> "Tensor":
+        """From its entry in the header. start: the byte after the header.
+
+        Raises KeyError, TypeError or ValueError for an entry that is damaged, or of a dtype that is
+        not in DTYPES.
+        """
+        begin, end = entry["data_offsets"]
+        tensor = cls(DTYPES[entry["dtype"]], tuple(entry["shape"]), start + begin)
+        if type(begin) is not int or type(end) is not int or begin < 0:
+            raise ValueError(f"data_offsets {begin!r:.40}, {end!r:.40}")
+        if any(type(size) is not int or size < 0 for size in tensor.shape):
+            raise ValueError(f"shape {tensor.shape}")
+        if tensor.end != start + end:
+            raise ValueError("a tensor's size does not follow from its shape")
+        return tensor
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+    @property
+    def end(self) -> int:
+        """The byte after its last one."""
+        return self.offset + self.dtype.itemsize * math.prod(self.shape)
+
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FORMAT = "2"
@@ -30,7 +79,7 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryview]:
-    """The bytes of a shard's file, of which the activations are not copied.
+    """Returns the bytes of a shard's file, of which the activations are not copied.
 
     names: key of each hook in the shard -> its full name.
     """
@@ -53,7 +102,7 @@ def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryvie
 def header(
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
 ) -> bytes:
-    """The length of the header in 8 bytes, and the header, padded to a multiple of 8 bytes.
+    """Returns the length of the header in 8 bytes, and the header, padded to a multiple of 8 bytes.
 
     tensors: name -> dtype and shape, in the order in which their bytes follow.
     """
@@ -66,28 +115,6 @@ def header(
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _read_header(
-    read: Callable[[int, int], np.ndarray], size: int, where: str
-) -> dict[str, Tensor]:
-    """The tensors of a file of `size` bytes, by name, in their order.
-
-    Raises RunError if the file is not a shard of ours, or if its tensors do not have its size.
-    """
-    try:
-        (length,) = struct.unpack("<Q", read(0, 8).tobytes())
-        if length > min(LARGEST_HEADER, size - 8):
-            raise ValueError(f"the header claims {length} bytes")
-        content = json.loads(read(8, 8 + length).tobytes())
-        found = content.pop("__metadata__")["format"]
-        if found != FORMAT:
-            raise ValueError(f"format {found!r}, expected {FORMAT!r}")
-        tensors = {n: Tensor.from_json(entry, 8 + length) for n, entry in content.items()}
-        _check_layout(tensors, size)
-    except (*MALFORMED, struct.error) as error:
-        raise RunError(f"{where}: is not a shard that can be read: {error}") from error
-    return tensors
 
 
 def _check_layout(tensors: Mapping[str, Tensor], size: int) -> None:
@@ -109,48 +136,66 @@ def _check_layout(tensors: Mapping[str, Tensor], size: int) -> None:
 
 
 class SafetensorsFile:
-    """A shard's file that is open for reading. Methods raise RunError.
+    """A shard's file that is open for reading, as a PickledShard is. Methods raise RunError.
 
     read: gives the bytes of the file from `start` to `stop`, uint8. size: of the file. where: names
-    it in messages. tensors: by name. What has been read whole stays as it is: a view, where the
-    file is mapped.
+    it in messages. tensors: by name, in their order. What has been read whole stays as it is: a
+    view, where the file is mapped. Raises RunError if the file is not a shard of ours, or if its
+    tensors do not have its size.
     """
 
     def __init__(self, read: Callable[[int, int], np.ndarray], size: int, where: str) -> None:
         self._read = read
         self._where = where
-        self.tensors = _read_header(read, size, where)
+        try:
+            (length,) = struct.unpack("<Q", read(0, 8).tobytes())
+            if length > min(LARGEST_HEADER, size - 8):
+                raise ValueError(f"the header claims {length} bytes")
+            content = json.loads(read(8, 8 + length).tobytes())
+            found = content.pop("__metadata__")["format"]
+            if found != FORMAT:
+                raise ValueError(f"format {found!r}, expected {FORMAT!r}")
+            self.tensors = {n: Tensor.from_json(each, 8 + length) for n, each in content.items()}
+            _check_layout(self.tensors, size)
+        except (*MALFORMED, struct.error) as error:
+            raise RunError(f"{where}: is not a shard that can be read: {error}") from error
 
-    @property
-    def hooks(self) -> list[str]:
-        """The names of the tensors (tokens, width)."""
-        return [name for name, tensor in self.tensors.items() if len(tensor.shape) == 2]
+    @cached_property
+    def sample_idx(self) -> np.ndarray:
+        return np.array(self.whole("sample_idx"))
 
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """The part of a tensor from row `start` to row `stop`."""
-        tensor = self.tensors[name]
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        return np.array(self.whole("sample_offsets"))
+
+    def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.rows("token_ids", start, stop), self.rows("position", start, stop)
+
+    def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
+        """Returns a tensor from row `start` to row `stop`."""
+        tensor = self.tensors[hook]
         first, row = tensor.offset, tensor.row_bytes
         content = self._read(first + start * row, first + stop * row)
         return np.ndarray((stop - start, *tensor.shape[1:]), tensor.dtype, content)
 
     def whole(self, name: str) -> np.ndarray:
-        """A tensor."""
+        """Returns a tensor."""
         return self.rows(name, 0, self.tensors[name].shape[0])
 
     def shard(self, names: Mapping[Key, str]) -> Shard:
-        """All that is in the file, without what the table of samples says.
+        """Returns all that is in the file, without what the table of samples says.
 
         names: key of each hook that it should have -> the hook's full name.
         """
-        if self.hooks != list(names.values()):
-            raise RunError(f"{self._where}: has hooks {self.hooks}, its JSON others")
-        offsets, tokens = self.whole("sample_offsets"), self.tensors["position"].shape[0]
-        if not follow_each_other(offsets, tokens):
+        hooks = [name for name, tensor in self.tensors.items() if len(tensor.shape) == 2]
+        if hooks != list(names.values()):
+            raise RunError(f"{self._where}: has hooks {hooks}, its JSON others")
+        if not follow_each_other(self.offsets, self.tensors["position"].shape[0]):
             raise RunError(f"{self._where}: is damaged: its samples do not follow each other")
         parts = {
-            name: np.split(self.whole(name), offsets[1:-1])
-            for name in ("token_ids", "position", *names.values())
+            name: np.split(self.whole(name), self.offsets[1:-1])
+            for name in ("token_ids", "position", *hooks)
         }
-        of_samples = self.whole("sample_idx").tolist(), parts["token_ids"], parts["position"]
+        of_samples = self.sample_idx.tolist(), parts["token_ids"], parts["position"]
         rows = [SampleRow(*of_sample) for of_sample in zip(*of_samples, strict=True)]
         return Shard(rows, {key: parts[name] for key, name in names.items()})

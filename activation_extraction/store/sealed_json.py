@@ -1,16 +1,24 @@
-"""Sealed JSON: a JSON file that carries a checksum of its own content.
+"""Sealed JSON files, and what their fields may be.
 
-If the checksum does not match, the file is damaged and its content is never used.
+A sealed JSON file carries a checksum of its own content. If it does not match, the file is damaged
+and its content is never used. Somebody else may have written a file whose checksum matches, so what
+each field has to be is declared beside its type, as in `count: Count`. Numbers are bounded, so that
+nothing that is computed from them can overflow or take memory for itself.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from activation_extraction.common.errors import RunError
 
 REPAIRS = "--repair repairs it"
+LARGEST_COUNT = 2**53
+SCALARS: tuple[type, ...] = (type(None), bool, int, float, str)  # what a plain value may be
+MOST_PARTS = 64  # of an object, or a list, of plain values
+LARGEST_WIDTH = 2**27  # of a hook
+LARGEST_NUMBER = 1e100
 
 
 class DamagedError(RunError):
@@ -18,7 +26,7 @@ class DamagedError(RunError):
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
-    """SHA-256 of JSON content; the order of its keys does not matter."""
+    """Returns the SHA-256 of JSON content; the order of its keys does not matter."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -51,9 +59,83 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
 
 
 def is_sealed(data: bytes) -> bool:
-    """Whether this is a whole sealed JSON file."""
+    """Returns whether this is a whole sealed JSON file."""
     try:
         unseal(data, "")
     except DamagedError:
         return False
     return True
+
+
+class Kind(NamedTuple):
+    """What a field has to be, in words, and whether a value is."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def integer(least: int, most: int) -> Kind:
+    words = f"a whole number from {least} to {most}"
+    return Kind(words, lambda value: type(value) is int and least <= value <= most)
+
+
+def optional(kind: Kind) -> Kind:
+    return Kind(f"{kind.words} or null", lambda value: value is None or kind.fits(value))
+
+
+def any_of(*kinds: Kind) -> Kind:
+    words = " or ".join(kind.words for kind in kinds)
+    return Kind(words, lambda value: any(kind.fits(value) for kind in kinds))
+
+
+def list_of(kind: Kind) -> Kind:
+    def fits(value: Any) -> bool:
+        return type(value) in (list, tuple) and all(map(kind.fits, value))
+
+    return Kind(f"a list of which each is {kind.words}", fits)
+
+
+def object_of(fields: Mapping[str, Kind], needed: Collection[str] = ()) -> Kind:
+    """An object in which these fields, where it has them, fit; others may be anything."""
+
+    def fits(value: Any) -> bool:
+        if not isinstance(value, dict) or any(name not in value for name in needed):
+            return False
+        return all(kind.fits(value[name]) for name, kind in fields.items() if name in value)
+
+    return Kind(f"an object with {', '.join(needed) or 'fields'}", fits)
+
+
+COUNT = integer(0, LARGEST_COUNT)
+NUMBER = Kind(
+    "a number", lambda value: type(value) in (int, float) and abs(value) <= LARGEST_NUMBER
+)
+TEXT = Kind("text", lambda value: type(value) is str)
+OBJECT = object_of({})
+# Types of the fields of dataclasses.
+Count = Annotated[int, COUNT]
+Number = Annotated[float, NUMBER]
+Positive = Annotated[
+    float, Kind("a number, 0 or larger", lambda value: NUMBER.fits(value) and value >= 0)
+]
+Text = Annotated[str, TEXT]
+Flag = Annotated[bool, Kind("true or false", lambda value: type(value) is bool)]
+
+
+def kinds_of(record: type) -> dict[str, Kind]:
+    """Returns what each annotated field of a dataclass has to be."""
+    hints = get_type_hints(record, include_extras=True)
+    return {
+        name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")
+    }
+
+
+def check_fields(content: Mapping[str, Any], fields: Mapping[str, Kind], where: str) -> None:
+    """Raises DamagedError, naming file and field, for a value that does not fit.
+
+    Whether fields are missing is for the caller to say.
+    """
+    for name, kind in fields.items():
+        if name in content and not kind.fits(content[name]):
+            found = ascii(content[name])
+            raise DamagedError(f"{where}: {name} is {found:.80}, expected {kind.words}")

@@ -1,16 +1,50 @@
-"""A shard in memory: a table of its samples, and for every hook one slice of tokens per sample.
+"""A shard in memory, and the table of its samples.
 
-Every shard format writes this and reads it back. Nothing here knows about files.
+A shard is a list of samples, and for every hook one slice of tokens per sample. Every shard format
+writes this and reads it back. The table, `shard_0001.samples.jsonl.gz` beside the shard, has a line
+of JSON for every sample, in the order of the shard, so what a run knows of its samples is read
+without their activations. Its bytes depend on the content and the version of zlib.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import io
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import eq
+from typing import Annotated, Any
 
 import numpy as np
+from isal import igzip
+
+from activation_extraction.common.errors import RunError, StorageError, one_line
+from activation_extraction.common.visible import counted
+from activation_extraction.store.sealed_json import (
+    MOST_PARTS,
+    SCALARS,
+    Count,
+    Kind,
+    Text,
+    check_fields,
+    kinds_of,
+    optional,
+)
 
 Key = int | str  # what a shard calls a hook: its layer number, or the name the user asked for
 DocId = str | int | float | None
+COMPRESSION_LEVEL = 1
+GZIP = 31  # what zlib calls `wbits`: a gzip header without a time, and a window of 32 KiB
+LONGEST_LINE = 2**20  # bytes
+UNREADABLE = (ValueError, TypeError, KeyError, RecursionError, OSError, EOFError, zlib.error)
+ID = Kind("a number, text or null", lambda value: type(value) in SCALARS)
+FLAT = Kind(
+    f"an object of at most {MOST_PARTS} plain values",
+    lambda value: (
+        type(value) is dict
+        and len(value) <= MOST_PARTS
+        and all(type(each) in SCALARS for each in value.values())
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -62,45 +96,127 @@ class Shard:
         return sum(map(len, self.positions))
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of the activations."""
-        return sum(each.nbytes for slices in self.slices.values() for each in slices)
-
-    @property
     def offsets(self) -> np.ndarray:
-        """int64, shape (samples + 1,): sample i has the tokens offsets[i] to offsets[i + 1]."""
+        """int64 (samples + 1,); sample i has the tokens offsets[i] to offsets[i + 1]."""
         lengths = list(map(len, self.positions))
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
 def follow_each_other(offsets: np.ndarray, tokens: int) -> bool:
-    """Whether offsets, of any integers, begin at 0, do not descend, and end at so many tokens."""
+    """Returns whether offsets, of any integers, begin at 0, do not descend, and end at so many
+    tokens."""
     if len(offsets) == 0 or [int(offsets[0]), int(offsets[-1])] != [0, tokens]:
         return False
     return bool((offsets[1:] >= offsets[:-1]).all())  # differences of int64 may overflow
 
 
 def same_content(one: Shard, other: Shard) -> bool:
-    """Whether two shards have the same samples, texts and values, bit by bit."""
+    """Returns whether two shards have the same samples, texts and values, bit by bit."""
+
+    def plain(row: SampleRow) -> tuple[Any, ...]:
+        texts = row.sample_idx, row.text_preview, repr(row.doc_id), row.row, row.cut
+        return *texts, _bits(row.token_ids), _bits(row.positions)
+
     return (
         len(one.samples) == len(other.samples)
         and list(one.slices) == list(other.slices)
-        and all(map(_same_row, one.samples, other.samples))
-        and all(all(map(_same_array, one.slices[key], other.slices[key])) for key in one.slices)
+        and all(map(eq, map(plain, one.samples), map(plain, other.samples)))
+        and all(
+            all(map(eq, map(_bits, one.slices[key]), map(_bits, other.slices[key])))
+            for key in one.slices
+        )
     )
 
 
-def _same_row(one: SampleRow, other: SampleRow) -> bool:
-    texts = [
-        (each.sample_idx, each.text_preview, repr(each.doc_id), each.row, each.cut)
-        for each in (one, other)
-    ]
-    arrays = [(row.token_ids, row.positions) for row in (one, other)]
-    return texts[0] == texts[1] and all(map(_same_array, *arrays))
+def _bits(array: np.ndarray | None) -> tuple[Any, ...] | None:
+    return None if array is None else (array.dtype, array.shape, array.tobytes())
 
 
-def _same_array(one: np.ndarray | None, other: np.ndarray | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    same_form = (one.dtype, one.shape) == (other.dtype, other.shape)
-    return same_form and one.tobytes() == other.tobytes()
+@dataclass(frozen=True)
+class TableRow:
+    """A sample in the table. tokens: how many of it are stored; the rest as in SampleRow."""
+
+    sample_idx: Count
+    tokens: Count
+    doc_id: Annotated[DocId, ID]
+    row: Annotated[Mapping[str, Any] | None, optional(FLAT)]
+    cut: Count
+    text_preview: Text
+
+
+TABLE_ROW = kinds_of(TableRow)
+
+
+def pack_table(samples: Sequence[SampleRow]) -> bytes:
+    """Returns the content of the table's file.
+
+    Raises StorageError for a sample of which too much is known, or what cannot be in the table.
+    """
+    return zlib.compress(b"".join(map(_line, samples)), COMPRESSION_LEVEL, GZIP)
+
+
+def _line(sample: SampleRow) -> bytes:
+    """In ASCII, because an id may be text that has no form in UTF-8. It may be NaN, too."""
+    content = {
+        "sample_idx": sample.sample_idx,
+        "tokens": len(sample.positions),
+        "doc_id": sample.doc_id,
+        "row": sample.row,
+        "cut": sample.cut,
+        "text_preview": sample.text_preview or "",
+    }
+    for name, kind in TABLE_ROW.items():
+        if not kind.fits(content[name]):
+            found = f"{type(content[name]).__name__} {ascii(content[name]):.80}"
+            raise StorageError(
+                f"sample {sample.sample_idx}: its {name} is {found}, expected {kind.words}"
+            )
+    line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
+    if len(line) > LONGEST_LINE:
+        raise StorageError(
+            f"sample {sample.sample_idx}: its id, row and text preview take {len(line):,} bytes; "
+            f"there is room for {LONGEST_LINE:,}",
+            remedy="shorten the row's id, and start anew with --overwrite",
+        )
+    return line
+
+
+def unpack_table(data: bytes, count: int, where: str) -> list[TableRow]:
+    """The inverse of `pack_table`, for so many samples. Leaves out fields that it does not know.
+
+    Raises RunError when the data is not what was written. where: names the file.
+    """
+    rows: list[TableRow] = []
+    try:
+        with igzip.IGzipFile(fileobj=io.BytesIO(data)) as file:
+            while line := file.readline(LONGEST_LINE + 1):
+                if len(rows) == count or len(line) > LONGEST_LINE:
+                    raise ValueError(f"more than {count} lines, or one that is too long")
+                content = json.loads(line)
+                if type(content) is not dict:
+                    raise ValueError("a line that is not an object")
+                check_fields(content, TABLE_ROW, f"{where}: line {len(rows) + 1}")
+                rows.append(TableRow(**{name: content[name] for name in TABLE_ROW}))
+        if len(rows) < count:
+            raise ValueError(f"it has {len(rows)} lines, expected {count}")
+    except UNREADABLE as error:
+        raise RunError(f"{where}: cannot be read: {one_line(error):.200}") from error
+    return rows
+
+
+def with_table(shard: Shard, table: Sequence[TableRow], where: str) -> Shard:
+    """Returns the same shard with what the table says. Raises RunError if that is of other samples.
+
+    where: names the file of the table.
+    """
+    if len(shard.samples) != len(table):
+        raise RunError(f"{where}: is of {counted(len(table), 'sample')}, not {len(shard.samples)}")
+    samples = []
+    for sample, row in zip(shard.samples, table, strict=True):
+        same = (sample.sample_idx, len(sample.positions)) == (row.sample_idx, row.tokens)
+        texts = [(each.text_preview, repr(each.doc_id)) for each in (sample, row)]
+        if not same or (sample.text_preview is not None and texts[0] != texts[1]):
+            raise RunError(f"{where}: says something else of sample {sample.sample_idx}")
+        own = {name: getattr(row, name) for name in ("text_preview", "doc_id", "row", "cut")}
+        samples.append(replace(sample, **own))
+    return replace(shard, samples=samples)

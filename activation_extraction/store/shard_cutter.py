@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from activation_extraction.common.errors import StorageError
-from activation_extraction.store.commit import Commit
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.plan import StoragePlan
+from activation_extraction.store.resume import ShardRange, StoragePlan
 from activation_extraction.store.shard import Key, SampleRow, Shard
 from activation_extraction.store.shard_writer import ShardWriter
 from activation_extraction.text.batch import Cursor
@@ -33,7 +32,7 @@ class ShardCutter:
         plan: StoragePlan,
         where: str,
     ) -> None:
-        self.cursor: Cursor | None = plan.cursor
+        self.cursor: Cursor | None = plan.next.cursor
         self._writer = writer
         self._keys = keys
         self._limit = limit
@@ -42,13 +41,11 @@ class ShardCutter:
         self._where = where
         self._ranges = list(plan.ranges)
         self._expected = plan.expected
-        self._cut_so_far = plan.shards
-        self._start_at(plan.last_sample)
+        self._start(plan.next)
 
-    def _start_at(self, sample_before: int) -> None:
-        self._stored = self.last_sample = sample_before
-        if self._ranges:
-            self._cut_so_far = self._ranges[0].first - 1
+    def _start(self, shards: ShardRange) -> None:
+        self._stored = self.last_sample = shards.sample_before
+        self._cut_so_far = shards.first - 1
         self._empty()
 
     def _empty(self) -> None:
@@ -61,11 +58,12 @@ class ShardCutter:
         return not self._ranges
 
     def wants(self, sample_idx: int) -> bool:
-        """Whether a sample is not stored yet; an earlier run may have stored part of its batch."""
+        """Returns whether a sample is not stored yet; an earlier run may have stored part of its
+        batch."""
         return sample_idx > self._stored
 
     def is_beyond(self, sample_idx: int) -> bool:
-        """Whether a sample comes after the samples of the current range."""
+        """Returns whether a sample comes after the samples of the current range."""
         until = self._ranges[0].until if self._ranges else None
         return until is not None and sample_idx >= until
 
@@ -110,7 +108,7 @@ class ShardCutter:
                 raise self._other_data(current.last)
         self._ranges.pop(0)
         if self._ranges:
-            self._start_at(self._ranges[0].sample_before)
+            self._start(self._ranges[0])
 
     def finish(self, complete: bool) -> None:
         """Ends every range that may end: all of them if the data is `complete`.
@@ -123,8 +121,12 @@ class ShardCutter:
     def _cut(self, cursor: Cursor | None, partial: bool) -> None:
         number = self._cut_so_far + 1
         expected = self._expected.get(number)
-        if expected is not None and not _same_samples(self._pending, expected):
-            raise self._other_data(number)
+        if expected is not None:
+            rows = self._pending.samples
+            ends = rows[0].sample_idx, rows[-1].sample_idx
+            due = expected.first, expected.last, expected.count, expected.tokens
+            if (*ends, len(rows), self._pending.tokens) != due:
+                raise self._other_data(number)
         self._writer.commit(self._pending, cursor, number, partial)
         self._empty()  # not earlier: Ctrl-C may interrupt `commit`
         self._cut_so_far = number
@@ -134,9 +136,3 @@ class ShardCutter:
             f"{self._where}: shard {number} cannot be made again: the data set gives other samples "
             "now; restore the files that the run began with"
         )
-
-
-def _same_samples(shard: Shard, commit: Commit) -> bool:
-    rows = shard.samples
-    found = (rows[0].sample_idx, rows[-1].sample_idx, len(rows), shard.tokens)
-    return found == (commit.first, commit.last, commit.count, commit.tokens)

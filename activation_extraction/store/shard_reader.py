@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,13 +18,11 @@ from activation_extraction.common.errors import RunError
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SAFETENSORS, format_of
+from activation_extraction.store.patience import scratch_folder
 from activation_extraction.store.pickle_file import ContentError, read_pickle
-from activation_extraction.store.reasons import scratch_folder
 from activation_extraction.store.safetensors_file import SafetensorsFile
-from activation_extraction.store.sample_table import TableRow, unpack_table
-from activation_extraction.store.shard import Shard, follow_each_other
-from activation_extraction.store.statistics import Sums
-from activation_extraction.store.statistics_file import unpack_sums
+from activation_extraction.store.shard import Shard, TableRow, follow_each_other, unpack_table
+from activation_extraction.store.statistics import Sums, unpack_sums
 
 
 @dataclass(frozen=True)
@@ -36,125 +34,62 @@ class StoredHook:
     dtype: np.dtype
 
 
-class ShardReader(Protocol):
-    """A shard that is open for reading. All methods raise RunError.
-
-    sample_idx: int64 (samples,). offsets: int64 (samples + 1,); sample i has the tokens offsets[i]
-    to offsets[i + 1].
-    """
-
-    sample_idx: np.ndarray
-    offsets: np.ndarray
-
-    def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids and positions of tokens `start` to `stop`, int32."""
-        ...
-
-    def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop` of the shard at this hook: (stop - start, width)."""
-        ...
-
-
 def read_by_ranges(commit: Commit) -> bool:
-    """Whether rows of a shard can be read without the rest of it."""
+    """Returns whether rows of a shard can be read without the rest of it."""
     return format_of(commit.file) is SAFETENSORS
 
 
-def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> ShardReader:
+def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> "ShardReader":
     """Opens a shard. hooks: those that will be read, by name.
 
     Raises RunError when the file is missing or damaged, or is not what its JSON file describes.
     """
     where = f"{folder.url}/{commit.file}"
+    reader: PickledShard | SafetensorsFile
     if read_by_ranges(commit):
-        file = SafetensorsFile(_ranges_of(folder, commit), commit.bytes, where)
-        reader: ShardReader = _RangeReader(file, commit, hooks, where)
+        reader = SafetensorsFile(_ranges_of(folder, commit), commit.bytes, where)
+        forms = {name: (each.dtype, each.shape) for name, each in reader.tensors.items()}
+        for name, hook in hooks.items():
+            due = hook.dtype, (commit.tokens, hook.width)
+            _expect(where, name, forms.get(name), due)
+        for name, length in (("sample_offsets", commit.count + 1), ("position", commit.tokens)):
+            _expect(where, name, forms[name][1], (length,))
     else:
         with scratch_folder() as scratch:
             try:
                 shard = _unpickle(folder.fetch(commit.file, scratch), commit, where)
             except ContentError as error:
                 raise RunError(f"{where}: {error}") from error
-        reader = _WholeReader(shard, hooks, where)
+        reader = PickledShard(shard, hooks, where)
     _check_samples(where, reader, commit)
     return reader
 
 
-def read_table(folder: Folder, commit: Commit) -> list[TableRow]:
-    """The table of a shard's samples. Raises RunError when it is missing or damaged."""
-    data, where = _read_beside(folder, commit.table_file, commit.table)
-    rows = unpack_table(data, commit.count, where)
-    indices = [row.sample_idx for row in rows]
-    cuts = [row.cut for row in rows if row.cut]
-    found = indices[:1], indices[-1:], sum(row.tokens for row in rows), len(cuts), sum(cuts)
-    expected = [commit.first], [commit.last], commit.tokens, commit.cut_samples, commit.cut_tokens
-    if found != expected or any(a >= b for a, b in pairwise(indices)):
-        raise RunError(f"{where}: is not the table of the shard that its JSON describes")
-    return rows
+def _check_samples(where: str, reader: "ShardReader", commit: Commit) -> None:
+    """Raises RunError unless the samples are those that the JSON file describes."""
+    indices, offsets = reader.sample_idx, reader.offsets
+    _expect(where, "number of samples", len(indices), commit.count)
+    if not commit.count:
+        raise RunError(f"{where}: has no sample")
+    ends = [int(i) for i in indices[[0, -1]]]
+    _expect(where, "first and last sample", ends, [commit.first, commit.last])
+    _expect(where, "tokens", int(offsets[-1]), commit.tokens)
+    ascending = bool((indices[1:] > indices[:-1]).all())  # differences may overflow
+    if not ascending or not follow_each_other(offsets, commit.tokens):
+        raise RunError(f"{where}: is damaged: its samples are not in ascending order")
 
 
-def read_sums(folder: Folder, commit: Commit, hooks: Mapping[str, int]) -> dict[str, Sums]:
-    """The sums of a shard, by hook. hooks: name -> width.
+def _expect(where: str, what: str, found: Any, expected: Any) -> None:
+    if found != expected:
+        raise RunError(f"{where}: {what}: found {found}, expected {expected}")
 
-    Raises RunError when they are missing or damaged.
+
+class PickledShard:
+    """A shard in memory, with the hooks that were asked for.
+
+    sample_idx: int64 (samples,). offsets: int64 (samples + 1,); sample i has the tokens offsets[i]
+    to offsets[i + 1].
     """
-    data, where = _read_beside(folder, commit.statistics_file, commit.statistics)
-    return unpack_sums(data, hooks.items(), where)
-
-
-def _read_beside(folder: Folder, name: str, sha256: str) -> tuple[bytes, str]:
-    """A small file beside a shard, whose JSON has its sha256, and the file's name for messages."""
-    data, where = folder.read(name), f"{folder.url}/{name}"
-    if data is None:
-        raise RunError(f"{where}: is missing")
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise RunError(f"{where}: is damaged: its sha256 is not the one in the shard's JSON")
-    return data, where
-
-
-def read_shard(folder: Folder, commit: Commit, scratch: Path) -> Shard:
-    """A whole shard, without what its table of samples says. scratch: a folder for a download.
-
-    Raises RunError if it is not what its JSON describes, or OSError.
-    """
-    path = folder.fetch(commit.file, scratch)
-    try:
-        if not read_by_ranges(commit):
-            return _unpickle(path, commit, commit.file)
-        _check_digest(path, commit, commit.file)
-        file = SafetensorsFile(_mapped(path, commit, commit.file), commit.bytes, commit.file)
-        return file.shard(commit.names)
-    finally:
-        if not folder.local:
-            path.unlink(missing_ok=True)
-
-
-class _RangeReader:
-    """Reads rows from a mapped local file, or ranges of bytes from a bucket."""
-
-    def __init__(
-        self, file: SafetensorsFile, commit: Commit, hooks: Mapping[str, StoredHook], where: str
-    ) -> None:
-        self._file = file
-        for name, hook in hooks.items():
-            tensor = file.tensors.get(name)
-            found = None if tensor is None else (tensor.dtype, tensor.shape)
-            _expect(where, name, found, (hook.dtype, (commit.tokens, hook.width)))
-        count, tokens = ("sample_offsets", commit.count + 1), ("position", commit.tokens)
-        for name, length in (count, tokens):
-            _expect(where, name, file.tensors[name].shape, (length,))
-        self.sample_idx = np.array(file.whole("sample_idx"))
-        self.offsets = np.array(file.whole("sample_offsets"))
-
-    def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.rows("token_ids", start, stop), self.rows("position", start, stop)
-
-    def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
-        return self._file.rows(hook, start, stop)
-
-
-class _WholeReader:
-    """A shard in memory, with the hooks that were asked for."""
 
     def __init__(self, shard: Shard, hooks: Mapping[str, StoredHook], where: str) -> None:
         self._slices = {}
@@ -167,8 +102,6 @@ class _WholeReader:
             for row, values in zip(shard.samples, self._slices[name], strict=True):
                 expected = hook.dtype, (len(row.positions), hook.width)
                 _expect(where, name, (values.dtype, values.shape), expected)
-        self.sample_idx = np.array([row.sample_idx for row in shard.samples], np.int64)
-        self.offsets = shard.offsets
         ids: list[np.ndarray] = []
         for row in shard.samples:
             at, own = f"{where}: sample {row.sample_idx}", row.token_ids
@@ -177,13 +110,17 @@ class _WholeReader:
             form = np.dtype(np.int32), (len(row.positions),)
             _expect(at, "token ids", (own.dtype, own.shape), form)
             ids.append(own)
-        self._token_ids = _joined(ids)
-        self._position = _joined(shard.positions)
+        self.sample_idx = np.array([row.sample_idx for row in shard.samples], np.int64)
+        self.offsets = shard.offsets
+        self._tokens = _joined(ids), _joined(shard.positions)
 
     def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        return self._token_ids[start:stop], self._position[start:stop]
+        """Returns token ids and positions of tokens `start` to `stop`, int32."""
+        token_ids, positions = self._tokens
+        return token_ids[start:stop], positions[start:stop]
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
+        """Returns tokens `start` to `stop` of the shard at this hook: (stop - start, width)."""
         first = int(np.searchsorted(self.offsets, start, "right")) - 1
         last = int(np.searchsorted(self.offsets, stop, "left"))
         parts = [
@@ -191,6 +128,31 @@ class _WholeReader:
             for i in range(first, last)
         ]
         return _joined(parts or [self._slices[hook][0][:0]])
+
+
+ShardReader = PickledShard | SafetensorsFile
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def read_shard(folder: Folder, commit: Commit, scratch: Path) -> Shard:
+    """Returns a whole shard, without what its table of samples says.
+
+    scratch: a folder for a download. Raises RunError if the shard is not what its JSON describes,
+    or OSError.
+    """
+    path = folder.fetch(commit.file, scratch)
+    try:
+        if not read_by_ranges(commit):
+            return _unpickle(path, commit, commit.file)
+        _check_digest(path, commit, commit.file)
+        file = SafetensorsFile(_mapped(path, commit, commit.file), commit.bytes, commit.file)
+        return file.shard(commit.names)
+    finally:
+        if not folder.local:
+            path.unlink(missing_ok=True)
 
 
 def _ranges_of(folder: Folder, commit: Commit) -> Callable[[int, int], np.ndarray]:
@@ -233,10 +195,6 @@ def _check_digest(path: Path, commit: Commit, where: str) -> None:
             raise RunError(f"{where}: is damaged: its sha256 is not the one in its JSON")
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
 def _check_size(path: Path, commit: Commit, where: str) -> None:
     try:
         size = path.stat().st_size
@@ -246,20 +204,33 @@ def _check_size(path: Path, commit: Commit, where: str) -> None:
         raise RunError(f"{where}: has {size} bytes, its JSON says {commit.bytes}")
 
 
-def _check_samples(where: str, reader: ShardReader, commit: Commit) -> None:
-    """Raises RunError unless the samples are those that the JSON file describes."""
-    indices, offsets = reader.sample_idx, reader.offsets
-    _expect(where, "number of samples", len(indices), commit.count)
-    if not commit.count:
-        raise RunError(f"{where}: has no sample")
-    ends = [int(i) for i in indices[[0, -1]]]
-    _expect(where, "first and last sample", ends, [commit.first, commit.last])
-    _expect(where, "tokens", int(offsets[-1]), commit.tokens)
-    ascending = bool((indices[1:] > indices[:-1]).all())  # differences may overflow
-    if not ascending or not follow_each_other(offsets, commit.tokens):
-        raise RunError(f"{where}: is damaged: its samples are not in ascending order")
+def read_table(folder: Folder, commit: Commit) -> list[TableRow]:
+    """Returns the table of a shard's samples. Raises RunError when it is missing or damaged."""
+    data, where = _read_beside(folder, commit.table_file, commit.table)
+    rows = unpack_table(data, commit.count, where)
+    indices = [row.sample_idx for row in rows]
+    cuts = [row.cut for row in rows if row.cut]
+    found = indices[:1], indices[-1:], sum(row.tokens for row in rows), len(cuts), sum(cuts)
+    expected = [commit.first], [commit.last], commit.tokens, commit.cut_samples, commit.cut_tokens
+    if found != expected or any(a >= b for a, b in pairwise(indices)):
+        raise RunError(f"{where}: is not the table of the shard that its JSON describes")
+    return rows
 
 
-def _expect(where: str, what: str, found: Any, expected: Any) -> None:
-    if found != expected:
-        raise RunError(f"{where}: {what}: found {found}, expected {expected}")
+def read_sums(folder: Folder, commit: Commit, hooks: Mapping[str, int]) -> dict[str, Sums]:
+    """Returns the sums of a shard, by hook. hooks: name -> width.
+
+    Raises RunError when they are missing or damaged.
+    """
+    data, where = _read_beside(folder, commit.statistics_file, commit.statistics)
+    return unpack_sums(data, hooks.items(), where)
+
+
+def _read_beside(folder: Folder, name: str, sha256: str) -> tuple[bytes, str]:
+    """A small file beside a shard, whose JSON has its sha256, and the file's name for messages."""
+    data, where = folder.read(name), f"{folder.url}/{name}"
+    if data is None:
+        raise RunError(f"{where}: is missing")
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise RunError(f"{where}: is damaged: its sha256 is not the one in the shard's JSON")
+    return data, where

@@ -8,10 +8,11 @@ nothing follows.
 
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,23 +21,18 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import StorageError, for_the_user, one_line
-from activation_extraction.store.blocks import Threads
 from activation_extraction.store.commit import Commit
-from activation_extraction.store.formats import ShardFormat
-from activation_extraction.store.outline import Outline
+from activation_extraction.store.formats import ShardFormat, Threads
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.store.reasons import reason_of
+from activation_extraction.store.patience import reason_of
 from activation_extraction.store.run_record import RunRecord
-from activation_extraction.store.sample_table import pack_table
 from activation_extraction.store.sealed_json import seal
-from activation_extraction.store.shard import Key, Shard
-from activation_extraction.store.shard_files import add_up, pack
-from activation_extraction.store.statistics import Statistics, Sums
-from activation_extraction.store.statistics_file import pack_sums
+from activation_extraction.store.shard import Key, Shard, pack_table
+from activation_extraction.store.statistics import Statistics, Sums, pack_sums, sums_of
 from activation_extraction.text.batch import Cursor
 
 SHARDS_AT_ONCE = 16  # most of them uploading
-
+GROUP_BYTES = 32 * 2**20  # of the activations that a thread adds up at a time
 OVERFLOW = (
     "float16 ends at 65504; start anew with --activation_dtype bfloat16 or float32 and --overwrite"
 )
@@ -63,10 +59,10 @@ class ShardWriter:
     """Stores shards in folders that this process owns, first in the first one.
 
     names: key of each hook in the shards -> its full name. most_bytes: of what waits to be stored.
-    threads: how many pack shards. record: has what the samples come from, which is on record before
-    a shard is committed. `made` has the shards that this process has stored; `bytes_waiting` are
-    in memory and wait to be stored; `waited` says for how many seconds the caller waited for which
-    phase of the oldest shard.
+    threads: how many pack shards. record: counts what is committed, and has what the samples come
+    from, which is on record before a shard is committed. `made` has the shards that this process
+    has stored; `bytes_waiting` are in memory and wait to be stored; `waited` says for how many
+    seconds the caller waited for which phase of the oldest shard.
     """
 
     def __init__(
@@ -93,39 +89,19 @@ class ShardWriter:
         self._shards = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
         self._most_bytes = most_bytes
         # What is compressed for a bucket stays in memory beside what it is made from.
-        copies = sum(owner.in_memory and shard_format.compressed for owner in owners)
-        self._times = 1 + copies
+        buckets = [owner for owner in owners if not owner.folder.local]
+        self._times = 1 + shard_format.compressed * len(buckets)
         self.bytes_waiting = 0
         self._batches: list[int] = []  # bytes of those that only the next shard needs
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()  # something was stored, or has failed
-        self.begin(Outline(), [], {})
+        self.begin({})
 
-    def begin(
-        self, outline: Outline, commits: Iterable[Commit], expected: Mapping[int, Commit]
-    ) -> None:
-        """Counts what earlier runs have stored, and that alone. This one begins now.
-
-        outline: of the first shards; commits: of those after them. expected: shards that are made
-        again, by number; with the same bytes they keep their JSON.
-        """
+    def begin(self, expected: Mapping[int, Commit]) -> None:
+        """Makes now the time when the run began. expected: shards that are made again, by number;
+        with the same bytes they keep their JSON."""
         self._began = round(time.time(), 3)
         self._expected = expected
-        self.count(commits, outline)
-
-    def count(self, commits: Iterable[Commit], outline: Outline | None = None) -> None:
-        """Makes `totals` and `outline` those of these shards, and of those in an outline."""
-        self.outline = Outline() if outline is None else outline.whole()
-        self.totals = self.outline.totals.copy()
-        self.totals.statistics = {
-            key: self.totals.statistics.get(key, Statistics()) for key in self._names
-        }
-        for commit in commits:
-            self._add(commit)
-
-    def _add(self, commit: Commit) -> None:
-        self.totals.add(commit)
-        self.outline.add(commit)
 
     def take(self, size: int) -> None:
         """Takes over the arrays of a batch, so many bytes. Waits while too much is held.
@@ -155,14 +131,9 @@ class ShardWriter:
             self._jobs.append(job)
         self._shards.submit(self._run_job, job, previous, shard, cursor, partial)
 
-    def check(self) -> None:
-        """Raises StorageError if anything in the background has failed."""
-        if self._failure is not None:
-            raise self._failure[1]
-
-    def _check_before(self, number: int) -> None:
-        """Raises StorageError if a shard before this one has failed."""
-        if self._failure is not None and self._failure[0] < number:
+    def check(self, before: float = math.inf) -> None:
+        """Raises StorageError if a shard has failed, or one before the shard of this number."""
+        if self._failure is not None and self._failure[0] < before:
             raise self._failure[1]
 
     def wait(self) -> None:
@@ -178,8 +149,8 @@ class ShardWriter:
         """Says what is stored and what is on its way."""
         phases = [job.phase for job in list(self._jobs)]
         return {
-            "shards_stored": self.totals.shards,
-            "bytes_stored": self.totals.bytes,
+            "shards_stored": self._record.totals.shards,
+            "bytes_stored": self._record.totals.bytes,
             "bytes_waiting": self.bytes_waiting,
             **{f"shards_{phase}": phases.count(phase) for phase in self.waited},
             **{f"waited_{phase}_seconds": round(s, 3) for phase, s in self.waited.items()},
@@ -197,18 +168,18 @@ class ShardWriter:
     ) -> None:
         """Stores a shard, and keeps the first failure for whoever checks next."""
         try:
-            self._check_before(job.number)
+            self.check(before=job.number)
             commit = self._store(job, shard, cursor, partial)
             job.phase = "committing"
             if previous is not None:
                 previous.stored.result()
-            self._check_before(job.number)
+            self.check(before=job.number)
             self._commit(commit)
         except BaseException as error:  # whatever it is, nothing may follow this shard
-            told = self._told(error)
+            failure = self._as_storage_error(error)
             with self._changed:
                 if self._failure is None or job.number < self._failure[0]:
-                    self._failure = job.number, told
+                    self._failure = job.number, failure
         finally:
             del shard
             with self._changed:
@@ -217,7 +188,7 @@ class ShardWriter:
                 self._changed.notify_all()
             job.stored.set_result(None)
 
-    def _told(self, error: BaseException) -> StorageError:
+    def _as_storage_error(self, error: BaseException) -> StorageError:
         if self._stopped:  # what was under way could not end
             return StorageError("storing was stopped")
         if isinstance(error, OSError):  # from the disk
@@ -232,8 +203,12 @@ class ShardWriter:
             with ExitStack() as stack:
                 with self._packing:
                     sums = self._sums(shard)
-                    files = [stack.enter_context(each.new_file(name)) for each in self._owners]
-                    packed = pack(shard, self._names, self._format, self._threads, files)
+                    files = []
+                    for owner in self._owners:
+                        files.append(owner.new_file(name))
+                        stack.enter_context(files[-1])
+                    sinks = [file.write for file in files]
+                    packed = self._format.write(shard, self._names, self._threads, sinks)
                 statistics = pack_sums({self._names[key]: sums[key] for key in sums})
                 table = pack_table(shard.samples)
                 packing = time.perf_counter() - began
@@ -265,10 +240,11 @@ class ShardWriter:
                     owner.write(commit.statistics_file, statistics)
                     owner.write(commit.table_file, table)
         except OSError as error:
-            raise StorageError(f"{self._owners[0].path_of(name)}: {reason_of(error)[0]}") from error
+            where = f"{self._owners[0].folder.url}/{name}"
+            raise StorageError(f"{where}: {reason_of(error)[0]}") from error
         with self._changed:
-            self.totals.pack_seconds += packing
-            self.totals.write_seconds += time.perf_counter() - began - packing
+            self._record.totals.pack_seconds += packing
+            self._record.totals.write_seconds += time.perf_counter() - began - packing
         return commit
 
     def _sums(self, shard: Shard) -> dict[Key, Sums]:
@@ -304,10 +280,37 @@ class ShardWriter:
         expected = self._expected.get(commit.number)
         if expected is not None and expected.sha256 == commit.sha256:
             commit = replace(expected, statistics=commit.statistics, table=commit.table)
-        self._record.settle(self.totals, self.outline)
+        self._record.settle()
         for owner in self._owners:
             owner.commit(commit.name, seal(commit.to_json()))
-        self._add(commit)
         self.made.append(commit)
         log.debug("%s: %d samples, %d bytes", commit.file, commit.count, commit.bytes)
-        self._record.stored(self.totals, self.outline)
+        self._record.add(commit)
+
+
+def add_up(shard: Shard, threads: Threads) -> dict[Key, Sums]:
+    """Returns the sums of a shard, by hook. They depend on its content alone."""
+    positions = shard.positions
+    groups = [(key, group) for key in shard.slices for group in _groups(shard, key)]
+
+    def sums(item: tuple[Key, slice]) -> Sums:
+        key, group = item
+        return sums_of(shard.slices[key][group], positions[group])
+
+    total: dict[Key, Sums] = {}
+    for (key, _), found in zip(groups, threads.in_order(sums, groups), strict=True):
+        if key in total:
+            total[key].merge(found)
+        else:
+            total[key] = found
+    return total
+
+
+def _groups(shard: Shard, key: Key) -> Iterator[slice]:
+    """Consecutive samples with GROUP_BYTES at one hook, or a little more."""
+    begin = size = 0
+    for number, values in enumerate(shard.slices[key], 1):
+        size += values.nbytes
+        if size >= GROUP_BYTES or number == len(shard.samples):
+            yield slice(begin, number)
+            begin, size = number, 0

@@ -1,36 +1,34 @@
 """Statistics of activations, which can be merged: per sample, shard, host, machine or run.
 
 `Sums` are what is added up, for every dimension; `Statistics` are the few numbers of a hook that
-the JSON files record.
+the JSON files record. `shard_0001.npz`, beside the shard, holds the sums of each hook, which are
+too long for its JSON, as arrays `HOOK/FIELD` that `numpy.load` reads. Its bytes depend on the sums
+alone.
 """
 
+import io
 import math
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+
+from activation_extraction.common.errors import RunError
+from activation_extraction.store.sealed_json import Count, Number, Positive
 
 BLOCK_BYTES = 4 * 2**20  # of values in float64, which stay in a core's caches
 BUCKETS = 32  # of positions
 SINK, OTHER = 0, 1
 
-
-class Tokens:
-    """What statistics need of tokens beside their activations, which is the same at every hook.
-
-    count: how many there are. sinks: the numbers of the attention sinks among them. buckets,
-    counts: the bucket of each token (see `Sums`), and how many are in each bucket.
-    """
-
-    def __init__(self, positions: Sequence[np.ndarray]) -> None:
-        """positions: of the tokens in their documents, in any number of arrays."""
-        every = np.concatenate(positions)
-        self.count = len(every)
-        self.sinks = np.flatnonzero(every == 0).tolist()
-        self.buckets = np.frexp(every.astype(np.float64))[1]
-        self.counts = np.bincount(self.buckets, minlength=BUCKETS)
+UNREADABLE = (
+    *(ValueError, KeyError, OSError, EOFError, RuntimeError, NotImplementedError),
+    *(zipfile.BadZipFile, zlib.error),
+)
+DTYPES = ("<i8", "<f8", "<f8", "<f8", "<f8")  # of the fields
 
 
 @dataclass(eq=False)
@@ -58,39 +56,35 @@ class Sums:
         each = np.zeros((2, width)), np.zeros((2, width))
         return cls(np.zeros(BUCKETS, np.int64), np.zeros(BUCKETS), *each, np.zeros(()))
 
-    def add(self, activations: Sequence[np.ndarray], tokens: Tokens) -> None:
+    def add(self, activations: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> None:
         """Adds tokens. activations: their arrays (tokens, width) of any float dtype, in order.
+        positions: of the tokens in their documents, in any number of arrays.
 
         The sums are those of the tokens: they do not depend on which arrays the tokens are in.
         """
-        squares, sinks = np.empty(tokens.count), tokens.sinks
+        every = np.concatenate(positions)
+        squares, done = np.empty(len(every)), 0
         rows = max(1, BLOCK_BYTES // (8 * self.sums.shape[1]))
-        wide = np.empty((min(rows, tokens.count), self.sums.shape[1]))
-        done = 0
+        wide = np.empty((min(rows, len(every)), self.sums.shape[1]))
         with np.errstate(invalid="ignore"):  # see `Statistics.finite`
             for block in _blocks(activations, wide):
                 stop = done + len(block)
-                here = sinks[bisect_left(sinks, done) : bisect_left(sinks, stop)]
-                self._add_block(block, [at - done for at in here], squares[done:stop])
+                sinks = np.flatnonzero(every[done:stop] == 0)
+                for total in (self.sums, self.squares):
+                    others = np.add.reduce(block, 0)
+                    if len(sinks):
+                        of_sinks = np.add.reduce(block[sinks], 0)
+                        total[SINK] += of_sinks
+                        others -= of_sinks
+                    total[OTHER] += others
+                    if total is self.sums:
+                        np.multiply(block, block, out=block)
+                np.add.reduce(block, 1, out=squares[done:stop])
                 done = stop
-        norms = np.sqrt(squares)
-        self.counts += tokens.counts
-        self.norms += np.bincount(tokens.buckets, norms, minlength=BUCKETS)
+        norms, buckets = np.sqrt(squares), np.frexp(every.astype(np.float64))[1]
+        self.counts += np.bincount(buckets, minlength=BUCKETS)
+        self.norms += np.bincount(buckets, norms, minlength=BUCKETS)
         self.largest = np.maximum(self.largest, norms.max(initial=0.0))
-
-    def _add_block(self, wide: np.ndarray, sinks: list[int], squares: np.ndarray) -> None:
-        """Adds tokens (tokens, width) in float64, which it overwrites. sinks: which of them are
-        attention sinks. Their squared norms go to `squares`."""
-        for total in (self.sums, self.squares):
-            others = np.add.reduce(wide, 0)
-            if sinks:
-                of_sinks = np.add.reduce(wide[sinks], 0)
-                total[SINK] += of_sinks
-                others -= of_sinks
-            total[OTHER] += others
-            if total is self.sums:
-                np.multiply(wide, wide, out=wide)
-        np.add.reduce(wide, 1, out=squares)
 
     def merge(self, other: "Sums") -> None:
         """Adds other sums."""
@@ -99,7 +93,7 @@ class Sums:
         self.largest = np.maximum(self.largest, other.largest)
 
     def close_to(self, other: "Sums") -> bool:
-        """Whether both are equal, but for rounding."""
+        """Returns whether both are equal, but for rounding."""
         return bool((self.counts == other.counts).all()) and all(
             np.allclose(one, two, rtol=1e-6, atol=1e-6 * np.abs(two).max())
             for one, two in (
@@ -146,10 +140,10 @@ def _blocks(activations: Sequence[np.ndarray], wide: np.ndarray) -> Iterator[np.
         yield wide[:filled]
 
 
-def sums_of(activations: Sequence[np.ndarray], tokens: Tokens) -> Sums:
-    """The sums of some tokens at one hook. activations: see `Sums.add`; at least one array."""
+def sums_of(activations: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> Sums:
+    """Returns the sums of some tokens at one hook, as `Sums.add` takes them; at least one array."""
     total = Sums.zeros(activations[0].shape[1])
-    total.add(activations, tokens)
+    total.add(activations, positions)
     return total
 
 
@@ -158,21 +152,18 @@ class Statistics:
     """Statistics of activations (tokens, width): mean and (population) variance over all values,
     mean and largest Euclidean norm over tokens."""
 
-    tokens: int = 0
-    values: int = 0
-    mean: float = 0.0
-    variance: float = 0.0
-    mean_norm: float = 0.0
-    max_norm: float = 0.0
+    tokens: Count = 0
+    values: Count = 0
+    mean: Number = 0.0
+    variance: Positive = 0.0
+    mean_norm: Positive = 0.0
+    max_norm: Positive = 0.0
 
     @classmethod
     def of(cls, activation: np.ndarray) -> "Statistics":
         """Statistics of a (tokens, width) array of any float dtype, computed in float64."""
-        sums = Sums.zeros(activation.shape[1])
-        sums.add(
-            [activation], Tokens([np.ones(len(activation), np.int32)])
-        )  # any positions will do
-        return sums.statistics
+        anywhere = [np.ones(len(activation), np.int32)]  # any positions will do
+        return sums_of([activation], anywhere).statistics
 
     @property
     def finite(self) -> bool:
@@ -203,4 +194,106 @@ class Statistics:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
         """The inverse of `to_json`; ignores other keys."""
-        return cls(**{field.name: content[field.name] for field in fields(cls)})
+        return cls(**{each.name: content[each.name] for each in fields(cls)})
+
+
+@dataclass(frozen=True, eq=False)
+class DimensionStatistics:
+    """Of some tokens: mean and (population) variance of every dimension, float64 (width,), and the
+    mean Euclidean norm."""
+
+    tokens: int
+    mean: np.ndarray
+    variance: np.ndarray
+    mean_norm: float
+
+
+@dataclass(frozen=True)
+class HookStatistics(Statistics):
+    """Statistics of a hook over all that is stored.
+
+    mean, variance, mean_norm and max_norm are numbers over all values, or all tokens. `all_tokens`
+    and `without_first_token` have them for every dimension. The first token of a document often is
+    an attention sink, whose norm is 100 times that of the others. These two raise OSError for
+    damaged files.
+    """
+
+    load: Callable[[], Sums] = field(repr=False, compare=False, kw_only=True)
+
+    @cached_property
+    def all_tokens(self) -> DimensionStatistics:
+        """Of every token."""
+        return _of(self.load(), slice(None))
+
+    @cached_property
+    def without_first_token(self) -> DimensionStatistics:
+        """Of the tokens that are not the first one of their document."""
+        return _of(self.load(), slice(OTHER, None))
+
+    @property
+    def norms_by_position(self) -> dict[range, float]:
+        """Positions in a document -> mean norm there; only ranges that have tokens."""
+        sums = self.load()
+        return {
+            range(1 << bucket >> 1, 1 << bucket): float(sums.norms[bucket] / sums.counts[bucket])
+            for bucket in np.flatnonzero(sums.counts).tolist()
+        }
+
+
+def _of(sums: Sums, kinds: slice) -> DimensionStatistics:
+    """Those of sinks, of others, or of both: position 0 is bucket 0. NaN for no tokens."""
+    tokens = int(sums.counts[kinds].sum())
+    totals = sums.sums[kinds].sum(0), sums.squares[kinds].sum(0), sums.norms[kinds].sum()
+    with np.errstate(invalid="ignore"):
+        mean, squares, norm = (total / tokens for total in totals)
+    return DimensionStatistics(tokens, mean, np.maximum(squares - mean * mean, 0), float(norm))
+
+
+FIELDS = [each.name for each in fields(Sums)]
+
+
+def pack_sums(sums: Mapping[str, Sums]) -> bytes:
+    """Returns the content of the file. sums: by hook."""
+    arrays = {f"{hook}/{name}": getattr(sums[hook], name) for hook in sums for name in FIELDS}
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def unpack_sums(data: bytes, hooks: Iterable[tuple[str, int]], where: str) -> dict[str, Sums]:
+    """The inverse of `pack_sums`, for some of the hooks: name and width.
+
+    Raises RunError when the data is not what was written. where: names the file.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entries = archive.infolist()
+            if any(each.file_size != each.compress_size for each in entries):
+                raise ValueError("it is compressed")
+            if sum(each.file_size for each in entries) > len(data):
+                raise ValueError("its arrays overlap")
+            return {hook: _sums(archive, hook, width) for hook, width in hooks}
+    except UNREADABLE as error:
+        raise RunError(f"{where}: cannot be read: {error}") from error
+
+
+def _sums(archive: zipfile.ZipFile, hook: str, width: int) -> Sums:
+    shapes = [(BUCKETS,), (BUCKETS,), (2, width), (2, width), ()]
+    arrays = []
+    for name, shape, dtype in zip(FIELDS, shapes, DTYPES, strict=True):
+        data = archive.read(f"{hook}/{name}.npy")
+        arrays.append(_array(data, shape, dtype, f"{hook}/{name}"))
+    return Sums(*arrays)
+
+
+def _array(data: bytes, shape: tuple[int, ...], dtype: str, where: str) -> np.ndarray:
+    """An array from the content of a .npy file. `numpy.load` would allocate whatever its header
+    says before it looks for the values, so the header is compared with the one that is due."""
+    due, end = io.BytesIO(), 10 + int.from_bytes(data[8:10], "little")
+    header = {"descr": dtype, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(due, header)
+    if data[:8] != due.getvalue()[:8]:
+        raise ValueError(f"{where} is of an unknown version")
+    if data[10:end].split() != due.getvalue()[10:].split():
+        raise ValueError(f"{where} is {data[10:end].strip()!r:.200}, expected {header}")
+    return np.frombuffer(data, dtype, offset=end).reshape(shape).copy()

@@ -16,23 +16,19 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import RunError, StorageError
-from activation_extraction.store.commit import Commit
+from activation_extraction.store.commit import Outline, Totals
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.folder_lock import check_output_dir
 from activation_extraction.store.formats import SAFETENSORS, chosen_format
-from activation_extraction.store.identity import Identity
-from activation_extraction.store.incomplete import IncompleteSamples
+from activation_extraction.store.identity import Identity, StorageOptions
+from activation_extraction.store.local_files import check_output_dir
 from activation_extraction.store.metadata import check_own
-from activation_extraction.store.options import StorageOptions
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.store.plan import Planner, StoragePlan
-from activation_extraction.store.reasons import reason_of
-from activation_extraction.store.resume import ResumePlanner
+from activation_extraction.store.patience import reason_of
+from activation_extraction.store.resume import Planner, ResumePlanner, StoragePlan
 from activation_extraction.store.run_record import RunFacts, RunRecord
 from activation_extraction.store.shard import DocId, Key, SampleRow
 from activation_extraction.store.shard_cutter import ShardCutter
 from activation_extraction.store.shard_writer import ShardWriter
-from activation_extraction.store.totals import Totals
 from activation_extraction.text.batch import Batch, Cursor
 
 
@@ -60,6 +56,9 @@ class ActivationStorage:
     remote: a folder in a bucket. Shards are then stored there, from memory, and locally only with
     `keep_local`; metadata.json and metrics.jsonl are in both places. facts: what else metadata.json
     records.
+
+    `made` lists the shards that this process has stored. `waited` says for how many seconds the
+    memory was full, by what the oldest shard waited for; `gauges()` what is on its way.
 
     Leaving the context commits what is complete, even after an exception or Ctrl-C; metadata.json
     then says "interrupted", or "failed" if a shard could not be committed. Raises InputError if the
@@ -92,12 +91,7 @@ class ActivationStorage:
             for each in owners:
                 check_own(each.folder)
         self._record = RunRecord(
-            self._local,
-            self._remote,
-            self._names,
-            self._identity,
-            options.max_samples,
-            facts,
+            self._local, self._remote, self._names, self._identity, options.max_samples, facts
         )
         self._writer = ShardWriter(
             owners if options.keep_local else owners[-1:],
@@ -108,6 +102,8 @@ class ActivationStorage:
             options.writer_threads,
             options.waiting_bytes,
         )
+        self.made, self.waited = self._writer.made, self._writer.waited
+        self.gauges = self._writer.gauges
         self._planner = planner or ResumePlanner(
             self._local.folder,
             remote,
@@ -116,14 +112,13 @@ class ActivationStorage:
             more_rows=facts.sources is not None and facts.sources.grown,
         )
         self._follow(StoragePlan() if options.overwrite else self._planner.look())
-        self._incomplete = IncompleteSamples(self._names)
+        self._incomplete: dict[int, tuple[SampleRow, dict[Key, np.ndarray]]] = {}
         self._state = State.FOUND
 
     def _follow(self, plan: StoragePlan) -> None:
         self.plan = plan
-        self._record.recorded = plan.recorded
-        self._writer.begin(plan.outline, plan.commits, plan.expected)
-        self.totals.count_rows(plan.skipped_rows, plan.empty_rows)
+        self._record.follow(plan)
+        self._writer.begin(plan.expected)
         self._cutter = ShardCutter(
             self._writer,
             list(self._names),
@@ -141,12 +136,7 @@ class ActivationStorage:
     @property
     def totals(self) -> Totals:
         """What is stored, including earlier runs."""
-        return self._writer.totals
-
-    @property
-    def made(self) -> list[Commit]:
-        """The shards that this process has stored."""
-        return self._writer.made
+        return self._record.totals
 
     @property
     def cursor(self) -> Cursor | None:
@@ -194,7 +184,12 @@ class ActivationStorage:
             elif not self._take_over():
                 return self._local.unlock()
             self._state = State.OPEN
-            self._begin_writing()
+            self._record.write("running")  # first of all: a folder without it is refused
+            self._record.upload_metrics()
+            if not self.options.overwrite:
+                self._record.fetch_metrics()
+            for name in self.plan.obsolete:
+                self.place.remove(name)
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
 
@@ -206,13 +201,6 @@ class ActivationStorage:
                 return False
             if self._remote is None or self._remote.claim(self.plan):
                 return True
-
-    def _begin_writing(self) -> None:
-        self._write_metadata("running")  # first of all: a folder without it is refused
-        if not self.options.overwrite:
-            self._record.fetch_metrics()
-        for name in self.plan.obsolete:
-            self.place.remove(name)
 
     def __enter__(self) -> "ActivationStorage":
         self.open()
@@ -246,15 +234,9 @@ class ActivationStorage:
                 self._cutter.end_range(batch.cursor)
                 return added
             if self._cutter.wants(sample.sample_idx):
-                row = SampleRow(
-                    sample.sample_idx,
-                    sample.token_ids[positions],
-                    positions,
-                    sample.text_preview,
-                    sample.doc_id,
-                    sample.row,
-                    sample.cut,
-                )
+                ids = sample.token_ids[positions]
+                own = sample.text_preview, sample.doc_id, sample.row, sample.cut
+                row = SampleRow(sample.sample_idx, ids, positions, *own)
                 self._check_next(sample.sample_idx)
                 slices = {key: activations[key][where] for key in self._names}
                 self._cutter.add(row, slices, batch.cursor, batch.next_cursor)
@@ -294,8 +276,14 @@ class ActivationStorage:
         ids = None if token_ids is None else np.asarray(token_ids, np.int32)
         positions = np.arange(len(activation), dtype=np.int32)
         sample = SampleRow(int(sample_idx), ids, positions, text_preview, doc_id, row, cut)
-        sample, slices = self._incomplete.add(layer_idx, activation, sample)
+        sample, slices = self._incomplete.setdefault(sample.sample_idx, (sample, {}))
+        if layer_idx in slices:
+            raise ValueError(
+                f"sample {sample_idx}, hook {layer_idx!r}: given twice or out of order"
+            )
+        slices[layer_idx] = activation
         if len(slices) == len(self._names):
+            del self._incomplete[sample.sample_idx]
             self._writer.take(sum(each.nbytes for each in slices.values()))
             self._cutter.add(sample, slices)
 
@@ -307,18 +295,9 @@ class ActivationStorage:
             raise ValueError(f"sample {sample_idx}: {self.folder} holds a complete extraction")
 
     @property
-    def waited(self) -> dict[str, float]:
-        """For how many seconds the memory was full, by what the oldest shard waited for."""
-        return self._writer.waited
-
-    @property
     def bytes_waiting(self) -> int:
         """The bytes in memory that wait to be stored."""
         return self._writer.bytes_waiting
-
-    def gauges(self) -> dict[str, Any]:
-        """What is stored and what is on its way, for metrics."""
-        return self._writer.gauges()
 
     def record(self, metrics: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl, beside the shards. Raises StorageError.
@@ -354,34 +333,25 @@ class ActivationStorage:
                 self._remote.check()
                 self._remote.release()
             if complete and self.plan.recorded is not None:
-                self._recount()
-            self._write_metadata("complete" if complete else "interrupted", ending=complete)
+                every = [*self.plan.commits, *self.made]  # in order, as the run added them up
+                self._record.count(sorted(every, key=lambda commit: commit.number), Outline())
+            self._record.write("complete" if complete else "interrupted", counted=complete)
+            self._record.upload_metrics()
             done = True
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
         except RunError:
             with suppress(OSError):
-                self._write_record("failed", upload=False)
+                self._record.write("failed", upload=False)
             raise
         finally:  # after a second Ctrl-C or a failure, nothing waits for uploads
             self.close(patient=done)
-        if complete:
-            self._incomplete.check_none()
+        for number, (_, slices) in self._incomplete.items() if complete else ():
+            missing = [key for key in self._names if key not in slices]
+            raise ValueError(f"sample {number} has no activation for {missing}; it is not stored")
 
     def close(self, patient: bool = False) -> None:
         """Gives up the folder and the threads; what is not committed is lost."""
         self._state = State.CLOSED
         self._writer.close(patient)
         self._local.unlock()
-
-    def _recount(self) -> None:
-        """After a repair: adds up all shards in their order, as the run itself did."""
-        every = [*self.plan.commits, *self.made]
-        self._writer.count(sorted(every, key=lambda commit: commit.number))
-
-    def _write_metadata(self, status: str, ending: bool = False) -> None:
-        self._write_record(status, ending)
-        self._record.upload_metrics()
-
-    def _write_record(self, status: str, ending: bool = False, upload: bool = True) -> None:
-        self._record.write(status, self.totals, self._writer.outline, ending, upload)

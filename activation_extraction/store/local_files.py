@@ -1,0 +1,228 @@
+"""Local files that are complete under their final names, whatever dies meanwhile, and the lock on a
+local folder: only one process at a time writes to it.
+
+Nothing is written through a symbolic link: who made the folder may have put one there, which leads
+to a file elsewhere.
+"""
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.store.commit import METRICS
+from activation_extraction.store.patience import LINK
+
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+WRITE_BEHIND = 32 * 2**20  # bytes after which the kernel is told to start writing to the disk
+LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+log = logging.getLogger("extract_activations")
+
+
+class AtomicFile:
+    """A file that appears under its name when it is complete; until then it has another name.
+
+    It is written, synced to the disk with `finish`, and renamed with `publish`. Whenever the
+    process or the machine dies, the file is absent or whole. Leaving the context deletes what was
+    not published. Methods raise OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        self._temporary.unlink(missing_ok=True)  # that of a process which was killed
+        self._file = os.fdopen(os.open(self._temporary, NEW, 0o666), "wb", buffering=0)
+        self._size = self._handed_over = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        left = memoryview(data).cast("B")
+        self._size += left.nbytes
+        written = left.nbytes
+        while left:
+            left = left[self._file.write(left) :]
+        if sys.platform == "linux" and self._size - self._handed_over >= WRITE_BEHIND:
+            # The kernel starts writing these bytes to the disk, so that little is left to sync at
+            # the end. Each range is named only once: the second time, the kernel would drop it
+            # from memory, where it may be read soon.
+            new = self._handed_over, self._size - self._handed_over
+            os.posix_fadvise(self._file.fileno(), *new, os.POSIX_FADV_DONTNEED)
+            self._handed_over = self._size
+        return written
+
+    def finish(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def publish(self) -> None:
+        if not self._is_ours():
+            raise OSError(errno.ESTALE, "another process has replaced what was being written")
+        os.replace(self._temporary, self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _is_ours(self) -> bool:
+        """Whether the temporary name still is that of the open file. Without locks, another process
+        may begin to write the same file."""
+        try:
+            return os.path.samestat(os.lstat(self._temporary), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._file:
+            if self._is_ours():
+                self._temporary.unlink()
+
+
+class _Hashed:
+    """A file to write to, with the SHA-256 of what was written."""
+
+    def __init__(self, file: AtomicFile) -> None:
+        self._file = file
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.sha256.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def write_atomically(path: Path, write: Callable[[Any], object]) -> str:
+    """Runs `write(file)`, and returns the SHA-256 of the file that it makes. Raises OSError."""
+    with AtomicFile(path) as file:
+        hashed = _Hashed(file)
+        write(hashed)
+        file.finish()
+        file.publish()
+    return hashed.sha256.hexdigest()
+
+
+def write_bytes(path: Path, data: bytes) -> str:
+    """Writes a whole file atomically, and returns its SHA-256. Raises OSError."""
+    return write_atomically(path, lambda file: file.write(data))
+
+
+def append_line(path: Path, line: str) -> None:
+    """Appends a line to a file, which need not exist. Raises OSError, also for a link."""
+    with os.fdopen(os.open(path, APPEND, 0o666), "a") as file:
+        file.write(line + "\n")
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself if it exists, or else the nearest one above it that does."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def check_output_dir(folder: Path) -> None:
+    """Raises InputError if files cannot be written to `folder`, which need not exist, and RunError
+    if another process is writing there."""
+    name = f"--output_dir {folder}"
+    try:
+        str(folder).encode()
+        existing = _nearest(folder)
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"{name}: is a file, expected a folder")
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+        if (folder / METRICS).is_symlink():
+            raise InputError(f"{name}: {METRICS} {LINK}")
+        if folder.exists():
+            unlock(lock_folder(folder, fcntl.LOCK_SH))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise InputError(f"{name}: cannot be written to: {reason or one_line(error)}") from error
+
+
+def check_free_disk(folder: Path, gigabytes: float) -> None:
+    """Raises InputError if less than this is free on the disk where `folder` is or will be."""
+    free = shutil.disk_usage(_nearest(folder)).free / 1e9
+    if free < gigabytes:
+        raise InputError(
+            f"--output_dir {folder}: its disk has {free:.1f} GB free, --min_free_gb asks for "
+            f"{gigabytes:g}; make room, or choose another disk"
+        )
+
+
+def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int | None:
+    """Locks the folder until this process ends, however it ends, or the descriptor is closed.
+
+    Returns the descriptor; None, after a warning, if the file system has no locks. Raises RunError
+    if another process keeps a lock (`is_locked` takes one only for a moment). That
+    process may be an earlier start of this run that is about to end, so a retry makes sense.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    for attempt in range(LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError as error:
+            if attempt == LOCK_ATTEMPTS - 1:
+                os.close(descriptor)
+                message = f"--output_dir {folder}: another process is writing to it"
+                raise RunError(message) from error
+            time.sleep(LOCK_PAUSE)
+        except OSError as error:  # a file system without locks
+            os.close(descriptor)
+            if kind == fcntl.LOCK_EX:
+                log.warning(
+                    "%s: its file system has no locks (%s), so nothing prevents two processes from "
+                    "writing there; see to it that only one does",
+                    *(folder, error.strerror),
+                )
+            return None
+    raise AssertionError
+
+
+def unlock(descriptor: int | None) -> None:
+    """Gives up what `lock_folder` returned."""
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Returns whether a process on this system has a lock on the folder; None if that cannot be
+    known."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):  # the first does not disturb others that check
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return kind == fcntl.LOCK_SH
+        return False
+    except OSError:  # as in lock_folder
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def running_system() -> str:
+    """Returns an id that differs between machines and boots: a lock is visible only within one of
+    them."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return platform.node()
