@@ -40,20 +40,21 @@ from activation_extraction.model.step import Activations, Step, compile_step
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.hosts import (
     Host,
+    Lockstep,
     Watchdog,
     any_host,
     join,
     last_words,
     leave,
+    one_behind,
     together,
 )
-from activation_extraction.run.list_hooks import list_hooks
-from activation_extraction.run.lockstep import Lockstep, one_behind
 from activation_extraction.run.prepare import Job, model_request, prepare_together
 from activation_extraction.run.recompute import load_again
 from activation_extraction.run.summary import (
     continue_with,
     kept_nothing,
+    list_hooks,
     print_summary,
     progress_of,
 )

@@ -20,9 +20,8 @@ from activation_extraction.store.sealed_json import seal, unseal
 from activation_extraction.store.statistics import Statistics, Sums, Tokens
 from activation_extraction.store.statistics_file import pack_sums, statistics_name
 from activation_extraction.store.storage import ActivationStorage
-from activation_extraction.text.batch import Batch, Cursor, Sample
+from activation_extraction.text.batch import Batch, Cursor, Sample, Worker
 from activation_extraction.text.packing import pack
-from activation_extraction.text.workers import Worker
 
 HOOKS: dict[Any, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN, VOCABULARY, TOKENS, ROWS = 16, 50, 10, 2

@@ -17,10 +17,9 @@ from activation_extraction.store.formats import chosen_format
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.text.documents import DocumentStream
-from activation_extraction.text.files import open_files
 from activation_extraction.text.packing import pack
-from activation_extraction.text.samples import samples
-from activation_extraction.text.tokenizer import load_tokenizer
+from activation_extraction.text.samples import load_tokenizer, samples
+from activation_extraction.text.sources import open_files
 
 HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
 HIDDEN = 4

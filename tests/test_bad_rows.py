@@ -17,10 +17,10 @@ import extract_activations
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.text import documents
 from activation_extraction.text import samples as text_samples
+from activation_extraction.text.batch import Worker
 from activation_extraction.text.documents import DocumentStream, check_dataset
-from activation_extraction.text.files import open_files
 from activation_extraction.text.samples import samples
-from activation_extraction.text.workers import Worker
+from activation_extraction.text.sources import open_files
 
 GOOD = '{"text": "good"}'
 NOT_UTF8 = pyarrow.array([b"good", b"\xff", b"good"]).view(pyarrow.string())

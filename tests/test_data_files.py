@@ -15,7 +15,7 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.run import data_files
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.text.files import TextFile, list_files
+from activation_extraction.text.sources import TextFile, list_files
 
 
 def rows_of(numbers):

@@ -27,14 +27,13 @@ from activation_extraction.inspect.verify import verify
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.run.host_text import Dataset, HostText
 from activation_extraction.run.hosts import Watchdog
-from activation_extraction.run.prepare import open_text
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.storage import ActivationStorage
-from activation_extraction.text.choice import TokenChoice
-from activation_extraction.text.files import list_files, open_files
-from activation_extraction.text.workers import Worker
+from activation_extraction.text.batch import Worker
+from activation_extraction.text.packing import TokenChoice
+from activation_extraction.text.sources import list_files, open_files
 
 IDENTITY = Identity(model_digest="tiny", activation_dtype="float32", max_seq_length=32)
 METADATA = {
@@ -82,7 +81,7 @@ def run(byte_tokenizer, rows, shard_format):
             **({"shard_size_gb": 1e-6, "shard_format": shard_format} | options),
         )
         try:
-            batches = open_text(text, place, repairing, Watchdog(600))[1]
+            batches = text.open(place, Watchdog(600))[1]
             place.open()
             for number, batch in enumerate(batches):
                 if stop_after == number:

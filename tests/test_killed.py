@@ -26,7 +26,7 @@ from activation_extraction.store import metadata, run_record
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import AGGREGATE
 from activation_extraction.store.sealed_json import unseal
-from activation_extraction.text.workers import Worker
+from activation_extraction.text.batch import Worker
 
 PLACES = ["local", "bucket", "bucket, local kept"]
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT

@@ -15,10 +15,9 @@ from activation_extraction.common.errors import InputError, RunError, StorageErr
 from activation_extraction.store import pickle_file
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.sealed_json import seal
-from activation_extraction.text import files
-from activation_extraction.text import rows as rows_module
+from activation_extraction.text import sources
 from activation_extraction.text.documents import DocumentStream
-from activation_extraction.text.files import open_files
+from activation_extraction.text.sources import open_files
 
 
 @both_formats
@@ -122,9 +121,9 @@ def test_only_the_current_piece_of_the_data_is_read_again(run, tmp_path, monkeyp
     for n in range(4):
         (pieces / f"{n}.jsonl").write_text("".join(lines[10 * n : 10 * n + 10]))
     opened = []
-    original = rows_module.fsspec.open
+    original = sources.fsspec.open
     monkeypatch.setattr(
-        rows_module.fsspec,
+        sources.fsspec,
         "open",
         lambda url, *a, **k: opened.append(Path(url).name) or original(url, *a, **k),
     )
@@ -188,7 +187,7 @@ def test_what_cannot_be_continued_is_refused_and_left_alone(run, whole, tmp_path
 @pytest.mark.long
 def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
     """The batch in which it failed is not packed differently for that."""
-    original = files.json_lines
+    original = sources.json_lines
     for bad in range(1, DOCUMENTS):
         folder = tmp_path / f"bad_{bad}"
 
@@ -199,7 +198,7 @@ def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
                 yield row
 
         with monkeypatch.context() as patch:
-            patch.setattr(files, "json_lines", fails)
+            patch.setattr(sources, "json_lines", fails)
             with pytest.raises(RunError, match="gone"):
                 run(folder)
         assert status(folder) == "interrupted"

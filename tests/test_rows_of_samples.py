@@ -14,13 +14,13 @@ from test_bad_rows import write_lines, write_parquet
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.output_flags import SHARD_FORMATS
 from activation_extraction.common.errors import RunError
+from activation_extraction.run.host_text import Prefetch
 from activation_extraction.run.hosts import Watchdog
 from activation_extraction.text import samples as text_samples
+from activation_extraction.text.batch import Worker
 from activation_extraction.text.documents import DocumentStream
-from activation_extraction.text.files import open_files
-from activation_extraction.text.prefetch import Prefetch
 from activation_extraction.text.samples import samples
-from activation_extraction.text.workers import Worker
+from activation_extraction.text.sources import open_files
 
 EMPTY = ['{"text": ""}', '{"text": null}', r'{"text": " \n　"}']
 

@@ -15,17 +15,16 @@ from conftest import tokenizer_of
 from tokenizers import Tokenizer
 
 from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.run.host_text import Prefetch
 from activation_extraction.text import samples as text_samples
-from activation_extraction.text.batch import Cursor
+from activation_extraction.text.batch import Cursor, Worker
 from activation_extraction.text.documents import (
     DocumentStream,
     arc_prompt,
 )
-from activation_extraction.text.files import list_files, open_files
 from activation_extraction.text.packing import pack
-from activation_extraction.text.prefetch import Prefetch
 from activation_extraction.text.samples import samples
-from activation_extraction.text.workers import Worker
+from activation_extraction.text.sources import list_files, open_files
 
 
 def write_files(folder, count, kind, rows_per_file=13):

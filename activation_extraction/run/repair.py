@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.inspect.verify import check_shards
+from activation_extraction.inspect.verify import check_shards, wrong_totals
 from activation_extraction.store.commit import FORMAT_VERSION, Commit, number_of
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
@@ -26,7 +26,6 @@ from activation_extraction.store.metadata import (
 )
 from activation_extraction.store.plan import ShardRange, StoragePlan
 from activation_extraction.store.resume import check_identity, check_same_run, refuse_moved
-from activation_extraction.store.totals import Totals
 
 # What a rebuilt metadata.json says at first; the next run without --repair continues from there.
 REBUILT = {"status": "interrupted", **NOTHING}
@@ -35,7 +34,7 @@ log = logging.getLogger("extract_activations")
 
 
 def find_gaps(stored: Stored, good: set[int], stride: int) -> tuple[ShardRange, ...]:
-    """The gaps in a folder, each with its end if the metadata or a JSON file records it.
+    """Returns the gaps in a folder, each with its end if the metadata or a JSON file records it.
 
     good: numbers of the intact shards. stride: the number of hosts of all machines together.
     """
@@ -83,17 +82,19 @@ class RepairPlanner:
         check_same_run(self.place.url, stored, self.identity)
         self._check_local(stored)
         log.info("looking for damaged shards")
-        checked = list(check_shards(self.place, {"": stored}))
+        checked = check_shards(self.place, {"": stored})
         good = {shard.commit.number for shard in checked if not shard.problems}
         ranges = find_gaps(stored, good, self.identity.total_machines * self.identity.num_hosts)
         commits = [stored.commits[number] for number in sorted(good)]
         obsolete = tuple(self._unknown(ranges))
-        anew = found.metadata is None or (not ranges and _miscounted(stored, commits))
+        # A repair that was killed leaves a complete run with wrong totals.
+        finished = found.metadata is not None and found.metadata["status"] == "complete"
+        miscounted = finished and any(wrong_totals(commits, found.metadata or {}))
         return StoragePlan(
             commits,
             ranges,
             obsolete=obsolete,
-            settled=not (ranges or obsolete or anew),
+            settled=not (ranges or obsolete or miscounted) and found.metadata is not None,
             recorded=REBUILT if found.metadata is None else found.metadata,
             expected=stored.commits,
             versions=stored.versions,
@@ -109,7 +110,7 @@ class RepairPlanner:
                 f"{self.place.url}: another process has written to it during the check; "
                 "start --repair again once that process has ended"
             )
-        if changes := self.changes():
+        if changes := self._changes():
             log.warning("recomputed values may differ in rounding: %s", changes)
         return plan
 
@@ -122,12 +123,11 @@ class RepairPlanner:
 
     def _check_local(self, stored: Stored) -> None:
         """Raises InputError if the shards are in a bucket, or the local metadata another run's."""
+        where = f"--output_dir {self.folder.url}"
         if self.remote is not None:
-            check_identity(
-                f"--output_dir {self.folder.url}", read_stored(self.folder), self.identity
-            )
+            check_identity(where, read_stored(self.folder), self.identity)
         else:
-            refuse_moved(f"--output_dir {self.folder.url}", stored, "repair them there")
+            refuse_moved(where, stored, "repair them there")
 
     def _unknown(self, ranges: tuple[ShardRange, ...]) -> Iterator[str]:
         """Names the files of shards at the end of an unfinished run whose JSON files are damaged,
@@ -140,8 +140,8 @@ class RepairPlanner:
                 yield name
 
     def differing(self, made: list[Commit]) -> list[str]:
-        """A line for each remade shard whose bytes are not those that it had."""
-        why = self.changes() or "with the same batch size, mesh, backend and versions"
+        """Returns a line for each remade shard whose bytes are not those that it had."""
+        why = self._changes() or "with the same batch size, mesh, backend and versions"
         return [
             f"{commit.file}: its bytes are not those that it had; its values may differ in "
             f"rounding: {why}"
@@ -149,30 +149,16 @@ class RepairPlanner:
             if self._found.commits.get(commit.number, commit).sha256 != commit.sha256
         ]
 
-    def changes(self) -> str:
+    def _changes(self) -> str:
         """What may round differently than it did in the run, according to its metadata."""
         before = self._found.metadata
         if before is None:
             return ""
-        changed = []
-        for name in ("batch_size", "mesh", "backend", "versions"):
-            was, now = (
-                (m.get("configuration", {}) if name == "batch_size" else m).get(name)
-                for m in (before, self.metadata)
-            )
-            if was != now:
-                changed.append(f"{name} is {now}, was {was}")
-        return "; ".join(changed)
 
+        def settings(metadata: Mapping[str, Any]) -> list[Any]:
+            batch_size = metadata.get("configuration", {}).get("batch_size")
+            return [batch_size, *(metadata.get(name) for name in ("mesh", "backend", "versions"))]
 
-def _miscounted(stored: Stored, commits: list[Commit]) -> bool:
-    """Whether a complete run's metadata has wrong totals, because a repair was killed."""
-    assert stored.metadata is not None
-    sums = Totals()
-    for commit in commits:
-        sums.add(commit)
-    wrong = any(
-        stored.metadata[name] != getattr(sums, name)
-        for name in ("shards", "samples", "tokens", "bytes")
-    )
-    return wrong and stored.metadata["status"] == "complete"
+        names = ("batch_size", "mesh", "backend", "versions")
+        found = zip(names, settings(before), settings(self.metadata), strict=True)
+        return "; ".join(f"{name} is {now}, was {was}" for name, was, now in found if was != now)
