@@ -14,7 +14,7 @@ from small_runs import content, set_status
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
-from activation_extraction.inspect.export_formats import FORMATS
+from activation_extraction.inspect.export_tokens import FORMATS
 from activation_extraction.model import kept as kept_module
 from activation_extraction.model.kept import take_kept
 from activation_extraction.model.mesh import host_rows

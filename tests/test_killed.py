@@ -20,7 +20,7 @@ import small_runs
 from small_runs import Killed, both_formats, content, shard_name, status
 
 from activation_extraction.common.errors import InputError, StorageError
-from activation_extraction.inspect.status_table import show_status
+from activation_extraction.inspect.status import show_status
 from activation_extraction.run.run_folders import RunFolders
 from activation_extraction.store import metadata, run_record
 from activation_extraction.store.folder import Folder
