@@ -33,17 +33,14 @@ DIGEST = np.dtype([("high", "<u8"), ("low", "<u8")])  # 0 where a sample has no 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A stored sample that is to be recomputed.
+    """A stored sample that is to be recomputed. activations: in the order of the hooks.
 
-    token_ids, positions: of its stored tokens. activations: in the order of the hooks. worker: the
-    host that stored it; shard: in which of its shards. start: where in the data that begins, None
-    for the beginning of the data.
+    worker: the host that stored it; shard: in which of its shards. start: where in the data that
+    begins, None for the beginning of the data.
     """
 
     where: str
-    sample_idx: int
-    token_ids: np.ndarray
-    positions: np.ndarray
+    row: SampleRow
     activations: list[np.ndarray]
     worker: Worker
     shard: int
@@ -115,9 +112,7 @@ def check_shard(
         chosen = [
             Chosen(
                 where=f"{where}: sample {shard.samples[i].sample_idx}",
-                sample_idx=shard.samples[i].sample_idx,
-                token_ids=np.asarray(shard.samples[i].token_ids),
-                positions=shard.samples[i].positions,
+                row=shard.samples[i],
                 activations=[slices[i] for slices in shard.slices.values()],
                 worker=worker_of(identity),
                 shard=commit.number,

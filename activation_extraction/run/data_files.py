@@ -23,6 +23,9 @@ from activation_extraction.text.sources import JSON_LINES, TextFile, modified
 
 RECORD = "data_files"  # in metadata.json
 CHANGED = "restore the file that the run began with, give another folder, or --overwrite"
+OTHER_CONTENT = (
+    "--dataset_path: {} has other content here than where another host of this run has read it"
+)
 # What hosts compare of a file at the start: blocks all over it, or all of it if it is small.
 BLOCK, BLOCKS = 2**16, 64
 
@@ -59,7 +62,7 @@ class DataFiles:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="digest-data")
 
     @classmethod
-    def found(
+    def as_recorded(
         cls,
         files: Sequence[TextFile],
         own: Sequence[Mapping[str, Any]],
@@ -85,7 +88,11 @@ class DataFiles:
         for now, before in read:
             if digests.get(now.name) != before.digest:
                 if now is not read[-1][0] or not _has_grown(now, before):
-                    raise _changed(now, before)
+                    sizes = f" ({before.bytes:,} bytes then, {now.size:,} now)"
+                    raise InputError(
+                        f"--dataset_path: {now.url} has changed since stored shards read it"
+                        f"{sizes if now.size != before.bytes else ''}; {CHANGED}"
+                    )
                 known.grown = True
             known._read[now.name] = before
         return known
@@ -107,7 +114,7 @@ class DataFiles:
                 log.info("waiting for the SHA-256 of %s", self._by_name[name].url)
             now = Recorded(name, self._by_name[name].size, future.result())
             if now.contradicts(self._elsewhere.get(name, now)):
-                raise RunError(_other_content(name))
+                raise RunError(OTHER_CONTENT.format(name))
             self._read[name] = now
         return self._read != before
 
@@ -134,7 +141,7 @@ def _merged(earlier: Iterable[Mapping[str, Any]]) -> list[Recorded]:
             raise InputError("--dataset_path: the hosts of this run have read different files")
         for n, (one, other) in enumerate(zip(merged, recorded, strict=True)):
             if one.contradicts(other):
-                raise InputError(_other_content(one.name))
+                raise InputError(OTHER_CONTENT.format(one.name))
             merged[n] = one if one.digest else other
     return merged
 
@@ -146,13 +153,6 @@ def _recorded_in(metadata: Mapping[str, Any]) -> list[Recorded]:
     except DamagedError as error:
         raise InputError(str(error)) from error
     return [Recorded(f["name"], f["bytes"], f["digest"]) for f in metadata.get(RECORD, ())]
-
-
-def _other_content(name: str) -> str:
-    return (
-        f"--dataset_path: {name} has other content here than where another host of this run has "
-        "read it"
-    )
 
 
 def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) -> list[TextFile]:
@@ -215,13 +215,6 @@ def _has_grown(now: TextFile, before: Recorded) -> bool:
     if now.size <= before.bytes or not now.local or not now.url.endswith(JSON_LINES[0]):
         return False
     return same_beginning(Path(now.url), before.bytes, before.digest.removeprefix("sha256 "))
-
-
-def _changed(now: TextFile, before: Recorded) -> InputError:
-    sizes = f" ({before.bytes:,} bytes then, {now.size:,} now)" if now.size != before.bytes else ""
-    return InputError(
-        f"--dataset_path: {now.url} has changed since stored shards read it{sizes}; {CHANGED}"
-    )
 
 
 def _sampled(file: TextFile) -> str:

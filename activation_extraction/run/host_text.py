@@ -54,7 +54,7 @@ def open_dataset(
     """
     path = asked["dataset_path"]
     if path is not None:
-        files = DataFiles.found(list_files(path), own, others)
+        files = DataFiles.as_recorded(list_files(path), own, others)
         return Dataset(open_files(path, text_column, files.files), "files", "", files)
     name, config, split = (asked[f"dataset_{what}"] for what in ("name", "config", "split"))
     source = " ".join(filter(None, (name, config, split)))
@@ -158,13 +158,8 @@ class HostText:
 
     def _documents(self) -> DocumentStream:
         """The host's share of the documents, from the beginning."""
-        return DocumentStream(
-            self.dataset.rows,
-            self.text_column,
-            self.worker,
-            self.skip_bad_rows,
-            self.dataset.files.reads,
-        )
+        rows, reads = self.dataset.rows, self.dataset.files.reads
+        return DocumentStream(rows, self.text_column, self.worker, self.skip_bad_rows, reads)
 
     def _not_stored(self, documents: DocumentStream, storage: ActivationStorage) -> Iterator[Batch]:
         """The batches of every range of shards to store, and one more after each but the last."""

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -57,7 +57,7 @@ def join(
     connect_seconds: int,
     heartbeat_seconds: int,
 ) -> Host:
-    """Starts jax.distributed. coordinator, host_id, num_hosts: None if JAX is to find them itself.
+    """Starts jax.distributed; where coordinator, host_id and num_hosts are None, JAX finds them.
 
     Raises InputError if JAX finds no pod, and RunError if the other hosts do not answer in time.
     """
@@ -142,12 +142,16 @@ def _wait_for_port(address: str, seconds: float, failed: str) -> None:
             time.sleep(0.2)
 
 
+def _gather(values: Any) -> np.ndarray:
+    """Every host's array, in host order. All hosts must call this together."""
+    return np.asarray(multihost_utils.process_allgather(values))
+
+
 def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
     """For each flag, whether any host has set it. All hosts must call this together."""
     if not host.several:
         return list(flags)
-    gathered = multihost_utils.process_allgather(np.array(flags, np.int32))
-    return [bool(value) for value in np.max(np.asarray(gathered), axis=0)]
+    return [bool(value) for value in _gather(np.array(flags, np.int32)).max(axis=0)]
 
 
 def leave(host: Host) -> None:
@@ -176,8 +180,7 @@ def gather(host: Host, text: str) -> list[str]:
     if not host.several:
         return [text]
     mine = np.frombuffer(text.encode().ljust(TEXT_BYTES), np.uint8)
-    every = np.asarray(multihost_utils.process_allgather(mine))
-    return [row.tobytes().decode().rstrip() for row in every]
+    return [row.tobytes().decode().rstrip() for row in _gather(mine)]
 
 
 def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -> None:
@@ -186,8 +189,7 @@ def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -
     All hosts must call this with the same names; a host with a problem may leave the fields out.
     Raises `problem` on the host that has one. The others raise an error that names that host:
     InputError, or RunError if no host found bad input. If there is no problem but a field differs,
-    raises InputError with the field and its hosts. All hosts leave the run before anything is
-    raised.
+    raises InputError with the field and its hosts. All hosts leave the run before that.
     """
     found = _disagreement(fields, problem) if host.several else problem
     if found is not None:
@@ -197,7 +199,7 @@ def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -
 
 def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Exception | None:
     kind = 0 if problem is None else 1 if isinstance(problem, InputError) else 2
-    kinds = np.asarray(multihost_utils.process_allgather(np.int32(kind)))
+    kinds = _gather(np.int32(kind))
     if kinds.any():
         hosts = ", ".join(str(i) for i in np.flatnonzero(kinds))
         if 1 in kinds:
@@ -205,18 +207,13 @@ def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Ex
         return problem or RunError(f"host {hosts} failed: see the message there")
     digests = [hashlib.sha256(str(value).encode()).digest() for value in fields.values()]
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(fields), -1)
-    return _difference(list(fields), np.asarray(multihost_utils.process_allgather(mine)))
-
-
-def _difference(names: list[str], every: np.ndarray) -> InputError | None:
-    """The first field in which hosts differ. every: (hosts, fields, bytes of a digest)."""
-    for name, digests in zip(names, every.swapaxes(0, 1), strict=True):
+    for name, every in zip(fields, _gather(mine).swapaxes(0, 1), strict=True):  # of all hosts
         groups: dict[str, list[str]] = {}
-        for number, digest in enumerate(digests):
+        for number, digest in enumerate(every):
             groups.setdefault(digest.tobytes().hex()[:12], []).append(str(number))
         if len(groups) > 1:
-            told = "; ".join(f"{digest} on {', '.join(who)}" for digest, who in groups.items())
-            return InputError(f"hosts differ in {name}: digest {told}; it must be the same on all")
+            who = "; ".join(f"{digest} on {', '.join(ids)}" for digest, ids in groups.items())
+            return InputError(f"hosts differ in {name}: digest {who}; it must be the same on all")
     return None
 
 

@@ -53,7 +53,7 @@ class Job:
     """A request that has been checked: the model, the text, and where the result goes.
 
     batches: those that were not stored yet when the text was opened; documents: what they are made
-    from. where: the URL or path of the output, for messages. watchdog: of the whole run.
+    from. repair: of --repair alone.
     """
 
     host: Host
@@ -63,14 +63,16 @@ class Job:
     text: HostText
     documents: DocumentStream
     batches: Prefetch[Batch]
-    identity: Identity
-    where: str
     repair: RepairPlanner | None
-    watchdog: Watchdog
 
-    def with_text_reopened(self) -> "Job":
+    @property
+    def where(self) -> str:
+        """The URL or path of the output, for messages."""
+        return self.storage.place.url
+
+    def with_text_reopened(self, watchdog: Watchdog) -> "Job":
         """Returns the same job, with the batches that are still not stored."""
-        documents, batches = self.text.open(self.storage, self.watchdog)
+        documents, batches = self.text.open(self.storage, watchdog)
         return replace(self, documents=documents, batches=batches)
 
 
@@ -96,16 +98,10 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
     agree(host, {"--model_revision": config.model_revision}, problem)
     assert output is not None
     commit = same_commit(host, output.commit)
-
-    def compared() -> tuple[Job, dict[str, Any]]:
-        job = prepare(config, host, families, output, commit, watchdog)
-        files = job.text.dataset.files.files
-        return job, fingerprint(config, job.forward, job.identity, files)
-
-    prepared, problem = _attempt(compared)
-    agree(host, prepared[1] if prepared else {}, problem)
-    assert prepared is not None
-    job = prepared[0]
+    found, problem = _attempt(lambda: prepare(config, host, families, output, commit, watchdog))
+    agree(host, found[1] if found else {}, problem)
+    assert found is not None
+    job = found[0]
     if host.several:  # only now do all of them have files of the same names
         sampled, problem = _attempt(job.text.dataset.files.sampled)
         agree(host, sampled or {}, problem)
@@ -195,8 +191,11 @@ def prepare(
     output: Output,
     commit: str | None,
     watchdog: Watchdog,
-) -> Job:
-    """Checks the rest of the request. commit: the hub model's. Raises InputError."""
+) -> tuple[Job, dict[str, Any]]:
+    """Checks the rest of the request; returns the job, and what hosts compare.
+
+    commit: the hub model's. Raises InputError.
+    """
     folders, worker = output.folders, output.folders.worker
     if config.demo:
         config = _with_demo(config, folders.folder, families)
@@ -230,19 +229,8 @@ def prepare(
         repair = RepairPlanner(local, output.remote, identity, described)
     storage = open_storage(config, forward, output, identity, described, text, repair)
     documents, batches = text.open(storage, watchdog)
-    return Job(
-        host=host,
-        forward=forward,
-        folders=folders,
-        storage=storage,
-        text=text,
-        documents=documents,
-        batches=batches,
-        identity=identity,
-        where=output.remote.url if output.remote else str(folders.folder),
-        repair=repair,
-        watchdog=watchdog,
-    )
+    job = Job(host, forward, folders, storage, text, documents, batches, repair)
+    return job, fingerprint(config, forward, identity, dataset.files.files)
 
 
 def model_request(config: Config) -> ModelRequest:

@@ -70,12 +70,13 @@ def load_again(
         step = compile_step(forward)
 
     def recompute(chosen: list[Chosen]) -> list[dict[str, np.ndarray] | str]:
-        whole = [sample.token_ids for sample in chosen] if texts is None else texts.whole(chosen)
+        stored = [np.asarray(sample.row.token_ids) for sample in chosen]
+        whole = stored if texts is None else texts.whole(chosen)
         computed = _compute(forward, step, [ids for ids in whole if ids is not None])
         return [
             OTHER_TEXT
             if ids is None
-            else {name: values[sample.positions] for name, values in next(computed).items()}
+            else {name: values[sample.row.positions] for name, values in next(computed).items()}
             for sample, ids in zip(chosen, whole, strict=True)
         ]
 
@@ -109,34 +110,29 @@ class _Texts:
         groups: dict[Any, list[Chosen]] = defaultdict(list)
         for sample in chosen:
             groups[sample.worker, sample.shard].append(sample)
-        found: dict[int, np.ndarray] = {}
+        token_ids: dict[int, np.ndarray] = {}
         for group in groups.values():
-            found |= self._read(group)
-        return [self._checked(sample, found.get(sample.sample_idx)) for sample in chosen]
+            token_ids |= self._read(group)
+        return [token_ids.get(sample.row.sample_idx) for sample in chosen]
 
     def _read(self, group: Sequence[Chosen]) -> dict[int, np.ndarray]:
         """Token ids by `sample_idx`, of samples of one shard."""
-        identity, wanted = self.identity, {sample.sample_idx for sample in group}
+        identity, wanted = self.identity, {sample.row.sample_idx: sample.row for sample in group}
+        choice = TokenChoice(identity.positions, identity.drop_token_ids)
         documents = DocumentStream(
             self.dataset.rows, identity.text_column, group[0].worker, identity.skip_bad_rows
         )
         found = {}
         stream = samples(documents, self.tokenizer, identity.max_seq_length, start=group[0].start)
         for sample in stream:
-            if sample.sample_idx in wanted:
-                found[sample.sample_idx] = sample.token_ids
+            if (row := wanted.get(sample.sample_idx)) is not None:
+                positions = choice.kept(sample.sample_idx, sample.token_ids)
+                same = np.array_equal(sample.token_ids[positions], np.asarray(row.token_ids))
+                if same and np.array_equal(positions, row.positions):
+                    found[sample.sample_idx] = sample.token_ids
             if sample.sample_idx >= max(wanted):
                 break
         return found
-
-    def _checked(self, sample: Chosen, token_ids: np.ndarray | None) -> np.ndarray | None:
-        if token_ids is None:
-            return None
-        choice = TokenChoice(self.identity.positions, self.identity.drop_token_ids)
-        positions = choice.kept(sample.sample_idx, token_ids)
-        stored = sample.positions, sample.token_ids
-        same = map(np.array_equal, (positions, token_ids[positions]), stored)
-        return token_ids if all(same) else None
 
 
 def _open_texts(

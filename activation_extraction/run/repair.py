@@ -70,19 +70,19 @@ class RepairPlanner:
     _owner: str | None = None
 
     @property
-    def place(self) -> Folder:
+    def target(self) -> Folder:
         """The folder to repair."""
         return self.remote or self.folder
 
     def look(self) -> StoragePlan:
         """Reads every shard to find the damaged ones."""
-        self._owner = owner_of(self.place)
-        self._found = found = read_stored(self.place)
+        self._owner = owner_of(self.target)
+        self._found = found = read_stored(self.target)
         stored = found if found.metadata is not None else self._with_new_metadata(found)
-        check_same_run(self.place.url, stored, self.identity)
+        check_same_run(self.target.url, stored, self.identity)
         self._check_local(stored)
         log.info("looking for damaged shards")
-        checked = check_shards(self.place, {"": stored})
+        checked = check_shards(self.target, {"": stored})
         good = {shard.commit.number for shard in checked if not shard.problems}
         ranges = find_gaps(stored, good, self.identity.total_machines * self.identity.num_hosts)
         commits = [stored.commits[number] for number in sorted(good)]
@@ -103,11 +103,11 @@ class RepairPlanner:
 
     def look_again(self, plan: StoragePlan) -> StoragePlan:
         """Raises InputError if another process has changed the folder since it was checked."""
-        now = read_stored(self.place)
+        now = read_stored(self.target)
         unchanged = (now.metadata, now.commits) == (self._found.metadata, self._found.commits)
-        if not unchanged or owner_of(self.place) != self._owner:
+        if not unchanged or owner_of(self.target) != self._owner:
             raise InputError(
-                f"{self.place.url}: another process has written to it during the check; "
+                f"{self.target.url}: another process has written to it during the check; "
                 "start --repair again once that process has ended"
             )
         if changes := self._changes():
@@ -116,8 +116,8 @@ class RepairPlanner:
 
     def _with_new_metadata(self, found: Stored) -> Stored:
         if not found.commits:
-            raise InputError(f"{self.place.url}: holds no extraction that --repair could work on")
-        log.warning("%s/%s is damaged or missing and is rebuilt", self.place.url, METADATA)
+            raise InputError(f"{self.target.url}: holds no extraction that --repair could work on")
+        log.warning("%s/%s is damaged or missing and is rebuilt", self.target.url, METADATA)
         new = {"format_version": FORMAT_VERSION, "identity": self.identity.to_json()}
         return replace(found, metadata={**self.metadata, **new, **REBUILT})
 
@@ -135,7 +135,7 @@ class RepairPlanner:
         it continues."""
         numbers = {number_of(name) for name in self._found.damaged if name != METADATA}
         numbers -= {n for n in numbers for r in ranges if r.first <= n <= (r.last or 0)}
-        for name in own_files(self.place.files()) if numbers else ():
+        for name in own_files(self.target.files()) if numbers else ():
             if name.startswith("shard_") and number_of(name) in numbers:
                 yield name
 
