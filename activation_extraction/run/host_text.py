@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import datasets
 from tokenizers import Tokenizer
 
+from activation_extraction.cli.config import Config
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.store.metadata import METADATA, identity_of
@@ -120,20 +121,22 @@ class Prefetch(Generic[T]):
 
 @dataclass(frozen=True)
 class HostText:
-    """How one host turns its share of a data set into batches of `rows` rows, `length` tokens each.
+    """How one host turns its share of a data set into batches, as the configuration asks."""
 
-    max_samples: the most samples that the host stores; None: no limit. choice: the tokens to keep.
-    """
-
+    config: Config
     dataset: Dataset
     tokenizer: Tokenizer
     worker: Worker
-    text_column: str
-    skip_bad_rows: bool
-    max_samples: int | None
-    rows: int
-    length: int
-    choice: TokenChoice = TokenChoice()
+
+    @property
+    def choice(self) -> TokenChoice:
+        return TokenChoice(self.config.positions, self.config.drop_token_ids)
+
+    @property
+    def max_samples(self) -> int | None:
+        """The most samples that this host stores; None: no limit."""
+        most = self.config.max_samples  # of the machine
+        return None if most is None else len(range(self.worker.host, most, self.worker.hosts))
 
     def open(
         self, storage: ActivationStorage, watchdog: AbstractContextManager[object]
@@ -158,17 +161,17 @@ class HostText:
 
     def _documents(self) -> DocumentStream:
         """The host's share of the documents, from the beginning."""
-        rows, reads = self.dataset.rows, self.dataset.files.reads
-        return DocumentStream(rows, self.text_column, self.worker, self.skip_bad_rows, reads)
+        column, skip = self.config.text_column, self.config.skip_bad_rows
+        reads = self.dataset.files.reads
+        return DocumentStream(self.dataset.rows, column, self.worker, skip, reads)
 
     def _not_stored(self, documents: DocumentStream, storage: ActivationStorage) -> Iterator[Batch]:
         """The batches of every range of shards to store, and one more after each but the last."""
+        rows, length = self.config.batch_size, self.config.max_seq_length
         for number, gap in enumerate(storage.plan.ranges):
             documents = self._documents() if number else documents
-            stream = samples(
-                documents, self.tokenizer, self.length, storage.max_samples, gap.cursor
-            )
-            for batch in map(self.choice.mark, pack(stream, self.rows, self.length)):
+            stream = samples(documents, self.tokenizer, length, storage.max_samples, gap.cursor)
+            for batch in map(self.choice.mark, pack(stream, rows, length)):
                 yield batch
                 if gap.until is not None and batch.samples[-1].sample.sample_idx >= gap.until:
                     break

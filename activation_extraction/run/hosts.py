@@ -71,6 +71,11 @@ def join(
         _wait_for_port(coordinator, connect_seconds, failed)
     elif coordinator is not None:
         _check_port(coordinator)
+    # Under Slurm JAX takes one GPU per task, but one that is alone on its node should use all.
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 1(x16)
+    devices: list[int] | None = (
+        [] if re.fullmatch(r"1(\(x\d+\))?", tasks) else None
+    )  # None: JAX chooses
     # This program handles SIGTERM itself; JAX's preemption service would swallow the signal.
     jax.config.update("jax_enable_preemption_service", False)
     timer = threading.Timer(connect_seconds, _end_process, [f"error: {failed}"])
@@ -81,7 +86,7 @@ def join(
             coordinator_address=coordinator,
             num_processes=num_hosts,
             process_id=host_id,
-            local_device_ids=_local_device_ids(),
+            local_device_ids=devices,
             initialization_timeout=connect_seconds + 60,  # JAX aborts then; our timer is earlier
             heartbeat_timeout_seconds=heartbeat_seconds,
         )
@@ -95,15 +100,6 @@ def join(
     finally:
         timer.cancel()
     return Host(jax.process_index(), jax.process_count())
-
-
-def _local_device_ids() -> list[int] | None:
-    """Which local devices to use: [] means all of them, and None leaves the choice to JAX.
-
-    Under Slurm JAX takes one GPU per task, but one that is alone on its node should use all.
-    """
-    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 1(x16)
-    return [] if re.fullmatch(r"1(\(x\d+\))?", tasks) else None
 
 
 def _end_process(message: str) -> None:

@@ -41,7 +41,6 @@ from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.documents import DocumentStream, check_dataset
-from activation_extraction.text.packing import TokenChoice
 from activation_extraction.text.samples import load_tokenizer
 
 T = TypeVar("T")
@@ -203,31 +202,20 @@ def prepare(
     forward = prepare_model(families, replace(request, revision=commit or request.revision))
     checkpoint, vocabulary = forward.checkpoint, forward.model.config.vocab_size
     tokenizer = load_tokenizer(checkpoint.tokenizer_files(), checkpoint.model_path, vocabulary)
-    choice = choose_tokens(config, vocabulary)
+    check_dropped(config.drop_token_ids, vocabulary)
     dataset = open_dataset(vars(config), config.text_column, output.own, output.earlier)
     check_dataset(dataset.rows, config.text_column, config.skip_bad_rows)
     identity = identity_of(config, forward, dataset.name, dataset.content, worker)
     if not config.overwrite:
         for root, _ in folders.roots:
             check_siblings(root, identity)
-    most = config.max_samples  # of the machine
-    text = HostText(
-        dataset=dataset,
-        tokenizer=tokenizer,
-        worker=worker,
-        text_column=config.text_column,
-        skip_bad_rows=config.skip_bad_rows,
-        max_samples=None if most is None else len(range(worker.host, most, worker.hosts)),
-        rows=config.batch_size,
-        length=config.max_seq_length,
-        choice=choice,
-    )
+    text = HostText(config, dataset, tokenizer, worker)
     described = describe_run(config, forward)
     repair = None
     if config.repair:
         local = Folder(str(folders.folder))
         repair = RepairPlanner(local, output.remote, identity, described)
-    storage = open_storage(config, forward, output, identity, described, text, repair)
+    storage = open_storage(text, forward, output, identity, described, repair)
     documents, batches = text.open(storage, watchdog)
     job = Job(host, forward, folders, storage, text, documents, batches, repair)
     return job, fingerprint(config, forward, identity, dataset.files.files)
@@ -253,15 +241,14 @@ def model_request(config: Config) -> ModelRequest:
     )
 
 
-def choose_tokens(config: Config, vocabulary: int) -> TokenChoice:
-    """Returns which tokens are kept. Raises InputError for a token id that the model lacks."""
-    if config.drop_token_ids and (largest := config.drop_token_ids[-1]) >= vocabulary:
+def check_dropped(token_ids: Sequence[int], vocabulary: int) -> None:
+    """Raises InputError if the model lacks one of the token ids to drop, or has no other one."""
+    if token_ids and (largest := token_ids[-1]) >= vocabulary:
         raise InputError(
             f"--drop_token_ids {largest}: the model has token ids 0 to {vocabulary - 1}"
         )
-    if len(config.drop_token_ids) == vocabulary:
+    if len(token_ids) == vocabulary:
         raise InputError("--drop_token_ids: names every token of the model; nothing is left")
-    return TokenChoice(config.positions, config.drop_token_ids)
 
 
 def _with_demo(config: Config, folder: Path, families: Families) -> Config:
@@ -287,16 +274,15 @@ def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
 
 
 def open_storage(
-    config: Config,
+    text: HostText,
     forward: Forward,
     output: Output,
     identity: Identity,
     described: dict[str, Any],
-    text: HostText,
     repair: RepairPlanner | None,
 ) -> ActivationStorage:
     """Opens the output for this run. Raises InputError if nothing may be added to it."""
-    sizes = forward.sizes
+    config, sizes = text.config, forward.sizes
     return ActivationStorage(
         output.folders.folder,
         {key: hook.name for key, hook in forward.hooks.items()},

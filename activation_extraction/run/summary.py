@@ -52,7 +52,7 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         f"{counted(len(job.forward.hooks), 'hook')}, {counted(totals.shards, 'shard')}, "
         f"{totals.bytes / 1e6:,.1f} MB in {job.where}"
     )
-    if job.text.skip_bad_rows:
+    if job.text.config.skip_bad_rows:
         rows = counted(totals.skipped_rows, "row")
         say(f"skipped: {rows} that could not be used (--skip_bad_rows)")
     if totals.empty_rows:
@@ -60,7 +60,7 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     if totals.cut_samples:
         say(
             f"cut: {counted(totals.cut_samples, 'sample')} at "
-            f"{counted(job.text.length, 'token')} (--max_seq_length); left out: "
+            f"{counted(job.text.config.max_seq_length, 'token')} (--max_seq_length); left out: "
             f"{counted(totals.cut_tokens, 'token')}"
         )
     if job.host.id != 0 and not verbose:

@@ -52,35 +52,24 @@ class Document:
 
 
 def arc_prompt(row: dict[str, Any]) -> str:
-    """The prompt for an ARC-AGI task: its training pairs, then each test input to be solved.
+    """Returns the prompt for an ARC-AGI task: its training pairs, then each test input to solve.
 
-    Each row of a grid is one line, with spaces between the cells. The outputs of the tests are left
-    out.
-
-        Example 1
-        Input:
-        0 1
-        Output:
-        1 0
-
-        Test 1
-        Input:
-        1 1
-        Output:
+    Each row of a grid is one line, with spaces between the cells, below a line "Input:" or
+    "Output:". The outputs of the tests are left out.
     """
+
+    def lines(grid: list[list[int]]) -> str:
+        return "\n".join(" ".join(map(str, row)) for row in grid)
+
     examples = [
-        f"Example {n}\nInput:\n{_grid(pair['input'])}\nOutput:\n{_grid(pair['output'])}\n"
+        f"Example {n}\nInput:\n{lines(pair['input'])}\nOutput:\n{lines(pair['output'])}\n"
         for n, pair in enumerate(row["train"], start=1)
     ]
     tests = [
-        f"Test {n}\nInput:\n{_grid(pair['input'])}\nOutput:\n"
+        f"Test {n}\nInput:\n{lines(pair['input'])}\nOutput:\n"
         for n, pair in enumerate(row["test"], start=1)
     ]
     return "\n".join(examples + tests)
-
-
-def _grid(grid: list[list[int]]) -> str:
-    return "\n".join(" ".join(map(str, row)) for row in grid)
 
 
 class DocumentStream:
@@ -169,8 +158,12 @@ class DocumentStream:
         if isinstance(row, FileRow):
             self._reads(row.row["file"])
         else:
+            number = self._rows - 1
+            whose = "the data set" if self.worker == Worker() else "the rows that this host reads"
+            own_id = f", id {row['id']!r:.80}" if "id" in row else ""
             share = {"share": self._share} if self._share else {}
-            row = FileRow(self._where(row), {**share, "row": self._rows - 1}, partial(dict, row))
+            position = {**share, "row": number}
+            row = FileRow(f"row {number} (from 0) of {whose}{own_id}", position, partial(dict, row))
         try:
             columns = row.read()
             text = _text_of(columns, self._text_column)
@@ -194,12 +187,6 @@ class DocumentStream:
         self.skipped_rows += 1
         level = logging.WARNING if self.skipped_rows <= LOGGED_ROWS else logging.DEBUG
         log.log(level, "skipped a row: %s: %s", where, why)
-
-    def _where(self, row: dict[str, Any]) -> str:
-        """The position of `row`, which was read last, in a hub data set."""
-        whose = "of the data set" if self.worker == Worker() else "of the rows that this host reads"
-        own_id = f", id {row['id']!r:.80}" if "id" in row else ""
-        return f"row {self._rows - 1} (from 0) {whose}{own_id}"
 
 
 def check_dataset(

@@ -151,17 +151,12 @@ def open_files(
             return datasets.IterableDataset.from_generator(json_lines, gen_kwargs=lines)
         with ThreadPoolExecutor(READERS) as pool:
             counts = pool.map(_row_groups, [file.url for file in files])
-            groups = [
-                (file, n) for file, count in zip(files, counts, strict=True) for n in range(count)
-            ]
+            pairs = zip(files, counts, strict=True)
+            groups = [(file.url, file.name, n) for file, count in pairs for n in range(count)]
         if not groups:
             raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
-        pieces = {
-            "urls": [file.url for file, _ in groups],
-            "names": [file.name for file, _ in groups],
-            "groups": [n for _, n in groups],
-            "text_column": text_column,
-        }
+        urls, names, numbers = map(list, zip(*groups, strict=True))
+        pieces = {"urls": urls, "names": names, "groups": numbers, "text_column": text_column}
         return datasets.IterableDataset.from_generator(parquet_rows, gen_kwargs=pieces)
 
 
