@@ -16,6 +16,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.folders import expected_names, read_folders
 from activation_extraction.inspect.verify_shard import (
+    NO_ORIGINS,
     Checked,
     Chosen,
     Origins,
@@ -58,24 +59,26 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     """
     folders = read_folders(root)
     metadata = next((stored.metadata for stored in folders.values() if stored.metadata), None)
-    recompute = None if load is None or metadata is None else load(metadata)
+    recompute, identity, allowed = None, Identity(), 0.0
+    if load is not None and metadata is not None:
+        recompute, identity = load(metadata), identity_of(metadata, METADATA)
+        allowed = tolerance(identity, metadata.get("backend") == recompute.platform)
     problems = list(check_folders(folders))
     checked = list(check_shards(root, folders, count if recompute is not None else 0))
     problems += [problem for shard in checked for problem in shard.problems]
-    origins = [shard.origins for shard in checked if shard.origins is not None]
-    joined = Origins(*map(np.concatenate, zip(*origins, strict=True))) if origins else None
-    problems += [] if joined is None else rows_stored_twice(joined)
+    every = [shard.origins for shard in checked if shard.origins is not None]
+    origins = Origins(*map(np.concatenate, zip(NO_ORIGINS, *every, strict=True)))
+    problems += rows_stored_twice(origins)
     recomputed = "nothing recomputed (give --model_path)"
-    if recompute is not None and metadata is not None:
+    if recompute is not None:
         chosen = [sample for shard in checked for sample in shard.chosen]
-        problems += _compare(metadata, chosen, recompute)
+        problems += _compare(identity.hooks, chosen, recompute, allowed)
         recomputed = f"{counted(len(chosen), 'sample')} recomputed"
-    notes = [] if joined is None else ids_that_recur(joined)
     samples = sum(shard.commit.count for shard in checked)
     gigabytes = sum(shard.commit.bytes for shard in checked) / 1e9
     say(
         *problems,
-        *notes,
+        *ids_that_recur(origins),
         f"{'FAILED' if problems else 'in order'}: {counted(len(folders), 'folder')}, "
         f"{counted(len(checked), 'shard')}, {counted(samples, 'sample')}, {gigabytes:,.3f} GB; "
         f"{recomputed}; {counted(len(problems), 'problem')}",
@@ -148,15 +151,15 @@ def tolerance(identity: Identity, same_platform: bool) -> float:
     return COMPUTED[dtype, same_platform] + STORED[stored]
 
 
-def _compare(metadata: dict[str, Any], chosen: list[Chosen], recompute: Recompute) -> Iterator[str]:
-    """Recomputes the chosen samples and reports those that differ."""
-    identity = identity_of(metadata, METADATA)
-    allowed = tolerance(identity, metadata.get("backend") == recompute.platform)
+def _compare(
+    hooks: tuple[str, ...], chosen: list[Chosen], recompute: Recompute, allowed: float
+) -> Iterator[str]:
+    """Recomputes the chosen samples and reports those that differ by more than is allowed."""
     for sample, activations in zip(chosen, recompute.activations(chosen), strict=True):
         if isinstance(activations, str):
             yield f"{sample.where}: cannot be recomputed: {activations}"
             continue
-        for name, stored in zip(identity.hooks, sample.activations, strict=True):
+        for name, stored in zip(hooks, sample.activations, strict=True):
             before, now = (np.asarray(each, np.float64) for each in (stored, activations[name]))
             error = float(np.linalg.norm(now - before)) / max(float(np.linalg.norm(before)), 1e-30)
             if not error <= allowed:

@@ -55,6 +55,9 @@ class Origins(NamedTuple):
     ids: np.ndarray
 
 
+NO_ORIGINS = Origins(np.zeros(0, np.int64), np.zeros(0, DIGEST), np.zeros(0, DIGEST))
+
+
 class Checked(NamedTuple):
     """A shard that has been read: what is wrong with it, those of its samples that are to be
     recomputed, and where all of them come from (None if it cannot be read)."""
