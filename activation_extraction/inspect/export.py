@@ -24,8 +24,7 @@ from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.folders import read_folders
-from activation_extraction.inspect import export_tokens
-from activation_extraction.inspect.export_tokens import Contents, TokenExport
+from activation_extraction.inspect.export_tokens import TokenExport
 from activation_extraction.inspect.status import host_states
 from activation_extraction.store.atomic_file import write_bytes
 from activation_extraction.store.commit import FORMAT_VERSION, Commit
@@ -88,7 +87,7 @@ def export(
         )
     else:
         every = [commit for stored in folders.values() for commit in stored.in_order]
-        tokens = TokenExport(dataset, _contents(dataset, form, _digest(every), hooks), Path(target))
+        tokens = TokenExport(dataset, form, _digest(every), hooks, Path(target))
         _write([tokens])
         tokens.say_summary()
 
@@ -104,16 +103,6 @@ def _chosen(dataset: ActivationDataset, patterns: Sequence[str] | None) -> dict[
             f"--hook_names {error.args[0]}: no such hook; the run has {known}"
         ) from None
     return {name: width for name, width in hooks.items() if name in wanted}
-
-
-def _contents(
-    dataset: ActivationDataset, form: str, source: str, hooks: dict[str, int]
-) -> Contents:
-    if not dataset.tokens:
-        raise InputError(f"--export: {dataset.url} holds no tokens")
-    whole = Contents(form, source, hooks, dataset.dtype.name, dataset.tokens, 1)
-    each = sum(map(whole.row_bytes, hooks))
-    return replace(whole, per_chunk=max(1, export_tokens.CHUNK_BYTES // each))
 
 
 def _digest(commits: Sequence[Commit]) -> str:

@@ -13,7 +13,7 @@ import os
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -266,10 +266,22 @@ class TokenExport:
 
     unit = " tokens"
 
-    def __init__(self, dataset: ActivationDataset, contents: Contents, folder: Path) -> None:
-        self.folder, self.size = folder, contents.tokens
-        self._dataset, self._contents = dataset, contents
-        self._files = FORMATS[contents.form](folder, contents)
+    def __init__(
+        self,
+        dataset: ActivationDataset,
+        form: str,
+        source: str,
+        hooks: dict[str, int],
+        folder: Path,
+    ) -> None:
+        """source, hooks: see Contents. Raises InputError if there are no tokens."""
+        if not dataset.tokens:
+            raise InputError(f"--export: {dataset.url} holds no tokens")
+        self.folder, self.size, self._dataset = folder, dataset.tokens, dataset
+        one_by_one = Contents(form, source, hooks, dataset.dtype.name, self.size, 1)
+        per_chunk = CHUNK_BYTES // sum(map(one_by_one.row_bytes, hooks))
+        self._contents = replace(one_by_one, per_chunk=max(1, per_chunk))
+        self._files = FORMATS[form](folder, self._contents)
         # How many chunks are complete, and whether all else is, too; the state of the batches; the
         # statistics of what is exported, by hook.
         self._progress: dict[str, Any] = {
