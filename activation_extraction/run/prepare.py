@@ -131,7 +131,7 @@ def prepare_output(config: Config, host: Host, beat: Callable[[], None]) -> Outp
     remote = folders.open_bucket(beat)
     folders.check_stale_folders(config.overwrite)
     roots = [] if config.overwrite else folders.roots
-    earlier = [found for root, _ in roots if (found := find_metadata(root)) is not None]
+    earlier = [found for root in roots if (found := find_metadata(root)) is not None]
     places = [] if config.overwrite else [Folder(str(folders.folder)), *filter(None, (remote,))]
     own = [metadata for metadata in map(metadata_in, places) if metadata is not None]
     commit = None
@@ -207,7 +207,7 @@ def prepare(
     check_dataset(dataset.rows, config.text_column, config.skip_bad_rows)
     identity = identity_of(config, forward, dataset.name, dataset.content, worker)
     if not config.overwrite:
-        for root, _ in folders.roots:
+        for root in folders.roots:
             check_siblings(root, identity)
     text = HostText(config, dataset, tokenizer, worker)
     described = describe_run(config, forward)

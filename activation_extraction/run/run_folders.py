@@ -39,11 +39,11 @@ class RunFolders:
         return self.local / folder_name(self.worker, in_bucket=False)
 
     @property
-    def roots(self) -> list[tuple[Folder, bool]]:
-        """The folders that hold those of machines and hosts, and whether each is in the bucket."""
-        roots = [(Folder(str(self.local)), False)]
+    def roots(self) -> list[Folder]:
+        """The folders that hold those of machines and hosts: the local one, that in the bucket."""
+        roots = [Folder(str(self.local))]
         if self.bucket_url is not None:
-            roots.append((Folder(self.bucket_url, self.upload_timeout, flag=UPLOAD_TIMEOUT), True))
+            roots.append(Folder(self.bucket_url, self.upload_timeout, flag=UPLOAD_TIMEOUT))
         return roots
 
     def open_bucket(self, beat: Callable[[], None]) -> Folder | None:
@@ -70,9 +70,9 @@ class RunFolders:
         stale only if this run has no such machine.
         """
         worker, found = self.worker, []
-        for root, in_bucket in self.roots:
+        for in_bucket, root in enumerate(self.roots):
             hosts = (replace(worker, host=host) for host in range(worker.hosts))
-            own = {folder_name(host, in_bucket) for host in hosts}
+            own = {folder_name(host, bool(in_bucket)) for host in hosts}
             named = host_folders(root.folders()).items()
             stale = [
                 name
@@ -105,7 +105,7 @@ class RunFolders:
         for folder in self.check_stale_folders(overwrite=True):
             if folder.local or self.worker.host == 0:
                 Ownership(folder, uuid.uuid4().hex).delete()
-        for root, _ in self.roots:
+        for root in self.roots:
             if root.local or self.worker.host == 0:
                 root.remove(AGGREGATE)
 
