@@ -144,7 +144,7 @@ def _gather(values: Any) -> np.ndarray:
 
 
 def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
-    """For each flag, whether any host has set it. All hosts must call this together."""
+    """Returns, for each flag, whether any host has set it. All hosts must call this together."""
     if not host.several:
         return list(flags)
     return [bool(value) for value in _gather(np.array(flags, np.int32)).max(axis=0)]
@@ -167,12 +167,12 @@ def together(host: Host, failure: Exception | None) -> None:
 
 
 def elsewhere() -> RunError:
-    """What a host raises if it has no problem itself, but another host has failed."""
+    """Returns what a host raises if it has no problem itself, but another host has failed."""
     return RunError("another host failed", remedy="its message says what to do on all hosts")
 
 
 def gather(host: Host, text: str) -> list[str]:
-    """Every host's `text`, at most TEXT_BYTES long, in host order. All hosts must call this."""
+    """Returns every host's text, at most TEXT_BYTES long, in order. All hosts must call this."""
     if not host.several:
         return [text]
     mine = np.frombuffer(text.encode().ljust(TEXT_BYTES), np.uint8)

@@ -216,7 +216,7 @@ def check_dataset(
 
 
 def with_remedy(error: RunError) -> InputError:
-    """The same error as an InputError, since it was found before anything expensive started."""
+    """Returns the error as an InputError: it was found before anything expensive started."""
     return InputError(f"{error}; {error.remedy}" if error.remedy else str(error))
 
 

@@ -18,14 +18,14 @@ from activation_extraction.text.batch import Batch, Cursor, Placed, Sample
 
 
 def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Sample]:
-    """Samples made from token ids alone, numbered from 0; they belong to no data set."""
+    """Makes samples of token ids alone, numbered from 0; they belong to no data set."""
     for number, ids in enumerate(documents):
         here, after = Cursor(number), Cursor(number + 1)
         yield Sample(number, np.asarray(ids, np.int32), "", None, here, after)
 
 
 def best_fit(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[int, int]] | None:
-    """Best-fit-decreasing bin packing: (row, start) of each length, or None if they do not fit.
+    """Packs best-fit-decreasing: returns (row, start) of each length, or None if they do not fit.
 
     Takes the longest first (ties in order) and puts each in the fullest row that has room.
     """
@@ -42,7 +42,7 @@ def best_fit(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[int
 
 
 def longest_run(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[int, int]]:
-    """(row, start) of each length in the longest prefix that `best_fit` can fit into one batch.
+    """Returns (row, start) of each length in the longest prefix that `best_fit` fits into a batch.
 
     Every length must be at most `capacity`, so that at least one always fits.
     """
@@ -113,7 +113,7 @@ class TokenChoice:
         return self == TokenChoice()
 
     def kept(self, sample_idx: int, token_ids: np.ndarray) -> np.ndarray:
-        """The positions of a sample's kept tokens, int32, in ascending order."""
+        """Returns the positions of a sample's kept tokens, int32, in ascending order."""
         rule = parse_positions(self.positions)
         every = np.arange(len(token_ids), dtype=np.int32)
         if rule.share is None:
@@ -124,7 +124,7 @@ class TokenChoice:
         return chosen[~np.isin(token_ids[chosen], self.dropped)]
 
     def mark(self, batch: Batch) -> Batch:
-        """The batch with its kept tokens marked."""
+        """Returns the batch with its kept tokens marked."""
         if self.everything:
             return batch
         kept = np.zeros(batch.token_ids.shape, bool)
