@@ -26,6 +26,11 @@ HIDDEN = 4
 DOCUMENTS = 40
 
 
+def stream_of(path, worker=None, skip=False, column="text"):
+    """The documents of one worker in the files at `path`. skip: rows that cannot be used."""
+    return DocumentStream(open_files(str(path), column), column, worker, skip)
+
+
 class Killed(BaseException):
     """Stands for SIGKILL: nothing of the run goes on."""
 
@@ -69,7 +74,7 @@ def run(byte_tokenizer, rows, shard_format):
     """Runs all but the model; what is stored depends on how samples are packed, too."""
 
     def run(folder, *, kill_after=None, interrupt_after=None, max_samples=None, **options):
-        stream = DocumentStream(open_files(str(rows), "text"), "text")
+        stream = stream_of(rows)
         place = open_storage(
             folder,
             HOOKS,

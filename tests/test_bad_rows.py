@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from pods import flags_for
-from small_runs import content, set_status
+from small_runs import content, set_status, stream_of
 
 import extract_activations
 from activation_extraction.common.errors import InputError, RunError
@@ -24,10 +24,6 @@ from activation_extraction.text.sources import open_files
 
 GOOD = '{"text": "good"}'
 NOT_UTF8 = pyarrow.array([b"good", b"\xff", b"good"]).view(pyarrow.string())
-
-
-def stream_of(path, worker=None, skip=False):
-    return DocumentStream(open_files(str(path), "text"), "text", worker, skip)
 
 
 def write_lines(path, lines, end="\n"):

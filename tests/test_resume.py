@@ -8,7 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, both_formats, content, shards_of, status
+from small_runs import (
+    DOCUMENTS,
+    HIDDEN,
+    HOOKS,
+    Killed,
+    both_formats,
+    content,
+    shards_of,
+    status,
+    stream_of,
+)
 from storages import open_storage
 
 from activation_extraction.common.errors import InputError, RunError, StorageError
@@ -16,8 +26,6 @@ from activation_extraction.store import pickle_file
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.text import sources
-from activation_extraction.text.documents import DocumentStream
-from activation_extraction.text.sources import open_files
 
 
 @both_formats
@@ -127,13 +135,13 @@ def test_only_the_current_piece_of_the_data_is_read_again(run, tmp_path, monkeyp
         "open",
         lambda url, *a, **k: opened.append(Path(url).name) or original(url, *a, **k),
     )
-    stream = DocumentStream(open_files(str(pieces), "text"), "text")
+    stream = stream_of(pieces)
     state = None
     for number, _ in enumerate(stream):
         if number == 24:
             state = stream.state()
     opened.clear()
-    again = DocumentStream(open_files(str(pieces), "text"), "text")
+    again = stream_of(pieces)
     again.restore(json.loads(json.dumps(state)))
     assert len(list(again)) == 15
     assert opened == ["2.jsonl", "3.jsonl"]
