@@ -41,20 +41,21 @@ from activation_extraction.model.step import Activations, Step, compile_step
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.hosts import (
     Host,
+    Lockstep,
     Watchdog,
     any_host,
     join,
     last_words,
     leave,
+    one_behind,
     together,
 )
-from activation_extraction.run.list_hooks import list_hooks
-from activation_extraction.run.lockstep import Lockstep, one_behind
 from activation_extraction.run.prepare import Job, model_request, prepare_together
 from activation_extraction.run.recompute import load_again
 from activation_extraction.run.summary import (
     continue_with,
     kept_nothing,
+    list_hooks,
     print_summary,
     progress_of,
 )
@@ -122,7 +123,7 @@ def run(config: Config) -> int:
 def compute(config: Config, job: Job, clock: Clock, watchdog: Watchdog) -> tuple[bool, int]:
     """Runs the model over the text; returns whether all is done, and which signal stopped it."""
     with device_errors():
-        step, job = start_together(job, config.overwrite)
+        step, job = start_together(job, config.overwrite, watchdog)
     clock.restart()
     with job.storage, stop_on_signals() as stopped:
         try:
@@ -143,7 +144,7 @@ def compute(config: Config, job: Job, clock: Clock, watchdog: Watchdog) -> tuple
         return steps.complete, stopped()
 
 
-def start_together(job: Job, overwrite: bool) -> tuple[Step, Job]:
+def start_together(job: Job, overwrite: bool, watchdog: Watchdog) -> tuple[Step, Job]:
     """Loads the weights, compiles the step and opens the output; fails on all hosts or on none.
 
     Returns the step, and the job with the batches that are left: another process may have written
@@ -163,7 +164,7 @@ def start_together(job: Job, overwrite: bool) -> tuple[Step, Job]:
                 job.where,
                 counted(storage.found_samples, "sample"),
             )
-            job = job.with_text_reopened()
+            job = job.with_text_reopened(watchdog)
     except Exception as error:  # whatever it is, the other hosts must not wait for this one
         failure = error
     together(job.host, failure)

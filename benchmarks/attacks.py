@@ -28,7 +28,7 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect.report import make_report
-from activation_extraction.inspect.status_table import show_status
+from activation_extraction.inspect.status import show_status
 from activation_extraction.inspect.verify import verify
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of

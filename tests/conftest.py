@@ -82,7 +82,7 @@ from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo
 from activation_extraction.store.folder import Folder
-from activation_extraction.text.tokenizer import load_tokenizer
+from activation_extraction.text.samples import load_tokenizer
 from qwen2_jax_with_hooks import FAMILIES
 
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ from activation_extraction.store.statistics import (
     pack_sums,
 )
 from activation_extraction.store.storage import ActivationStorage
-from activation_extraction.text.batch import Batch, Cursor, Sample
+from activation_extraction.text.batch import Batch, Cursor, Sample, Worker
 from activation_extraction.text.packing import pack
-from activation_extraction.text.workers import Worker
 
 HOOKS: dict[Any, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN, VOCABULARY, TOKENS, ROWS = 16, 50, 10, 2

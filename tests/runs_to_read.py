@@ -10,8 +10,8 @@ import numpy as np
 from extractions import edit, identity_of
 from storages import open_storage
 
-from activation_extraction.common.choices import SHARD_FORMATS
-from activation_extraction.text.workers import Worker
+from activation_extraction.cli.output_flags import SHARD_FORMATS
+from activation_extraction.text.batch import Worker
 
 HOOKS = {
     3: "blocks.3.hook_resid_post",

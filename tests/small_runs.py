@@ -17,14 +17,18 @@ from activation_extraction.store.formats import chosen_format
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.text.documents import DocumentStream
-from activation_extraction.text.files import open_files
 from activation_extraction.text.packing import pack
-from activation_extraction.text.samples import samples
-from activation_extraction.text.tokenizer import load_tokenizer
+from activation_extraction.text.samples import load_tokenizer, samples
+from activation_extraction.text.sources import open_files
 
 HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
 HIDDEN = 4
 DOCUMENTS = 40
+
+
+def stream_of(path, worker=None, skip=False, column="text"):
+    """The documents of one worker in the files at `path`. skip: rows that cannot be used."""
+    return DocumentStream(open_files(str(path), column), column, worker, skip)
 
 
 class Killed(BaseException):
@@ -70,7 +74,7 @@ def run(byte_tokenizer, rows, shard_format):
     """Runs all but the model; what is stored depends on how samples are packed, too."""
 
     def run(folder, *, kill_after=None, interrupt_after=None, max_samples=None, **options):
-        stream = DocumentStream(open_files(str(rows), "text"), "text")
+        stream = stream_of(rows)
         place = open_storage(
             folder,
             HOOKS,

@@ -11,23 +11,19 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from pods import flags_for
-from small_runs import content, set_status
+from small_runs import content, set_status, stream_of
 
 import extract_activations
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.text import documents
 from activation_extraction.text import samples as text_samples
+from activation_extraction.text.batch import Worker
 from activation_extraction.text.documents import DocumentStream, check_dataset
-from activation_extraction.text.files import open_files
 from activation_extraction.text.samples import samples
-from activation_extraction.text.workers import Worker
+from activation_extraction.text.sources import open_files
 
 GOOD = '{"text": "good"}'
 NOT_UTF8 = pyarrow.array([b"good", b"\xff", b"good"]).view(pyarrow.string())
-
-
-def stream_of(path, worker=None, skip=False):
-    return DocumentStream(open_files(str(path), "text"), "text", worker, skip)
 
 
 def write_lines(path, lines, end="\n"):

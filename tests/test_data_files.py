@@ -15,7 +15,7 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.run import data_files
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.text.files import TextFile, list_files
+from activation_extraction.text.sources import TextFile, list_files
 
 
 def rows_of(numbers):
@@ -173,12 +173,12 @@ def test_files_at_a_url_count_by_what_their_store_says():
         return {"data_files": files.to_json()}, files.files
 
     before, files = record("md5Hash abc=")
-    assert not DataFiles.found(files, [before]).grown
+    assert not DataFiles.as_recorded(files, [before]).grown
     other = [TextFile("gs://b/a.jsonl", "a.jsonl", 9, "md5Hash xyz=")]
     with pytest.raises(InputError, match=r"gs://b/a\.jsonl has changed since stored shards read"):
-        DataFiles.found(other, [before])
+        DataFiles.as_recorded(other, [before])
     with pytest.raises(InputError, match=r"a\.jsonl has other content here than where"):
-        DataFiles.found(files, [before], [record("md5Hash xyz=")[0]])
+        DataFiles.as_recorded(files, [before], [record("md5Hash xyz=")[0]])
 
 
 def test_a_bucket_tells_the_checksum_of_a_file(bucket):
@@ -193,7 +193,7 @@ def test_damaged_records_are_refused():
     changes = {"bytes": "x"}, {"bytes": "5"}, {"bytes": 5.5}, {"bytes": -1}, {"digest": 1}
     for broken in (5, ["a"], [{"name": "a"}], *([whole | change] for change in changes)):
         with pytest.raises(InputError, match="metadata.json: data_files is "):
-            DataFiles.found([TextFile("a", "a", 1)], [{"data_files": broken}])
+            DataFiles.as_recorded([TextFile("a", "a", 1)], [{"data_files": broken}])
 
 
 def test_names_that_are_not_utf8_can_be_recorded(extract, tmp_path):

@@ -22,9 +22,9 @@ import extract_activations
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.inspect import export as exporting
-from activation_extraction.inspect import export_formats, export_target
+from activation_extraction.inspect import export_tokens
 from activation_extraction.inspect.export import export
-from activation_extraction.inspect.torch_file import write_tensor
+from activation_extraction.inspect.export_tokens import write_tensor
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.local_files import lock_folder
 
@@ -36,7 +36,7 @@ Found = namedtuple("Found", "token_ids starts activations")
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(exporting, "CHUNK_BYTES", PER_CHUNK * 128)
+    monkeypatch.setattr(export_tokens, "CHUNK_BYTES", PER_CHUNK * 128)
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +177,8 @@ import os, signal, sys
 for name in ("jax", "torch"):
     sys.modules[name] = None
 from activation_extraction.store.folder import Folder
-from activation_extraction.inspect import export
-export.CHUNK_BYTES = 896
+from activation_extraction.inspect import export, export_tokens
+export_tokens.CHUNK_BYTES = 896
 replace, left = os.replace, iter(range(int(sys.argv[3])))
 def kill_or_replace(*paths):
     if next(left, None) is None:
@@ -218,7 +218,7 @@ def test_a_change_of_the_data_is_noticed(tmp_path):
 
 
 def test_a_file_that_the_disk_changed_is_noticed(run, tmp_path, monkeypatch):
-    write = export_formats.write_atomically
+    write = export_tokens.write_atomically
 
     def write_and_damage(path, content):
         written = write(path, content)
@@ -226,7 +226,7 @@ def test_a_file_that_the_disk_changed_is_noticed(run, tmp_path, monkeypatch):
             path.write_bytes(path.read_bytes()[:-1] + b"\0")
         return written
 
-    monkeypatch.setattr(export_formats, "write_atomically", write_and_damage)
+    monkeypatch.setattr(export_tokens, "write_atomically", write_and_damage)
     with pytest.raises(RunError, match="shard_3.memmap: the disk does not hold what was written"):
         save(run, "memmap", tmp_path / "export")
 
@@ -235,7 +235,7 @@ def test_a_full_disk_is_a_failure_that_continues(run, tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(export_formats, "write_atomically", full)
+    monkeypatch.setattr(export_tokens, "write_atomically", full)
     with pytest.raises(RunError, match="No space left on device") as caught:
         save(run, "memmap", tmp_path / "export")
     assert caught.value.remedy == "to continue, run the same command again"
@@ -304,7 +304,7 @@ def test_a_target_that_another_process_writes_to_is_refused(run, tmp_path):
 
 def test_a_disk_with_too_little_room_is_refused(run, tmp_path, monkeypatch):
     usage = namedtuple("usage", "free")(200 * (128 + 32) - 1)
-    monkeypatch.setattr(export_target.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(exporting.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(InputError, match="has 0.0 GB free, needs 0.0 GB$"):
         save(run, "memmap", tmp_path / "export")
 
@@ -315,7 +315,7 @@ def test_memory_is_bounded_by_the_chunks(tmp_path, monkeypatch):
     Activations are wide here, so that little else counts.
     """
     monkeypatch.setattr(extractions, "HIDDEN", 10 * extractions.HIDDEN)
-    monkeypatch.setattr(exporting, "CHUNK_BYTES", 640_000)
+    monkeypatch.setattr(export_tokens, "CHUNK_BYTES", 640_000)
     peaks = []
     for count in (200, 800):
         root = tmp_path / f"run{count}"

@@ -16,9 +16,10 @@ from test_killed import killed_at
 import extract_activations
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, RunError
-from activation_extraction.inspect import export_target
+from activation_extraction.inspect import export as exporting
 from activation_extraction.inspect.export import export
-from activation_extraction.inspect.status_table import show_status
+from activation_extraction.inspect.status import show_status
+from activation_extraction.store.atomic_file import AtomicFile
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
@@ -198,6 +199,6 @@ def test_the_command_line_copies_from_a_bucket(run, tmp_path, capsys):
 
 def test_a_disk_with_too_little_room_is_refused(run, tmp_path, monkeypatch):
     free = 100 * 2 * 64 - 1  # a host has 100 tokens of 64 bytes at each hook
-    monkeypatch.setattr(export_target.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(exporting.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     with pytest.raises(InputError, match="has 0.0 GB free, needs 0.0 GB$"):
         save(run, "safetensors", tmp_path / "copy")

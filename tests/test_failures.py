@@ -46,7 +46,7 @@ def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
         raise FileNotFoundError("a source file")
 
     monkeypatch.setattr(prepare, "agree", agree)
-    for phase, defect in enumerate(("fingerprint", "prepare_output")):
+    for phase, defect in enumerate(("prepare", "prepare_output")):
         told.clear()
         monkeypatch.setattr(prepare, "prepare_output", lambda *_: SimpleNamespace(commit=None))
         monkeypatch.setattr(prepare, "same_commit", lambda *_: None)

@@ -22,19 +22,18 @@ from small_runs import (
 from storages import open_storage
 from test_killed import forget, killed_at
 
+from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.inspect.verify import verify
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.run.host_text import Dataset, HostText
 from activation_extraction.run.hosts import Watchdog
-from activation_extraction.run.prepare import open_text
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.storage import ActivationStorage
-from activation_extraction.text.choice import TokenChoice
-from activation_extraction.text.files import list_files, open_files
-from activation_extraction.text.workers import Worker
+from activation_extraction.text.batch import Worker
+from activation_extraction.text.sources import list_files, open_files
 
 IDENTITY = Identity(model_digest="tiny", activation_dtype="float32", max_seq_length=32)
 METADATA = {
@@ -60,17 +59,14 @@ def run(byte_tokenizer, rows, shard_format):
     def run(folder, repairing=False, *, stop_after=None, identity=IDENTITY, **options):
         path = str(options.pop("data", rows))
         files = DataFiles(list_files(path))
-        text = HostText(
-            Dataset(open_files(path, "text"), "files", "", files),
-            byte_tokenizer,
-            Worker(),
-            text_column="text",
-            skip_bad_rows=False,
+        asked = replace(
+            parse_args([]),
             max_samples=options.get("max_samples"),
-            rows=2,
-            length=32,
-            choice=TokenChoice(),
+            batch_size=2,
+            max_seq_length=32,
         )
+        dataset = Dataset(open_files(path, "text"), "files", "", files)
+        text = HostText(asked, dataset, byte_tokenizer, Worker())
         named = replace(identity, hooks=tuple(HOOKS.values()))
         planner = RepairPlanner(Folder(str(folder)), options.get("remote"), named, METADATA)
         place = open_storage(
@@ -82,7 +78,7 @@ def run(byte_tokenizer, rows, shard_format):
             **({"shard_size_gb": 1e-6, "shard_format": shard_format} | options),
         )
         try:
-            batches = open_text(text, place, repairing, Watchdog(600))[1]
+            batches = text.open(place, Watchdog(600))[1]
             place.open()
             for number, batch in enumerate(batches):
                 if stop_after == number:

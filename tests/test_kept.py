@@ -14,12 +14,12 @@ from small_runs import content, set_status
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
-from activation_extraction.inspect.export_formats import FORMATS
+from activation_extraction.inspect.export_tokens import FORMATS
 from activation_extraction.model import kept as kept_module
 from activation_extraction.model.kept import take_kept
 from activation_extraction.model.mesh import host_rows
 from activation_extraction.store.pickle_file import pickle_pieces, read_pickle, read_records
-from activation_extraction.text.choice import TokenChoice
+from activation_extraction.text.packing import TokenChoice
 from benchmarks.kill_and_resume import shards_in
 
 HOOKS = ["blocks.0.attn.hook_k", "blocks.1.hook_resid_post", "blocks.2.mlp.hook_post"]

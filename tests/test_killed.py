@@ -20,13 +20,13 @@ import small_runs
 from small_runs import Killed, both_formats, content, shard_name, status
 
 from activation_extraction.common.errors import InputError, StorageError
-from activation_extraction.inspect.status_table import show_status
+from activation_extraction.inspect.status import show_status
 from activation_extraction.run.run_folders import RunFolders
 from activation_extraction.store import ownership, run_record
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import AGGREGATE
 from activation_extraction.store.sealed_json import unseal
-from activation_extraction.text.workers import Worker
+from activation_extraction.text.batch import Worker
 
 PLACES = ["local", "bucket", "bucket, local kept"]
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT

@@ -10,7 +10,7 @@ import pytest
 
 from activation_extraction.cli.console import Clock
 from activation_extraction.common.errors import RunError
-from activation_extraction.run.lockstep import Lockstep, one_behind
+from activation_extraction.run.hosts import Lockstep, one_behind
 
 
 class Exchange:

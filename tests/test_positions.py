@@ -5,8 +5,7 @@ import pytest
 from command_line import main
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.text.choice import TokenChoice
-from activation_extraction.text.packing import pack, samples_of
+from activation_extraction.text.packing import TokenChoice, pack, samples_of
 
 SLICES = {
     "all": slice(None),

@@ -26,7 +26,7 @@ from activation_extraction.model.weight_files import RemoteFile
 from activation_extraction.model.weights import load_params
 from activation_extraction.run.digests import model_digest
 from activation_extraction.store.folder import Folder
-from activation_extraction.text.tokenizer import load_tokenizer
+from activation_extraction.text.samples import load_tokenizer
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import FAMILIES
 
@@ -161,7 +161,7 @@ from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import load_params
 from activation_extraction.store.folder import Folder
 from activation_extraction.run.digests import model_digest
-from activation_extraction.text.tokenizer import load_tokenizer
+from activation_extraction.text.samples import load_tokenizer
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import FAMILIES
 flipped = json.loads(sys.argv[3])

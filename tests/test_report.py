@@ -31,13 +31,15 @@ from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect import report
 from activation_extraction.inspect.report_numbers import (
     SHARES,
+    TokenSample,
     analyse,
+    choose_samples,
     intervals,
     position_buckets,
+    read_sample,
     throughput,
     variance_shares,
 )
-from activation_extraction.inspect.report_sample import TokenSample, choose_samples, read_sample
 from activation_extraction.store.folder import Folder
 from extract_activations import main
 

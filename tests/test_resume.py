@@ -8,17 +8,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_runs import DOCUMENTS, HIDDEN, HOOKS, Killed, both_formats, content, shards_of, status
+from small_runs import (
+    DOCUMENTS,
+    HIDDEN,
+    HOOKS,
+    Killed,
+    both_formats,
+    content,
+    shards_of,
+    status,
+    stream_of,
+)
 from storages import open_storage
 
 from activation_extraction.common.errors import InputError, RunError, StorageError
 from activation_extraction.store import pickle_file
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.sealed_json import seal
-from activation_extraction.text import files
-from activation_extraction.text import rows as rows_module
-from activation_extraction.text.documents import DocumentStream
-from activation_extraction.text.files import open_files
+from activation_extraction.text import sources
 
 
 @both_formats
@@ -122,19 +129,19 @@ def test_only_the_current_piece_of_the_data_is_read_again(run, tmp_path, monkeyp
     for n in range(4):
         (pieces / f"{n}.jsonl").write_text("".join(lines[10 * n : 10 * n + 10]))
     opened = []
-    original = rows_module.fsspec.open
+    original = sources.fsspec.open
     monkeypatch.setattr(
-        rows_module.fsspec,
+        sources.fsspec,
         "open",
         lambda url, *a, **k: opened.append(Path(url).name) or original(url, *a, **k),
     )
-    stream = DocumentStream(open_files(str(pieces), "text"), "text")
+    stream = stream_of(pieces)
     state = None
     for number, _ in enumerate(stream):
         if number == 24:
             state = stream.state()
     opened.clear()
-    again = DocumentStream(open_files(str(pieces), "text"), "text")
+    again = stream_of(pieces)
     again.restore(json.loads(json.dumps(state)))
     assert len(list(again)) == 15
     assert opened == ["2.jsonl", "3.jsonl"]
@@ -188,7 +195,7 @@ def test_what_cannot_be_continued_is_refused_and_left_alone(run, whole, tmp_path
 @pytest.mark.long
 def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
     """The batch in which it failed is not packed differently for that."""
-    original = files.json_lines
+    original = sources.json_lines
     for bad in range(1, DOCUMENTS):
         folder = tmp_path / f"bad_{bad}"
 
@@ -199,7 +206,7 @@ def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
                 yield row
 
         with monkeypatch.context() as patch:
-            patch.setattr(files, "json_lines", fails)
+            patch.setattr(sources, "json_lines", fails)
             with pytest.raises(RunError, match="gone"):
                 run(folder)
         assert status(folder) == "interrupted"

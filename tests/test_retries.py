@@ -16,7 +16,7 @@ from activation_extraction.model import checkpoint
 from activation_extraction.model.weights import Checkpoint
 from activation_extraction.store import patience
 from activation_extraction.store.folder import Folder, FolderError
-from activation_extraction.text.hub import open_hub_dataset
+from activation_extraction.text.sources import open_hub_dataset
 
 
 @pytest.fixture

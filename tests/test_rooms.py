@@ -12,7 +12,7 @@ PACKAGE = REPOSITORY / "activation_extraction"
 SCRIPTS = {"extract_activations", "qwen2_jax", "qwen2_jax_with_hooks"}
 
 # A room -> the rooms it may import from. Small modules of shared types are named by themselves.
-SHARED = ("text.batch", "text.workers")
+SHARED = ("text.batch",)
 ARROWS = {
     "common": (),
     "cli": ("common",),

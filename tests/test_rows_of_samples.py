@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 from command_line import assert_refused, main
 from pods import flags_for
-from small_runs import byte_tokenizer  # noqa: F401
+from small_runs import byte_tokenizer, stream_of  # noqa: F401
 from test_bad_rows import write_lines, write_parquet
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import RunError
+from activation_extraction.run.host_text import Prefetch
 from activation_extraction.run.hosts import Watchdog
 from activation_extraction.text import samples as text_samples
+from activation_extraction.text.batch import Worker
 from activation_extraction.text.documents import DocumentStream
-from activation_extraction.text.files import open_files
-from activation_extraction.text.prefetch import Prefetch
 from activation_extraction.text.samples import samples
-from activation_extraction.text.workers import Worker
 
 EMPTY = ['{"text": ""}', '{"text": null}', r'{"text": " \n　"}']
 
@@ -74,7 +73,7 @@ def test_empty_rows_at_the_end_count_too_and_once(extract, tmp_path):
 def test_rows_of_parquet_and_of_hub_data_sets(tmp_path):
     for name in "ab":
         write_parquet(tmp_path / f"{name}.parquet", 2, text=[f"{name}{n}" for n in range(5)])
-    stream = DocumentStream(open_files(str(tmp_path), "text"), "text")
+    stream = stream_of(tmp_path)
     rows = {document.text: document.row for document in stream}
     assert rows["a3"] == {"file": "a.parquet", "row_group": 1, "row": 1}
     assert rows["b4"] == {"file": "b.parquet", "row_group": 2, "row": 0}
@@ -161,18 +160,18 @@ def test_a_text_that_the_tokenizer_cannot_take_is_a_bad_row(tmp_path, byte_token
     )
     found, why = [], f"a row cannot be used: {path} line 3: the tokenizer cannot take it: Regex"
     with pytest.raises(RunError, match=why) as caught:
-        stream = DocumentStream(open_files(str(path), "text"), "text")
+        stream = stream_of(path)
         found.extend(samples(stream, Panicking(byte_tokenizer), 8))
     assert "--skip_bad_rows" in caught.value.remedy
     assert [sample.row["line"] for sample in found] == [1, 2]
-    stream = DocumentStream(open_files(str(path), "text"), "text", skip_bad_rows=True)
+    stream = stream_of(path, skip=True)
     whole = [*samples(stream, Panicking(byte_tokenizer), 8)]
     assert [sample.row["line"] for sample in whole] == [1, 2, 5, 7]
     assert (stream.skipped_rows, stream.empty_rows) == (2, 1)
     counts = [(s.next_cursor.skipped_rows, s.next_cursor.empty_rows) for s in whole]
     assert counts == [(0, 0), (0, 0), (1, 1), (2, 1)]
     for number, sample in enumerate(whole):  # from every cursor
-        stream = DocumentStream(open_files(str(path), "text"), "text", skip_bad_rows=True)
+        stream = stream_of(path, skip=True)
         again = [*samples(stream, Panicking(byte_tokenizer), 8, start=sample.cursor)]
         assert [s.next_cursor for s in again] == [s.next_cursor for s in whole[number:]]
         assert (stream.skipped_rows, stream.empty_rows) == (2, 1)

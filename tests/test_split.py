@@ -15,10 +15,10 @@ import extract_activations
 from activation_extraction.dataset.folders import expected_names, read_folders
 from activation_extraction.inspect.status import host_states
 from activation_extraction.store.folder import Folder
+from activation_extraction.text.batch import Worker
 from activation_extraction.text.documents import DocumentStream
-from activation_extraction.text.files import open_files
 from activation_extraction.text.samples import samples
-from activation_extraction.text.workers import Worker
+from activation_extraction.text.sources import open_files
 
 
 def write_files(folder, chance, kind):

@@ -24,10 +24,10 @@ from extractions import (
 
 import extract_activations
 from activation_extraction.common.errors import InputError, StorageError
-from activation_extraction.dataset.folders import HostFolder, expected_names, read_folders
-from activation_extraction.inspect import look, status_table
-from activation_extraction.inspect.status import host_states
-from activation_extraction.inspect.status_table import aggregate, show_status
+from activation_extraction.dataset.folders import expected_names, read_folders
+from activation_extraction.inspect import look
+from activation_extraction.inspect import status as status_module
+from activation_extraction.inspect.status import aggregate, host_states, show_status
 from activation_extraction.inspect.verify import verify
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import AGGREGATE, Stored
@@ -389,4 +389,4 @@ def test_durations():
         (3660, "1 h 1 min"),
         (90000, "1 d 1 h"),
     ):
-        assert status_table._duration(seconds) == told
+        assert status_module._duration(seconds) == told

@@ -12,20 +12,19 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from conftest import tokenizer_of
+from small_runs import stream_of
 from tokenizers import Tokenizer
 
 from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.run.host_text import Prefetch
 from activation_extraction.text import samples as text_samples
-from activation_extraction.text.batch import Cursor
+from activation_extraction.text.batch import Cursor, Worker
 from activation_extraction.text.documents import (
-    DocumentStream,
     arc_prompt,
 )
-from activation_extraction.text.files import list_files, open_files
 from activation_extraction.text.packing import pack
-from activation_extraction.text.prefetch import Prefetch
 from activation_extraction.text.samples import samples
-from activation_extraction.text.workers import Worker
+from activation_extraction.text.sources import list_files
 
 
 def write_files(folder, count, kind, rows_per_file=13):
@@ -50,7 +49,7 @@ def write_files(folder, count, kind, rows_per_file=13):
 
 
 def texts_of(path, rank=0, world=1, column="text"):
-    stream = DocumentStream(open_files(str(path), column), column, Worker(rank, world))
+    stream = stream_of(path, Worker(rank, world), column=column)
     return [document.text for document in stream if document is not None]
 
 
@@ -69,7 +68,7 @@ def test_sample_indices_are_unique_over_machines_and_ids_are_kept(tmp_path, toke
     write_files(tmp_path / "data", 3, "parquet")
     found = {}
     for rank in range(7):
-        stream = DocumentStream(open_files(str(tmp_path / "data"), "text"), "text", Worker(rank, 7))
+        stream = stream_of(tmp_path / "data", Worker(rank, 7))
         for sample in samples(stream, tokenizer, 64):
             assert sample.sample_idx not in found and sample.sample_idx % 7 == rank
             found[sample.sample_idx] = sample
@@ -90,9 +89,7 @@ def test_continuing_at_every_sample_twice_in_a_row(tmp_path, tokenizer, kind, wo
     rank = min(world - 1, 2)
 
     def part(start=None):
-        stream = DocumentStream(
-            open_files(str(tmp_path / "data"), "text"), "text", Worker(rank, world)
-        )
+        stream = stream_of(tmp_path / "data", Worker(rank, world))
         if start is not None:
             start = Cursor.from_json(json.loads(json.dumps(start.to_json())))
         return list(samples(stream, tokenizer, 64, start=start))
@@ -109,7 +106,7 @@ def test_continuing_at_every_sample_twice_in_a_row(tmp_path, tokenizer, kind, wo
 
 def test_samples_are_cut_counted_and_limited(texts, tokenizer):
     path = texts([{"text": f"{n} " * 50} for n in range(20)])
-    stream = DocumentStream(open_files(str(path), "text"), "text")
+    stream = stream_of(path)
     found = list(samples(stream, tokenizer, max_tokens=30, max_samples=7))
     assert [sample.sample_idx for sample in found] == list(range(7))
     for n, sample in enumerate(found):
@@ -127,7 +124,7 @@ def test_rows_need_not_have_equal_columns_or_types(texts):
     path = texts(rows)
     with open(path, "a") as file:
         file.write('\n   \n{"text": "c"}')
-    found = list(DocumentStream(open_files(str(path), "text"), "text"))
+    found = list(stream_of(path))
     assert [document and (document.text, document.doc_id) for document in found] == [
         ("a", 1),
         None,
@@ -189,33 +186,6 @@ def test_arc_rows_become_a_prompt(texts, tmp_path):
     assert texts_of(texts([ARC_ROW])) == [expected]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ARC_ROW]), tmp_path / "arc.parquet")
     assert texts_of(tmp_path / "arc.parquet") == [expected]
-
-
-@pytest.mark.parametrize(
-    "line,named",
-    [
-        ('{"text": "cut', "line 3: not JSON"),
-        ("[1, 2]", "line 3: expected a JSON object, found list"),
-        ('{"text": 5}', "expected text, found int"),
-        ('{"other": "x"}', "no such column; the columns are other"),
-        ('{"train": [{"input": [[1]]}], "test": []}', "no grids"),
-    ],
-)
-def test_a_bad_row_on_the_way_names_the_place(texts, line, named):
-    path = texts([{"text": "a"}, {"text": "b"}])
-    with open(path, "a") as file:
-        file.write(line + "\n")
-    stream = iter(DocumentStream(open_files(str(path), "text"), "text"))
-    assert next(stream).text == "a" and next(stream).text == "b"
-    with pytest.raises(RunError, match=named):
-        next(stream)
-
-
-def test_a_truncated_gzip_file_is_an_error_not_an_end(tmp_path):
-    whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % n for n in range(5000)))
-    (tmp_path / "x.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(RunError, match="data set failed: .*x.jsonl.gz: Compressed file"):
-        texts_of(tmp_path)
 
 
 def test_token_ids_are_those_of_the_files(demo_inputs, tmp_path):
@@ -291,7 +261,7 @@ def test_full_batches_before_a_bad_row_are_kept(texts, tokenizer, bad_line):
     path.write_text("\n".join([*lines[: bad_line - 1], "{", *lines[bad_line - 1 :]]))
 
     def batches(path, max_samples=None):
-        stream = DocumentStream(open_files(str(path), "text"), "text")
+        stream = stream_of(path)
         return pack(samples(stream, tokenizer, 32, max_samples), rows=2, length=32)
 
     def contents(batch):
@@ -323,7 +293,7 @@ def test_odd_parquet_files_are_read_as_they_are(tmp_path):
     write("d.parquet", text=["dated"], id=[datetime.date(2020, 1, 2)])
     (folder / ".hidden").mkdir()
     write(".hidden/e.parquet", text=["not this"])
-    found = [d for d in DocumentStream(open_files(str(folder), "text"), "text") if d]
+    found = [d for d in stream_of(folder) if d]
     assert sorted((d.text, d.doc_id) for d in found) == [
         ("bracket", 1),
         ("dated", "2020-01-02"),
@@ -334,7 +304,7 @@ def test_odd_parquet_files_are_read_as_they_are(tmp_path):
 
 def test_lone_surrogates_do_not_stop_the_run(texts, tokenizer):
     path = texts([{"text": "bad \ud800 x"}, {"text": "pair \ud83d\ude42"}])
-    stream = DocumentStream(open_files(str(path), "text"), "text")
+    stream = stream_of(path)
     assert [s.text_preview for s in samples(stream, tokenizer, 32)] == ["bad \ufffd x", "pair 🙂"]
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import fsspec
 import numpy as np
@@ -24,6 +25,7 @@ import extract_activations
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect import verify as verify_module
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.identity import Identity
 from activation_extraction.store.sealed_json import DamagedError, seal, unseal
 
 
@@ -290,14 +292,23 @@ def test_ctrl_c_waits_for_the_shards_in_hand_only(tmp_path, monkeypatch, check):
 
 
 @pytest.fixture(scope="module")
-def extracted(demo_inputs, tmp_path_factory):
-    """12 samples at two layers: arguments that verify them, and the folder."""
-    out = tmp_path_factory.mktemp("extracted")
-    model = ["--model_path", demo_inputs / "model"]
-    data = ["--dataset_path", demo_inputs / "documents.parquet", "--max_samples", 12]
-    layers = ["--max_seq_length", 32, "--layers_to_extract", 0, 1, "--shard_size_gb", 1e-4]
-    assert main(*model, *data, *layers, "--output_dir", out) == 0
-    return out
+def extract_again(demo_inputs, tmp_path_factory):
+    """Extracts 12 samples at two layers, with more flags; returns the folder."""
+
+    def run(*flags):
+        out = tmp_path_factory.mktemp("extracted")
+        model = ["--model_path", demo_inputs / "model"]
+        data = ["--dataset_path", demo_inputs / "documents.parquet", "--max_samples", 12]
+        layers = ["--max_seq_length", 32, "--layers_to_extract", 0, 1, "--shard_size_gb", 1e-4]
+        assert main(*model, *data, *layers, *flags, "--output_dir", out) == 0
+        return out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def extracted(extract_again):
+    return extract_again()
 
 
 @pytest.mark.long
@@ -326,16 +337,21 @@ def test_another_model_is_refused_before_the_shards_are_read(
     assert "is not the model that the stored activations came from" in error
 
 
-def test_changed_activations_are_found_by_recomputing(extracted, demo_inputs, tmp_path, capsys):
-    """Everything agrees with everything, but the numbers are not the model's."""
-    out = tmp_path / "out"
-    shutil.copytree(extracted, out)
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", *(pytest.param(name, marks=pytest.mark.long) for name in ("float16", "bfloat16"))],
+)
+def test_changed_activations_are_found_by_recomputing(extract_again, demo_inputs, capsys, dtype):
+    """Everything agrees with everything, but the numbers are not the model's, by 1 %."""
+    out = extract_again("--activation_dtype", dtype)
     number = len(list(out.glob("shard_*.json")))
 
     def scale(shard):
-        shard[1][-1]["activation"] *= np.float32(1.01)
+        values = shard[1][-1]["activation"]
+        values[...] = (values.astype(np.float32) * 1.01).astype(values.dtype)
 
     change_shard(out, number, scale)
+    capsys.readouterr()
     assert main("--verify", "--output_dir", out) == 0
     assert "nothing recomputed (give --model_path)" in capsys.readouterr().out
     arguments = ["--verify", "--model_path", demo_inputs / "model", "--output_dir", out]
@@ -343,6 +359,24 @@ def test_changed_activations_are_found_by_recomputing(extracted, demo_inputs, tm
     first, summary = capsys.readouterr().out.splitlines()
     assert f"shard_{number:04d}.pkl.gz: sample 11, blocks.1.hook_resid_post: recomputed" in first
     assert "12 samples recomputed; 1 problem" in summary
+
+
+@pytest.mark.long
+def test_rounding_to_bfloat16_is_no_error(extract_again, demo_inputs, capsys):
+    """Nor does another mesh or packing make it one."""
+    out = extract_again("--dtype", "bfloat16")
+    model = ["--model_path", demo_inputs / "model", "--mesh_type", "1d", "--batch_size", 1]
+    assert main("--verify", *model, "--verify_samples", 12, "--output_dir", out) == 0
+    assert "12 samples recomputed; 0 problems" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("platform", [True, False])
+@pytest.mark.parametrize("stored", verify_module.STORED)
+def test_one_percent_is_more_than_rounding_of_float32(platform, stored):
+    identity = Identity(dtype="float32", activation_dtype=stored)
+    assert 0 < 1.5 * verify_module.tolerance(identity, platform) < 1e-2
+    with pytest.raises(InputError, match="computed in float8, stored in"):
+        verify_module.tolerance(replace(identity, dtype="float8"), platform)
 
 
 def test_verify_as_a_user_meets_it(tmp_path, capsys):

@@ -17,7 +17,7 @@ from activation_extraction.common.log import log, start_logging
 from activation_extraction.common.visible import counted, say, visible, without_secrets
 from activation_extraction.store.folder import Folder, FolderError
 from activation_extraction.store.metadata import read_stored
-from activation_extraction.text.files import list_files, open_files
+from activation_extraction.text.sources import list_files, open_files
 
 # Clears the screen, sets the title, C1's CSI, a change of direction, a hidden space, a line of
 # somebody else's, a lone surrogate (a file name that is not UTF-8).

@@ -1,8 +1,8 @@
 """From the command line to the configuration: what was given, what stands in for the rest, checks.
 
-Nothing outside this folder sees argparse's result, and only the script, run/prepare.py and
-run/fingerprint.py see the whole `Config`. `python -m activation_extraction.cli.config FLAGS` checks
-flags and starts nothing.
+Nothing outside this folder sees argparse's result, and only the script, run and inspect/look.py see
+the whole `Config`. `python -m activation_extraction.cli.config FLAGS` checks flags and starts
+nothing.
 """
 
 import os

@@ -1,6 +1,6 @@
 """--positions: a rule that says which positions of a sample are kept.
 
-This module reads the rule and knows nothing of tokens; text/choice.py applies it.
+This module reads the rule and knows nothing of tokens; text/packing.py applies it.
 """
 
 import argparse

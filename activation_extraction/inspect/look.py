@@ -7,7 +7,7 @@ from activation_extraction.cli.config import Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect.export import export
 from activation_extraction.inspect.report import show_report
-from activation_extraction.inspect.status_table import show_status
+from activation_extraction.inspect.status import show_status
 from activation_extraction.inspect.verify import Recompute, verify
 from activation_extraction.store.folder import Folder, FolderError
 from activation_extraction.store.patience import LOOKING, UPLOAD_TIMEOUT

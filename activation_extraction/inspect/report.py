@@ -18,7 +18,6 @@ from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect import report_numbers
-from activation_extraction.inspect.report_sample import read_sample
 from activation_extraction.inspect.status import host_states, problems_of
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.local_files import write_bytes
@@ -59,7 +58,7 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
         raise InputError(f"{root.url}: no {'token' if commits else 'shard'} is stored yet")
     try:
         dataset = ActivationDataset(root.given)
-        sample = read_sample(dataset, commits)
+        sample = report_numbers.read_sample(dataset, commits)
     except ValueError as error:
         raise InputError(str(error)) from error
     except OSError as error:

@@ -1,17 +1,31 @@
-"""The state of every host of a run, from its JSON files alone: how far it is, and how fast."""
+"""--status: the state of every host of a run, from its JSON files alone, and the totals.
 
+It prints how far each host is and how fast, and writes the totals to the output.
+"""
+
+import json
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from activation_extraction.dataset.folders import HostFolder, expected_names
-from activation_extraction.store.commit import Commit, number_of
-from activation_extraction.store.metadata import METADATA, Stored, gaps
+from activation_extraction.common.errors import RunError
+from activation_extraction.common.visible import say
+from activation_extraction.dataset.folders import expected_names, read_folders
+from activation_extraction.store.atomic_file import write_bytes
+from activation_extraction.store.commit import FORMAT_VERSION, Commit, number_of
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.metadata import AGGREGATE, METADATA, Stored, gaps
+from activation_extraction.store.paths import HostFolder
+from activation_extraction.store.reasons import reason_of
+from activation_extraction.store.sealed_json import seal
+from activation_extraction.store.statistics import Statistics
 
 SILENCE = 900.0  # seconds without a commit before a run can be called silent
 RECENT = 20  # the last shards, which show how fast a host is now
+SUMS = ("shards", "samples", "tokens", "bytes")
 
 
 @dataclass(frozen=True)
@@ -43,98 +57,68 @@ class HostState:
     expected_end: float | None = None
 
 
+def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
+    """Prints the state of every host and the totals; if asked, writes the totals to the output.
+
+    as_json: as one object. Returns the exit status: 1 when anything stored is damaged or missing.
+    """
+    folders = read_folders(root, brief=True)
+    hosts = host_states(folders)
+    total = aggregate(folders, hosts)
+    problems = [problem for stored in folders.values() for problem in problems_of(stored)]
+    if as_json:
+        say(json.dumps({**total, "problems": problems}))
+    else:
+        _print_table(hosts, total)
+        waiting = [host.name for host in hosts if host.state == "not started"]
+        if waiting:
+            say(f"not started: {', '.join(waiting)}")
+        for problem in problems:
+            say(f"damaged: {problem}")
+    if write:
+        if root.local:
+            try:
+                write_bytes(root.fetch(AGGREGATE, Path()), seal(total))
+            except OSError as error:
+                raise RunError(f"{root.url}/{AGGREGATE}: {reason_of(error)[0]}") from error
+        else:
+            root.write(AGGREGATE, seal(total))
+        if not as_json:
+            say(f"written: {root.url}/{AGGREGATE}")
+    return 1 if problems else 0
+
+
 def host_states(folders: dict[str, Stored]) -> list[HostState]:
-    """The state of every host, including hosts that have not started."""
+    """Returns the state of every host, including hosts that have not started."""
     names = sorted({*expected_names(folders), *folders})
     return [_host_state(name, folders.get(name, Stored())) for name in names]
 
 
 def _host_state(name: str, stored: Stored) -> HostState:
     commits = [*stored.outline.recent, *stored.in_order]
-    totals = stored.totals
-    pace = sign = None
+    metadata, totals, pace, sign, end = stored.metadata, stored.totals, None, None, None
     state = "damaged" if stored.files else "not started"
-    if stored.metadata is not None:
+    if metadata is not None:
         pace = _pace(commits)
-        sign = max([stored.metadata["written"], *(commit.committed for commit in commits)])
-        state = _state(stored, stored.metadata, pace, sign)
+        sign = max([metadata["written"], *(commit.committed for commit in commits)])
+        state = _state(stored, metadata, pace, sign)
+        if state == "running" and pace is not None and metadata["max_samples"] is not None:
+            end = sign + (metadata["max_samples"] - totals.samples) / pace.samples
+    waited = {key: re.fullmatch("waited_([a-z]+)_seconds", key) for key in stored.metrics}
     place = HostFolder.parse(name) or HostFolder(0)
     return HostState(
         name=name,
         machine=place.machine,
         host=place.host or 0,
         state=state,
-        shards=totals.shards,
-        samples=totals.samples,
-        tokens=totals.tokens,
-        bytes=totals.bytes,
+        **{what: getattr(totals, what) for what in SUMS},
         last_commit=commits[-1].committed if commits else None,
         last_sign=sign,
         tokens_per_second=None if pace is None else pace.tokens,
         utilisation=stored.metrics.get("model_flops_utilisation"),
-        waited=_waited(stored.metrics),
-        expected_end=_expected_end(stored, pace, sign) if state == "running" else None,
+        waited={found[1]: stored.metrics[key] for key, found in waited.items() if found},
+        expected_end=end,
     )
-
-
-def _waited(metrics: Mapping[str, float]) -> dict[str, float]:
-    """From the last line of metrics: `waited_PHASE_seconds`."""
-    found = {name: re.fullmatch("waited_([a-z]+)_seconds", name) for name in metrics}
-    return {match[1]: metrics[name] for name, match in found.items() if match}
-
-
-def _expected_end(stored: Stored, pace: "Pace | None", sign: float | None) -> float | None:
-    """When the host has all its samples; None when their number or its pace is unknown."""
-    most = (stored.metadata or {}).get("max_samples")
-    if pace is None or sign is None or most is None:
-        return None
-    return sign + (most - stored.totals.samples) / pace.samples
-
-
-def _state(stored: Stored, metadata: dict[str, Any], pace: "Pace | None", sign: float) -> str:
-    if problems_of(stored):
-        return "damaged"
-    if metadata["status"] != "running":
-        return metadata["status"]
-    if stored.locked is not None:
-        return "running" if stored.locked else "killed"
-    patience = max(SILENCE, 5 * pace.seconds_per_shard if pace is not None else 0)
-    return "silent" if time.time() - sign > patience else "running"
-
-
-def problems_of(stored: Stored) -> list[str]:
-    """What is damaged or missing in a folder, as far as its JSON files and file names show."""
-    problems = list(stored.damaged.values())
-    if stored.metadata is None and METADATA not in stored.damaged:
-        problems.append(f"{stored.url}/{METADATA}: is missing")
-    without_json, without_file, incomplete = stored.missing()
-    unread = sorted({number_of(name) for name in stored.damaged if name != METADATA})
-    lost = [
-        part
-        for gap in without_json
-        for part in gaps([gap.start - 1, *(n for n in unread if n in gap), gap.stop])
-    ]
-    if lost:
-        named = ", ".join("-".join(map(str, sorted({gap[0], gap[-1]}))) for gap in lost)
-        problems.append(f"{stored.url}: shards are missing: {named}")
-    if without_file:
-        numbers = ranges(without_file)
-        problems.append(f"{stored.url}: shard files are missing or cut short: {numbers}")
-    if incomplete:
-        numbers = ranges(incomplete)
-        problems.append(f"{stored.url}: statistics or tables of samples are missing: {numbers}")
-    return problems
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short, such as 1-3, 7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, ends)) for ends in runs)
 
 
 class Pace(NamedTuple):
@@ -163,3 +147,142 @@ def _pace(commits: list[Commit]) -> Pace | None:
         seconds += commit.committed - since
         tokens, samples, shards = tokens + commit.tokens, samples + commit.count, shards + 1
     return Pace(tokens / seconds, samples / seconds, seconds / shards) if shards else None
+
+
+def _state(stored: Stored, metadata: dict[str, Any], pace: Pace | None, sign: float) -> str:
+    if problems_of(stored):
+        return "damaged"
+    if metadata["status"] != "running":
+        return metadata["status"]
+    if stored.locked is not None:
+        return "running" if stored.locked else "killed"
+    patience = max(SILENCE, 5 * pace.seconds_per_shard if pace is not None else 0)
+    return "silent" if time.time() - sign > patience else "running"
+
+
+def problems_of(stored: Stored) -> list[str]:
+    """Lists what is damaged or missing in a folder, as far as its JSONs and file names show."""
+    problems = list(stored.damaged.values())
+    if stored.metadata is None and METADATA not in stored.damaged:
+        problems.append(f"{stored.url}/{METADATA}: is missing")
+    without_json, without_file, incomplete = stored.missing()
+    unread = sorted({number_of(name) for name in stored.damaged if name != METADATA})
+    lost = [
+        part
+        for gap in without_json
+        for part in gaps([gap.start - 1, *(n for n in unread if n in gap), gap.stop])
+    ]
+    if lost:
+        named = ", ".join("-".join(map(str, sorted({gap[0], gap[-1]}))) for gap in lost)
+        problems.append(f"{stored.url}: shards are missing: {named}")
+    if without_file:
+        numbers = ranges(without_file)
+        problems.append(f"{stored.url}: shard files are missing or cut short: {numbers}")
+    if incomplete:
+        numbers = ranges(incomplete)
+        problems.append(f"{stored.url}: statistics or tables of samples are missing: {numbers}")
+    return problems
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Writes ascending numbers in short, such as 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in runs)
+
+
+def aggregate(folders: dict[str, Stored], hosts: list[HostState]) -> dict[str, Any]:
+    """Returns the totals over all hosts, as aggregated_metadata.json holds them."""
+    complete = all(host.state == "complete" for host in hosts)
+    return {
+        "format_version": FORMAT_VERSION,
+        "status": "complete" if complete else "incomplete",
+        **{what: sum(getattr(host, what) for host in hosts) for what in SUMS},
+        "hooks": _hooks_of(folders.values()),
+        "parts": [asdict(host) for host in hosts],
+        "written": round(time.time(), 3),
+    }
+
+
+def _hooks_of(folders: Iterable[Stored]) -> list[dict[str, Any]]:
+    """Every hook with its statistics over all folders."""
+    statistics: dict[str, Statistics] = {}
+    heads: dict[str, Any] = {}
+    for stored in folders:
+        hooks = list((stored.metadata or {}).get("hooks", ()))
+        hooks += [hook for commit in stored.in_order for hook in commit.hooks]
+        names = {hook["key"]: hook["name"] for hook in hooks}
+        for hook in hooks:
+            head = {key: hook[key] for key in ("key", "name", "width") if key in hook}
+            heads.setdefault(hook["name"], head)
+        for key, found in stored.totals.statistics.items():
+            before = statistics.get(names[key], Statistics())
+            statistics[names[key]] = before.merge(found)
+    return [{**heads[name], **statistics[name].to_json()} for name in statistics]
+
+
+def _print_table(hosts: list[HostState], total: dict[str, Any]) -> None:
+    rows = [_row(host) for host in hosts if host.state != "not started"]
+    rows.append({**_row(_sum(hosts, total)), "machine": "all", "host": ""})
+    table = [tuple(rows[0]), *(tuple(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        say("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+
+
+def _sum(hosts: list[HostState], total: dict[str, Any]) -> HostState:
+    """The last row of the table. The run ends when its last host does."""
+    running = [host for host in hosts if host.state == "running"]
+    rates = [host.tokens_per_second for host in running if host.tokens_per_second is not None]
+    ends = [host.expected_end for host in running if host.expected_end is not None]
+    commits = [host.last_commit for host in hosts if host.last_commit is not None]
+    return HostState(
+        name="",
+        machine=0,
+        host=0,
+        state=total["status"],
+        **{what: total[what] for what in SUMS},
+        last_commit=max(commits, default=None),
+        tokens_per_second=sum(rates) if rates else None,
+        expected_end=max(ends) if ends and len(ends) == len(running) else None,
+    )
+
+
+def _row(host: HostState) -> dict[str, str]:
+    """The cells of a host, by column; empty where a value is unknown."""
+    now, state, waited = time.time(), host.state, ""
+    if host.state == "silent" and host.last_sign is not None:
+        state = f"silent for {_duration(now - host.last_sign)}"
+    if (seconds := sum(host.waited.values())) >= 1:
+        waited = f"{_duration(seconds)} ({max(host.waited, key=lambda name: host.waited[name])})"
+
+    def known(value: float | None, words: Callable[[float], str]) -> str:
+        return "" if value is None else words(value)
+
+    return {
+        "machine": str(host.machine),
+        "host": str(host.host),
+        "state": state,
+        "shards": f"{host.shards:,}",
+        "samples": f"{host.samples:,}",
+        "tokens": f"{host.tokens:,}",
+        "GB": f"{host.bytes / 1e9:,.3f}",
+        "last commit": known(host.last_commit, lambda at: f"{_duration(now - at)} ago"),
+        "tokens/s": known(host.tokens_per_second, "{:,.0f}".format),
+        "of peak": known(host.utilisation, "{:.0%}".format),
+        "waited to store": waited,
+        "expected end": known(host.expected_end, lambda at: f"in {_duration(at - now)}"),
+    }
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -5,74 +5,91 @@ recomputes a few samples. It lists everything that is wrong instead of stopping 
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
+from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import counted, say
-from activation_extraction.dataset.folders import read_folders
-from activation_extraction.inspect.verify_folder import check_folders
-from activation_extraction.inspect.verify_rows import ids_that_recur, rows_stored_twice
-from activation_extraction.inspect.verify_shard import Checked, Chosen, check_shard
-from activation_extraction.store.commit import Commit
+from activation_extraction.dataset.folders import expected_names, read_folders
+from activation_extraction.inspect.verify_shard import (
+    NO_ORIGINS,
+    Checked,
+    Chosen,
+    Origins,
+    check_shard,
+    differing,
+    file_path,
+    repeated,
+    worker_of,
+)
+from activation_extraction.store.commit import Commit, commit_name
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.metadata import METADATA, Stored, identity_of
-from activation_extraction.store.patience import scratch_folder
+from activation_extraction.store.formats import SHARD_FILE
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.metadata import METADATA, Stored, gaps, identity_of
+from activation_extraction.store.paths import HostFolder
+from activation_extraction.store.reasons import scratch_folder
+from activation_extraction.store.statistics import Statistics
+from activation_extraction.store.totals import Totals
+from activation_extraction.text.batch import Worker
 
 WORKERS = 4  # shards read at the same time; each is unpacked in memory
-# The largest relative error (Frobenius norm, per sample and hook) of a recomputed sample, by the
-# dtype in which it is stored. Another packing, mesh or device rounds differently.
-TOLERANCE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 1e-2}
-LOW_PRECISION_TOLERANCE = 5e-2  # where the model computed in low precision
+SHOWN = 5  # pairs of samples with the same row
 
-# Samples -> the activations of each, name of a hook -> (tokens, width); or why there are none.
-Recompute = Callable[[list[Chosen]], list[dict[str, np.ndarray] | str]]
+
+class Recompute(NamedTuple):
+    """Computes stored samples again. platform: on which it does so, as JAX names it.
+
+    activations: of each sample, name of a hook -> (tokens, width); or why there are none.
+    """
+
+    platform: str
+    activations: Callable[[list[Chosen]], list[dict[str, np.ndarray] | str]]
 
 
 def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, count: int) -> int:
     """Checks everything and prints what is wrong. Returns the exit status: 0 when nothing is.
 
-    load: takes the metadata and returns the function that recomputes samples; that function gets
-    `count` random ones. Raises InputError when there is no extraction, and whatever `load` raises.
+    load: takes the metadata and returns what recomputes samples; that gets `count` random ones.
+    Raises InputError when there is no extraction, and whatever `load` raises.
     """
     folders = read_folders(root)
     metadata = next((stored.metadata for stored in folders.values() if stored.metadata), None)
-    recompute = None if load is None or metadata is None else load(metadata)
+    recompute, identity, allowed = None, Identity(), 0.0
+    if load is not None and metadata is not None:
+        recompute, identity = load(metadata), identity_of(metadata, METADATA)
+        allowed = tolerance(identity, metadata.get("backend") == recompute.platform)
     problems = list(check_folders(folders))
     checked = list(check_shards(root, folders, count if recompute is not None else 0))
     problems += [problem for shard in checked for problem in shard.problems]
-    chosen = [sample for shard in checked for sample in shard.chosen]
-    digests = [shard.digests for shard in checked if shard.digests is not None]
-    problems += rows_stored_twice(digests)
+    every = [shard.origins for shard in checked if shard.origins is not None]
+    origins = Origins(*map(np.concatenate, zip(NO_ORIGINS, *every, strict=True)))
+    problems += rows_stored_twice(origins)
     recomputed = "nothing recomputed (give --model_path)"
-    if recompute is not None and metadata is not None:
-        problems += _compare(metadata, chosen, recompute)
+    if recompute is not None:
+        chosen = [sample for shard in checked for sample in shard.chosen]
+        problems += _compare(identity.hooks, chosen, recompute, allowed)
         recomputed = f"{counted(len(chosen), 'sample')} recomputed"
-    note = ids_that_recur(digests)
-    commits = [shard.commit for shard in checked]
-    verdict = _verdict(len(folders), commits, recomputed, len(problems))
-    say(*problems, *([f"note: {note}"] if note else ()), verdict)
+    samples = sum(shard.commit.count for shard in checked)
+    gigabytes = sum(shard.commit.bytes for shard in checked) / 1e9
+    say(
+        *problems,
+        *ids_that_recur(origins),
+        f"{'FAILED' if problems else 'in order'}: {counted(len(folders), 'folder')}, "
+        f"{counted(len(checked), 'shard')}, {counted(samples, 'sample')}, {gigabytes:,.3f} GB; "
+        f"{recomputed}; {counted(len(problems), 'problem')}",
+    )
     return 1 if problems else 0
 
 
-def _verdict(folders: int, commits: list[Commit], recomputed: str, problems: int) -> str:
-    samples = sum(commit.count for commit in commits)
-    gigabytes = sum(commit.bytes for commit in commits) / 1e9
-    return (
-        f"{'FAILED' if problems else 'in order'}: {counted(folders, 'folder')}, "
-        f"{counted(len(commits), 'shard')}, {counted(samples, 'sample')}, {gigabytes:,.3f} GB; "
-        f"{recomputed}; {counted(problems, 'problem')}"
-    )
-
-
 def check_shards(root: Folder, folders: dict[str, Stored], count: int = 0) -> Iterator[Checked]:
-    """Reads every shard.
+    """Reads every shard, several at the same time, and yields them in order.
 
-    `count` random samples are chosen in all. Several shards are read at the same time; they are
-    yielded in order.
+    `count` random samples are chosen in all.
     """
     shards = [(name, commit) for name in folders for commit in folders[name].in_order]
     total = sum(commit.bytes for _, commit in shards)
@@ -104,25 +121,180 @@ def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
     return picks
 
 
-def _compare(metadata: dict[str, Any], chosen: list[Chosen], recompute: Recompute) -> Iterator[str]:
-    """Recomputes the chosen samples and reports those that differ."""
-    identity = identity_of(metadata, METADATA)
-    tolerance = TOLERANCE[identity.activation_dtype]
-    if identity.dtype != "float32" or metadata["backend"] != "cpu":
-        tolerance = LOW_PRECISION_TOLERANCE
-    for sample, activations in zip(chosen, recompute(chosen), strict=True):
+# How far recomputed activations may be from the stored ones, relative to the norm of a sample at a
+# hook: what computing them differs by ...
+COMPUTED = {  # by the dtype of the model, and whether the platform is the one of the run
+    # The products have the highest precision, on every platform; sums are added up in another order
+    # with another mesh or packing. Measured on a CPU: 2e-6 after 12 layers.
+    ("float32", True): 1e-3,
+    # Another platform also has other functions, such as exp and rsqrt.
+    ("float32", False): 2e-3,
+    # Each value is rounded to 8 bits, to the other side if the sum before it differs, and later
+    # layers carry that on. Measured on a CPU: 1.6e-2 after 12 layers. The functions of another
+    # platform differ by less than one such rounding.
+    ("bfloat16", True): 5e-2,
+    ("bfloat16", False): 5e-2,
+}
+# ... and what rounding both to the stored dtype adds: 0.4 of a unit in the last place (the RMS of
+# two roundings), which is at most 2**-10 and 2**-7 of a value.
+STORED = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def tolerance(identity: Identity, same_platform: bool) -> float:
+    """Returns the largest relative error that is rounding. Raises InputError for other dtypes."""
+    dtype, stored = identity.dtype, identity.activation_dtype
+    if (dtype, same_platform) not in COMPUTED or stored not in STORED:
+        raise InputError(
+            f"{METADATA}: computed in {dtype or 'an unknown dtype'}, stored in {stored}: expected "
+            f"one of float32, bfloat16, and one of {', '.join(STORED)}"
+        )
+    return COMPUTED[dtype, same_platform] + STORED[stored]
+
+
+def _compare(
+    hooks: tuple[str, ...], chosen: list[Chosen], recompute: Recompute, allowed: float
+) -> Iterator[str]:
+    """Recomputes the chosen samples and reports those that differ by more than is allowed."""
+    for sample, activations in zip(chosen, recompute.activations(chosen), strict=True):
         if isinstance(activations, str):
             yield f"{sample.where}: cannot be recomputed: {activations}"
             continue
-        for name, stored in zip(identity.hooks, sample.activations, strict=True):
-            error = _relative_error(stored, activations[name])
-            if not error <= tolerance:
+        for name, stored in zip(hooks, sample.activations, strict=True):
+            before, now = (np.asarray(each, np.float64) for each in (stored, activations[name]))
+            error = float(np.linalg.norm(now - before)) / max(float(np.linalg.norm(before)), 1e-30)
+            if not error <= allowed:
                 yield (
                     f"{sample.where}, {name}: recomputed, it differs by {error:.2g} of its norm "
-                    f"(allowed: {tolerance:g})"
+                    f"(allowed: {allowed:g})"
                 )
 
 
-def _relative_error(stored: np.ndarray, recomputed: np.ndarray) -> float:
-    before, now = np.asarray(stored, np.float64), np.asarray(recomputed, np.float64)
-    return float(np.linalg.norm(now - before)) / max(float(np.linalg.norm(before)), 1e-30)
+def rows_stored_twice(origins: Origins) -> Iterator[str]:
+    """Yields a line for the first few pairs of samples of the same row, and how many there are."""
+    pairs = repeated(origins.sample_idx, origins.rows)
+    for one, other in pairs[:SHOWN]:
+        yield (
+            f"samples {one} and {other}: come from the same row of the data set, which is stored "
+            "twice"
+        )
+    if len(pairs) > SHOWN:
+        yield f"{len(pairs):,} rows of the data set are stored twice in all"
+
+
+def ids_that_recur(origins: Origins) -> Iterator[str]:
+    """Yields a line about document ids that several samples have, if there are any."""
+    pairs = repeated(origins.sample_idx, origins.ids)
+    for one, other in pairs[:1]:
+        yield (
+            f"note: {counted(len(pairs), 'sample')} with the doc_id of an earlier one, such as "
+            f"samples {one} and {other}; the data set itself may hold them twice"
+        )
+
+
+def check_folders(folders: dict[str, Stored]) -> Iterator[str]:
+    """Yields all that is wrong, as far as the JSON files and the names of the files show."""
+    expected = expected_names(folders)
+    yield from (f"{name}: is missing" for name in expected if name not in folders)
+    readable: list[str] = []
+    for name, stored in folders.items():
+        if name not in expected:
+            yield f"{name or 'the output itself'}: holds shards that are not part of this run"
+        yield from stored.damaged.values()
+        yield from _gaps(name, stored)
+        if stored.metadata is None:
+            if METADATA not in stored.damaged:
+                yield f"{file_path(name, METADATA)}: is missing"
+            continue
+        try:
+            yield from _check_folder(name, stored, stored.metadata)
+            readable.append(name)
+        except (KeyError, TypeError, IndexError) as error:
+            yield f"{file_path(name, METADATA)}: lacks what every run records: {error!r}"
+    yield from _check_one_run(folders, readable)
+
+
+def _check_one_run(folders: dict[str, Stored], names: Iterable[str]) -> Iterator[str]:
+    """Whether all these folders are of the run that the first one is of."""
+    common: dict[str, Any] = {}
+    hosts: dict[int, int] = {}  # of every machine
+    digests: dict[tuple[str, int], str] = {}  # of files of the data set, by name and size
+    for name in names:
+        for file in (folders[name].metadata or {}).get("data_files", ()):
+            known, digest = (file["name"], file["bytes"]), file["digest"]
+            if digest and digests.setdefault(known, digest) != digest:
+                yield f"{name}: has read a file {file['name']} with other content than others have"
+        identity = folders[name].identity
+        assert identity is not None
+        shared = identity.shared
+        common = common or shared
+        if hosts.setdefault(identity.machine, identity.num_hosts) != identity.num_hosts:
+            yield f"{name}: is of another run: its num_hosts differs"
+        for key in common:
+            if shared[key] != common[key]:
+                yield f"{name}: is of another run: its {key} differs"
+
+
+def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterator[str]:
+    """Everything that is wrong in one folder. Raises KeyError where its metadata lacks a field."""
+    identity = stored.identity
+    assert identity is not None
+    where = file_path(name, METADATA)
+    expected = HostFolder.of(identity.machine, identity.host, identity.num_hosts).name
+    if name not in ("", expected):
+        yield f"{name}: holds the shards of {expected}"
+    if metadata["status"] != "complete":
+        yield f"{where}: the run is not complete: {metadata['status']}"
+    yield from _check_sequence(name, stored, worker_of(identity))
+    for commit in stored.in_order[:-1]:
+        if commit.partial:
+            yield f"{file_path(name, commit.name)}: is partial, and not the last one"
+    if metadata["status"] == "complete":
+        yield from (f"{where}: {problem}" for problem in wrong_totals(stored.in_order, metadata))
+        for hook in metadata["hooks"]:
+            found = stored.totals.statistics.get(hook["key"], Statistics())
+            yield from (f"{where}: hook {hook['key']}: {what}" for what in differing(found, hook))
+    committed = {commit.file for commit in stored.in_order}
+    for file in stored.files:
+        if SHARD_FILE.fullmatch(file) and file not in committed:
+            yield f"{file_path(name, file)}: has no JSON"
+
+
+def _gaps(name: str, stored: Stored) -> Iterator[str]:
+    """The shards without a JSON before others that have one."""
+    for gap in gaps([0, *sorted(stored.commits)]):
+        first, last = file_path(name, commit_name(gap.start)), commit_name(gap.stop - 1)
+        several = gap.stop - gap.start > 1
+        yield f"{first} to {last}: are missing" if several else f"{first}: is missing"
+
+
+def _check_sequence(name: str, stored: Stored, worker: Worker) -> Iterator[str]:
+    """Whether the shards follow each other, without a gap and without a sample stored twice."""
+    upcoming = worker.sample_idx(0)
+    position = 0  # of the cursor
+    for number, commit in enumerate(stored.in_order, start=1):
+        where = file_path(name, commit.name)
+        if commit.number != number:
+            break
+        if commit.run != stored.run:
+            yield f"{where}: is of another run"
+        if commit.first != upcoming:
+            word = "is missing" if commit.first > upcoming else "is stored twice"
+            yield f"{where}: sample {min(upcoming, commit.first)} {word}"
+        if commit.last != commit.first + worker.stride * (commit.count - 1):
+            span = f"from {commit.first} to {commit.last}"
+            yield f"{where}: {counted(commit.count, 'sample')} cannot go {span}"
+        upcoming = commit.last + worker.stride
+        if commit.cursor is not None:
+            before, position = position, commit.cursor["samples"]
+            if not before <= position <= upcoming // worker.stride:
+                yield f"{where}: its cursor does not follow from the one before"
+
+
+def wrong_totals(commits: Iterable[Commit], metadata: dict[str, Any]) -> Iterator[str]:
+    """Yields the totals in the metadata of a finished host that are not those of its shards."""
+    totals = Totals()
+    for commit in commits:
+        totals.add(commit)
+    for what in ("shards", "samples", "tokens", "bytes"):
+        if metadata[what] != (total := getattr(totals, what)):
+            yield f"has {counted(metadata[what], what.removesuffix('s'))}, there are {total}"

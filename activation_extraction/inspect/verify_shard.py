@@ -1,7 +1,14 @@
-"""What a shard holds: its bytes, records and statistics, compared with its JSON file."""
+"""What a shard holds: its bytes, records and statistics, compared with its JSON file.
 
-from collections.abc import Iterator
+Of the rows and ids that its samples come from only digests are kept, 40 bytes a sample, to find
+those that occur more than once in the run.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isclose
 from operator import ne
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,8 +17,6 @@ import numpy as np
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import counted
-from activation_extraction.inspect.verify_folder import differing, file_path
-from activation_extraction.inspect.verify_rows import RowDigests
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
@@ -19,38 +24,64 @@ from activation_extraction.store.metadata import Stored
 from activation_extraction.store.pickle_file import ContentError
 from activation_extraction.store.shard import SampleRow, Shard, with_table
 from activation_extraction.store.shard_reader import read_shard, read_sums, read_table
-from activation_extraction.store.statistics import Sums, sums_of
-from activation_extraction.text.batch import Cursor
-from activation_extraction.text.workers import Worker
+from activation_extraction.store.statistics import Statistics, Sums, Tokens, sums_of
+from activation_extraction.text.batch import Cursor, Worker
+
+DIGEST = np.dtype([("high", "<u8"), ("low", "<u8")])  # 0 where a sample has no row or no id
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A stored sample that is to be recomputed.
+    """A stored sample that is to be recomputed. activations: in the order of the hooks.
 
-    token_ids, positions: of its stored tokens. activations: in the order of the hooks. worker: the
-    host that stored it; shard: in which of its shards. start: where in the data that begins, None
-    for the beginning of the data.
+    worker: the host that stored it; shard: in which of its shards. start: where in the data that
+    begins, None for the beginning of the data.
     """
 
     where: str
-    sample_idx: int
-    token_ids: np.ndarray
-    positions: np.ndarray
+    row: SampleRow
     activations: list[np.ndarray]
     worker: Worker
     shard: int
     start: Cursor | None
 
 
+class Origins(NamedTuple):
+    """Where samples come from: `sample_idx`, and DIGESTs of rows and ids; shape (samples,) each."""
+
+    sample_idx: np.ndarray
+    rows: np.ndarray
+    ids: np.ndarray
+
+
+NO_ORIGINS = Origins(np.zeros(0, np.int64), np.zeros(0, DIGEST), np.zeros(0, DIGEST))
+
+
 class Checked(NamedTuple):
     """A shard that has been read: what is wrong with it, those of its samples that are to be
-    recomputed, and digests of what all of them come from (None if it cannot be read)."""
+    recomputed, and where all of them come from (None if it cannot be read)."""
 
     commit: Commit
     problems: list[str]
     chosen: list[Chosen]
-    digests: RowDigests | None = None
+    origins: Origins | None = None
+
+
+def file_path(folder: str, name: str) -> str:
+    """Returns a file's path in the output. folder: its folder's name, "" for the output itself."""
+    return f"{folder}/{name}" if folder else name
+
+
+def worker_of(identity: Identity) -> Worker:
+    return Worker(identity.machine, identity.total_machines, identity.host, identity.num_hosts)
+
+
+def differing(found: Statistics, recorded: dict[str, Any]) -> Iterator[str]:
+    """Yields how statistics differ from those that a JSON file records."""
+    expected = Statistics.from_json(recorded)
+    for what, value in found.to_json().items():
+        if not isclose(value, getattr(expected, what), rel_tol=1e-6, abs_tol=1e-9):
+            yield f"its {what} is {value}, its JSON says {getattr(expected, what)}"
 
 
 def check_shard(
@@ -59,12 +90,12 @@ def check_shard(
     """Reads a shard. wanted: the positions of the samples to be recomputed. scratch: a folder for
     downloads.
     """
-    where = file_path(folder, commit.file)
+    where, identity = file_path(folder, commit.file), stored.identity
     if problem := _check_size(store, stored, commit):
         return Checked(commit, [f"{where}: {problem}"], [])
-    if stored.identity is None:
+    if identity is None:
         return Checked(commit, [], [])
-    if tuple(commit.names.values()) != stored.identity.hooks:
+    if tuple(commit.names.values()) != identity.hooks:
         return Checked(commit, [f"{where}: has other hooks than its run"], [])
     own = scratch / (folder or "all")
     own.mkdir(exist_ok=True)
@@ -74,11 +105,24 @@ def check_shard(
             sums = read_sums(store, commit, {h["name"]: h["width"] for h in commit.hooks})
         except RunError as error:
             problems.append(f"{where}: {error}")
-        problems += [f"{where}: {what}" for what in _check_samples(shard, stored, commit, sums)]
+        metadata = stored.metadata or {}
+        found = _check_samples(shard, identity, metadata, commit, sums)
+        problems += [f"{where}: {problem}" for problem in found]
         if not problems:
             shard = with_table(shard, read_table(store, commit), commit.table_file)
-        chosen = [] if problems else _choose(shard, wanted, where, stored, commit)
-        return Checked(commit, problems, chosen, RowDigests.of(shard.samples))
+        before = stored.commits.get(commit.number - 1)
+        chosen = [
+            Chosen(
+                where=f"{where}: sample {shard.samples[i].sample_idx}",
+                row=shard.samples[i],
+                activations=[slices[i] for slices in shard.slices.values()],
+                worker=worker_of(identity),
+                shard=commit.number,
+                start=None if before is None else before.position,
+            )
+            for i in (wanted if not problems else ())
+        ]
+        return Checked(commit, problems, chosen, _origins(shard.samples))
     except ContentError as error:
         problems = [f"{where}: {problem}" for problem in error.problems]
     except (RunError, OSError) as error:
@@ -98,38 +142,18 @@ def _check_size(store: Folder, stored: Stored, commit: Commit) -> str | None:
     return None if size == commit.bytes else f"has {size} bytes, its JSON says {commit.bytes}"
 
 
-def _choose(
-    shard: Shard, wanted: list[int], where: str, stored: Stored, commit: Commit
-) -> list[Chosen]:
-    identity, before = stored.identity, stored.commits.get(commit.number - 1)
-    assert identity is not None
-    worker = Worker(identity.machine, identity.total_machines, identity.host, identity.num_hosts)
-    return [
-        Chosen(
-            where=f"{where}: sample {shard.samples[i].sample_idx}",
-            sample_idx=shard.samples[i].sample_idx,
-            token_ids=np.asarray(shard.samples[i].token_ids),
-            positions=shard.samples[i].positions,
-            activations=[slices[i] for slices in shard.slices.values()],
-            worker=worker,
-            shard=commit.number,
-            start=None if before is None else before.position,
-        )
-        for i in wanted
-    ]
-
-
 def _check_samples(
-    shard: Shard, stored: Stored, commit: Commit, sums: dict[str, Sums] | None
+    shard: Shard,
+    identity: Identity,
+    metadata: dict[str, Any],
+    commit: Commit,
+    sums: dict[str, Sums] | None,
 ) -> Iterator[str]:
     """What is wrong with the samples of a shard, and with their activations.
 
     sums: those that are stored, by hook.
     """
-    identity, metadata = stored.identity, stored.metadata or {}
-    assert identity is not None
-    stride = Worker(machines=identity.total_machines, hosts=identity.num_hosts).stride
-    indices = range(commit.first, commit.last + 1, stride)
+    indices = range(commit.first, commit.last + 1, worker_of(identity).stride)
     found = [row.sample_idx for row in shard.samples]
     if len(found) != len(indices) or any(map(ne, found, indices)):
         yield "its samples are not those of its JSON"
@@ -144,7 +168,7 @@ def _check_samples(
     yield from problems
     for hook in commit.hooks if not problems else ():
         recorded = None if sums is None else sums[hook["name"]]
-        yield from _check_hook(shard, identity.activation_dtype, metadata, hook, recorded)
+        yield from _check_hook(shard, identity.activation_dtype, hook, recorded)
 
 
 def _check_row(row: SampleRow, identity: Identity, vocabulary: int) -> Iterator[str]:
@@ -168,26 +192,46 @@ def _check_row(row: SampleRow, identity: Identity, vocabulary: int) -> Iterator[
 
 
 def _check_hook(
-    shard: Shard,
-    dtype: str,
-    metadata: dict[str, Any],
-    hook: dict[str, Any],
-    recorded: Sums | None,
+    shard: Shard, dtype: str, hook: dict[str, Any], recorded: Sums | None
 ) -> Iterator[str]:
     """What is wrong with the activations at one hook. hook: as the commit describes it."""
     name, slices = f"hook {hook['key']}", shard.slices[hook["key"]]
-    width = hook["width"]
-    problems = []
+    sound = True
     for row, activation in zip(shard.samples, slices, strict=True):
-        shape = (len(row.positions), width)
+        at, shape = f"{name}, sample {row.sample_idx}", (len(row.positions), hook["width"])
         if activation.shape != shape:
-            problems.append(f"sample {row.sample_idx}: shape {activation.shape}, expected {shape}")
+            yield f"{at}: shape {activation.shape}, expected {shape}"
         if str(activation.dtype) != dtype:
-            problems.append(f"sample {row.sample_idx}: dtype {activation.dtype}, expected {dtype}")
-    if not problems:
-        sums = sums_of(slices, shard.positions)
-        problems += differing(sums.statistics, hook)
+            yield f"{at}: dtype {activation.dtype}, expected {dtype}"
+        sound &= activation.shape == shape and str(activation.dtype) == dtype
+    if sound:
+        sums = sums_of(slices, Tokens(shard.positions))
+        yield from (f"{name}: {problem}" for problem in differing(sums.statistics, hook))
         if recorded is not None and not recorded.close_to(sums):
-            problems.append("its statistics of every dimension are not those of its activations")
-    for problem in problems:
-        yield f"{name}, {problem}" if problem.startswith("sample") else f"{name}: {problem}"
+            yield f"{name}: its statistics of every dimension are not those of its activations"
+
+
+def _origins(samples: Sequence[SampleRow]) -> Origins:
+    return Origins(
+        np.array([sample.sample_idx for sample in samples], np.int64),
+        _digests(sample.row for sample in samples),
+        _digests(sample.doc_id for sample in samples),
+    )
+
+
+def _digests(values: Iterable[Any]) -> np.ndarray:
+    def digest(value: Any) -> bytes:
+        if value is None:
+            return bytes(DIGEST.itemsize)
+        text = json.dumps(value, sort_keys=True, default=repr)
+        return hashlib.blake2b(text.encode(), digest_size=DIGEST.itemsize).digest()
+
+    return np.frombuffer(b"".join(map(digest, values)), DIGEST)
+
+
+def repeated(sample_idx: np.ndarray, digests: np.ndarray) -> np.ndarray:
+    """Returns the `sample_idx` of pairs with the same digest, (pairs, 2), in ascending order."""
+    order = np.lexsort((digests["low"], digests["high"]))
+    values = digests[order]
+    same = (values[1:] == values[:-1]) & (values[1:] != np.zeros((), DIGEST))
+    return np.stack([sample_idx[order[:-1][same]], sample_idx[order[1:][same]]], axis=1)

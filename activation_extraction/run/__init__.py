@@ -1,8 +1,7 @@
 """One run, on one host or many. Only this folder knows model, text and output together.
 
-prepare.py turns a checked command line into a job. hosts.py joins the hosts, compares what must be
-the same on all of them (fingerprint.py lists it), and ends a process that is stuck; lockstep.py
-keeps the hosts at the same step. host_text.py opens one host's share of the text. repair.py and
-recompute.py serve --repair and --verify, demo.py makes the demo's inputs, and summary.py words what
-a run prints about itself.
+prepare.py turns a checked command line into a job, with the text of host_text.py; data_files.py and
+digests.py tell whether files are still the same. hosts.py joins the hosts, compares what must be
+the same on all of them, and keeps them at the same step. repair.py and recompute.py serve --repair
+and --verify, demo.py makes the demo's inputs, and summary.py words what a run prints about itself.
 """

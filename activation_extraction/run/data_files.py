@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from activation_extraction.common.errors import InputError, RunError
-from activation_extraction.run.digests import file_digest, file_digests, same_beginning
+from activation_extraction.run.digests import file_digests, reading, same_beginning
+from activation_extraction.store.json_fields import check_fields
 from activation_extraction.store.metadata import FIELDS, METADATA
-from activation_extraction.store.sealed_json import DamagedError, check_fields
-from activation_extraction.text.files import JSON_LINES, TextFile, modified
+from activation_extraction.store.sealed_json import DamagedError
+from activation_extraction.text.sources import JSON_LINES, TextFile, modified
 
 RECORD = "data_files"  # in metadata.json
 CHANGED = "restore the file that the run began with, give another folder, or --overwrite"
+OTHER_CONTENT = (
+    "--dataset_path: {} has other content here than where another host of this run has read it"
+)
 # What hosts compare of a file at the start: blocks all over it, or all of it if it is small.
 BLOCK, BLOCKS = 2**16, 64
 
@@ -33,11 +37,13 @@ class Recorded:
     """A file as metadata.json lists it. digest: "" if no stored shard has read the file."""
 
     name: str
-    size: int
+    bytes: int
     digest: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "bytes": self.size, "digest": self.digest}
+    def contradicts(self, other: "Recorded") -> bool:
+        """Whether a file had two contents. If their sizes differ, it may have grown in between."""
+        both = self.digest and other.digest and self.bytes == other.bytes
+        return bool(both) and self.digest != other.digest
 
 
 class DataFiles:
@@ -56,13 +62,13 @@ class DataFiles:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="digest-data")
 
     @classmethod
-    def found(
+    def as_recorded(
         cls,
         files: Sequence[TextFile],
         own: Sequence[Mapping[str, Any]],
         others: Sequence[Mapping[str, Any]] = (),
     ) -> "DataFiles":
-        """The files as a run that continues has to read them.
+        """Returns the files as a run that continues has to read them.
 
         own: the metadata that this host has stored, here and in the bucket; others: that of other
         hosts. Raises InputError, naming the file, if one that this host's shards have read has
@@ -71,16 +77,22 @@ class DataFiles:
         recorded = _merged([*own, *others])
         if not recorded:
             return cls(files)
-        mine = {file.name for metadata in own for file in recorded_files(metadata) if file.digest}
+        mine = {file.name for metadata in own for file in _recorded_in(metadata) if file.digest}
         known = cls(_in_recorded_order(files, recorded))
         pairs = zip(known.files, recorded, strict=True)
         read = [(now, before) for now, before in pairs if before.name in mine]
-        digests = _digests([now for now, before in read if now.size == before.size])
+        digests = _digests(
+            [now for now, before in read if now.size == before.bytes], "the data set"
+        )
         known._elsewhere = {file.name: file for file in recorded if file.digest}
         for now, before in read:
             if digests.get(now.name) != before.digest:
                 if now is not read[-1][0] or not _has_grown(now, before):
-                    raise _changed(now, before)
+                    sizes = f" ({before.bytes:,} bytes then, {now.size:,} now)"
+                    raise InputError(
+                        f"--dataset_path: {now.url} has changed since stored shards read it"
+                        f"{sizes if now.size != before.bytes else ''}; {CHANGED}"
+                    )
                 known.grown = True
             known._read[now.name] = before
         return known
@@ -88,19 +100,10 @@ class DataFiles:
     def reads(self, name: str) -> None:
         """Starts to digest a file, since a row of it has been read."""
         if name not in self._pending:
-            self._pending[name] = self._pool.submit(self._digest_now, self._by_name[name])
-
-    def _digest_now(self, file: TextFile) -> str:
-        digest = _digest(file)
-        if _is_local(file) and modified(os.stat(file.url).st_mtime) != file.version:
-            raise RunError(
-                f"{file.url}: has changed while the run was reading it",
-                remedy="let whatever writes to it finish; then give the same command again",
-            )
-        return digest
+            self._pending[name] = self._pool.submit(_digest_unchanged, self._by_name[name])
 
     def settle(self) -> bool:
-        """Waits for the digests of all files read so far; whether any is new.
+        """Waits for the digests of all files read so far; returns whether any is new.
 
         Raises RunError if a file has changed since the run began, or if other hosts have read one
         with other content.
@@ -109,17 +112,17 @@ class DataFiles:
         for name, future in list(self._pending.items()):
             if not future.done():
                 log.info("waiting for the SHA-256 of %s", self._by_name[name].url)
-            found = Recorded(name, self._by_name[name].size, future.result())
-            if _contradict(found, self._elsewhere.get(name, found)):
-                raise RunError(_other_content(name))
-            self._read[name] = found
+            now = Recorded(name, self._by_name[name].size, future.result())
+            if now.contradicts(self._elsewhere.get(name, now)):
+                raise RunError(OTHER_CONTENT.format(name))
+            self._read[name] = now
         return self._read != before
 
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the files as metadata.json lists them."""
         read = dict(self._read)
-        every = [read.get(file.name, Recorded(file.name, file.size)) for file in self.files]
-        return [file.to_json() for file in every]
+        every = (read.get(file.name, Recorded(file.name, file.size)) for file in self.files)
+        return [{**vars(file)} for file in every]
 
     def sampled(self) -> dict[str, str]:
         """Returns a digest of each file's size and of samples of its content, for hosts to compare.
@@ -132,38 +135,24 @@ class DataFiles:
 def _merged(earlier: Iterable[Mapping[str, Any]]) -> list[Recorded]:
     """What all hosts have recorded. Raises InputError if they have read different files."""
     merged: list[Recorded] = []
-    for recorded in filter(None, map(recorded_files, earlier)):
+    for recorded in filter(None, map(_recorded_in, earlier)):
         merged = merged or recorded
         if [file.name for file in merged] != [file.name for file in recorded]:
             raise InputError("--dataset_path: the hosts of this run have read different files")
         for n, (one, other) in enumerate(zip(merged, recorded, strict=True)):
-            if _contradict(one, other):
-                raise InputError(_other_content(one.name))
+            if one.contradicts(other):
+                raise InputError(OTHER_CONTENT.format(one.name))
             merged[n] = one if one.digest else other
     return merged
 
 
-def _contradict(one: Recorded, other: Recorded) -> bool:
-    """Whether a file had two contents. If their sizes differ, it may have grown in between."""
-    both = one.digest and other.digest and one.size == other.size
-    return bool(both) and one.digest != other.digest
-
-
-def _other_content(name: str) -> str:
-    return (
-        f"--dataset_path: {name} has other content here than where another host of this run has "
-        "read it"
-    )
-
-
-def recorded_files(metadata: Mapping[str, Any]) -> list[Recorded]:
+def _recorded_in(metadata: Mapping[str, Any]) -> list[Recorded]:
     """The files that metadata.json lists. Raises InputError if they are not what may be there."""
     try:
         check_fields(metadata, {RECORD: FIELDS[RECORD]}, METADATA)
     except DamagedError as error:
         raise InputError(str(error)) from error
-    listed = metadata.get(RECORD, ())
-    return [Recorded(each["name"], each["bytes"], each["digest"]) for each in listed]
+    return [Recorded(f["name"], f["bytes"], f["digest"]) for f in metadata.get(RECORD, ())]
 
 
 def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) -> list[TextFile]:
@@ -192,55 +181,50 @@ def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) 
 
 
 def _may_be(file: TextFile, before: Recorded) -> bool:
-    return file.size == before.size and before.digest in ("", _digest(file))
+    same_size = file.size == before.bytes
+    return same_size and before.digest in ("", *_digests([file]).values())
 
 
-def _is_local(file: TextFile) -> bool:
-    return "://" not in file.url
+def _digests(files: Sequence[TextFile], what: str | None = None) -> dict[str, str]:
+    """What identifies each file's content, by name: SHA-256 here, the store's version at a URL.
 
-
-def _digest(file: TextFile) -> str:
-    """What identifies a file's content: SHA-256 here, the store's checksum or version at a URL."""
-    if _is_local(file):
-        return f"sha256 {file_digest(Path(file.url))}"
-    return file.version or f"{file.size} bytes"
-
-
-def _digests(files: Sequence[TextFile]) -> dict[str, str]:
-    """The digests of files by name; those here are read with a progress bar."""
-    here = file_digests([Path(file.url) for file in files if _is_local(file)], "the data set")
+    what: they are, for a progress bar; None: without one.
+    """
+    here = file_digests([Path(file.url) for file in files if file.local], what)
     return {
-        file.name: f"sha256 {here[Path(file.url)]}" if _is_local(file) else _digest(file)
+        file.name: f"sha256 {here[Path(file.url)]}"
+        if file.local
+        else file.version or f"{file.size} bytes"
         for file in files
     }
 
 
+def _digest_unchanged(file: TextFile) -> str:
+    """The digest of a file. Raises RunError if it has changed since it was listed."""
+    digest = _digests([file])[file.name]
+    if file.local and modified(os.stat(file.url).st_mtime) != file.version:
+        raise RunError(
+            f"{file.url}: has changed while the run was reading it",
+            remedy="let whatever writes to it finish; then give the same command again",
+        )
+    return digest
+
+
 def _has_grown(now: TextFile, before: Recorded) -> bool:
     """Whether lines were added at the end of a file, and nothing else has changed."""
-    if now.size <= before.size or not _is_local(now) or not now.url.endswith(JSON_LINES[0]):
+    if now.size <= before.bytes or not now.local or not now.url.endswith(JSON_LINES[0]):
         return False
-    return same_beginning(Path(now.url), before.size, before.digest.removeprefix("sha256 "))
-
-
-def _changed(now: TextFile, before: Recorded) -> InputError:
-    sizes = "" if now.size == before.size else f" ({before.size:,} bytes then, {now.size:,} now)"
-    return InputError(
-        f"--dataset_path: {now.url} has changed since stored shards read it{sizes}; {CHANGED}"
-    )
+    return same_beginning(Path(now.url), before.bytes, before.digest.removeprefix("sha256 "))
 
 
 def _sampled(file: TextFile) -> str:
-    if not _is_local(file):
+    if not file.local:
         return f"{file.size} {file.version}"
     digest = hashlib.sha256(str(file.size).encode())
-    if file.size:
-        try:
-            with open(file.url, "rb") as content:
-                whole = file.size <= BLOCK * BLOCKS
-                step = BLOCK if whole else (file.size - BLOCK) // (BLOCKS - 1)
-                for start in range(0, file.size, step):
-                    content.seek(start)
-                    digest.update(content.read(BLOCK))
-        except OSError as error:
-            raise InputError(f"{file.url}: cannot be read: {error.strerror}") from error
+    with reading(Path(file.url)), open(file.url, "rb") as content:
+        whole = file.size <= BLOCK * BLOCKS
+        step = BLOCK if whole else (file.size - BLOCK) // (BLOCKS - 1)
+        for start in range(0, file.size, step):
+            content.seek(start)
+            digest.update(content.read(BLOCK))
     return digest.hexdigest()

@@ -1,29 +1,38 @@
-"""Digests of files, which show whether two runs have the same model, tokenizer, code and data.
+"""What shows whether two runs are the same: digests of files, and the identity of an extraction.
 
-Every byte counts, yet weights are read for this only once: the digest of a large file is kept in
-the user's cache folder until the file changes. A large file in the hub's cache is not read at all,
-because its name there is its SHA-256.
+Every byte of a file counts, yet weights are read for this only once: the digest of a large file is
+kept in the user's cache folder until the file changes. A large file in the hub's cache is not read
+at all, because its name there is its SHA-256.
 """
 
 import hashlib
+import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
+import jax
 from tqdm import tqdm
 
+import activation_extraction
+from activation_extraction.cli.config import Config
 from activation_extraction.cli.console import log, on_terminal
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import default_folder
-from activation_extraction.store.local_files import write_bytes
+from activation_extraction.model.forward import Forward
+from activation_extraction.store.atomic_file import write_bytes
+from activation_extraction.store.identity import Identity
 from activation_extraction.store.sealed_json import DamagedError, seal, unseal
+from activation_extraction.text.batch import Worker
+from activation_extraction.text.sources import TextFile
 
 LARGE = 16 * 2**20  # bytes; smaller files are simply read
 CHUNK = 2**20  # bytes
@@ -33,55 +42,118 @@ SETTLED = 3.0
 REMEMBERED = 10_000  # files
 MEMORY = "file_digests.json"
 
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
+SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
+# Fields of the configuration that may differ between the hosts of a run.
+OWN_SETTINGS = {
+    *("host_id", "coordinator_address", "output_dir", "model_path", "dataset_path", "verbose"),
+    "compilation_cache",
+}
+
+
+def identity_of(
+    config: Config, forward: Forward, data: str, data_revision: str, worker: Worker
+) -> Identity:
+    """Returns all that decides the content of the shards, and may not change on continuing."""
+    model = forward.model
+    return Identity(
+        model_digest=model_digest(forward.checkpoint),
+        tokenizer_digest=digest_files(forward.checkpoint.tokenizer_files()),
+        data=data,
+        data_revision=data_revision,
+        text_column=config.text_column,
+        skip_bad_rows=config.skip_bad_rows,
+        max_seq_length=config.max_seq_length,
+        hooks=tuple(hook.name for hook in model.hooks),
+        keyed_by=forward.keyed_by,
+        dtype=str(model.dtype),
+        activation_dtype=str(model.activation_dtype),
+        shard_size_gb=config.shard_size_gb,
+        compress_shards=config.compress_shards,
+        shard_format=config.shard_format,
+        positions=config.positions,
+        drop_token_ids=config.drop_token_ids,
+        total_machines=worker.machines,
+        num_hosts=worker.hosts,
+        machine=worker.machine,
+        host=worker.host,
+    )
+
+
+def fingerprint(
+    config: Config, forward: Forward, identity: Identity, files: Sequence[TextFile]
+) -> dict[str, Any]:
+    """Returns all that must be the same on every host of a run, by name. files: of the data set."""
+    asked = {name: value for name, value in config.to_json().items() if name not in OWN_SETTINGS}
+    package = Path(activation_extraction.__file__).parent
+    sources = [*(package.parent / name for name in SCRIPTS), *package.rglob("*.py")]
+    return {
+        "configuration": json.dumps(asked, sort_keys=True, default=str),
+        **identity.shared,
+        "data files": json.dumps([(file.name, file.size) for file in files]),
+        "package versions": json.dumps(package_versions()),
+        "source": digest_files(sources),
+        "devices": f"{jax.default_backend()} {jax.local_device_count()}",
+        "mesh": json.dumps(forward.layout.shape),
+        **{name: choice.name for name, choice in forward.kernels.items()},
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Returns the versions of the packages that decide which bytes are stored."""
+    return {package: version(package) for package in PACKAGES}
+
+
+def model_digest(checkpoint: Checkpoint) -> str:
+    """Returns a digest of config.json and the weights, which decide what a model computes."""
+    return digest_files(checkpoint.local_files(), checkpoint.remote_digests())
+
 
 def digest_files(paths: Sequence[Path], remote: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Digest of the names and contents of files. Raises InputError if one cannot be read.
+    """Returns a digest of the names and contents of files. Raises InputError if one is unreadable.
 
     remote: name -> digest of files that are not on this machine.
     """
-    digests = {path: _hub_digest(path) for path in paths}
-    unknown = [path for path, digest in digests.items() if digest is None]
-    found = file_digests(unknown, "weights")
-    every = [*((path.name, digests[path] or found[path]) for path in paths), *remote.items()]
+    known = {path: digest for path in paths if (digest := _hub_digest(path)) is not None}
+    known |= file_digests([path for path in paths if path not in known], "weights")
+    every = [*((path.name, known[path]) for path in paths), *remote.items()]
     lines = sorted(f"{name} {digest}\n" for name, digest in every)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def model_digest(checkpoint: Checkpoint) -> str:
-    """Digest of what decides what a model computes: config.json and the files of its weights."""
-    return digest_files(checkpoint.local_files(), checkpoint.remote_digests())
-
-
-def file_digests(paths: Sequence[Path], what: str) -> dict[Path, str]:
-    """The SHA-256 of each file, read with a progress bar. what: they are, for the log."""
-    large = [path for path in paths if _size(path) >= LARGE]
-    found = _digest_large(large, partial(_read_all, what=what)) if large else {}
-    return {path: found[path] if path in found else _read(path) for path in paths}
-
-
-def file_digest(path: Path) -> str:
-    """The SHA-256 of one file, without a progress bar."""
-    if _size(path) < LARGE:
-        return _read(path)
-    return _digest_large([path], lambda paths: {path: _read(path) for path in paths})[path]
+def file_digests(paths: Sequence[Path], what: str | None = None) -> dict[Path, str]:
+    """Returns the SHA-256 of each file. what: they are, for a progress bar; None: without one."""
+    large = {}
+    for path in paths:
+        with reading(path):
+            if path.stat().st_size >= LARGE:
+                large[path] = _state(path)
+    remembered = _recall() if large else {}
+    known = {path: remembered[state] for path, state in large.items() if state in remembered}
+    unread = [path for path in large if path not in known]
+    settled = [path for path in unread if time.time() - path.stat().st_ctime > SETTLED]
+    known |= _read_all(unread, what)
+    same = {large[path]: known[path] for path in settled if _state(path) == large[path]}
+    if same:
+        _remember(remembered | same)
+    return {path: known[path] if path in known else _read(path) for path in paths}
 
 
 def same_beginning(path: Path, size: int, sha256: str) -> bool:
     """Whether the first `size` bytes of a file are whole lines with this SHA-256."""
     digest, last = hashlib.sha256(), b""
-    try:
-        with open(path, "rb") as file:
-            while size > 0 and (last := file.read(min(size, CHUNK))):
-                digest.update(last)
-                size -= len(last)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    with reading(path), open(path, "rb") as file:
+        while size > 0 and (last := file.read(min(size, CHUNK))):
+            digest.update(last)
+            size -= len(last)
     return digest.hexdigest() == sha256 and last.endswith(b"\n")
 
 
-def _size(path: Path) -> int:
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises InputError if the file cannot be read inside the block."""
     try:
-        return path.stat().st_size
+        yield
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -100,24 +172,6 @@ def _hub_digest(path: Path) -> str | None:
     return blob.name if blob.stat().st_ctime_ns <= path.lstat().st_ctime_ns else None
 
 
-def _digest_large(
-    paths: Sequence[Path], read_all: Callable[[Sequence[Path]], dict[Path, str]]
-) -> dict[Path, str]:
-    """The SHA-256 of every file; `read_all` reads those whose digest is not remembered."""
-    remembered = _recall()
-    keys = {path: _state(path) for path in paths}
-    found = {path: remembered[keys[path]] for path in paths if keys[path] in remembered}
-    unread = [path for path in paths if path not in found]
-    if not unread:
-        return found
-    settled = [path for path in unread if time.time() - path.stat().st_ctime > SETTLED]
-    found |= read_all(unread)
-    same = {keys[path]: found[path] for path in settled if _state(path) == keys[path]}
-    if same:
-        _remember(remembered | same)
-    return found
-
-
 def _state(path: Path) -> str:
     """Digest of the path and of everything that changes when the file is written to."""
     stat = path.stat()
@@ -125,12 +179,13 @@ def _state(path: Path) -> str:
     return hashlib.sha256(os.fsencode(path.resolve()) + repr(state).encode()).hexdigest()
 
 
-def _read_all(paths: Sequence[Path], what: str) -> dict[Path, str]:
-    """The SHA-256 of every file; reads several at a time, with a progress bar."""
+def _read_all(paths: Sequence[Path], what: str | None) -> dict[Path, str]:
+    """The SHA-256 of every file; with a progress bar, several are read at a time."""
+    if what is None or not paths:
+        return {path: _read(path) for path in paths}
     total = sum(path.stat().st_size for path in paths)
-    gigabytes = total / 1e9
     log.info(
-        "reading %.2g GB of %s to compute the SHA-256; later starts remember it", gigabytes, what
+        "reading %.2g GB of %s to compute the SHA-256; later starts remember it", total / 1e9, what
     )
     bar = tqdm(
         total=total,
@@ -146,15 +201,11 @@ def _read_all(paths: Sequence[Path], what: str) -> dict[Path, str]:
 
 def _read(path: Path, progress: Callable[[int], object] = lambda _: None) -> str:
     """The SHA-256 of a file; `progress` is called with the bytes of each piece."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(CHUNK))
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while size := file.readinto(buffer):
-                digest.update(buffer[:size])
-                progress(size)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
+    with reading(path), open(path, "rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(buffer[:size])
+            progress(size)
     return digest.hexdigest()
 
 

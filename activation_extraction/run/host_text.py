@@ -1,28 +1,32 @@
-"""The text of a run: opens the data set, and makes batches of one host's share of it."""
+"""The text of a run: opens the data set, and makes batches of one host's share of it.
 
-from collections.abc import Iterator, Mapping, Sequence
+A thread prepares the next batches while the devices compute.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import datasets
 from tokenizers import Tokenizer
 
-from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.cli.config import Config
+from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.store.metadata import METADATA, identity_of
 from activation_extraction.store.storage import ActivationStorage
-from activation_extraction.text.batch import Batch, Cursor
-from activation_extraction.text.choice import TokenChoice
+from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.documents import DocumentStream, with_remedy
-from activation_extraction.text.files import list_files, open_listed
-from activation_extraction.text.hub import open_hub_dataset
-from activation_extraction.text.packing import pack
-from activation_extraction.text.prefetch import Prefetch
+from activation_extraction.text.packing import TokenChoice, pack
 from activation_extraction.text.samples import samples
-from activation_extraction.text.workers import Worker
+from activation_extraction.text.sources import list_files, open_files, open_hub_dataset
 
+T = TypeVar("T")
 BATCHES_AHEAD = 4
+POLL = 0.2  # seconds between checks whether to stop
 
 
 @dataclass(frozen=True)
@@ -39,110 +43,135 @@ class Dataset:
 
 
 def open_dataset(
-    path: str | None,
-    name: str | None,
-    subset: str | None,
-    split: str | None,
+    asked: Mapping[str, Any],
     text_column: str,
     own: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]] = (),
 ) -> Dataset:
-    """Opens the files at `path`, or else the hub data set with this name, subset and split.
+    """Opens the data set that a configuration asks for: files, or else one of the hub.
 
     own, others: the metadata that this host and others have stored already. A hub data set is
     opened at the revision that it records; files must be those that it lists. Raises InputError.
     """
+    path = asked["dataset_path"]
     if path is not None:
-        files = DataFiles.found(list_files(path), own, others)
-        return Dataset(open_listed(path, files.files, text_column), "files", "", files)
-    return _open_from_hub(str(name), subset, str(split), [*others, *own])
-
-
-def _open_from_hub(
-    name: str, subset: str | None, split: str, earlier: Sequence[Mapping[str, Any]]
-) -> Dataset:
-    source = " ".join(filter(None, (name, subset, split)))
-    revision = None
-    for metadata in earlier:
-        stored = identity_of(metadata, METADATA)
-        revision = stored.data_revision if stored.data == source else revision
-    rows, revision = open_hub_dataset(name, subset, split, revision)
+        files = DataFiles.as_recorded(list_files(path), own, others)
+        return Dataset(open_files(path, text_column, files.files), "files", "", files)
+    name, config, split = (asked[f"dataset_{what}"] for what in ("name", "config", "split"))
+    source = " ".join(filter(None, (name, config, split)))
+    recorded = [identity_of(metadata, METADATA) for metadata in (*own, *others)]
+    revisions = [identity.data_revision for identity in recorded if identity.data == source]
+    rows, revision = open_hub_dataset(name, config, split, next(iter(revisions), None))
     return Dataset(rows, source, revision)
 
 
-def share_of(most: int | None, host: int, hosts: int) -> int | None:
-    """How many samples a host stores if its machine stores at most `most`; None: no limit."""
-    return None if most is None else len(range(host, most, hosts))
+class Prefetch(Generic[T]):
+    """Yields the items of an iterator, while a background thread prepares up to `depth` of them.
+
+    An exception in the iterator is raised here when its turn comes, whatever kind it is.
+    """
+
+    def __init__(self, items: Iterator[T], depth: int) -> None:
+        self._head: T | None = None
+        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
+        threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True).start()
+
+    def _run(self, items: Iterator[T]) -> None:
+        try:
+            for item in items:
+                self._ready.put((item, None))
+        except BaseException as error:  # a thread that ends without a word is waited for
+            self._ready.put((None, error))
+        self._ready.put((None, None))
+
+    @property
+    def ready(self) -> int:
+        """How many items are ready."""
+        return self._ready.qsize()
+
+    def peek(self) -> T | None:
+        """Returns the next item, without consuming it; None at the end."""
+        if self._head is None:
+            self._head = next(iter(self), None)
+        return self._head
+
+    def __iter__(self) -> Iterator[T]:
+        return self.until(lambda: False)
+
+    def until(self, stopped: Callable[[], object]) -> Iterator[T]:
+        """Yields items until `stopped` returns true; it is called several times a second."""
+        while not stopped():
+            if (head := self._head) is not None:
+                self._head = None
+                yield head
+                continue
+            try:
+                item, error = self._ready.get(timeout=POLL)
+            except queue.Empty:
+                continue
+            if error is not None and not isinstance(error, Exception):
+                raise RunError(f"preparing batches failed: {one_line(error)}") from error
+            if error is not None:
+                raise error
+            if item is None:
+                self._ready.put((None, None))  # the next iteration ends as well
+                return
+            yield item
 
 
 @dataclass(frozen=True)
 class HostText:
-    """How one host turns its share of a data set into batches of `rows` rows, `length` tokens each.
+    """How one host turns its share of a data set into batches, as the configuration asks."""
 
-    max_samples: the most samples that the host stores; None: no limit. choice: the tokens to keep.
-    """
-
+    config: Config
     dataset: Dataset
     tokenizer: Tokenizer
     worker: Worker
-    text_column: str
-    skip_bad_rows: bool
-    max_samples: int | None
-    rows: int
-    length: int
-    choice: TokenChoice = TokenChoice()
 
-    def documents(self) -> DocumentStream:
-        """The host's share of the documents, from the beginning."""
-        return DocumentStream(
-            self.dataset.rows,
-            self.text_column,
-            self.worker,
-            self.skip_bad_rows,
-            self.dataset.files.reads,
-        )
+    @property
+    def choice(self) -> TokenChoice:
+        return TokenChoice(self.config.positions, self.config.drop_token_ids)
 
-    def batches(
-        self, documents: DocumentStream, most: int | None, start: Cursor | None
-    ) -> Iterator[Batch]:
-        """The batches from `start` on, up to `most` samples counted from the beginning."""
-        stream = samples(documents, self.tokenizer, self.length, most, start)
-        return map(self.choice.mark, pack(stream, self.rows, self.length))
+    @property
+    def max_samples(self) -> int | None:
+        """The most samples that this host stores; None: no limit."""
+        most = self.config.max_samples  # of the machine
+        return None if most is None else len(range(self.worker.host, most, self.worker.hosts))
 
-    def not_stored(
-        self,
-        documents: DocumentStream,
-        storage: ActivationStorage,
-        watchdog: AbstractContextManager[object],
-    ) -> Prefetch[Batch]:
-        """The batches whose samples are not stored yet, prepared in the background.
+    def open(
+        self, storage: ActivationStorage, watchdog: AbstractContextManager[object]
+    ) -> tuple[DocumentStream, Prefetch[Batch]]:
+        """Returns the host's documents, and the batches whose samples are not stored yet.
 
-        watchdog: watches over the wait for the first of them. Raises InputError if that one cannot
-        be read, or if there is no text at all.
+        watchdog: watches over the wait for the first batch. Raises InputError if that one cannot be
+        read, or if there is no text at all.
         """
+        documents = self._documents()
+        batches = Prefetch(self._not_stored(documents, storage), BATCHES_AHEAD)
         if storage.complete:
-            return Prefetch(iter(()), BATCHES_AHEAD)
-        found = self.batches(documents, self.max_samples, storage.cursor)
-        batches = Prefetch(found, BATCHES_AHEAD)
-        alone = self.worker == Worker()
+            return documents, batches
         try:
             with watchdog:
                 first = batches.peek()
-            if first is None and alone and not storage.found_samples:
-                raise InputError("the data set is empty: no row has text; expected at least one")
         except RunError as error:
             raise with_remedy(error) from error
-        return batches
+        if first is None and self.worker == Worker() and not storage.found_samples:
+            raise InputError("the data set is empty: no row has text; expected at least one")
+        return documents, batches
 
-    def of_gaps(self, storage: ActivationStorage) -> Prefetch[Batch]:
-        """The batches with the samples of damaged shards, and one more after each gap."""
+    def _documents(self) -> DocumentStream:
+        """The host's share of the documents, from the beginning."""
+        column, skip = self.config.text_column, self.config.skip_bad_rows
+        reads = self.dataset.files.reads
+        return DocumentStream(self.dataset.rows, column, self.worker, skip, reads)
 
-        def batches() -> Iterator[Batch]:
-            for gap in storage.plan.ranges:
-                found = self.batches(self.documents(), storage.max_samples, gap.cursor)
-                for batch in found:
-                    yield batch
-                    if gap.until is not None and batch.samples[-1].sample.sample_idx >= gap.until:
-                        break
-
-        return Prefetch(batches(), BATCHES_AHEAD)
+    def _not_stored(self, documents: DocumentStream, storage: ActivationStorage) -> Iterator[Batch]:
+        """The batches of every range of shards to store, and one more after each but the last."""
+        rows, length = self.config.batch_size, self.config.max_seq_length
+        for number, gap in enumerate(storage.plan.ranges):
+            documents = self._documents() if number else documents
+            stream = samples(documents, self.tokenizer, length, storage.max_samples, gap.cursor)
+            for batch in map(self.choice.mark, pack(stream, rows, length)):
+                yield batch
+                if gap.until is not None and batch.samples[-1].sample.sample_idx >= gap.until:
+                    break

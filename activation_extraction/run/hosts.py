@@ -1,9 +1,9 @@
-"""Many processes as one run: joining, comparing, and ending a process that is stuck.
+"""Many processes as one run: joining, comparing, and taking the same steps.
 
 `jax.distributed` joins the processes of a pod. Before anything expensive, `agree` compares digests
 of everything that must be the same on all hosts, such as the flags and the model files. During the
-run a watchdog ends a process whose steps no longer finish, and a small helper process says what to
-do when JAX ends this process because another one died.
+run, `Lockstep` keeps the hosts at the same step, a watchdog ends a process whose steps no longer
+finish, and a helper process says what to do when JAX ends this one because another one died.
 """
 
 import faulthandler
@@ -16,20 +16,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.cli.console import Clock
+from activation_extraction.common.errors import InputError, RunError, for_the_user, one_line
 from activation_extraction.common.visible import say_error
+from activation_extraction.text.batch import Batch
 
 log = logging.getLogger("extract_activations")
 
 TEXT_BYTES = 64
+AHEAD = 2  # steps
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ def join(
     connect_seconds: int,
     heartbeat_seconds: int,
 ) -> Host:
-    """Starts jax.distributed. coordinator, host_id, num_hosts: None if JAX is to find them itself.
+    """Starts jax.distributed; where coordinator, host_id and num_hosts are None, JAX finds them.
 
     Raises InputError if JAX finds no pod, and RunError if the other hosts do not answer in time.
     """
@@ -65,6 +71,11 @@ def join(
         _wait_for_port(coordinator, connect_seconds, failed)
     elif coordinator is not None:
         _check_port(coordinator)
+    # Under Slurm JAX takes one GPU per task, but one that is alone on its node should use all.
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 1(x16)
+    devices: list[int] | None = (
+        [] if re.fullmatch(r"1(\(x\d+\))?", tasks) else None
+    )  # None: JAX chooses
     # This program handles SIGTERM itself; JAX's preemption service would swallow the signal.
     jax.config.update("jax_enable_preemption_service", False)
     timer = threading.Timer(connect_seconds, _end_process, [f"error: {failed}"])
@@ -75,7 +86,7 @@ def join(
             coordinator_address=coordinator,
             num_processes=num_hosts,
             process_id=host_id,
-            local_device_ids=_local_device_ids(),
+            local_device_ids=devices,
             initialization_timeout=connect_seconds + 60,  # JAX aborts then; our timer is earlier
             heartbeat_timeout_seconds=heartbeat_seconds,
         )
@@ -89,15 +100,6 @@ def join(
     finally:
         timer.cancel()
     return Host(jax.process_index(), jax.process_count())
-
-
-def _local_device_ids() -> list[int] | None:
-    """Which local devices to use: [] means all of them, and None leaves the choice to JAX.
-
-    Under Slurm JAX takes one GPU per task, but one that is alone on its node should use all.
-    """
-    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 1(x16)
-    return [] if re.fullmatch(r"1(\(x\d+\))?", tasks) else None
 
 
 def _end_process(message: str) -> None:
@@ -136,12 +138,16 @@ def _wait_for_port(address: str, seconds: float, failed: str) -> None:
             time.sleep(0.2)
 
 
+def _gather(values: Any) -> np.ndarray:
+    """Every host's array, in host order. All hosts must call this together."""
+    return np.asarray(multihost_utils.process_allgather(values))
+
+
 def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
-    """For each flag, whether any host has set it. All hosts must call this together."""
+    """Returns, for each flag, whether any host has set it. All hosts must call this together."""
     if not host.several:
         return list(flags)
-    gathered = multihost_utils.process_allgather(np.array(flags, np.int32))
-    return [bool(value) for value in np.max(np.asarray(gathered), axis=0)]
+    return [bool(value) for value in _gather(np.array(flags, np.int32)).max(axis=0)]
 
 
 def leave(host: Host) -> None:
@@ -161,17 +167,16 @@ def together(host: Host, failure: Exception | None) -> None:
 
 
 def elsewhere() -> RunError:
-    """What a host raises if it has no problem itself, but another host has failed."""
+    """Returns what a host raises if it has no problem itself, but another host has failed."""
     return RunError("another host failed", remedy="its message says what to do on all hosts")
 
 
 def gather(host: Host, text: str) -> list[str]:
-    """Every host's `text`, at most TEXT_BYTES long, in host order. All hosts must call this."""
+    """Returns every host's text, at most TEXT_BYTES long, in order. All hosts must call this."""
     if not host.several:
         return [text]
     mine = np.frombuffer(text.encode().ljust(TEXT_BYTES), np.uint8)
-    every = np.asarray(multihost_utils.process_allgather(mine))
-    return [row.tobytes().decode().rstrip() for row in every]
+    return [row.tobytes().decode().rstrip() for row in _gather(mine)]
 
 
 def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -> None:
@@ -180,8 +185,7 @@ def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -
     All hosts must call this with the same names; a host with a problem may leave the fields out.
     Raises `problem` on the host that has one. The others raise an error that names that host:
     InputError, or RunError if no host found bad input. If there is no problem but a field differs,
-    raises InputError with the field and its hosts. All hosts leave the run before anything is
-    raised.
+    raises InputError with the field and its hosts. All hosts leave the run before that.
     """
     found = _disagreement(fields, problem) if host.several else problem
     if found is not None:
@@ -191,7 +195,7 @@ def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -
 
 def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Exception | None:
     kind = 0 if problem is None else 1 if isinstance(problem, InputError) else 2
-    kinds = np.asarray(multihost_utils.process_allgather(np.int32(kind)))
+    kinds = _gather(np.int32(kind))
     if kinds.any():
         hosts = ", ".join(str(i) for i in np.flatnonzero(kinds))
         if 1 in kinds:
@@ -199,18 +203,13 @@ def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Ex
         return problem or RunError(f"host {hosts} failed: see the message there")
     digests = [hashlib.sha256(str(value).encode()).digest() for value in fields.values()]
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(fields), -1)
-    return _difference(list(fields), np.asarray(multihost_utils.process_allgather(mine)))
-
-
-def _difference(names: list[str], every: np.ndarray) -> InputError | None:
-    """The first field in which hosts differ. every: (hosts, fields, bytes of a digest)."""
-    for name, digests in zip(names, every.swapaxes(0, 1), strict=True):
+    for name, every in zip(fields, _gather(mine).swapaxes(0, 1), strict=True):  # of all hosts
         groups: dict[str, list[str]] = {}
-        for number, digest in enumerate(digests):
+        for number, digest in enumerate(every):
             groups.setdefault(digest.tobytes().hex()[:12], []).append(str(number))
         if len(groups) > 1:
-            told = "; ".join(f"{digest} on {', '.join(who)}" for digest, who in groups.items())
-            return InputError(f"hosts differ in {name}: digest {told}; it must be the same on all")
+            who = "; ".join(f"{digest} on {', '.join(ids)}" for digest, ids in groups.items())
+            return InputError(f"hosts differ in {name}: digest {who}; it must be the same on all")
     return None
 
 
@@ -271,3 +270,94 @@ def last_words(host: Host, message: str) -> Iterator[None]:
         yield
     finally:
         helper.communicate(".")
+
+
+class Votes(NamedTuple):
+    """What one host sends along with a step. The sums over all hosts say how many agree."""
+
+    with_data: bool
+    stopping: bool
+    failed: bool
+
+
+class Lockstep:
+    """The batches of this host, one for each step that all hosts take together.
+
+    Hosts run out of data at different times, and any of them may fail or be asked to stop. Along
+    with step n, each host sends its `votes`: what it knows about step n + 2. The sum over all hosts
+    comes back with the results of step n, in time for step n + 2, and `learn` takes it in; so no
+    host waits for it. Iterating yields None when this host has no batch left but another host has
+    one. All hosts end at the same step: when none has data, or two steps after any host failed or
+    was asked to stop.
+
+    stopped: whether this host has been asked to stop. any_host: for each of several flags, whether
+    any host has set it; called once, by all hosts together. complete: whether the run came to the
+    end of its data. failure: what failed on this host or, once this host has learned of it, on
+    another one.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Batch],
+        stopped: Callable[[], object],
+        any_host: Callable[[Sequence[bool]], Sequence[bool]],
+        clock: Clock,
+    ) -> None:
+        self.failure: Exception | None = None
+        self._batches, self._stopped, self._clock = batches, stopped, clock
+        self._upcoming = deque(self._fetch() for _ in range(AHEAD))
+        present = [batch is not None for batch in self._upcoming]
+        asked = [*present, bool(stopped()), self.failure is not None]
+        *some_data, stopping, failed = any_host(asked)
+        self.complete = not stopping
+        ending = stopping or (failed and not any(some_data))
+        self._wanted = deque([] if ending else some_data)
+
+    def __iter__(self) -> Iterator[Batch | None]:
+        while self._wanted and self._wanted.popleft():
+            batch = self._upcoming.popleft()
+            self._upcoming.append(self._fetch())
+            yield batch
+
+    def _fetch(self) -> Batch | None:
+        if self.failure is None and not self._stopped():
+            try:
+                with self._clock.measure("data"):
+                    return next(self._batches, None)
+            except Exception as error:  # raised at the end, once all hosts have stopped
+                self.fail(error)
+        return None
+
+    @property
+    def votes(self) -> Votes:
+        """What to send with the step of the batch that was yielded last."""
+        return Votes(
+            with_data=self._upcoming[-1] is not None,
+            stopping=bool(self._stopped()),
+            failed=self.failure is not None,
+        )
+
+    def learn(self, votes: Iterable[float]) -> None:
+        """Takes in how many hosts cast each vote with a step; decides on the step two later."""
+        with_data, stopping, failed = (bool(count) for count in votes)
+        if failed and self.failure is None:
+            self.failure = elsewhere()
+        self.complete = self.complete and not stopping
+        self._wanted.append(with_data and not stopping and not failed)
+
+    def fail(self, error: Exception) -> None:
+        """Records a failure on this host; only the first counts. Logs the traceback of a bug."""
+        if self.failure is None:
+            self.failure = for_the_user(error)
+
+
+def one_behind(items: Iterable[T]) -> Iterator[T]:
+    """Yields each item only once the next one has been made, and the last one at the end.
+
+    So of steps that compute in the background, one is always in flight.
+    """
+    before: list[T] = []
+    for item in items:
+        yield from before
+        before = [item]
+    yield from before

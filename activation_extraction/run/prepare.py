@@ -4,7 +4,7 @@ The cheapest checks come first, and no weight is read here. The hosts of a pod c
 have found before they go on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,8 @@ import jax
 from activation_extraction.cli.config import Config
 from activation_extraction.cli.console import log
 from activation_extraction.common.errors import InputError
+from activation_extraction.common.visible import plain_url
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.family import Families
 from activation_extraction.model.forward import (
@@ -24,30 +26,25 @@ from activation_extraction.model.forward import (
     prepare_model,
 )
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
-from activation_extraction.run.fingerprint import fingerprint, identity_of, package_versions
-from activation_extraction.run.host_text import HostText, open_dataset, share_of
-from activation_extraction.run.hosts import Host, Watchdog, agree
+from activation_extraction.run.digests import fingerprint, identity_of, package_versions
+from activation_extraction.run.host_text import HostText, Prefetch, open_dataset
+from activation_extraction.run.hosts import Host, Watchdog, agree, gather
 from activation_extraction.run.repair import RepairPlanner
-from activation_extraction.run.revision import choose_commit, same_commit
-from activation_extraction.run.run_folders import (
-    RunFolders,
-    check_siblings,
-    find_metadata,
-)
+from activation_extraction.run.run_folders import RunFolders, check_siblings, find_metadata
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.local_files import check_free_disk, check_output_dir
 from activation_extraction.store.metadata import metadata_in
+from activation_extraction.store.options import StorageOptions
+from activation_extraction.store.resume import OPTIONS
 from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage
-from activation_extraction.text.batch import Batch
-from activation_extraction.text.choice import TokenChoice
+from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.documents import DocumentStream, check_dataset
-from activation_extraction.text.prefetch import Prefetch
-from activation_extraction.text.tokenizer import load_tokenizer
-from activation_extraction.text.workers import Worker
+from activation_extraction.text.samples import load_tokenizer
 
 T = TypeVar("T")
+RECORDED, NEW = "recorded", "new"  # a hub model's commit
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Job:
     """A request that has been checked: the model, the text, and where the result goes.
 
     batches: those that were not stored yet when the text was opened; documents: what they are made
-    from. where: the URL or path of the output, for messages. watchdog: of the whole run.
+    from. repair: of --repair alone.
     """
 
     host: Host
@@ -65,15 +62,16 @@ class Job:
     text: HostText
     documents: DocumentStream
     batches: Prefetch[Batch]
-    identity: Identity
-    where: str
     repair: RepairPlanner | None
-    watchdog: Watchdog
 
-    def with_text_reopened(self) -> "Job":
-        """The same job, with the batches that are still not stored."""
-        repairing = self.repair is not None
-        documents, batches = open_text(self.text, self.storage, repairing, self.watchdog)
+    @property
+    def where(self) -> str:
+        """The URL or path of the output, for messages."""
+        return self.storage.place.url
+
+    def with_text_reopened(self, watchdog: Watchdog) -> "Job":
+        """Returns the same job, with the batches that are still not stored."""
+        documents, batches = self.text.open(self.storage, watchdog)
         return replace(self, documents=documents, batches=batches)
 
 
@@ -81,14 +79,14 @@ class Job:
 class Output:
     """Where the output goes and what is there already.
 
-    remote: this host's folder in the bucket. earlier: (where, metadata) of each root that holds an
-    earlier run, and own the metadata of this host's; both are empty when this run starts anew.
-    commit: the hub model's, as this host sees it (see choose_commit).
+    remote: this host's folder in the bucket. earlier: the metadata of an earlier run in each root
+    that holds one, and own that of this host; both are empty when this run starts anew. commit: the
+    hub model's, as this host sees it (see choose_commit).
     """
 
     folders: RunFolders
     remote: Folder | None
-    earlier: Sequence[tuple[str, dict[str, Any]]]
+    earlier: Sequence[dict[str, Any]]
     own: Sequence[dict[str, Any]]
     commit: tuple[str, str] | None
 
@@ -99,16 +97,10 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
     agree(host, {"--model_revision": config.model_revision}, problem)
     assert output is not None
     commit = same_commit(host, output.commit)
-
-    def compared() -> tuple[Job, dict[str, Any]]:
-        job = prepare(config, host, families, output, commit, watchdog)
-        files = job.text.dataset.files.files
-        return job, fingerprint(config, job.forward, job.identity, files)
-
-    prepared, problem = _attempt(compared)
-    agree(host, prepared[1] if prepared else {}, problem)
-    assert prepared is not None
-    job = prepared[0]
+    found, problem = _attempt(lambda: prepare(config, host, families, output, commit, watchdog))
+    agree(host, found[1] if found else {}, problem)
+    assert found is not None
+    job = found[0]
     if host.several:  # only now do all of them have files of the same names
         sampled, problem = _attempt(job.text.dataset.files.sampled)
         agree(host, sampled or {}, problem)
@@ -139,14 +131,56 @@ def prepare_output(config: Config, host: Host, beat: Callable[[], None]) -> Outp
     remote = folders.open_bucket(beat)
     folders.check_stale_folders(config.overwrite)
     roots = [] if config.overwrite else folders.roots
-    earlier = [found for root, _ in roots if (found := find_metadata(root)) is not None]
+    earlier = [found for root in roots if (found := find_metadata(root)) is not None]
     places = [] if config.overwrite else [Folder(str(folders.folder)), *filter(None, (remote,))]
     own = [metadata for metadata in map(metadata_in, places) if metadata is not None]
     commit = None
     if not config.demo:
         where, metadata = earlier[0] if earlier else ("", {})
         commit = choose_commit(config.model_path, config.model_revision, where, metadata)
-    return Output(folders, remote, earlier, own, commit)
+    return Output(folders, remote, [metadata for _, metadata in earlier], own, commit)
+
+
+def choose_commit(
+    model_path: str, revision: str | None, where: str, metadata: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    """Returns the hub model's commit as this host sees it, and whether it is RECORDED or NEW.
+
+    The first start records it in metadata.json, so a new commit on the hub does not stop a long
+    run. None for a local folder. revision: the one asked for, if any; metadata: what the output at
+    `where` has recorded, empty when the run starts anew. Raises InputError if the revision asked
+    for is not the recorded commit.
+    """
+    recorded = recorded_commit(model_path, metadata)
+    # A branch may have moved on: the command that began the extraction continues it all the same.
+    if recorded and revision in (None, metadata["configuration"].get("model_revision")):
+        return RECORDED, recorded
+    commit = Checkpoint(model_path, revision).commit
+    if commit is None:
+        return None
+    if recorded and commit != recorded:
+        raise InputError(
+            f"--model_revision {revision}: is commit {commit}, but {where} holds an extraction "
+            f"with commit {recorded}; {OPTIONS}"
+        )
+    return (RECORDED if recorded else NEW), commit
+
+
+def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
+    """Returns the commit that an extraction used; None if its model is another or a local one."""
+    theirs = metadata.get("configuration", {}).get("model_path")
+    if theirs != plain_url(model_path) or Checkpoint(model_path).local:
+        return None
+    return metadata.get("model_commit")
+
+
+def same_commit(host: Host, chosen: tuple[str, str] | None) -> str | None:
+    """Returns one commit for all hosts, which must all call this: a recorded one, else the first
+    host's."""
+    every = [text.split() for text in gather(host, " ".join(chosen or ())) if text]
+    if chosen is None:
+        return None
+    return min(every, key=lambda each: each[0] != RECORDED)[1]
 
 
 def prepare(
@@ -156,59 +190,39 @@ def prepare(
     output: Output,
     commit: str | None,
     watchdog: Watchdog,
-) -> Job:
-    """Checks the rest of the request. commit: the hub model's. Raises InputError."""
+) -> tuple[Job, dict[str, Any]]:
+    """Checks the rest of the request; returns the job, and what hosts compare.
+
+    commit: the hub model's. Raises InputError.
+    """
+    folders, worker = output.folders, output.folders.worker
     if config.demo:
-        config = _with_demo(config, output.folders.folder, families)
+        config = _with_demo(config, folders.folder, families)
     request = model_request(config)
     forward = prepare_model(families, replace(request, revision=commit or request.revision))
-    checkpoint = forward.checkpoint
-    tokenizer = load_tokenizer(
-        checkpoint.tokenizer_files(), checkpoint.model_path, forward.model.config.vocab_size
-    )
-    choice = choose_tokens(config, forward.model.config.vocab_size)
-    source = config.dataset_path, config.dataset_name, config.dataset_config, config.dataset_split
-    others = [metadata for _, metadata in output.earlier]
-    dataset = open_dataset(*source, config.text_column, output.own, others)
+    checkpoint, vocabulary = forward.checkpoint, forward.model.config.vocab_size
+    tokenizer = load_tokenizer(checkpoint.tokenizer_files(), checkpoint.model_path, vocabulary)
+    check_dropped(config.drop_token_ids, vocabulary)
+    dataset = open_dataset(vars(config), config.text_column, output.own, output.earlier)
     check_dataset(dataset.rows, config.text_column, config.skip_bad_rows)
-    worker = output.folders.worker
-    identity = identity_of(config, forward, dataset, worker)
+    identity = identity_of(config, forward, dataset.name, dataset.content, worker)
     if not config.overwrite:
-        for root, _ in output.folders.roots:
+        for root in folders.roots:
             check_siblings(root, identity)
-    text = HostText(
-        dataset=dataset,
-        tokenizer=tokenizer,
-        worker=worker,
-        text_column=config.text_column,
-        skip_bad_rows=config.skip_bad_rows,
-        max_samples=share_of(config.max_samples, worker.host, worker.hosts),
-        rows=config.batch_size,
-        length=config.max_seq_length,
-        choice=choice,
-    )
+    text = HostText(config, dataset, tokenizer, worker)
     described = describe_run(config, forward)
-    repair = plan_repair(config, output, identity, described) if config.repair else None
-    storage = open_storage(config, forward, output, identity, described, text, repair)
-    documents, batches = open_text(text, storage, repair is not None, watchdog)
-    where = output.remote.url if output.remote else str(output.folders.folder)
-    return Job(
-        host=host,
-        forward=forward,
-        folders=output.folders,
-        storage=storage,
-        text=text,
-        documents=documents,
-        batches=batches,
-        identity=identity,
-        where=where,
-        repair=repair,
-        watchdog=watchdog,
-    )
+    repair = None
+    if config.repair:
+        local = Folder(str(folders.folder))
+        repair = RepairPlanner(local, output.remote, identity, described)
+    storage = open_storage(text, forward, output, identity, described, repair)
+    documents, batches = text.open(storage, watchdog)
+    job = Job(host, forward, folders, storage, text, documents, batches, repair)
+    return job, fingerprint(config, forward, identity, dataset.files.files)
 
 
 def model_request(config: Config) -> ModelRequest:
-    """What the flags ask of the model."""
+    """Returns what the flags ask of the model."""
     return ModelRequest(
         model_path=config.model_path,
         revision=config.model_revision,
@@ -227,15 +241,14 @@ def model_request(config: Config) -> ModelRequest:
     )
 
 
-def choose_tokens(config: Config, vocabulary: int) -> TokenChoice:
-    """The tokens that the flags keep. Raises InputError for a token id that the model lacks."""
-    if config.drop_token_ids and (largest := config.drop_token_ids[-1]) >= vocabulary:
+def check_dropped(token_ids: Sequence[int], vocabulary: int) -> None:
+    """Raises InputError if the model lacks one of the token ids to drop, or has no other one."""
+    if token_ids and (largest := token_ids[-1]) >= vocabulary:
         raise InputError(
             f"--drop_token_ids {largest}: the model has token ids 0 to {vocabulary - 1}"
         )
-    if len(config.drop_token_ids) == vocabulary:
+    if len(token_ids) == vocabulary:
         raise InputError("--drop_token_ids: names every token of the model; nothing is left")
-    return TokenChoice(config.positions, config.drop_token_ids)
 
 
 def _with_demo(config: Config, folder: Path, families: Families) -> Config:
@@ -247,18 +260,8 @@ def _with_demo(config: Config, folder: Path, families: Families) -> Config:
     return replace(config, model_path=str(model), dataset_path=str(documents))
 
 
-def open_text(
-    text: HostText, storage: ActivationStorage, repairing: bool, watchdog: Watchdog
-) -> tuple[DocumentStream, Prefetch[Batch]]:
-    """This host's documents, and the batches of them that are still to be computed."""
-    documents = text.documents()
-    if repairing:
-        return documents, text.of_gaps(storage)
-    return documents, text.not_stored(documents, storage, watchdog)
-
-
 def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
-    """What metadata.json records about a run besides its identity."""
+    """Returns what metadata.json records about a run besides its identity."""
     return {
         "configuration": config.to_json(),
         "model": asdict(forward.model.config),
@@ -270,29 +273,16 @@ def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
     }
 
 
-def plan_repair(
-    config: Config, output: Output, identity: Identity, described: dict[str, Any]
-) -> RepairPlanner:
-    """--repair: the planner that finds the shards to make again."""
-    return RepairPlanner(
-        Folder(str(output.folders.folder)),
-        output.remote,
-        identity,
-        described,
-    )
-
-
 def open_storage(
-    config: Config,
+    text: HostText,
     forward: Forward,
     output: Output,
     identity: Identity,
     described: dict[str, Any],
-    text: HostText,
     repair: RepairPlanner | None,
 ) -> ActivationStorage:
     """Opens the output for this run. Raises InputError if nothing may be added to it."""
-    sizes = forward.sizes
+    config, sizes = text.config, forward.sizes
     return ActivationStorage(
         output.folders.folder,
         {key: hook.name for key, hook in forward.hooks.items()},

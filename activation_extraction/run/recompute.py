@@ -1,29 +1,37 @@
 """Loads the model of a stored extraction again, so that --verify can recompute samples.
 
-inspect/verify.py compares the results with what is stored.
+To recompute a kept token takes all tokens in front of it. Where only some tokens are stored, they
+are read again from the data set, from where the shard's samples begin. inspect/verify.py compares
+the results with what is stored.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
+from tokenizers import Tokenizer
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect.verify import Recompute
 from activation_extraction.inspect.verify_shard import Chosen
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.family import Families
 from activation_extraction.model.forward import Forward, ModelRequest, prepare_model
 from activation_extraction.model.step import Step, compile_step
-from activation_extraction.run.digests import model_digest
-from activation_extraction.run.lockstep import Votes
-from activation_extraction.run.reread import OTHER_TEXT, open_texts
-from activation_extraction.run.revision import recorded_commit
+from activation_extraction.run.digests import digest_files, model_digest
+from activation_extraction.run.host_text import Dataset, open_dataset
+from activation_extraction.run.prepare import recorded_commit
+from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import METADATA, identity_of
-from activation_extraction.text.packing import pack, samples_of
+from activation_extraction.text.documents import DocumentStream
+from activation_extraction.text.packing import TokenChoice, pack, samples_of
+from activation_extraction.text.samples import load_tokenizer, samples
 
-NO_VOTES = Votes(with_data=False, stopping=False, failed=False)
+OTHER_TEXT = "the data set now gives other tokens than those that are stored"
 
 
 def load_again(
@@ -32,7 +40,7 @@ def load_again(
     dataset_path: str | None,
     metadata: dict[str, Any],
 ) -> Recompute:
-    """Returns a function that recomputes samples.
+    """Returns what recomputes samples.
 
     request: how to compute; the metadata says what to compute. dataset_path: where the data set is
     now; None: where the run had it. It is opened only if the run did not keep all tokens. Raises
@@ -58,22 +66,21 @@ def load_again(
         texts = None
         if not identity.every_token:
             vocabulary = forward.model.config.vocab_size
-            texts = open_texts(metadata, forward.checkpoint, vocabulary, dataset_path)
+            texts = _open_texts(metadata, forward.checkpoint, vocabulary, dataset_path)
         step = compile_step(forward)
 
     def recompute(chosen: list[Chosen]) -> list[dict[str, np.ndarray] | str]:
-        stored = [sample.token_ids for sample in chosen]
+        stored = [np.asarray(sample.row.token_ids) for sample in chosen]
         whole = stored if texts is None else texts.whole(chosen)
-        known = [ids for ids in whole if ids is not None]
-        found = iter([*_compute(forward, step, known)])
+        computed = _compute(forward, step, [ids for ids in whole if ids is not None])
         return [
             OTHER_TEXT
             if ids is None
-            else {name: values[sample.positions] for name, values in next(found).items()}
+            else {name: values[sample.row.positions] for name, values in next(computed).items()}
             for sample, ids in zip(chosen, whole, strict=True)
         ]
 
-    return recompute
+    return Recompute(jax.default_backend(), recompute)
 
 
 def _compute(
@@ -82,9 +89,68 @@ def _compute(
     """The activations of samples, name of a hook -> (tokens, width)."""
     for batch in pack(samples_of(token_ids), *forward.shape):
         with device_errors():
-            activations = forward.receive(step(batch, NO_VOTES)[0])
+            activations = forward.receive(step(batch, [False] * 3)[0])
         for at in batch.samples:
             yield {
                 str(name): values[at.row, at.start : at.stop]
                 for name, values in activations.items()
             }
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The data set and the tokenizer of a run, both checked to be the run's."""
+
+    dataset: Dataset
+    tokenizer: Tokenizer
+    identity: Identity
+
+    def whole(self, chosen: Sequence[Chosen]) -> list[np.ndarray | None]:
+        """All token ids of every sample; None where the kept ones are not those that are stored."""
+        groups: dict[Any, list[Chosen]] = defaultdict(list)
+        for sample in chosen:
+            groups[sample.worker, sample.shard].append(sample)
+        token_ids: dict[int, np.ndarray] = {}
+        for group in groups.values():
+            token_ids |= self._read(group)
+        return [token_ids.get(sample.row.sample_idx) for sample in chosen]
+
+    def _read(self, group: Sequence[Chosen]) -> dict[int, np.ndarray]:
+        """Token ids by `sample_idx`, of samples of one shard."""
+        identity, wanted = self.identity, {sample.row.sample_idx: sample.row for sample in group}
+        choice = TokenChoice(identity.positions, identity.drop_token_ids)
+        documents = DocumentStream(
+            self.dataset.rows, identity.text_column, group[0].worker, identity.skip_bad_rows
+        )
+        found = {}
+        stream = samples(documents, self.tokenizer, identity.max_seq_length, start=group[0].start)
+        for sample in stream:
+            if (row := wanted.get(sample.sample_idx)) is not None:
+                positions = choice.kept(sample.sample_idx, sample.token_ids)
+                same = np.array_equal(sample.token_ids[positions], np.asarray(row.token_ids))
+                if same and np.array_equal(positions, row.positions):
+                    found[sample.sample_idx] = sample.token_ids
+            if sample.sample_idx >= max(wanted):
+                break
+        return found
+
+
+def _open_texts(
+    metadata: Mapping[str, Any], checkpoint: Checkpoint, vocabulary: int, dataset_path: str | None
+) -> _Texts:
+    """dataset_path: where the data set is now; None: where the run had it.
+
+    Raises InputError when the tokenizer or the data set is not the run's.
+    """
+    identity, asked = identity_of(metadata, METADATA), metadata["configuration"]
+    files = checkpoint.tokenizer_files()
+    if digest_files(files) != identity.tokenizer_digest:
+        raise InputError(
+            f"--model_path {checkpoint.model_path}: its tokenizer is not the one of the stored "
+            "activations"
+        )
+    path = dataset_path or asked["dataset_path"]
+    dataset = open_dataset({**asked, "dataset_path": path}, identity.text_column, own=[metadata])
+    if (dataset.name, dataset.content) != (identity.data, identity.data_revision):
+        raise InputError(f"--dataset_path {path}: is not the data set that the run has read")
+    return _Texts(dataset, load_tokenizer(files, checkpoint.model_path, vocabulary), identity)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.inspect.verify import check_shards
-from activation_extraction.store.commit import FORMAT_VERSION, Commit, Totals, number_of
+from activation_extraction.inspect.verify import check_shards, wrong_totals
+from activation_extraction.store.commit import FORMAT_VERSION, Commit, number_of
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import (
@@ -24,13 +24,8 @@ from activation_extraction.store.metadata import (
     owner_of,
     read_stored,
 )
-from activation_extraction.store.resume import (
-    ShardRange,
-    StoragePlan,
-    check_identity,
-    check_same_run,
-    refuse_moved,
-)
+from activation_extraction.store.plan import ShardRange, StoragePlan
+from activation_extraction.store.resume import check_identity, check_same_run, refuse_moved
 
 # What a rebuilt metadata.json says at first; the next run without --repair continues from there.
 REBUILT = {"status": "interrupted", **NOTHING}
@@ -39,7 +34,7 @@ log = logging.getLogger("extract_activations")
 
 
 def find_gaps(stored: Stored, good: set[int], stride: int) -> tuple[ShardRange, ...]:
-    """The gaps in a folder, each with its end if the metadata or a JSON file records it.
+    """Returns the gaps in a folder, each with its end if the metadata or a JSON file records it.
 
     good: numbers of the intact shards. stride: the number of hosts of all machines together.
     """
@@ -75,29 +70,31 @@ class RepairPlanner:
     _owner: str | None = None
 
     @property
-    def place(self) -> Folder:
+    def target(self) -> Folder:
         """The folder to repair."""
         return self.remote or self.folder
 
     def look(self) -> StoragePlan:
         """Reads every shard to find the damaged ones."""
-        self._owner = owner_of(self.place)
-        self._found = found = read_stored(self.place)
+        self._owner = owner_of(self.target)
+        self._found = found = read_stored(self.target)
         stored = found if found.metadata is not None else self._with_new_metadata(found)
-        check_same_run(self.place.url, stored, self.identity)
+        check_same_run(self.target.url, stored, self.identity)
         self._check_local(stored)
         log.info("looking for damaged shards")
-        checked = list(check_shards(self.place, {"": stored}))
+        checked = check_shards(self.target, {"": stored})
         good = {shard.commit.number for shard in checked if not shard.problems}
         ranges = find_gaps(stored, good, self.identity.total_machines * self.identity.num_hosts)
         commits = [stored.commits[number] for number in sorted(good)]
         obsolete = tuple(self._unknown(ranges))
-        anew = found.metadata is None or (not ranges and _miscounted(stored, commits))
+        # A repair that was killed leaves a complete run with wrong totals.
+        finished = found.metadata is not None and found.metadata["status"] == "complete"
+        miscounted = finished and any(wrong_totals(commits, found.metadata or {}))
         return StoragePlan(
             commits,
             ranges,
             obsolete=obsolete,
-            settled=not (ranges or obsolete or anew),
+            settled=not (ranges or obsolete or miscounted) and found.metadata is not None,
             recorded=REBUILT if found.metadata is None else found.metadata,
             expected=stored.commits,
             versions=stored.versions,
@@ -106,32 +103,31 @@ class RepairPlanner:
 
     def look_again(self, plan: StoragePlan) -> StoragePlan:
         """Raises InputError if another process has changed the folder since it was checked."""
-        now = read_stored(self.place)
+        now = read_stored(self.target)
         unchanged = (now.metadata, now.commits) == (self._found.metadata, self._found.commits)
-        if not unchanged or owner_of(self.place) != self._owner:
+        if not unchanged or owner_of(self.target) != self._owner:
             raise InputError(
-                f"{self.place.url}: another process has written to it during the check; "
+                f"{self.target.url}: another process has written to it during the check; "
                 "start --repair again once that process has ended"
             )
-        if changes := self.changes():
+        if changes := self._changes():
             log.warning("recomputed values may differ in rounding: %s", changes)
         return plan
 
     def _with_new_metadata(self, found: Stored) -> Stored:
         if not found.commits:
-            raise InputError(f"{self.place.url}: holds no extraction that --repair could work on")
-        log.warning("%s/%s is damaged or missing and is rebuilt", self.place.url, METADATA)
+            raise InputError(f"{self.target.url}: holds no extraction that --repair could work on")
+        log.warning("%s/%s is damaged or missing and is rebuilt", self.target.url, METADATA)
         new = {"format_version": FORMAT_VERSION, "identity": self.identity.to_json()}
         return replace(found, metadata={**self.metadata, **new, **REBUILT})
 
     def _check_local(self, stored: Stored) -> None:
         """Raises InputError if the shards are in a bucket, or the local metadata another run's."""
+        where = f"--output_dir {self.folder.url}"
         if self.remote is not None:
-            check_identity(
-                f"--output_dir {self.folder.url}", read_stored(self.folder), self.identity
-            )
+            check_identity(where, read_stored(self.folder), self.identity)
         else:
-            refuse_moved(f"--output_dir {self.folder.url}", stored, "repair them there")
+            refuse_moved(where, stored, "repair them there")
 
     def _unknown(self, ranges: tuple[ShardRange, ...]) -> Iterator[str]:
         """Names the files of shards at the end of an unfinished run whose JSON files are damaged,
@@ -139,13 +135,13 @@ class RepairPlanner:
         it continues."""
         numbers = {number_of(name) for name in self._found.damaged if name != METADATA}
         numbers -= {n for n in numbers for r in ranges if r.first <= n <= (r.last or 0)}
-        for name in own_files(self.place.files()) if numbers else ():
+        for name in own_files(self.target.files()) if numbers else ():
             if name.startswith("shard_") and number_of(name) in numbers:
                 yield name
 
     def differing(self, made: list[Commit]) -> list[str]:
-        """A line for each remade shard whose bytes are not those that it had."""
-        why = self.changes() or "with the same batch size, mesh, backend and versions"
+        """Returns a line for each remade shard whose bytes are not those that it had."""
+        why = self._changes() or "with the same batch size, mesh, backend and versions"
         return [
             f"{commit.file}: its bytes are not those that it had; its values may differ in "
             f"rounding: {why}"
@@ -153,30 +149,16 @@ class RepairPlanner:
             if self._found.commits.get(commit.number, commit).sha256 != commit.sha256
         ]
 
-    def changes(self) -> str:
+    def _changes(self) -> str:
         """What may round differently than it did in the run, according to its metadata."""
         before = self._found.metadata
         if before is None:
             return ""
-        changed = []
-        for name in ("batch_size", "mesh", "backend", "versions"):
-            was, now = (
-                (m.get("configuration", {}) if name == "batch_size" else m).get(name)
-                for m in (before, self.metadata)
-            )
-            if was != now:
-                changed.append(f"{name} is {now}, was {was}")
-        return "; ".join(changed)
 
+        def settings(metadata: Mapping[str, Any]) -> list[Any]:
+            batch_size = metadata.get("configuration", {}).get("batch_size")
+            return [batch_size, *(metadata.get(name) for name in ("mesh", "backend", "versions"))]
 
-def _miscounted(stored: Stored, commits: list[Commit]) -> bool:
-    """Whether a complete run's metadata has wrong totals, because a repair was killed."""
-    assert stored.metadata is not None
-    sums = Totals()
-    for commit in commits:
-        sums.add(commit)
-    wrong = any(
-        stored.metadata[name] != getattr(sums, name)
-        for name in ("shards", "samples", "tokens", "bytes")
-    )
-    return wrong and stored.metadata["status"] == "complete"
+        names = ("batch_size", "mesh", "backend", "versions")
+        found = zip(names, settings(before), settings(self.metadata), strict=True)
+        return "; ".join(f"{name} is {now}, was {was}" for name, was, now in found if was != now)

@@ -1,23 +1,28 @@
-"""What a run tells its user: its progress, and at the end what this host stored and how to go on.
+"""What a run prints: its progress, and at the end what this host stored and how to go on.
 
-Totals over all machines and hosts are the subject of inspect/status_table.py.
+--list_hooks prints a model's hooks, without a run. Totals over all machines and hosts are the
+subject of inspect/status.py.
 """
 
-from collections.abc import Iterable, Mapping
+from typing import Any
 
 from activation_extraction.cli.console import Clock, Progress
+from activation_extraction.common.positions import ALL, parse_positions
 from activation_extraction.common.visible import counted, say
+from activation_extraction.inspect.status import ranges
 from activation_extraction.model.devices import peak_flops
+from activation_extraction.model.hooks import HookTable
 from activation_extraction.run.hosts import any_host
 from activation_extraction.run.prepare import Job
 from activation_extraction.store.commit import Totals
 from activation_extraction.store.formats import lines_of_dataset
 
 ACTIVITIES = ("data", "compute", "copy", "store")
+COLUMNS = "hook", "Hugging Face module", "width", "bytes/token", "other names"
 
 
 def progress_of(job: Job, log_every: int) -> Progress:
-    """This host's progress bar, progress lines and metrics."""
+    """Makes this host's progress bar, progress lines and metrics."""
     devices = job.forward.rows.mesh.shape["device"]
     return Progress(
         job.text.max_samples,
@@ -36,13 +41,19 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     verbose: whether the other hosts print all that too.
     """
     storage, totals = job.storage, job.storage.totals
+    ended = "done" if complete else "interrupted"
     if job.repair is not None:
-        differing = job.repair.differing(storage.made) if complete else ()
-        made = [commit.number for commit in storage.made]
-        say(*differing, what_was_repaired(made, job.where, complete))
+        made = ", ".join(str(commit.number) for commit in storage.made) or "none"
+        say(*(job.repair.differing(storage.made) if complete else ()))
+        ended = "repaired" if complete else ended
+        say(f"{ended}: shards made again in {job.where}: {made}")
         return
-    say(what_is_stored(totals, len(job.forward.hooks), job.where, complete))
-    if job.text.skip_bad_rows:
+    say(
+        f"{ended}: {counted(totals.samples, 'sample')}, {counted(totals.tokens, 'token')}, "
+        f"{counted(len(job.forward.hooks), 'hook')}, {counted(totals.shards, 'shard')}, "
+        f"{totals.bytes / 1e6:,.1f} MB in {job.where}"
+    )
+    if job.text.config.skip_bad_rows:
         rows = counted(totals.skipped_rows, "row")
         say(f"skipped: {rows} that could not be used (--skip_bad_rows)")
     if totals.empty_rows:
@@ -50,15 +61,36 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     if totals.cut_samples:
         say(
             f"cut: {counted(totals.cut_samples, 'sample')} at "
-            f"{counted(job.text.length, 'token')} (--max_seq_length); left out: "
+            f"{counted(job.text.config.max_seq_length, 'token')} (--max_seq_length); left out: "
             f"{counted(totals.cut_tokens, 'token')}"
         )
     if job.host.id != 0 and not verbose:
         return
     if new := totals.tokens - storage.found_tokens:
-        say(where_the_time_went(totals, clock, storage.waited, new, job.text.choice.everything))
+        say(_where_the_time_went(job, clock, new))
     if totals.shards:
-        say("read it with:", *(f"  {line}" for line in how_to_read(job)))
+        say("read it with:", *(f"  {line}" for line in _how_to_read(job)))
+
+
+def _where_the_time_went(job: Job, clock: Clock, tokens: int) -> str:
+    """tokens: those of this run alone."""
+    totals, waited, elapsed = job.storage.totals, job.storage.waited, clock.elapsed
+    what = "tokens" if job.text.choice.everything else "kept tokens"
+    spent = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
+    held_up = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in waited.items())
+    return (
+        f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} {what}/s; waiting for {spent} "
+        f"s; of store, until there was room in memory (--waiting_shards_gb): {held_up} s; shards "
+        f"took {totals.pack_seconds:.1f} s to pack and {totals.write_seconds:.1f} s to write"
+    )
+
+
+def _how_to_read(job: Job) -> list[str]:
+    """Lines of Python: for the whole run, and for one shard without this program."""
+    in_bucket, shards = job.folders.bucket_url is not None, job.storage.format
+    lines = lines_of_dataset(job.folders.bucket_url or str(job.folders.local))
+    alone = shards.how_to_read(f"{job.where}/{shards.file_name(1)}", in_bucket)
+    return [*lines, *(["# or one shard, without this program:"] if alone else []), *alone]
 
 
 def kept_nothing(job: Job) -> bool:
@@ -68,49 +100,37 @@ def kept_nothing(job: Job) -> bool:
     return samples and not tokens
 
 
-def how_to_read(job: Job) -> list[str]:
-    """Lines of Python: for the whole run, and for one shard without this program."""
-    in_bucket, shards = job.folders.bucket_url is not None, job.storage.format
-    lines = lines_of_dataset(job.folders.bucket_url or str(job.folders.local))
-    alone = shards.how_to_read(f"{job.where}/{shards.file_name(1)}", in_bucket)
-    return [*lines, *(["# or one shard, without this program:"] if alone else []), *alone]
-
-
-def what_is_stored(totals: Totals, hooks: int, where: str, complete: bool) -> str:
-    """The line that every host prints."""
-    return (
-        f"{'done' if complete else 'interrupted'}: "
-        f"{counted(totals.samples, 'sample')}, {counted(totals.tokens, 'token')}, "
-        f"{counted(hooks, 'hook')}, {counted(totals.shards, 'shard')}, "
-        f"{totals.bytes / 1e6:,.1f} MB in {where}"
-    )
-
-
-def where_the_time_went(
-    totals: Totals, clock: Clock, waited: Mapping[str, float], tokens: int, every_token: bool
-) -> str:
-    """waited: seconds in which the memory for shards was full, by what the oldest shard waited for.
-    tokens: those of this run alone; every_token: whether samples are stored whole."""
-    elapsed = clock.elapsed
-    what = "tokens" if every_token else "kept tokens"
-    spent = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
-    held_up = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in waited.items())
-    return (
-        f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} {what}/s; waiting for {spent} s; of "
-        f"store, until there was room in memory (--waiting_shards_gb): {held_up} s; shards took "
-        f"{totals.pack_seconds:.1f} s to pack and {totals.write_seconds:.1f} s to write"
-    )
-
-
-def what_was_repaired(repaired: Iterable[int], where: str, complete: bool) -> str:
-    """The line at the end of --repair."""
-    made = ", ".join(map(str, repaired)) or "none"
-    return f"{'repaired' if complete else 'interrupted'}: shards made again in {where}: {made}"
-
-
 def continue_with(hosts: int, overwrite: bool) -> str:
-    """What to do after a failure. hosts: how many; overwrite: whether --overwrite was given."""
+    """Says what to do after a failure. overwrite: whether --overwrite was given."""
     flags = " without --overwrite" if overwrite else ""
     if hosts > 1:
         return f"to continue, start all hosts again with the same command{flags}"
     return f"to continue, run the same command again{flags}"
+
+
+def list_hooks(table: HookTable, config: Any, dtype: Any, rule: str, length: int) -> list[str]:
+    """Returns lines with a model's hooks, all their names, and how much each of them stores.
+
+    config: the model's; dtype: the type that activations are stored in; rule: --positions; length:
+    of the longest samples.
+    """
+    depth, letters = config.num_hidden_layers, config.sizes_with(length)
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    for kind in table.kinds:
+        width = kind.width(letters)
+        module, *others = kind.modules or ("",)
+        layers = kind.layers(depth, table.types)
+        only = f" (K: {ranges(layers)})" if "{}" in kind.name and len(layers) != depth else ""
+        names = kind.name.format("K") + only, module.format("K")
+        more = ", ".join(name.format("K") for name in (*kind.aliases, *others))
+        rows.append((*names, f"{width:,}", f"{width * dtype.itemsize:,}", more))
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f"{hook:{sizes[0]}}  {module:{sizes[1]}}  {width:>{sizes[2]}}  {size:>{sizes[3]}}  {more}"
+        for hook, module, width, size, more in rows
+    ]
+    lines.append(f"K is the layer, from 0 to {depth - 1}; bytes are for {dtype}")
+    if rule != ALL:
+        kept = parse_positions(rule).expected(length)
+        lines.append(f"--positions {rule} keeps about {kept:,.0f} of a sample's {length:,} tokens")
+    return [line.rstrip() for line in lines]

@@ -1,6 +1,7 @@
-"""The types that `text` hands on: cursors, samples and batches.
+"""The types that `text` hands on: workers, cursors, samples and batches.
 
-Of this folder, the model and the output know only this module and workers.py.
+The model and the output know only this module of the folder. Data is first split between machines;
+the hosts of a machine then split its share, so machines may differ in their number of hosts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -8,6 +9,25 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Host `host` of `hosts`, on machine `machine` of `machines`: a share of the data."""
+
+    machine: int = 0
+    machines: int = 1
+    host: int = 0
+    hosts: int = 1
+
+    def sample_idx(self, number: int) -> int:
+        """Returns the index of this worker's sample `number`, unique over all workers."""
+        return (number * self.hosts + self.host) * self.machines + self.machine
+
+    @property
+    def stride(self) -> int:
+        """The difference between the indices of two consecutive samples of this worker."""
+        return self.hosts * self.machines
 
 
 @dataclass(frozen=True)
@@ -27,13 +47,7 @@ class Cursor:
     stream: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "samples": self.samples,
-            "skip": self.skip,
-            "skipped_rows": self.skipped_rows,
-            "empty_rows": self.empty_rows,
-            "stream": dict(self.stream),
-        }
+        return {**vars(self), "stream": dict(self.stream)}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Cursor":
@@ -99,9 +113,10 @@ class Batch:
         return [len(placed.sample.token_ids) for placed in self.samples]
 
     def kept_tokens(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """For each sample: where its kept tokens are, and their positions, int32.
+        """Yields, for each sample, an index of its kept tokens and their positions, int32.
 
-        Where: in an array (B, T, ...), or (tokens, ...) if only kept tokens are there, row by row.
+        The index is into an array (B, T, ...), or, if only some tokens are kept, into an array
+        (tokens, ...) of these, row by row.
         """
         if self.kept is None:
             for sample, row, start in self.samples:
@@ -110,11 +125,9 @@ class Batch:
             return
         before = np.concatenate([[0], np.cumsum(self.kept)])
         for placed in self.samples:
-            first, last = (
-                placed.row * self.kept.shape[1] + at for at in (placed.start, placed.stop)
-            )
             positions = np.flatnonzero(self.kept[placed.row, placed.start : placed.stop])
-            yield slice(before[first], before[last]), positions.astype(np.int32)
+            first = before[placed.row * self.kept.shape[1] + placed.start]
+            yield slice(first, first + len(positions)), positions.astype(np.int32)
 
     @property
     def num_tokens(self) -> int:

@@ -3,7 +3,7 @@
 The stream can continue from any state that it has reported. Rows without text are not documents,
 and are counted. ARC-AGI rows are rendered by `arc_prompt`. A row that cannot be used (not JSON, no
 such column, no text in it) is skipped and counted, or ends the run with a message that gives its
-position. hub.py and files.py open the data sets.
+position. sources.py opens the data sets.
 """
 
 import logging
@@ -12,15 +12,15 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 
 from activation_extraction.common.errors import InputError, RunError, near_miss, one_line
 from activation_extraction.common.retries import hub_requests
 from activation_extraction.common.visible import counted
-from activation_extraction.text.rows import FileRow, MissingColumnError, UnusableRowError
-from activation_extraction.text.workers import Worker
+from activation_extraction.text.batch import Worker
+from activation_extraction.text.sources import FileRow, MissingColumnError, UnusableRowError
 
 log = logging.getLogger("extract_activations")
 
@@ -39,45 +39,37 @@ class Document:
 
     row: where it comes from: {"file", "line"} (from 1) of JSON Lines; {"file", "row_group", "row"}
     (from 0) of Parquet; {"row"} (from 0) of a hub data set, with {"share"} if it is counted within
-    one share of several. where: the same in words.
+    one share of several. where: the same in words. skipped_rows, empty_rows: how many rows before
+    it were skipped or empty.
     """
 
     text: str
     doc_id: DocId
     row: dict[str, Any]
     where: str
+    skipped_rows: int
+    empty_rows: int
 
 
 def arc_prompt(row: dict[str, Any]) -> str:
-    """The prompt for an ARC-AGI task: its training pairs, then each test input to be solved.
+    """Returns the prompt for an ARC-AGI task: its training pairs, then each test input to solve.
 
-    Each row of a grid is one line, with spaces between the cells. The outputs of the tests are left
-    out.
-
-        Example 1
-        Input:
-        0 1
-        Output:
-        1 0
-
-        Test 1
-        Input:
-        1 1
-        Output:
+    Each row of a grid is one line, with spaces between the cells, below a line "Input:" or
+    "Output:". The outputs of the tests are left out.
     """
+
+    def lines(grid: list[list[int]]) -> str:
+        return "\n".join(" ".join(map(str, row)) for row in grid)
+
     examples = [
-        f"Example {n}\nInput:\n{_grid(pair['input'])}\nOutput:\n{_grid(pair['output'])}\n"
+        f"Example {n}\nInput:\n{lines(pair['input'])}\nOutput:\n{lines(pair['output'])}\n"
         for n, pair in enumerate(row["train"], start=1)
     ]
     tests = [
-        f"Test {n}\nInput:\n{_grid(pair['input'])}\nOutput:\n"
+        f"Test {n}\nInput:\n{lines(pair['input'])}\nOutput:\n"
         for n, pair in enumerate(row["test"], start=1)
     ]
     return "\n".join(examples + tests)
-
-
-def _grid(grid: list[list[int]]) -> str:
-    return "\n".join(" ".join(map(str, row)) for row in grid)
 
 
 class DocumentStream:
@@ -101,12 +93,11 @@ class DocumentStream:
         reads: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.worker = worker or Worker()
-        machine = _Share.of(dataset, self.worker.machine, self.worker.machines)
-        host = _Share.of(machine.rows, self.worker.host, self.worker.hosts)
-        self._dataset = host.rows
-        self._turn = machine.turn + machine.turns * host.turn
-        self._turns = machine.turns * host.turns
-        self._share = ", ".join(filter(None, (machine.name, host.name)))
+        self._dataset = dataset
+        self._turn, self._turns = 0, 1  # row n of the pieces is this worker's if n % turns == turn
+        self._share = ""  # which of how many groups of pieces it reads
+        self._take_share(self.worker.machine, self.worker.machines)
+        self._take_share(self.worker.host, self.worker.hosts)
         self._reads = reads
         self._text_column = text_column
         self._skip_bad_rows = skip_bad_rows
@@ -114,8 +105,20 @@ class DocumentStream:
         self._rows = 0  # rows read from the pieces, including those of other workers
         self._position: dict[str, Any] | None = None  # the data set's; None before the first row
 
+    def _take_share(self, index: int, count: int) -> None:
+        """Narrows the stream to share `index` out of `count` shares."""
+        if count > 1 and self._dataset.num_shards < PIECES_PER_SHARE * count:
+            self._dataset = self._dataset.reshard()
+        groups = min(self._dataset.num_shards, count)
+        group = index % groups
+        self._dataset = self._dataset.shard(num_shards=groups, index=group)
+        self._turn += self._turns * (index // groups)
+        self._turns *= len(range(group, count, groups))
+        if groups > 1:
+            self._share = ", ".join(filter(None, (self._share, f"{group} of {groups}")))
+
     def state(self) -> dict[str, Any]:
-        """The position after the row that was read last, as JSON."""
+        """Returns the position after the row that was read last, as JSON."""
         counts = {"rows": self._rows, "skipped": self.skipped_rows, "empty": self.empty_rows}
         return {**counts, "dataset": self._position}
 
@@ -151,12 +154,16 @@ class DocumentStream:
                 yield self._document(row)
 
     def _document(self, row: FileRow | dict[str, Any]) -> Document | None:
-        """The document in `row`, the row that was read last; None if there is none."""
+        """Returns the document in the row that was read last; None if there is none."""
         if isinstance(row, FileRow):
             self._reads(row.row["file"])
         else:
+            number = self._rows - 1
+            whose = "the data set" if self.worker == Worker() else "the rows that this host reads"
+            own_id = f", id {row['id']!r:.80}" if "id" in row else ""
             share = {"share": self._share} if self._share else {}
-            row = FileRow(self._where(row), {**share, "row": self._rows - 1}, partial(dict, row))
+            position = {**share, "row": number}
+            row = FileRow(f"row {number} (from 0) of {whose}{own_id}", position, partial(dict, row))
         try:
             columns = row.read()
             text = _text_of(columns, self._text_column)
@@ -166,7 +173,11 @@ class DocumentStream:
         if text is None or not text.strip():
             self.empty_rows += 1
             return None
-        return Document(_valid(text), _plain(columns.get("id")), row.row, row.where)
+        doc_id = columns.get("id")
+        if doc_id is not None and type(doc_id) not in (str, int, float):
+            doc_id = str(doc_id)  # a date, a decimal or the like: shards hold only plain values
+        counts = self.skipped_rows, self.empty_rows
+        return Document(_valid(text), doc_id, row.row, row.where, *counts)
 
     def reject(self, where: str, why: object) -> None:
         """Counts a row that cannot be used. Raises RunError unless such rows are skipped."""
@@ -176,38 +187,6 @@ class DocumentStream:
         self.skipped_rows += 1
         level = logging.WARNING if self.skipped_rows <= LOGGED_ROWS else logging.DEBUG
         log.log(level, "skipped a row: %s: %s", where, why)
-
-    def _where(self, row: dict[str, Any]) -> str:
-        """The position of `row`, which was read last, in a hub data set."""
-        whose = "of the data set" if self.worker == Worker() else "of the rows that this host reads"
-        own_id = f", id {row['id']!r:.80}" if "id" in row else ""
-        return f"row {self._rows - 1} (from 0) {whose}{own_id}"
-
-
-class _Share(NamedTuple):
-    """A share of a data set: row n of `rows` belongs to it if n % turns == turn.
-
-    name: which of how many groups of pieces `rows` is; "" if it is the whole data set.
-    """
-
-    rows: datasets.IterableDataset
-    turn: int
-    turns: int
-    name: str
-
-    @classmethod
-    def of(cls, dataset: datasets.IterableDataset, index: int, count: int) -> "_Share":
-        """Share `index` out of `count` shares."""
-        if count > 1 and dataset.num_shards < PIECES_PER_SHARE * count:
-            dataset = dataset.reshard()
-        groups = min(dataset.num_shards, count)
-        group = index % groups
-        return cls(
-            dataset.shard(num_shards=groups, index=group),
-            index // groups,
-            len(range(group, count, groups)),
-            f"{group} of {groups}" if groups > 1 else "",
-        )
 
 
 def check_dataset(
@@ -237,7 +216,7 @@ def check_dataset(
 
 
 def with_remedy(error: RunError) -> InputError:
-    """The same error as an InputError, since it was found before anything expensive started."""
+    """Returns the error as an InputError: it was found before anything expensive started."""
     return InputError(f"{error}; {error.remedy}" if error.remedy else str(error))
 
 
@@ -270,8 +249,3 @@ def _valid(text: str) -> str:
         return text
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _plain(doc_id: Any) -> DocId:
-    """The id, as text if it is a date, a decimal or the like: shards hold only plain values."""
-    return doc_id if doc_id is None or type(doc_id) in (str, int, float) else str(doc_id)

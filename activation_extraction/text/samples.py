@@ -4,15 +4,17 @@ Documents are tokenised in chunks. A cursor is the state of the stream before a 
 number of samples to skip within it, so continuing from any sample reads at most one chunk twice.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from activation_extraction.common.errors import RunError, one_line
+from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.late_imports import transformers
 from activation_extraction.text.batch import Cursor, Sample
 from activation_extraction.text.documents import Document, DocumentStream
 
@@ -22,19 +24,43 @@ PIECE_CHARACTERS = 2**18  # of a long text, whose tokens are only counted
 PREVIEW_CHARACTERS = 200
 
 
-class Read(NamedTuple):
-    """A document, and how many rows had been skipped or were empty by then."""
-
-    document: Document
-    skipped_rows: int
-    empty_rows: int
-
-
 class Tokens(NamedTuple):
     """The first token ids of a document, and how many more it has."""
 
     ids: list[int]
     cut: int
+
+
+def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> Tokenizer:
+    """Loads the tokenizer that transformers makes of a model's files.
+
+    files: the model's files for its tokenizer, with config.json beside them. model_path: names the
+    model in messages. Raises InputError if a file is missing or broken, or belongs to a model with
+    another vocabulary.
+    """
+    paths = {path.name: path for path in files}
+    for name in ("vocab.json", "merges.txt"):
+        if "tokenizer.json" not in paths and name not in paths:
+            raise InputError(
+                f"--model_path {model_path}: has no {name}; a tokenizer is read from "
+                "tokenizer.json, or from vocab.json with merges.txt"
+            )
+    path = paths.get("tokenizer.json") or paths["vocab.json"]
+    loader = transformers().AutoTokenizer
+    try:
+        loaded = loader.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
+        tokenizer: Tokenizer = loaded.backend_tokenizer
+    except Exception as error:  # transformers does not say what it raises
+        raise InputError(f"{path}: the tokenizer cannot be loaded: {one_line(error)}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest >= vocab_size:
+        raise InputError(
+            f"{path}: the tokenizer has token id {largest}, but vocab_size in config.json is "
+            f"{vocab_size}; put the model's own tokenizer there"
+        )
+    return tokenizer
 
 
 def samples(
@@ -44,73 +70,56 @@ def samples(
     max_samples: int | None = None,
     start: Cursor | None = None,
 ) -> Iterator[Sample]:
-    """The samples of one worker: its documents, each cut to its first `max_tokens` tokens.
+    """Yields the samples of one worker: its documents, each cut to its first `max_tokens` tokens.
 
     Stops after `max_samples` samples, counted from the beginning. start: a cursor from an earlier
     iteration over the same data. A document without a single token gives no sample, and its row
     counts as empty; the row of one that the tokenizer cannot take cannot be used.
     """
-    number = skip = 0
+    number = first = 0
     if start is not None:
         documents.restore(start.stream)
-        number, skip = start.samples - start.skip, start.skip
-    first = number + skip
+        number, first = start.samples - start.skip, start.samples
     rows = iter(documents)
     while True:
-        state = documents.state()
+        state, begin = documents.state(), number
         wanted = CHUNK_ROWS if max_samples is None else min(CHUNK_ROWS, max_samples - number)
         if wanted <= 0:
             return
-        count, read, failure = _read(rows, documents, wanted)
-        begin = number
-        for (document, skipped, empty), tokens in _usable(documents, read, tokenizer, max_tokens):
-            if number >= first:
-                cursor = Cursor(number, number - begin, skipped, empty, state)
-                yield _sample(documents.worker.sample_idx(number), document, tokens, cursor)
-            number += 1
+        chunk, failure = _read(rows, wanted)
+        skipped, empty = documents.skipped_rows, documents.empty_rows
+        found = [document for document in chunk if document is not None]
+        tokens = _tokenise(tokenizer, [document.text for document in found], max_tokens)
+        for document, each in zip(found, tokens, strict=True):
+            if isinstance(each, str):
+                documents.reject(document.where, each)
+            elif not each.ids:
+                documents.empty_rows += 1
+            else:
+                if number >= first:
+                    # Rows are also counted here, after all rows of the chunk have been read.
+                    skipped_rows = document.skipped_rows + documents.skipped_rows - skipped
+                    empty_rows = document.empty_rows + documents.empty_rows - empty
+                    cursor = Cursor(number, number - begin, skipped_rows, empty_rows, state)
+                    yield _sample(documents.worker.sample_idx(number), document, each, cursor)
+                number += 1
         if failure is not None:
             raise failure
-        if count < wanted:
+        if len(chunk) < wanted:
             return
 
 
 def _read(
-    rows: Iterator[Document | None], documents: DocumentStream, count: int
-) -> tuple[int, list[Read], RunError | None]:
-    """Reads up to `count` rows; returns how many there were, their documents, and any error.
-
-    After an error the rows before it are still returned.
-    """
-    read = 0
-    found: list[Read] = []
+    rows: Iterator[Document | None], count: int
+) -> tuple[list[Document | None], RunError | None]:
+    """Reads up to `count` rows; returns those before an error, and the error."""
+    chunk: list[Document | None] = []
     try:
         for document in islice(rows, count):
-            read += 1
-            if document is not None:
-                found.append(Read(document, documents.skipped_rows, documents.empty_rows))
+            chunk.append(document)
     except RunError as error:
-        return read, found, error
-    return read, found, None
-
-
-def _usable(
-    documents: DocumentStream, read: list[Read], tokenizer: Tokenizer, max_tokens: int
-) -> Iterator[tuple[Read, Tokens]]:
-    """Yields the documents that have tokens; the rows of the others are counted, too.
-
-    Raises RunError if a document cannot be tokenised and such rows are not to be skipped.
-    """
-    skipped, empty = documents.skipped_rows, documents.empty_rows
-    tokens = _tokenise(tokenizer, [each.document.text for each in read], max_tokens)
-    for each, found in zip(read, tokens, strict=True):
-        if isinstance(found, str):
-            documents.reject(each.document.where, found)
-        elif not found.ids:
-            documents.empty_rows += 1
-        else:
-            skipped_rows = each.skipped_rows + documents.skipped_rows - skipped
-            empty_rows = each.empty_rows + documents.empty_rows - empty
-            yield Read(each.document, skipped_rows, empty_rows), found
+        return chunk, error
+    return chunk, None
 
 
 def _sample(sample_idx: int, document: Document, tokens: Tokens, cursor: Cursor) -> Sample:
@@ -127,7 +136,7 @@ def _sample(sample_idx: int, document: Document, tokens: Tokens, cursor: Cursor)
 
 
 def _tokenise(tokenizer: Tokenizer, texts: list[str], max_tokens: int) -> list[Tokens | str]:
-    """The first `max_tokens` token ids of each text; or why it cannot be tokenised.
+    """Returns the first `max_tokens` token ids of each text, or why it cannot be tokenised.
 
     Only the beginning of a very long text is kept. That gives the same tokens as the whole text,
     except in the last two words, which the cut may have changed. If those are needed, the whole
@@ -168,13 +177,12 @@ def _reaches_the_end(encoding: Encoding, max_tokens: int) -> bool:
 
 
 def _count(tokenizer: Tokenizer, text: str) -> int:
-    """How many tokens a long text has. It is tokenised in pieces, which takes less memory.
+    """Counts the tokens of a long text. It is tokenised in pieces, which takes less memory.
 
     A piece ends with a line, where Qwen's words end, too; so the count is exact unless a piece has
     no end of a line, or whitespace follows it: each of these may add a token.
     """
-    pieces = []
-    start = 0
+    pieces, start = [], 0
     while start < len(text):
         stop = start + PIECE_CHARACTERS
         if stop < len(text):
