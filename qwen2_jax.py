@@ -33,7 +33,6 @@ from activation_extraction.model.bits import from_bits
 from activation_extraction.model.decoder import Decoder, Path
 from activation_extraction.model.delta_net import GatedDeltaNet, shared_tensor
 from activation_extraction.model.experts import Experts, GroupedExperts, route, scattered
-from activation_extraction.model.hybrid_config import LINEAR
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import (
     STREAM,
@@ -46,8 +45,7 @@ from activation_extraction.model.layers import (
     rotate,
 )
 from activation_extraction.model.mesh import Layout
-from activation_extraction.model.moe_config import DENSE, SPARSE
-from activation_extraction.model.qwen_config import QwenConfig
+from activation_extraction.model.model_config import DENSE, LINEAR, SPARSE, QwenConfig
 from activation_extraction.model.weights import Fused, Share, WeightSpec
 
 

@@ -29,12 +29,18 @@ from activation_extraction.model.hook_points import (
     with_normed_heads,
 )
 from activation_extraction.model.hooks import Hook, HookKind
-from activation_extraction.model.hybrid_config import qwen3_5_moe_text_config, qwen3_5_text_config
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
 from activation_extraction.model.mesh import RULES, Layout
-from activation_extraction.model.moe_config import qwen2_moe_config, qwen3_moe_config
-from activation_extraction.model.qwen_config import QwenConfig, qwen2_config, qwen3_config
+from activation_extraction.model.model_config import (
+    QwenConfig,
+    qwen2_config,
+    qwen2_moe_config,
+    qwen3_5_moe_text_config,
+    qwen3_5_text_config,
+    qwen3_config,
+    qwen3_moe_config,
+)
 from qwen2_jax import Embedding, Qwen2, decoder, weight_table
 
 VALUES = [kind.value for kind in HOOKS.kinds]

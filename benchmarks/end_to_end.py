@@ -42,8 +42,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.model.moe_config import SPARSE
-from activation_extraction.model.qwen_config import QwenConfig
+from activation_extraction.model.model_config import SPARSE, QwenConfig
 from benchmarks.agreement import CHOSEN, RESIDUAL, Agreement, Comparison, Disagreement
 from benchmarks.inputs import make_documents, make_model, tokenise
 from benchmarks.peak import DTYPES, best

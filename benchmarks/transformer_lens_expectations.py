@@ -35,9 +35,13 @@ from activation_extraction.model.hook_points import (
     with_normed_heads,
 )
 from activation_extraction.model.hooks import Hook
-from activation_extraction.model.hybrid_config import qwen3_5_text_config
-from activation_extraction.model.moe_config import qwen2_moe_config, qwen3_moe_config
-from activation_extraction.model.qwen_config import qwen2_config, qwen3_config
+from activation_extraction.model.model_config import (
+    qwen2_config,
+    qwen2_moe_config,
+    qwen3_5_text_config,
+    qwen3_config,
+    qwen3_moe_config,
+)
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "tests/transformer_lens_expectations.npz"

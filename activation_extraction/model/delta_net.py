@@ -24,7 +24,7 @@ from activation_extraction.model.gated_delta import (
 )
 from activation_extraction.model.layers import STREAM, Linear, Out, parameter
 from activation_extraction.model.mesh import Layout
-from activation_extraction.model.qwen_config import QwenConfig
+from activation_extraction.model.model_config import QwenConfig
 from activation_extraction.model.weights import Share
 
 KEYS = "batch", "sequence", "key_heads", "head_dim"  # logical axes of queries and keys

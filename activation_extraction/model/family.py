@@ -3,6 +3,8 @@
 So this room computes with a family's modules without importing the files that define them.
 """
 
+import copy
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,12 +13,17 @@ from typing import Any, Protocol
 
 import flax.linen as nn
 
-from activation_extraction.common.errors import InputError
+from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.late_imports import transformers
 from activation_extraction.model.hooks import Hook, HookTable
-from activation_extraction.model.hybrid_config import config_beside_vision
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.mesh import Layout
-from activation_extraction.model.qwen_config import complete, read_json
+from activation_extraction.model.model_config import (
+    LARGEST_DEPTH,
+    LARGEST_SIZE,
+    SIZES,
+    config_beside_vision,
+)
 from activation_extraction.model.weights import WeightSpec
 
 WeightTable = dict[tuple[str, ...], WeightSpec]
@@ -120,3 +127,33 @@ class Families:
     def config(self, raw: Mapping[str, Any]) -> Any:
         """The configuration of the model with these contents of a config.json."""
         return self.of(raw)[1]
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The contents of a config.json. Raises InputError for a file that holds no JSON object."""
+    try:
+        raw = json.loads(Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
+
+
+def complete(raw: Mapping[str, Any], source: str) -> Any:
+    """A config.json as transformers understands it, with everything that it leaves out.
+
+    raw: its contents, with a model_type that transformers knows. Raises InputError for what
+    transformers does not take, and for sizes for which it would need too much memory.
+    """
+    text = raw.get("text_config")
+    for part in (raw, text if isinstance(text, Mapping) else {}):
+        for name in SIZES:
+            value: Any = part.get(name)
+            most = LARGEST_DEPTH if name == "num_hidden_layers" else LARGEST_SIZE
+            if type(value) in (int, float) and value > most:
+                raise InputError(f"{source}: {name} is {value:.6g}, expected at most {most:,}")
+    try:
+        return transformers().AutoConfig.for_model(**copy.deepcopy(dict(raw)))  # it writes to it
+    except Exception as error:  # its validation raises types of its own, and whatever it runs into
+        raise InputError(f"{source}: {one_line(error)}") from error

@@ -24,8 +24,7 @@ import re
 from dataclasses import replace
 
 from activation_extraction.model.hooks import HookKind, HookTable
-from activation_extraction.model.hybrid_config import ATTENTION, LINEAR
-from activation_extraction.model.moe_config import DENSE, SPARSE
+from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, SPARSE
 
 
 def block_kind(

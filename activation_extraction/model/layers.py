@@ -16,7 +16,7 @@ from jax import Array
 
 from activation_extraction.model.attention import einsum
 from activation_extraction.model.bits import from_bits
-from activation_extraction.model.qwen_config import QwenConfig
+from activation_extraction.model.model_config import QwenConfig
 
 LOGICAL_AXES = {
     "D": "embed",
