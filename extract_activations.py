@@ -33,10 +33,8 @@ from activation_extraction.common.visible import counted, say, say_error
 from activation_extraction.inspect.look import look
 from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.compilation import use_compilation_cache
-from activation_extraction.model.devices import device_errors
-from activation_extraction.model.forward import choose_dtypes
-from activation_extraction.model.step import Activations, Step, compile_step
+from activation_extraction.model.devices import device_errors, use_compilation_cache
+from activation_extraction.model.forward import Activations, Step, choose_dtypes, compile_step
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.hosts import (
     Host,
@@ -195,11 +193,13 @@ def extract(
                 jax.block_until_ready(activations)
             if batch is not None and storing:
                 with clock.measure("copy"):
-                    on_host = job.forward.receive(activations)
+                    on_host = job.forward.receive(activations, batch.kept)
                 try:
                     with clock.measure("store"):
                         added = job.storage.add_batch(batch, on_host)
-                    progress.advance(added, batch.num_tokens, job.forward.flops(batch.lengths))
+                    progress.advance(
+                        added, batch.num_tokens, job.forward.model.flops(batch.lengths)
+                    )
                     log.debug("step %d: %d samples", progress.steps, len(batch.samples))
                 except Exception as error:  # raised at the end, once all hosts have stopped
                     steps.fail(error)

@@ -215,7 +215,7 @@ def check_tensors_of(raw, billions):
     fused, beside = shapes_of(raw), set()
     family, config = FAMILIES.of(raw)
     for layout in (fused, apart(fused)):
-        specs = [spec.of(layout) for spec in family.weights_of(config)]
+        specs = family.weight_table(family.whole(config), layout).values()
         for spec in specs:
             spec.check(layout, raw["model_type"])
         others = {key for key in layout if re.fullmatch(family.ignored, key)}

@@ -14,7 +14,7 @@ from rounding import allowed_errors, assert_rounded_alike
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.groups import rows_at_once
+from activation_extraction.model.decoder import rows_at_once
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import load_params
 from benchmarks.agreement import few_more, same_experts
@@ -27,7 +27,8 @@ LENGTH = 150  # more than one block of queries
 
 def load(model, folder, dtype=jnp.float32):
     layout = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
-    return load_params(weight_table(model), Checkpoint(str(folder)), dtype, layout)
+    checkpoint = Checkpoint(str(folder))
+    return load_params(weight_table(model, checkpoint.tensors), checkpoint, dtype, layout)
 
 
 def rows(vocab_size, shape=(2, LENGTH)):

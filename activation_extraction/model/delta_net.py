@@ -25,12 +25,10 @@ from activation_extraction.model.gated_delta import (
 from activation_extraction.model.layers import STREAM, Linear, Out, parameter
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import QwenConfig
-from activation_extraction.model.weights import Share
 
 KEYS = "batch", "sequence", "key_heads", "head_dim"  # logical axes of queries and keys
 VALUES = *KEYS, "head_dim"
 ROWS = "batch", "sequence"
-FUSED = {"in_proj": "in_proj_qkv", "conv1d": "conv1d"}  # what is before _q, _k or _v -> checkpoint
 
 
 class Convolution(nn.Module):
@@ -111,19 +109,3 @@ class GatedDeltaNet(nn.Module):
         step = jax.nn.softplus(constrain(self.in_proj_a(x), *KEYS) + bias)
         out["log_decay"] = -jnp.exp(rate) * step
         return out
-
-
-def shared_tensor(
-    path: tuple[str, ...], config: QwenConfig
-) -> tuple[tuple[str, ...], Share | None]:
-    """The checkpoint's path for the path of a layer's parameter.
-
-    With the parameter's share of that tensor, where queries, keys and values are in one.
-    """
-    fused, _, part = path[-2].rpartition("_") if len(path) > 1 else ("", "", "")
-    if fused not in FUSED or part not in ("q", "k", "v"):
-        return path, None
-    sizes = config.sizes
-    keys = sizes["J"] * sizes["C"]
-    every = 2 * keys + sizes["J"] * sizes["G"] * sizes["Z"]
-    return (*path[:-2], FUSED[fused], path[-1]), Share(0, "qkv".index(part) * keys, every)

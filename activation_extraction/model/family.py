@@ -64,8 +64,9 @@ class ModelFamily:
     transformers makes of a config.json, what to call the file) -> the checked configuration;
     whole: configuration -> the complete language model; hooked: (configuration, hooks, dtype,
     activation dtype, kernels, layout) -> the HookedModel that computes these hooks and no more;
-    weight_table: either model -> its parameters; hooks: the kinds of hooks that it has; ignored: a
-    regular expression for tensors of its checkpoints that are not loaded.
+    weight_table: (either model, the checkpoint's tensors if known) -> its parameters; hooks: the
+    kinds of hooks that it has; ignored: a regular expression for tensors of its checkpoints that
+    are not loaded.
 
     A configuration says of every layer which type it is of: `layer_types`.
     """
@@ -75,7 +76,7 @@ class ModelFamily:
     config: Callable[[Any, str], Any]
     whole: Callable[[Any], nn.Module]
     hooked: Callable[..., Any]
-    weight_table: Callable[[Any], WeightTable]
+    weight_table: Callable[..., WeightTable]
     hooks: HookTable
     ignored: str = ""
 
@@ -86,6 +87,16 @@ class ModelFamily:
     def weights_of(self, config: Any) -> Iterable[WeightSpec]:
         """All weights of the model with this configuration."""
         return self.weight_table(self.whole(config)).values()
+
+    def tensor_names(self, config: Any, tensors: Iterable[str]) -> set[str]:
+        """The names that tensors of the language model may have in a checkpoint with `tensors`.
+
+        Checkpoints may have a tensor for each expert where there are fused ones, too, and a head
+        where it is tied to the embedding.
+        """
+        tables = (self.weight_table(self.whole(config), names) for names in ((), tensors))
+        every = (spec for table in tables for spec in table.values())
+        return {name for spec in every for name in spec.hf_names} | {"lm_head.weight"}
 
     def beside_vision(self, model_type: str, models: str) -> "ModelFamily":
         """The family of this one's models with vision inputs, which are not loaded."""

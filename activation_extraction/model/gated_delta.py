@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from activation_extraction.model.attention import einsum
+from activation_extraction.model.layers import einsum
 
 CHUNK = 64  # tokens
 EPSILON = 1e-6  # of the squared length of queries and keys

@@ -14,8 +14,13 @@ from activation_extraction.inspect.verify import Recompute
 from activation_extraction.inspect.verify_shard import Chosen
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.family import Families
-from activation_extraction.model.forward import Forward, ModelRequest, prepare_model
-from activation_extraction.model.step import Step, compile_step
+from activation_extraction.model.forward import (
+    Forward,
+    ModelRequest,
+    Step,
+    compile_step,
+    prepare_model,
+)
 from activation_extraction.run.digests import model_digest
 from activation_extraction.run.lockstep import Votes
 from activation_extraction.run.reread import OTHER_TEXT, open_texts
