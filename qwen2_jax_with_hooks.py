@@ -1,11 +1,9 @@
 """The hooked model, which computes the values that hooks ask for, and the families of models.
 
-For each family, `FAMILIES` at the end says what its config.json means and which modules, weights
-and hooks it has. To add a kind of hook, add a row to a table of kinds (hook_points.py has the one
-that all families share) and a line in the module of qwen2_jax.py that computes it.
+`FAMILIES` at the end says of each family what its config.json means. To add a kind of hook, add a
+row to the table of kinds in hooks.py, and a line to the module of qwen2_jax.py that computes it.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,21 +17,14 @@ from jax import Array, lax
 from activation_extraction.model.capture import Buffers, Capture, Plan
 from activation_extraction.model.decoder import Decoder, Layers, Path, stage_length
 from activation_extraction.model.family import Families, ModelFamily
-from activation_extraction.model.hook_points import (
-    EXPERTS,
-    HOOKS,
-    RECURRENT,
-    SHARED_EXPERT,
-    hybrid,
-    with_experts,
-    with_normed_heads,
-)
-from activation_extraction.model.hooks import Hook, HookKind
+from activation_extraction.model.hooks import HOOKS as HOOKS
+from activation_extraction.model.hooks import KINDS, Hook, HookKind
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.model_config import (
     QwenConfig,
+    config_beside_vision,
     qwen2_config,
     qwen2_moe_config,
     qwen3_5_moe_text_config,
@@ -43,9 +34,10 @@ from activation_extraction.model.model_config import (
 )
 from qwen2_jax import Embedding, Qwen2, decoder, weight_table
 
-VALUES = [kind.value for kind in HOOKS.kinds]
-# These kinds need attention, or the recurrence in its place.
-ATTENDED = frozenset([*VALUES[VALUES.index("attn.pattern") :], *RECURRENT])
+# What a layer computes before its attention, or before the recurrence in its place.
+VALUES = [value for _, _, _, value, _, _ in KINDS]
+BEFORE_ATTENTION = frozenset(VALUES[: VALUES.index("attn.pattern")])
+BEFORE_ATTENTION -= {f"linear_attn.{name}" for name in ("recurrence_out", "gated", "out")}
 
 # A kind in the loop costs each layer a write, and an exchange of what is split over devices; a
 # layer after the loop takes time to compile.
@@ -103,7 +95,7 @@ class HookedQwen2(nn.Module):
         """The floating-point operations for samples of these lengths."""
         total = self.config.flops(self.whole_layers, lengths)
         if self.last_layer is not None:
-            attends = self.hooks[-1].kind.value in ATTENDED
+            attends = self.hooks[-1].kind.value not in BEFORE_ATTENTION
             last = self.num_layers - 1, self.last_layer.weights
             total += self.config.flops_of(*last, attends, lengths)
         return total
@@ -295,61 +287,35 @@ def create_model_with_hooks(
     )
 
 
-QWEN2 = ModelFamily(
-    "qwen2",
-    "Qwen2, Qwen2.5, QwQ",
-    config=qwen2_config,
-    whole=Qwen2,
-    hooked=create_model_with_hooks,
-    weight_table=weight_table,
-    hooks=HOOKS,
+_family = functools.partial(
+    ModelFamily, whole=Qwen2, hooked=create_model_with_hooks, weight_table=weight_table
 )
-
-QWEN3 = dataclasses.replace(
-    QWEN2,
-    model_type="qwen3",
-    models="Qwen3, dense",
-    config=qwen3_config,
-    hooks=with_normed_heads(HOOKS),
-)
-
-QWEN2_MOE = dataclasses.replace(
-    QWEN2,
-    model_type="qwen2_moe",
-    models="Qwen1.5-MoE, Qwen2 57B-A14B",
-    config=qwen2_moe_config,
-    hooks=with_experts(HOOKS, EXPERTS + SHARED_EXPERT),
-)
-
-QWEN3_MOE = dataclasses.replace(
-    QWEN3,
-    model_type="qwen3_moe",
-    models="Qwen3 30B-A3B, 235B-A22B",
-    config=qwen3_moe_config,
-    hooks=with_experts(QWEN3.hooks, EXPERTS),
-)
-
-QWEN3_5_TEXT = dataclasses.replace(
-    QWEN3,
-    model_type="qwen3_5_text",
-    models="Qwen3.5, dense, text alone",
-    config=qwen3_5_text_config,
-    hooks=hybrid(QWEN3.hooks),
-    ignored=r"mtp\..*",
-)
-QWEN3_5 = QWEN3_5_TEXT.beside_vision("qwen3_5", "Qwen3.5, dense, without its vision inputs")
-
-QWEN3_5_MOE_TEXT = dataclasses.replace(
-    QWEN3_5_TEXT,
-    model_type="qwen3_5_moe_text",
-    models="Qwen3.5 with experts, text alone",
-    config=qwen3_5_moe_text_config,
-    hooks=hybrid(with_experts(QWEN3.hooks, EXPERTS + SHARED_EXPERT)),
-)
-QWEN3_5_MOE = QWEN3_5_MOE_TEXT.beside_vision(
-    "qwen3_5_moe", "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B, without their vision inputs"
-)
-
 FAMILIES = Families(
-    (QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, QWEN3_5, QWEN3_5_TEXT, QWEN3_5_MOE, QWEN3_5_MOE_TEXT)
+    (
+        _family("qwen2", "Qwen2, Qwen2.5, QwQ", qwen2_config),
+        _family("qwen3", "Qwen3, dense", qwen3_config),
+        _family("qwen2_moe", "Qwen1.5-MoE, Qwen2 57B-A14B", qwen2_moe_config),
+        _family("qwen3_moe", "Qwen3 30B-A3B, 235B-A22B", qwen3_moe_config),
+        _family(
+            "qwen3_5",
+            "Qwen3.5, dense, without its vision inputs",
+            functools.partial(config_beside_vision, qwen3_5_text_config),
+            ignored=r"mtp\..*|model\.visual\..*",
+        ),
+        _family(
+            "qwen3_5_text", "Qwen3.5, dense, text alone", qwen3_5_text_config, ignored=r"mtp\..*"
+        ),
+        _family(
+            "qwen3_5_moe",
+            "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B, without their vision inputs",
+            functools.partial(config_beside_vision, qwen3_5_moe_text_config),
+            ignored=r"mtp\..*|model\.visual\..*",
+        ),
+        _family(
+            "qwen3_5_moe_text",
+            "Qwen3.5 with experts, text alone",
+            qwen3_5_moe_text_config,
+            ignored=r"mtp\..*",
+        ),
+    )
 )

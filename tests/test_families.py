@@ -47,7 +47,7 @@ def test_every_hook_of_every_layer_equals_hugging_face(reference: Reference):
 
 
 def test_the_families_differ_in_their_hooks():
-    qwen3 = FAMILIES.named("qwen3").hooks
+    qwen3 = FAMILIES.named("qwen3").hooks_of(FAMILIES.config(RELEASED["Qwen3-8B"][0]))
     names = [kind.name.removeprefix("blocks.{}.") for kind in qwen3.kinds]
     assert [name for name in names if name.startswith("attn.")][:7] == [
         *["attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_q_normed"],

@@ -6,8 +6,7 @@ So this room computes with a family's modules without importing the files that d
 import copy
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,14 +14,13 @@ import flax.linen as nn
 
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.late_imports import transformers
-from activation_extraction.model.hooks import Hook, HookTable
+from activation_extraction.model.hooks import Hook, HookTable, hook_table
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import (
     LARGEST_DEPTH,
     LARGEST_SIZE,
     SIZES,
-    config_beside_vision,
 )
 from activation_extraction.model.weights import WeightSpec
 
@@ -64,9 +62,8 @@ class ModelFamily:
     transformers makes of a config.json, what to call the file) -> the checked configuration;
     whole: configuration -> the complete language model; hooked: (configuration, hooks, dtype,
     activation dtype, kernels, layout) -> the HookedModel that computes these hooks and no more;
-    weight_table: (either model, the checkpoint's tensors if known) -> its parameters; hooks: the
-    kinds of hooks that it has; ignored: a regular expression for tensors of its checkpoints that
-    are not loaded.
+    weight_table: (either model, the checkpoint's tensors if known) -> its parameters; ignored:
+    a regular expression for tensors of its checkpoints that are not loaded.
 
     A configuration says of every layer which type it is of: `layer_types`.
     """
@@ -77,12 +74,11 @@ class ModelFamily:
     whole: Callable[[Any], nn.Module]
     hooked: Callable[..., Any]
     weight_table: Callable[..., WeightTable]
-    hooks: HookTable
     ignored: str = ""
 
     def hooks_of(self, config: Any) -> HookTable:
         """The hooks of the model with this configuration."""
-        return self.hooks.of(config.layer_types)
+        return hook_table(config)
 
     def weights_of(self, config: Any) -> Iterable[WeightSpec]:
         """All weights of the model with this configuration."""
@@ -97,16 +93,6 @@ class ModelFamily:
         tables = (self.weight_table(self.whole(config), names) for names in ((), tensors))
         every = (spec for table in tables for spec in table.values())
         return {name for spec in every for name in spec.hf_names} | {"lm_head.weight"}
-
-    def beside_vision(self, model_type: str, models: str) -> "ModelFamily":
-        """The family of this one's models with vision inputs, which are not loaded."""
-        return replace(
-            self,
-            model_type=model_type,
-            models=models,
-            config=partial(config_beside_vision, self.config),
-            ignored=rf"{self.ignored}|model\.visual\..*",
-        )
 
 
 @dataclass(frozen=True)
