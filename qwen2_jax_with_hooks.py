@@ -6,7 +6,7 @@ row to the table of kinds in hooks.py, and a line to the module of qwen2_jax.py 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -73,8 +73,8 @@ class HookedQwen2(nn.Module):
         return self.num_layers - (self.last_layer is not None)
 
     @property
-    def last_layer(self) -> "LastLayer | None":
-        """What is needed of the layer after the loop; None if there is no such layer."""
+    def last_layer(self) -> frozenset[Path] | None:
+        """The parameters of the layer after the loop; None if there is no such layer."""
         if self.stages > 1:
             return None
         last = {hook.kind for hook in self.hooks if hook.layer == self.num_layers - 1}
@@ -93,11 +93,14 @@ class HookedQwen2(nn.Module):
 
     def flops(self, lengths: Sequence[int]) -> float:
         """The floating-point operations for samples of these lengths."""
-        total = self.config.flops(self.whole_layers, lengths)
-        if self.last_layer is not None:
-            attends = self.hooks[-1].kind.value not in BEFORE_ATTENTION
-            last = self.num_layers - 1, self.last_layer.weights
-            total += self.config.flops_of(*last, attends, lengths)
+        total = 0.0
+        for layer in range(self.num_layers):
+            paths, attends = None, True
+            if layer == self.whole_layers:
+                paths = self.last_layer
+                attends = self.hooks[-1].kind.value not in BEFORE_ATTENTION
+            weights = _weights_of_a_token(self.config, layer, paths)
+            total += self.config.flops_of(layer, weights, attends, lengths)
         return total
 
     @nn.compact
@@ -112,8 +115,8 @@ class HookedQwen2(nn.Module):
         if self.whole_layers:
             length = self.layers_per_stage
             params["layers"] = self.param("layers", layers.init, length, self.stages)
-        if self.last_layer is not None and self.last_layer.paths:
-            which = self.whole_layers, self.last_layer.paths
+        if self.last_layer:
+            which = self.whole_layers, self.last_layer
             params["last_layer"] = self.param("last_layer", layers.init_part, *which)
         if self.is_initializing():
             x = embed(token_ids)
@@ -231,29 +234,35 @@ def _is_final(kind: HookKind) -> bool:
     return kind.value.startswith("final.")
 
 
-class LastLayer(NamedTuple):
-    """What is needed of a layer that runs in part: its parameters, and how many weights of matrices
-    a token is multiplied with."""
-
-    paths: frozenset[Path]
-    weights: int
-
-
 @functools.cache
 def _last_layer(
     config: QwenConfig, number: int, values: frozenset[str], apart: bool
-) -> LastLayer | None:
-    """The part of this layer that hooks with these values need; None if it runs in the loop.
+) -> frozenset[Path] | None:
+    """The parameters of this layer that these values need; None if it runs in the loop.
 
     apart: whether it must follow the loop even if all of it is needed.
     """
     layers = decoder(config, jnp.float32, Kernels(), Layout())
     final = any(value.startswith("final.") for value in values)
     paths = layers.paths_for(number, {"resid_post"} if final else values)
-    if not (apart or final) and paths == layers.paths_for(number, {"resid_post"}):
-        return None
-    sizes = layers.matrix_sizes(number)
-    return LastLayer(paths, sum(int(sizes[path] * config.used(path)) for path in paths))
+    whole = paths == layers.paths_for(number, {"resid_post"})
+    return None if whole and not (apart or final) else paths
+
+
+@functools.cache
+def _weights_of_a_token(config: QwenConfig, number: int, paths: frozenset[Path] | None) -> int:
+    """How many weights of this layer's matrices a token is multiplied with.
+
+    paths: the parameters that the layer has; None for all.
+    """
+    sizes = decoder(config, jnp.float32, Kernels(), Layout()).matrix_sizes(number)
+    total = 0
+    for path in sizes if paths is None else paths:
+        if config.experts is not None and "experts" in path:
+            total += sizes[path] * config.experts.per_token // config.experts.count
+        else:
+            total += sizes[path]
+    return total
 
 
 def create_model_with_hooks(

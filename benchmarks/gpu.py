@@ -93,7 +93,7 @@ def run_attention(name: str, shape: str, given: argparse.Namespace) -> Row:
     compiled = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs).compile()
     compiling = time.perf_counter() - began
     tokens = given.rows * given.length
-    flops = config.flops(layers[-1] + 1, [given.length] * given.rows)
+    flops = model.flops([given.length] * given.rows)
     step = time_steps(lambda: compiled(params, *inputs), rows, given.seconds, copy=False)
     copied = time_steps(lambda: compiled(params, *inputs), rows, given.seconds, copy=True)
     return {

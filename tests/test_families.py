@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Reference, make_reference, shapes_of
-from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, run
+from test_model import TOLERANCE, error_of, every_hook, flops_of, hooks_of, load, rows, run
 from test_run import random_samples
 from tiny_models import YARN
 
@@ -77,11 +77,12 @@ def qwen3(tmp_path_factory) -> Reference:
 def test_a_norm_of_heads_is_loaded_only_where_a_hook_needs_it(qwen3, kind, parts):
     (hook,) = hooks_of(qwen3.config).matching([f"blocks.2.{kind}"], 4).values()
     model = create_model_with_hooks(qwen3.config, [hook])
-    assert {path[-2] for path in model.last_layer.paths} == parts
+    assert {path[-2] for path in model.last_layer} == parts
     size = qwen3.config.sizes
     matrices = (parts & {"q_proj", "k_proj"}) == {"q_proj"}
     heads = size["N"] if matrices else size["K"]
-    assert model.last_layer.weights == heads * size["H"] * size["D"]
+    last = model.flops([1]) - flops_of(qwen3.config, 2, [1])
+    assert last == 2 * heads * size["H"] * size["D"]
 
 
 def test_reading_a_configuration_leaves_it_as_it_is():
@@ -134,9 +135,9 @@ def test_a_window_leaves_operations_out():
     window = dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)
     whole, windowed = (FAMILIES.config(base | more) for more in ({}, window))
     heads = whole.num_attention_heads * 32
-    assert whole.flops(1, [10, 3]) == windowed.flops(1, [10, 3])
+    assert flops_of(whole, 1, [10, 3]) == flops_of(windowed, 1, [10, 3])
     # Two products of two operations each, for all pairs that are further apart than the window.
-    less = whole.flops(2, [10]) - windowed.flops(2, [10])
+    less = flops_of(whole, 2, [10]) - flops_of(windowed, 2, [10])
     assert less == 2 * 2 * heads * (10 - 4) ** 2 / 2
 
 
@@ -196,7 +197,7 @@ ACTIVE |= {"Qwen2-57B-A14B": 14.0}  # billions of parameters that a token uses, 
 def test_operations_are_those_of_the_active_parameters(name):
     config = FAMILIES.config(RELEASED[name][0])
     embeddings = 2 * config.vocab_size * config.hidden_size
-    weights = config.flops(config.num_hidden_layers, [1]) / 2  # but for attention to itself
+    weights = flops_of(config, config.num_hidden_layers, [1]) / 2  # but for attention to itself
     assert (weights + embeddings) / 1e9 == pytest.approx(ACTIVE[name], rel=0.04)
 
 

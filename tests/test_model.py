@@ -42,6 +42,12 @@ def hooks_of(config):
     return FAMILIES.named(config.model_type).hooks_of(config)
 
 
+def flops_of(config, layers, lengths):
+    """Of the first layers, for samples of these lengths."""
+    hooks = hooks_of(config).of_layers([layers - 1], "residual", config.num_hidden_layers)
+    return create_model_with_hooks(config, hooks).flops(lengths)
+
+
 def every_hook(config):
     return hooks_of(config).every(config.num_hidden_layers)
 

@@ -11,7 +11,7 @@ from delta_reference import QWEN3_5, VISION
 from safetensors.numpy import load_file, save_file
 from test_families import check_tensors_of
 from test_mesh import run_on
-from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, run
+from test_model import TOLERANCE, error_of, every_hook, flops_of, hooks_of, load, rows, run
 from test_model import by_hook as values_of
 from watched import Watched
 
@@ -130,9 +130,12 @@ def test_what_is_before_the_mlp_and_what_the_mlp_is_vary_independently():
         hooks_of(some).matching(["blocks.0.mlp.hook_post"], 4)
     stacks = {path[1] for path in weight_table(Qwen2(some)) if path[0] == "layers"}
     assert stacks == {*some.layer_types}
-    assert some.mlp_weights(1) == 64 * (6 + 2 * 3 * 40 + 3 * 64 + 1)
-    assert some.mlp_weights(3) == 3 * 64 * 128
-    assert some.mixer_weights(2) == FAMILIES.config(TEXT).mixer_weights(0)
+    found, dense = (
+        np.diff([0, *(flops_of(each, layers, [1]) for layers in range(1, 5))])
+        for each in (some, FAMILIES.config(TEXT))
+    )
+    more = 64 * (6 + 2 * 3 * 40 + 3 * 64 + 1) - 3 * 64 * 128  # weights
+    assert (found - dense).tolist() == [2 * more, 2 * more, 0, 0]
 
 
 def test_operations_of_a_model_with_both_types():
@@ -142,10 +145,10 @@ def test_operations_of_a_model_with_both_types():
     projections = 64 * (2 * 4 * 16 + 8 * 16 + 8 * 16 + 2 * 8 + 8 * 16)
     recurrence = 3 * 8 * 16 * 16  # S^T k, the update and S^T q
     linear = 2 * tokens * (mlp + projections + convolutions + recurrence)
-    assert config.flops(1, lengths) == linear
+    assert flops_of(config, 1, lengths) == linear
     heads = 64 * 64 * (2 * 4 + 2 * 2 + 4)  # queries with gates, keys, values, and back
     full = 2 * tokens * (mlp + heads) + 2 * 4 * 64 * (10**2 + 3**2)
-    assert config.flops(2, lengths) == linear + full
+    assert flops_of(config, 2, lengths) == linear + full
     for name, last in (("hook_q", 64 * 4 * 16 + 4 * 16 * 4), ("hook_beta_logit", 64 * 8)):
         table = FAMILIES.named("qwen3_5").hooks_of(config)
         hooks = table.matching([f"blocks.2.linear_attn.{name}"], 4).values()
@@ -207,7 +210,7 @@ def test_released_sizes_have_exactly_the_tensors_of_transformers(name):
 def test_operations_are_those_of_the_active_parameters(name):
     """As published, which is in whole billions. Of the embeddings, one counts."""
     config = FAMILIES.config(released(name))
-    weights = config.flops(config.num_hidden_layers, [1]) / 2
+    weights = flops_of(config, config.num_hidden_layers, [1]) / 2
     weights += config.vocab_size * config.hidden_size
     assert weights / 1e9 == pytest.approx(SIZES[name][-1], rel=0.1)
 

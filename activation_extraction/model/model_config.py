@@ -6,7 +6,7 @@ Models of all families have this one class; each family has a function that read
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -160,41 +160,12 @@ class QwenConfig:
         """Which of these layers have a window; None when no layer of the model has one."""
         return np.isin(layers, self.sliding_layers) if self.sliding_layers else None
 
-    def flops(self, layers: int, lengths: Iterable[int]) -> float:
-        """Floating point operations of a forward pass through the first `layers` layers.
-
-        lengths: tokens of each sample. Two per weight of a matrix and token, and what causal
-        attention needs (arXiv:2204.02311, appendix B, without the half above the diagonal).
-        """
-        lengths = list(lengths)
-        return sum(
-            self.flops_of(layer, self.mixer_weights(layer) + self.mlp_weights(layer), True, lengths)
-            for layer in range(layers)
-        )
-
-    def mixer_weights(self, layer: int) -> int:
-        """The weights of this layer's matrices before its MLP, convolutions among them."""
-        s = self.sizes
-        if self.delta is None or layer not in self.delta.layers:
-            return s["D"] * s["H"] * (s["Q"] + s["N"] + 2 * s["K"])
-        channels = 2 * s["J"] * s["C"] + s["O"]
-        return s["D"] * (channels + 2 * s["O"] + 2 * s["J"] * s["G"]) + channels * s["W"]
-
-    def mlp_weights(self, layer: int) -> int:
-        """The weights of this layer's later matrices that one token is multiplied with."""
-        if self.experts is None or layer not in self.sparse_layers:
-            return 3 * self.hidden_size * self.intermediate_size
-        s = {"P": 0, "U": 0} | self.sizes
-        return s["D"] * (s["R"] + 3 * s["X"] * s["M"] + 3 * s["P"] + s["U"])
-
-    def used(self, path: Sequence[str]) -> float:
-        """Which share of a parameter's weights one token is multiplied with."""
-        if self.experts is None or "experts" not in path:
-            return 1.0
-        return self.experts.per_token / self.experts.count
-
     def flops_of(self, layer: int, weights: int, attends: bool, lengths: Iterable[int]) -> float:
-        """As `flops`, of one layer that uses so many weights of its matrices."""
+        """Floating point operations of this layer for samples of these lengths, in tokens.
+
+        Two per token for each of so many weights of matrices, and what causal attention needs
+        (arXiv:2204.02311, appendix B, without the half above the diagonal) if it `attends`.
+        """
         if self.delta is not None and layer in self.delta.layers:
             products = 3 * self.sizes["O"] * self.delta.key_size  # three by each head's state
             return 2.0 * (weights + attends * products) * sum(lengths)
