@@ -35,6 +35,7 @@ from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import device_errors, use_compilation_cache
 from activation_extraction.model.forward import Activations, Step, choose_dtypes, compile_step
+from activation_extraction.model.hooks import hook_table
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.hosts import (
     Host,
@@ -229,13 +230,13 @@ def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = N
 def show_hooks(config: Config) -> int:
     """--list_hooks: prints the hooks of the model that the flags name; reads only config.json."""
     if config.demo:
-        family, model = FAMILIES.of(MODEL_CONFIG)
+        _, model = FAMILIES.of(MODEL_CONFIG)
     else:
         checkpoint = Checkpoint(config.model_path, config.model_revision)
-        family, model = FAMILIES.read(checkpoint.file("config.json"))
+        _, model = FAMILIES.read(checkpoint.file("config.json"))
     stored = choose_dtypes(model_request(config))[1]
     rule, length = config.positions, config.max_seq_length
-    say(*list_hooks(family.hooks_of(model), model, stored, rule, length))
+    say(*list_hooks(hook_table(model), model, stored, rule, length))
     return 0
 
 

@@ -220,15 +220,8 @@ class DecoderLayer(nn.Module):
 
 def decoder(config: QwenConfig, dtype: Any, kernels: Kernels, layout: Layout) -> Decoder:
     """The layers, as functions of their parameters."""
-
-    def example() -> tuple[Any, ...]:
-        nothing = jnp.zeros((1, 1), jnp.int32)
-        x = jnp.zeros((1, 1, config.hidden_size), dtype)
-        return x, rotary_table(nothing, config), nothing
-
     layer = partial(DecoderLayer, config, dtype, kernels, layout, parent=None)
-    modules = {type_: layer(type_=type_) for type_ in config.layer_types}
-    return Decoder(modules, config.layer_types, example, config.sliding)
+    return Decoder(config, {type_: layer(type_=type_) for type_ in config.layer_types})
 
 
 class Qwen2(nn.Module):
@@ -341,7 +334,8 @@ def convert_hf_to_jax_weights(
         return np.asarray(hf_weights[name])[index]
 
     table = weight_table(model, hf_weights)
-    shapes = {name: np.shape(tensor) for name, tensor in hf_weights.items()}
     for spec in table.values():
-        spec.check(shapes, "hf_weights")
+        for name in spec.hf_names:
+            shape = np.shape(hf_weights[name]) if name in hf_weights else None
+            spec.check(name, shape, "hf_weights")
     return unflatten_dict({path: spec.assemble(read, dtype) for path, spec in table.items()})

@@ -33,6 +33,7 @@ from activation_extraction.model.experts import (
     tiled_experts,
 )
 from activation_extraction.model.forward import check_hooks
+from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.mesh import build_layout, check_divisibility, usable_devices
 from activation_extraction.model.weights import check_tensors, load_params
 from qwen2_jax import Qwen2, weight_table
@@ -178,7 +179,7 @@ def test_the_operations_of_a_token_are_those_of_its_experts(small):
     of_layers = np.diff([0, *(flops_of(config, layers, [1]) for layers in range(1, 5))])
     more = 64 * (6 + 2 * 3 * 40 + 3 * 72 + 1) - 3 * 64 * 112  # weights than those of an MLP
     assert (of_layers - of_layers[0]).tolist() == [0, 2 * more, 0, 2 * more]
-    table = FAMILIES.named("qwen2_moe").hooks_of(config)
+    table = hook_table(config)
 
     def flops(name):
         hooks = list(table.matching([name], 4).values())
@@ -190,7 +191,7 @@ def test_the_operations_of_a_token_are_those_of_its_experts(small):
 
 
 def test_only_what_a_routers_hook_needs_is_loaded(small):
-    table = FAMILIES.named("qwen2_moe").hooks_of(small.config)
+    table = hook_table(small.config)
     needs = {}
     for name in ("gate.hook_out", "hook_expert_weights", "shared_expert.hook_out", "hook_out"):
         (hook,) = table.matching([f"blocks.1.mlp.{name}"], 4).values()
@@ -201,7 +202,7 @@ def test_only_what_a_routers_hook_needs_is_loaded(small):
 
 
 def test_names_mean_what_the_layer_has(small):
-    table = FAMILIES.named("qwen2_moe").hooks_of(small.config)
+    table = hook_table(small.config)
     for pattern, name, layers in (
         ("blocks.*.mlp.gate.hook_out", "gate.hook_out", (1, 3)),
         ("blocks.*.mlp.dense_gate.hook_out", "hook_pre", (0, 2)),
@@ -232,7 +233,7 @@ def test_what_cannot_be_computed_is_refused(change, named):
 
 
 def test_numbers_of_experts_that_would_be_rounded_are_refused(small):
-    hooks = FAMILIES.named("qwen2_moe").hooks_of(small.config).matching([f"*.{INDICES}"], 4)
+    hooks = hook_table(small.config).matching([f"*.{INDICES}"], 4)
     sizes = small.config.sizes_with(64)
     check_hooks([*hooks.values()], sizes | {"R": 257}, jnp.bfloat16)
     check_hooks([*hooks.values()], sizes | {"R": 512}, jnp.float16)

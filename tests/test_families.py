@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Reference, make_reference, shapes_of
-from test_model import TOLERANCE, error_of, every_hook, flops_of, hooks_of, load, rows, run
+from test_model import TOLERANCE, error_of, every_hook, flops_of, load, rows, run
 from test_run import random_samples
 from tiny_models import YARN
 
 from activation_extraction.common.errors import InputError
+from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.rope import Rope
 from activation_extraction.text.packing import pack
 from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
@@ -47,7 +48,7 @@ def test_every_hook_of_every_layer_equals_hugging_face(reference: Reference):
 
 
 def test_the_families_differ_in_their_hooks():
-    qwen3 = FAMILIES.named("qwen3").hooks_of(FAMILIES.config(RELEASED["Qwen3-8B"][0]))
+    qwen3 = hook_table(FAMILIES.config(RELEASED["Qwen3-8B"][0]))
     names = [kind.name.removeprefix("blocks.{}.") for kind in qwen3.kinds]
     assert [name for name in names if name.startswith("attn.")][:7] == [
         *["attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_q_normed"],
@@ -75,7 +76,7 @@ def qwen3(tmp_path_factory) -> Reference:
     ],
 )
 def test_a_norm_of_heads_is_loaded_only_where_a_hook_needs_it(qwen3, kind, parts):
-    (hook,) = hooks_of(qwen3.config).matching([f"blocks.2.{kind}"], 4).values()
+    (hook,) = hook_table(qwen3.config).matching([f"blocks.2.{kind}"], 4).values()
     model = create_model_with_hooks(qwen3.config, [hook])
     assert {path[-2] for path in model.last_layer} == parts
     size = qwen3.config.sizes
@@ -218,7 +219,8 @@ def check_tensors_of(raw, billions):
     for layout in (fused, apart(fused)):
         specs = family.weight_table(family.whole(config), layout).values()
         for spec in specs:
-            spec.check(layout, raw["model_type"])
+            for name in spec.hf_names:
+                spec.check(name, layout.get(name), raw["model_type"])
         others = {key for key in layout if re.fullmatch(family.ignored, key)}
         assert {key for spec in specs for key in spec.hf_names} == layout.keys() - others
         total = sum(math.prod(shape) for key, shape in layout.items() if key not in others)

@@ -12,10 +12,11 @@ from safetensors.numpy import save_file
 from watched import Watched
 
 from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import READERS, WeightSpec, load_params
 from qwen2_jax import Qwen2, weight_table
-from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
+from qwen2_jax_with_hooks import create_model_with_hooks
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
@@ -87,7 +88,7 @@ def test_every_layer_lies_where_the_model_has_it(reference: Reference):
     half = config.num_hidden_layers // 2
     stages = 2 if config.layer_types[:half] == config.layer_types[half:] else 1
     layout = build_layout(jax.devices()[: 2 * stages], {"pipeline": stages, "data": 2}, kv_heads=1)
-    hooks = list(FAMILIES.named(config.model_type).hooks_of(config).every(config.num_hidden_layers))
+    hooks = list(hook_table(config).every(config.num_hidden_layers))
     model = create_model_with_hooks(config, hooks, layout=layout)
     table, dtype = weight_table(model, checkpoint.tensors), jnp.dtype("bfloat16")
     params = flatten_dict(load_params(table, checkpoint, dtype, layout, as_bits=True))

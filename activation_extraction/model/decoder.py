@@ -21,8 +21,9 @@ from jax import Array
 from jax.extend.core import Literal
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.layers import from_bits, to_bits
+from activation_extraction.model.layers import from_bits, rotary_table, to_bits
 from activation_extraction.model.mesh import Layout
+from activation_extraction.model.model_config import QwenConfig
 
 TOKENS_AT_ONCE = 2048  # on one CPU, which is fastest with what its caches can hold
 
@@ -34,23 +35,25 @@ Keep = Callable[[dict[str, Any]], Any]  # what is to be kept of a layer's interm
 @dataclass(frozen=True)
 class Decoder:
     """modules: type of layer -> its module, (x, rotary, segment_ids, slides) -> (x, its
-    intermediates by name), where `slides` says whether the layer has a window; types: of every
-    layer of the model; example: smallest inputs, without `slides`; sliding: says which layers of a
-    range have a window, None if no layer of the model has one.
+    intermediates by name), where `slides` says whether the layer has a window; None in a model
+    without any.
 
     The stacked parameters of a model with one type of layer are those of one layer with a leading
     axis named "layers". With several types they are a dict: type -> the same for its layers.
     """
 
+    config: QwenConfig
     modules: Mapping[str, Any]
-    types: tuple[str, ...]
-    example: Callable[[], tuple[Any, ...]]
-    sliding: Callable[[range], np.ndarray | None]
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Of every layer of the model."""
+        return self.config.layer_types
 
     @property
     def mixed(self) -> bool:
         """Whether the model has layers of several types."""
-        return len(set(self.types)) > 1
+        return len(self.modules) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:
         """Parameters of the first `length` layers, and of as many of the same types per stage.
@@ -75,15 +78,18 @@ class Decoder:
         return _zeros(unflatten_dict({path: every[path] for path in paths}))
 
     def _example(self) -> tuple[Any, ...]:
-        return *self.example(), self._slides(0)
+        """The smallest inputs of a layer."""
+        nothing = jnp.zeros((1, 1), jnp.int32)
+        x = jnp.zeros((1, 1, self.config.hidden_size), self.modules[self.types[0]].dtype)
+        return x, rotary_table(nothing, self.config), nothing, self._slides(0)
 
     def _slides(self, layer: int) -> Any:
-        sliding = self.sliding(range(layer, layer + 1))
+        sliding = self.config.sliding(range(layer, layer + 1))
         return None if sliding is None else sliding[0]
 
     def of(self, params: Any) -> Layers:
         """The layers that have these stacked parameters, from the first layer on."""
-        return params, self.sliding(range(self._count(params)))
+        return params, self.config.sliding(range(self._count(params)))
 
     def _count(self, params: Any) -> int:
         """How many layers have these stacked parameters."""
@@ -130,13 +136,14 @@ class Decoder:
         stack, row = this
 
         def run(type_: str, *inputs: Any) -> Any:
-            params = jax.tree.map(lambda x: _row(x, row), stacks[type_])
+            take = partial(jax.lax.dynamic_index_in_dim, index=row, keepdims=False)
+            params = jax.tree.map(take, stacks[type_])
             return self._one(type_, params, slides, keep)(*inputs)
 
         return partial(jax.lax.switch, stack, [partial(run, type_) for type_ in sorted(stacks)])
 
     def _one(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
-        return self._in_groups(self._apply(type_, params, slides, keep))
+        return in_groups(self._apply(type_, params, slides, keep), self.modules[type_])
 
     def part(self, number: int, params: Any, keep: Keep, *inputs: Any) -> Any:
         """What `keep` makes of the intermediates of a layer that has only some of its parameters.
@@ -152,11 +159,7 @@ class Decoder:
         def kept(x: Array, *others: Any) -> tuple[Array, Any]:
             return x, layer(x, *others)[1]
 
-        return self._in_groups(kept)(*inputs)[1]
-
-    def _in_groups(self, layer: Callable) -> Callable:
-        module = self.modules[self.types[0]]
-        return in_groups(layer, module.layout, module.dtype)
+        return in_groups(kept, self.modules[type_])(*inputs)[1]
 
     def _apply(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
         """The layer of this type with these parameters."""
@@ -235,10 +238,6 @@ def intermediate(out: dict[str, Any], name: str) -> Array | None:
     return value() if callable(value) else value
 
 
-def _row(stack: Array, row: Array) -> Array:
-    return jax.lax.dynamic_index_in_dim(stack, row, keepdims=False)
-
-
 def _is_boxed(x: Any) -> bool:
     return isinstance(x, nn.LogicallyPartitioned)
 
@@ -255,13 +254,14 @@ def rows_at_once(layout: Layout, rows: int, length: int) -> int:
     return max(size for size in range(1, min(fitting, rows) + 1) if rows % size == 0)
 
 
-def in_groups(layer: Callable[..., Any], layout: Layout, dtype: Any) -> Callable[..., Any]:
+def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
     """`layer`, a group of rows at a time where that is faster.
 
     layer: (x, rotary, segment_ids) -> (x, arrays that begin with the rows and are no two-byte
     floating point numbers). Groups of nothing but padding, as in the last batch of a run, keep
-    their x, and their other arrays are zeros.
+    their x, and their other arrays are zeros. module: whose layout and dtype it has.
     """
+    layout, dtype = module.layout, module.dtype
 
     def apply(x: Array, *others: Any) -> Any:
         size = rows_at_once(layout, *x.shape[:2])

@@ -14,7 +14,7 @@ import flax.linen as nn
 
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.late_imports import transformers
-from activation_extraction.model.hooks import Hook, HookTable, hook_table
+from activation_extraction.model.hooks import Hook
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import (
@@ -75,10 +75,6 @@ class ModelFamily:
     hooked: Callable[..., Any]
     weight_table: Callable[..., WeightTable]
     ignored: str = ""
-
-    def hooks_of(self, config: Any) -> HookTable:
-        """The hooks of the model with this configuration."""
-        return hook_table(config)
 
     def weights_of(self, config: Any) -> Iterable[WeightSpec]:
         """All weights of the model with this configuration."""

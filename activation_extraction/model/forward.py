@@ -28,7 +28,7 @@ from activation_extraction.model.family import (
     ModelFamily,
     WeightTable,
 )
-from activation_extraction.model.hooks import Hook, HookTable
+from activation_extraction.model.hooks import Hook, hook_table
 from activation_extraction.model.kernels import Choice, preferred_kernels, try_kernels
 from activation_extraction.model.mesh import (
     HostRows,
@@ -40,6 +40,7 @@ from activation_extraction.model.mesh import (
     smallest_model_axis,
     usable_devices,
 )
+from activation_extraction.model.model_config import QwenConfig
 from activation_extraction.model.weights import check_tensors, load_params
 from activation_extraction.text.batch import Batch
 
@@ -130,7 +131,7 @@ def prepare_model(families: Families, request: ModelRequest) -> Forward:
     """The model on its mesh, with a checkpoint that has been checked. Raises InputError."""
     checkpoint = Checkpoint(request.model_path, request.revision, request.keep_weights)
     family, config = families.read(checkpoint.file("config.json"))
-    hooks = choose_hooks(request, family.hooks_of(config), config.num_hidden_layers)
+    hooks = choose_hooks(request, config)
     model, rows = build_model(family, request, config)
     chosen = try_kernels(config, model.layout, request.length, jnp.dtype(model.dtype))
     functions = {name: choice.function for name, choice in chosen.items()}
@@ -156,7 +157,7 @@ def build_model(
         )
     dtype, stored = choose_dtypes(request)
     sizes = config.sizes_with(request.length)
-    hooks = list(choose_hooks(request, family.hooks_of(config), config.num_hidden_layers).values())
+    hooks = list(choose_hooks(request, config).values())
     check_hooks(hooks, sizes, stored)
     alone = family.hooked(config, hooks, dtype, stored)
     rows = host_rows(devices)
@@ -223,13 +224,15 @@ def choose_dtypes(request: ModelRequest) -> tuple[Any, Any]:
     return dtype, dtype if stored == "auto" else jnp.dtype(stored)
 
 
-def choose_hooks(request: ModelRequest, table: HookTable, depth: int) -> dict[Key, Hook]:
+def choose_hooks(request: ModelRequest, config: QwenConfig) -> dict[Key, Hook]:
     """The hooks that are asked for, by their keys in the shards and in their order.
 
     The default layers are clipped to the model's depth, explicit ones are not.
     """
+    table, depth = hook_table(config), config.num_hidden_layers
     if request.hook_names is not None:
-        return {name: hook for name, hook in table.matching(request.hook_names, depth).items()}
+        named = table.matching(request.hook_names, depth)
+        return {name: hook for name, hook in named.items()}
     layers: Sequence[int] = [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
     if request.layers is not None:
         layers = range(depth) if isinstance(request.layers, str) else request.layers

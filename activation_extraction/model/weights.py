@@ -89,12 +89,7 @@ class WeightSpec:
             bounds[self.share.axis] = start + self.share.start, stop + self.share.start
         return bounds
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
-        """Raises InputError when a tensor is not in `shapes` (name -> shape) or has another one."""
-        for name in self.hf_names:
-            self.check_tensor(name, shapes.get(name), source)
-
-    def check_tensor(self, name: str, shape: tuple[int, ...] | None, source: str) -> None:
+    def check(self, name: str, shape: tuple[int, ...] | None, source: str) -> None:
         """Raises InputError for a tensor without a shape, which is missing, or with another one."""
         if shape is None:
             raise InputError(f"{source}: tensor {name} is missing")
@@ -153,7 +148,7 @@ def check_tensors(
             file = checkpoint.file_with(name)
             names.update(file.header)
             shape = file.header[name].shape if name in file.header else None
-            spec.check_tensor(name, shape, file.where)
+            spec.check(name, shape, file.where)
     beside = re.compile(ignored)
     unknown = sorted(
         name
