@@ -179,15 +179,17 @@ def load_params(
     nested dict.
     """
     stages, held = layout.size("pipeline"), np.uint16 if as_bits else dtype
-    params: dict[Path, jax.Array] = {}
-    jobs: list[tuple[Path, int | None]] = []  # a parameter, and a layer of each stage if it has any
-    for path, spec in table.items():
-        if spec.axes[0] == "layers":
-            jobs += [(path, k) for k in range(spec.shape[0] // stages)]
-            sharding = layout.sharding(spec.axes, spec.shape)
-            params[path] = jnp.zeros(spec.shape, held, device=sharding)
-        else:
-            jobs.append((path, None))
+    stacks = {path: spec for path, spec in table.items() if spec.axes[0] == "layers"}
+
+    def empty() -> dict[Path, jax.Array]:
+        return {path: jnp.zeros(spec.shape, held) for path, spec in stacks.items()}
+
+    shardings = {path: layout.sharding(spec.axes, spec.shape) for path, spec in stacks.items()}
+    params = jax.jit(empty, out_shardings=shardings)()
+    # A parameter, and a layer of each stage if it has any.
+    jobs: list[tuple[Path, int | None]] = [(path, None) for path in table if path not in stacks]
+    for path, spec in stacks.items():
+        jobs += [(path, k) for k in range(spec.shape[0] // stages)]
 
     def position(job: tuple[Path, int | None]) -> tuple[bool, str, int]:
         """Where the first tensor of a job begins, to sort by; layers of zeros come last."""
