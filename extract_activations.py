@@ -34,10 +34,9 @@ from activation_extraction.common.visible import counted, say, say_error
 from activation_extraction.inspect.look import look
 from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.compilation import use_compilation_cache
-from activation_extraction.model.devices import device_errors
-from activation_extraction.model.forward import choose_dtypes
-from activation_extraction.model.step import Activations, Step, compile_step
+from activation_extraction.model.devices import device_errors, use_compilation_cache
+from activation_extraction.model.forward import Activations, Step, choose_dtypes, compile_step
+from activation_extraction.model.hooks import hook_table
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.hosts import (
     Host,
@@ -197,11 +196,13 @@ def extract(
                 jax.block_until_ready(activations)
             if batch is not None and storing:
                 with clock.measure("copy"):
-                    on_host = job.forward.receive(activations)
+                    on_host = job.forward.receive(activations, batch.kept)
                 try:
                     with clock.measure("store"):
                         added = job.storage.add_batch(batch, on_host)
-                    progress.advance(added, batch.num_tokens, job.forward.flops(batch.lengths))
+                    progress.advance(
+                        added, batch.num_tokens, job.forward.model.flops(batch.lengths)
+                    )
                     log.debug("step %d: %d samples", progress.steps, len(batch.samples))
                 except Exception as error:  # raised at the end, once all hosts have stopped
                     steps.fail(error)
@@ -231,13 +232,13 @@ def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = N
 def show_hooks(config: Config) -> int:
     """--list_hooks: prints the hooks of the model that the flags name; reads only config.json."""
     if config.demo:
-        family, model = FAMILIES.of(MODEL_CONFIG)
+        _, model = FAMILIES.of(MODEL_CONFIG)
     else:
         checkpoint = Checkpoint(config.model_path, config.model_revision)
-        family, model = FAMILIES.read(checkpoint.file("config.json"))
+        _, model = FAMILIES.read(checkpoint.file("config.json"))
     stored = choose_dtypes(model_request(config))[1]
     rule, length = config.positions, config.max_seq_length
-    say(*list_hooks(family.hooks_of(model), model, stored, rule, length))
+    say(*list_hooks(hook_table(model), model, stored, rule, length))
     return 0
 
 

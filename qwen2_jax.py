@@ -17,7 +17,7 @@ References: `transformers.models.qwen2.modeling_qwen2`, and the same of qwen3, q
 qwen3_5 and qwen3_5_moe, and the reports (arXiv:2407.10671, arXiv:2505.09388).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,11 +29,9 @@ from flax.traverse_util import unflatten_dict
 from jax import Array
 
 from activation_extraction.model.attention import Attention, attention_pattern
-from activation_extraction.model.bits import from_bits
 from activation_extraction.model.decoder import Decoder, Path
-from activation_extraction.model.delta_net import GatedDeltaNet, shared_tensor
+from activation_extraction.model.delta_net import GatedDeltaNet
 from activation_extraction.model.experts import Experts, GroupedExperts, route, scattered
-from activation_extraction.model.hybrid_config import LINEAR
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import (
     STREAM,
@@ -41,14 +39,14 @@ from activation_extraction.model.layers import (
     Out,
     RMSNorm,
     declared,
+    from_bits,
     parameter,
     rotary_table,
     rotate,
 )
 from activation_extraction.model.mesh import Layout
-from activation_extraction.model.moe_config import DENSE, SPARSE
-from activation_extraction.model.qwen_config import QwenConfig
-from activation_extraction.model.weights import Fused, Share, WeightSpec
+from activation_extraction.model.model_config import DENSE, LINEAR, SPARSE, QwenConfig
+from activation_extraction.model.weights import Share, WeightSpec
 
 
 class Embedding(nn.Module):
@@ -222,15 +220,8 @@ class DecoderLayer(nn.Module):
 
 def decoder(config: QwenConfig, dtype: Any, kernels: Kernels, layout: Layout) -> Decoder:
     """The layers, as functions of their parameters."""
-
-    def example() -> tuple[Any, ...]:
-        nothing = jnp.zeros((1, 1), jnp.int32)
-        x = jnp.zeros((1, 1, config.hidden_size), dtype)
-        return x, rotary_table(nothing, config), nothing
-
     layer = partial(DecoderLayer, config, dtype, kernels, layout, parent=None)
-    modules = {type_: layer(type_=type_) for type_ in config.layer_types}
-    return Decoder(modules, config.layer_types, example, config.sliding)
+    return Decoder(config, {type_: layer(type_=type_) for type_ in config.layer_types})
 
 
 class Qwen2(nn.Module):
@@ -262,72 +253,72 @@ class Qwen2(nn.Module):
         return Linear(self.config, "D->V", dtype=self.dtype, name="lm_head")(x)
 
 
-def weight_table(model: nn.Module) -> dict[Path, WeightSpec]:
+def weight_table(model: nn.Module, tensors: Iterable[str] = ()) -> dict[Path, WeightSpec]:
     """Parameter path -> shape, logical axes and checkpoint tensors, for every weight of `model`.
 
-    Works for any module that follows this file's naming, and computes and allocates nothing. The
-    stacked layers beyond `model.whole_layers`, which make the stages of a pipeline equally long,
-    have no tensors in the checkpoint.
+    Works for any module that follows this file's naming, and computes and allocates nothing.
+    tensors: the names in the checkpoint, which say whether experts are fused. The stacked layers
+    beyond `model.whole_layers`, which make the stages of a pipeline equally long, have no tensors.
     """
+    fused = any(name.endswith("experts.gate_up_proj") for name in tensors)
+    renamed = _renamed(model.config, fused)
     return {
-        path: WeightSpec(
-            shape=boxed.value.shape,
-            axes=boxed.names,
-            hf_names=_hf_names(path, model),
-            share=_share(path, model),
-            fused=_fused(path, model),
-        )
+        path: _weight(path, boxed.value.shape, boxed.names, model, renamed)
         for path, boxed in declared(model.clone(layout=Layout(), parent=None)).items()
     }
 
 
-def _hf_names(path: Path, model: nn.Module) -> tuple[str, ...]:
-    config = model.config
-    if path[0] in ("layers", "last_layer"):
-        layers, inside = _of_layers(path, model)
-        name = ".".join(shared_tensor(inside, config)[0])
-        if "experts" not in path:
-            return tuple(f"{layer}.{name}" for layer in layers)
-        before, after = name.split("experts.")
-        experts = range(config.experts.count)
-        return tuple(f"{layer}.{before}experts.{e}.{after}" for layer in layers for e in experts)
-    if path[0] == "lm_head" and not config.tie_word_embeddings:
-        return ("lm_head.weight",)
-    module = "embed_tokens" if path[0] == "lm_head" else path[0]
-    return (f"{config.prefix}{module}.weight",)
-
-
-def _share(path: Path, model: nn.Module) -> Share | None:
-    """Which part of a tensor that several parameters share."""
+def _weight(
+    path: Path,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    model: nn.Module,
+    renamed: Mapping[str, tuple[str, Share | None]],
+) -> WeightSpec:
+    config, last = model.config, model.whole_layers
+    if path == ("lm_head", "weight") and not config.tie_word_embeddings:
+        return WeightSpec(shape, axes, ("lm_head.weight",))
     if path[0] not in ("layers", "last_layer"):
-        return None
-    return shared_tensor(_of_layers(path, model)[1], model.config)[1]
+        module = "embed_tokens" if path[0] == "lm_head" else path[0]
+        return WeightSpec(shape, axes, (f"{config.prefix}{module}.weight",))
+    layers, inside = [last], path[1:]
+    if path[0] == "layers":
+        types, mixed = config.layer_types, len(set(config.layer_types)) > 1
+        if mixed:
+            inside = path[2:]
+        layers = [k for k in range(last) if not mixed or types[k] == path[1]]
+    tensor, share = renamed.get(".".join(inside), (".".join(inside), None))
+    names = [f"{config.prefix}layers.{k}.{tensor}" for k in layers]
+    apart = "{}" in tensor  # a tensor for each expert
+    if apart:
+        names = [name.format(e) for name in names for e in range(config.experts.count)]
+    return WeightSpec(shape, axes, tuple(names), (path[0] == "layers") + apart, share)
 
 
-def _of_layers(path: Path, model: nn.Module) -> tuple[list[str], Path]:
-    """The names of the layers that a parameter is of, and its own path in them."""
-    types, last = model.config.layer_types, model.whole_layers
-    before = f"{model.config.prefix}layers"
-    if path[0] == "last_layer":
-        return [f"{before}.{last}"], path[1:]
-    mixed = len(set(types)) > 1  # then the second part of the path is the layer's type
-    own = [k for k in range(last) if not mixed or types[k] == path[1]]
-    return [f"{before}.{k}" for k in own], path[1 + mixed :]
+def _renamed(config: QwenConfig, fused: bool) -> dict[str, tuple[str, Share | None]]:
+    """The parameters of a layer whose tensors have other names: name -> tensor's name and share.
 
-
-def _fused(path: Path, model: nn.Module) -> Fused | None:
-    """The tensors of all experts of a layer together, where a checkpoint has those."""
-    if "experts" not in path:
-        return None
-    layers, inside = _of_layers(path, model)
-    before, _ = ".".join(inside).split("experts.")
-    width = model.config.experts.width
-    tensor, share = {
-        "gate_proj": ("gate_up_proj", Share(1, 0, 2 * width)),
-        "up_proj": ("gate_up_proj", Share(1, width, 2 * width)),
-        "down_proj": ("down_proj", None),
-    }[path[-2]]
-    return Fused(tuple(f"{layer}.{before}experts.{tensor}" for layer in layers), share)
+    fused: whether all experts of a layer have one tensor; else "{}" stands for the expert.
+    """
+    found: dict[str, tuple[str, Share | None]] = {}
+    if config.delta is not None:
+        keys, values = config.delta.key_heads * config.delta.key_size, config.sizes["O"]
+        for part, start in (("q", 0), ("k", keys), ("v", 2 * keys)):
+            share = Share(0, start, 2 * keys + values)
+            for own, shared in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
+                name = f"linear_attn.{own}_{part}.weight"
+                found[name] = f"linear_attn.{shared}.weight", share
+    if config.experts is not None:
+        width = config.experts.width
+        both = "mlp.experts.gate_up_proj"
+        for part, in_fused in (
+            ("gate_proj", (both, Share(1, 0, 2 * width))),
+            ("up_proj", (both, Share(1, width, 2 * width))),
+            ("down_proj", ("mlp.experts.down_proj", None)),
+        ):
+            apart = f"mlp.experts.{{}}.{part}.weight", None
+            found[f"mlp.experts.{part}.weight"] = in_fused if fused else apart
+    return found
 
 
 def convert_hf_to_jax_weights(
@@ -342,7 +333,9 @@ def convert_hf_to_jax_weights(
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
         return np.asarray(hf_weights[name])[index]
 
-    table = {path: spec.of(hf_weights) for path, spec in weight_table(model).items()}
+    table = weight_table(model, hf_weights)
     for spec in table.values():
-        spec.check({name: np.shape(tensor) for name, tensor in hf_weights.items()}, "hf_weights")
+        for name in spec.hf_names:
+            shape = np.shape(hf_weights[name]) if name in hf_weights else None
+            spec.check(name, shape, "hf_weights")
     return unflatten_dict({path: spec.assemble(read, dtype) for path, spec in table.items()})

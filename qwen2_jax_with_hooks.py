@@ -1,14 +1,12 @@
 """The hooked model, which computes the values that hooks ask for, and the families of models.
 
-For each family, `FAMILIES` at the end says what its config.json means and which modules, weights
-and hooks it has. To add a kind of hook, add a row to a table of kinds (hook_points.py has the one
-that all families share) and a line in the module of qwen2_jax.py that computes it.
+`FAMILIES` at the end says of each family what its config.json means. To add a kind of hook, add a
+row to the table of kinds in hooks.py, and a line to the module of qwen2_jax.py that computes it.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,27 +17,27 @@ from jax import Array, lax
 from activation_extraction.model.capture import Buffers, Capture, Plan
 from activation_extraction.model.decoder import Decoder, Layers, Path, stage_length
 from activation_extraction.model.family import Families, ModelFamily
-from activation_extraction.model.hook_points import (
-    EXPERTS,
-    HOOKS,
-    RECURRENT,
-    SHARED_EXPERT,
-    hybrid,
-    with_experts,
-    with_normed_heads,
-)
-from activation_extraction.model.hooks import Hook, HookKind
-from activation_extraction.model.hybrid_config import qwen3_5_moe_text_config, qwen3_5_text_config
+from activation_extraction.model.hooks import HOOKS as HOOKS
+from activation_extraction.model.hooks import KINDS, Hook, HookKind
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
 from activation_extraction.model.mesh import RULES, Layout
-from activation_extraction.model.moe_config import qwen2_moe_config, qwen3_moe_config
-from activation_extraction.model.qwen_config import QwenConfig, qwen2_config, qwen3_config
+from activation_extraction.model.model_config import (
+    QwenConfig,
+    config_beside_vision,
+    qwen2_config,
+    qwen2_moe_config,
+    qwen3_5_moe_text_config,
+    qwen3_5_text_config,
+    qwen3_config,
+    qwen3_moe_config,
+)
 from qwen2_jax import Embedding, Qwen2, decoder, weight_table
 
-VALUES = [kind.value for kind in HOOKS.kinds]
-# These kinds need attention, or the recurrence in its place.
-ATTENDED = frozenset([*VALUES[VALUES.index("attn.pattern") :], *RECURRENT])
+# What a layer computes before its attention, or before the recurrence in its place.
+VALUES = [value for _, _, _, value, _, _ in KINDS]
+BEFORE_ATTENTION = frozenset(VALUES[: VALUES.index("attn.pattern")])
+BEFORE_ATTENTION -= {f"linear_attn.{name}" for name in ("recurrence_out", "gated", "out")}
 
 # A kind in the loop costs each layer a write, and an exchange of what is split over devices; a
 # layer after the loop takes time to compile.
@@ -75,8 +73,8 @@ class HookedQwen2(nn.Module):
         return self.num_layers - (self.last_layer is not None)
 
     @property
-    def last_layer(self) -> "LastLayer | None":
-        """What is needed of the layer after the loop; None if there is no such layer."""
+    def last_layer(self) -> frozenset[Path] | None:
+        """The parameters of the layer after the loop; None if there is no such layer."""
         if self.stages > 1:
             return None
         last = {hook.kind for hook in self.hooks if hook.layer == self.num_layers - 1}
@@ -95,11 +93,14 @@ class HookedQwen2(nn.Module):
 
     def flops(self, lengths: Sequence[int]) -> float:
         """The floating-point operations for samples of these lengths."""
-        total = self.config.flops(self.whole_layers, lengths)
-        if self.last_layer is not None:
-            attends = self.hooks[-1].kind.value in ATTENDED
-            last = self.num_layers - 1, self.last_layer.weights
-            total += self.config.flops_of(*last, attends, lengths)
+        total = 0.0
+        for layer in range(self.num_layers):
+            paths, attends = None, True
+            if layer == self.whole_layers:
+                paths = self.last_layer
+                attends = self.hooks[-1].kind.value not in BEFORE_ATTENTION
+            weights = _weights_of_a_token(self.config, layer, paths)
+            total += self.config.flops_of(layer, weights, attends, lengths)
         return total
 
     @nn.compact
@@ -114,8 +115,8 @@ class HookedQwen2(nn.Module):
         if self.whole_layers:
             length = self.layers_per_stage
             params["layers"] = self.param("layers", layers.init, length, self.stages)
-        if self.last_layer is not None and self.last_layer.paths:
-            which = self.whole_layers, self.last_layer.paths
+        if self.last_layer:
+            which = self.whole_layers, self.last_layer
             params["last_layer"] = self.param("last_layer", layers.init_part, *which)
         if self.is_initializing():
             x = embed(token_ids)
@@ -233,29 +234,35 @@ def _is_final(kind: HookKind) -> bool:
     return kind.value.startswith("final.")
 
 
-class LastLayer(NamedTuple):
-    """What is needed of a layer that runs in part: its parameters, and how many weights of matrices
-    a token is multiplied with."""
-
-    paths: frozenset[Path]
-    weights: int
-
-
 @functools.cache
 def _last_layer(
     config: QwenConfig, number: int, values: frozenset[str], apart: bool
-) -> LastLayer | None:
-    """The part of this layer that hooks with these values need; None if it runs in the loop.
+) -> frozenset[Path] | None:
+    """The parameters of this layer that these values need; None if it runs in the loop.
 
     apart: whether it must follow the loop even if all of it is needed.
     """
     layers = decoder(config, jnp.float32, Kernels(), Layout())
     final = any(value.startswith("final.") for value in values)
     paths = layers.paths_for(number, {"resid_post"} if final else values)
-    if not (apart or final) and paths == layers.paths_for(number, {"resid_post"}):
-        return None
-    sizes = layers.matrix_sizes(number)
-    return LastLayer(paths, sum(int(sizes[path] * config.used(path)) for path in paths))
+    whole = paths == layers.paths_for(number, {"resid_post"})
+    return None if whole and not (apart or final) else paths
+
+
+@functools.cache
+def _weights_of_a_token(config: QwenConfig, number: int, paths: frozenset[Path] | None) -> int:
+    """How many weights of this layer's matrices a token is multiplied with.
+
+    paths: the parameters that the layer has; None for all.
+    """
+    sizes = decoder(config, jnp.float32, Kernels(), Layout()).matrix_sizes(number)
+    total = 0
+    for path in sizes if paths is None else paths:
+        if config.experts is not None and "experts" in path:
+            total += sizes[path] * config.experts.per_token // config.experts.count
+        else:
+            total += sizes[path]
+    return total
 
 
 def create_model_with_hooks(
@@ -289,61 +296,35 @@ def create_model_with_hooks(
     )
 
 
-QWEN2 = ModelFamily(
-    "qwen2",
-    "Qwen2, Qwen2.5, QwQ",
-    config=qwen2_config,
-    whole=Qwen2,
-    hooked=create_model_with_hooks,
-    weight_table=weight_table,
-    hooks=HOOKS,
+_family = functools.partial(
+    ModelFamily, whole=Qwen2, hooked=create_model_with_hooks, weight_table=weight_table
 )
-
-QWEN3 = dataclasses.replace(
-    QWEN2,
-    model_type="qwen3",
-    models="Qwen3, dense",
-    config=qwen3_config,
-    hooks=with_normed_heads(HOOKS),
-)
-
-QWEN2_MOE = dataclasses.replace(
-    QWEN2,
-    model_type="qwen2_moe",
-    models="Qwen1.5-MoE, Qwen2 57B-A14B",
-    config=qwen2_moe_config,
-    hooks=with_experts(HOOKS, EXPERTS + SHARED_EXPERT),
-)
-
-QWEN3_MOE = dataclasses.replace(
-    QWEN3,
-    model_type="qwen3_moe",
-    models="Qwen3 30B-A3B, 235B-A22B",
-    config=qwen3_moe_config,
-    hooks=with_experts(QWEN3.hooks, EXPERTS),
-)
-
-QWEN3_5_TEXT = dataclasses.replace(
-    QWEN3,
-    model_type="qwen3_5_text",
-    models="Qwen3.5, dense, text alone",
-    config=qwen3_5_text_config,
-    hooks=hybrid(QWEN3.hooks),
-    ignored=r"mtp\..*",
-)
-QWEN3_5 = QWEN3_5_TEXT.beside_vision("qwen3_5", "Qwen3.5, dense, without its vision inputs")
-
-QWEN3_5_MOE_TEXT = dataclasses.replace(
-    QWEN3_5_TEXT,
-    model_type="qwen3_5_moe_text",
-    models="Qwen3.5 with experts, text alone",
-    config=qwen3_5_moe_text_config,
-    hooks=hybrid(with_experts(QWEN3.hooks, EXPERTS + SHARED_EXPERT)),
-)
-QWEN3_5_MOE = QWEN3_5_MOE_TEXT.beside_vision(
-    "qwen3_5_moe", "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B, without their vision inputs"
-)
-
 FAMILIES = Families(
-    (QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, QWEN3_5, QWEN3_5_TEXT, QWEN3_5_MOE, QWEN3_5_MOE_TEXT)
+    (
+        _family("qwen2", "Qwen2, Qwen2.5, QwQ", qwen2_config),
+        _family("qwen3", "Qwen3, dense", qwen3_config),
+        _family("qwen2_moe", "Qwen1.5-MoE, Qwen2 57B-A14B", qwen2_moe_config),
+        _family("qwen3_moe", "Qwen3 30B-A3B, 235B-A22B", qwen3_moe_config),
+        _family(
+            "qwen3_5",
+            "Qwen3.5, dense, without its vision inputs",
+            functools.partial(config_beside_vision, qwen3_5_text_config),
+            ignored=r"mtp\..*|model\.visual\..*",
+        ),
+        _family(
+            "qwen3_5_text", "Qwen3.5, dense, text alone", qwen3_5_text_config, ignored=r"mtp\..*"
+        ),
+        _family(
+            "qwen3_5_moe",
+            "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B, without their vision inputs",
+            functools.partial(config_beside_vision, qwen3_5_moe_text_config),
+            ignored=r"mtp\..*|model\.visual\..*",
+        ),
+        _family(
+            "qwen3_5_moe_text",
+            "Qwen3.5 with experts, text alone",
+            qwen3_5_moe_text_config,
+            ignored=r"mtp\..*",
+        ),
+    )
 )

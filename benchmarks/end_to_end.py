@@ -42,14 +42,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.model.moe_config import SPARSE
-from activation_extraction.model.qwen_config import QwenConfig
+from activation_extraction.model.hooks import hook_table
+from activation_extraction.model.model_config import SPARSE, QwenConfig
 from benchmarks.agreement import CHOSEN, RESIDUAL, Agreement, Comparison, Disagreement
 from benchmarks.inputs import make_documents, make_model, tokenise
 from benchmarks.peak import DTYPES, best
 from benchmarks.processes import ROOT, extract, machine, run
 from benchmarks.shapes import SHAPES
-from qwen2_jax_with_hooks import FAMILIES
+from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
 Row = dict[str, Any]
 # Contender -> one batch computed of so many, one document of these written of so many.
@@ -90,7 +90,10 @@ class Bench:
 
     def flops(self, lengths: Sequence[int]) -> float:
         """Per token of documents of these lengths."""
-        return self.config.flops(self.layers[-1] + 1, lengths) / sum(lengths)
+        hooks = hook_table(self.config).of_layers(
+            [self.layers[-1]], "residual", self.config.num_hidden_layers
+        )
+        return create_model_with_hooks(self.config, hooks).flops(lengths) / sum(lengths)
 
     def flags(self) -> list[str]:
         """Those of this tool."""

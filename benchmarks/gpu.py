@@ -31,9 +31,8 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import one_line
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.forward import build_model
-from activation_extraction.model.kernels import triton_attention
+from activation_extraction.model.kernels import ON_GPU
 from activation_extraction.model.mesh import HostRows
-from activation_extraction.model.trial import ON_GPU
 from activation_extraction.run.prepare import model_request
 from benchmarks.peak import CPU_PRODUCTS, GPU_PRODUCTS, measure
 from benchmarks.processes import ROOT, machine
@@ -41,7 +40,7 @@ from benchmarks.shapes import SHAPES, evenly_spaced
 from qwen2_jax_with_hooks import FAMILIES
 
 HOOKS = 8
-ATTENTIONS = {"triton": triton_attention, **ON_GPU["attention"]}
+ATTENTIONS = ON_GPU["attention"]
 Row = dict[str, Any]
 
 
@@ -94,7 +93,7 @@ def run_attention(name: str, shape: str, given: argparse.Namespace) -> Row:
     compiled = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs).compile()
     compiling = time.perf_counter() - began
     tokens = given.rows * given.length
-    flops = config.flops(layers[-1] + 1, [given.length] * given.rows)
+    flops = model.flops([given.length] * given.rows)
     step = time_steps(lambda: compiled(params, *inputs), rows, given.seconds, copy=False)
     copied = time_steps(lambda: compiled(params, *inputs), rows, given.seconds, copy=True)
     return {

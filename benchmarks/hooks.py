@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.model.qwen_config import QwenConfig
+from activation_extraction.model.model_config import QwenConfig
 from benchmarks.inputs import make_documents, make_model, tokenise
 from benchmarks.peak import DTYPES, best
 from benchmarks.processes import ROOT, extract, machine, run

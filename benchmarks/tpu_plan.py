@@ -26,7 +26,7 @@ from jax.experimental import topologies
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.forward import build_model
-from activation_extraction.model.qwen_config import QwenConfig
+from activation_extraction.model.model_config import QwenConfig
 from activation_extraction.run.prepare import model_request
 from benchmarks.shapes import SHAPES
 from qwen2_jax_with_hooks import FAMILIES

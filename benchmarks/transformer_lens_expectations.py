@@ -26,18 +26,14 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from activation_extraction.model.hook_points import (
-    EXPERTS,
-    HOOKS,
-    SHARED_EXPERT,
-    hybrid,
-    with_experts,
-    with_normed_heads,
+from activation_extraction.model.hooks import Hook, hook_table
+from activation_extraction.model.model_config import (
+    qwen2_config,
+    qwen2_moe_config,
+    qwen3_5_text_config,
+    qwen3_config,
+    qwen3_moe_config,
 )
-from activation_extraction.model.hooks import Hook
-from activation_extraction.model.hybrid_config import qwen3_5_text_config
-from activation_extraction.model.moe_config import qwen2_moe_config, qwen3_moe_config
-from activation_extraction.model.qwen_config import qwen2_config, qwen3_config
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "tests/transformer_lens_expectations.npz"
@@ -98,12 +94,12 @@ MODELS: dict[str, dict[str, Any]] = {
 # The bridge gives these as (heads, tokens, ...), and other values per head as (tokens, heads, ...).
 HEADS_FIRST = ("hook_pattern", "hook_q_normed", "hook_k_normed")
 # As `FAMILIES` has it, which is beside the model and needs JAX.
-FAMILIES = {
-    "qwen2": (qwen2_config, HOOKS),
-    "qwen3": (qwen3_config, with_normed_heads(HOOKS)),
-    "qwen2_moe": (qwen2_moe_config, with_experts(HOOKS, EXPERTS + SHARED_EXPERT)),
-    "qwen3_moe": (qwen3_moe_config, with_experts(with_normed_heads(HOOKS), EXPERTS)),
-    "qwen3_5_text": (qwen3_5_text_config, hybrid(with_normed_heads(HOOKS))),
+CONFIGS = {
+    "qwen2": qwen2_config,
+    "qwen3": qwen3_config,
+    "qwen2_moe": qwen2_moe_config,
+    "qwen3_moe": qwen3_moe_config,
+    "qwen3_5_text": qwen3_5_text_config,
 }
 # Hooks of ours that the bridge does not have in models of these types.
 LACKING = {"qwen3_moe": "mlp.experts.hook_out", "qwen3_5_text": "linear_attn.out_proj.hook_in"}
@@ -111,9 +107,8 @@ LACKING = {"qwen3_moe": "mlp.experts.hook_out", "qwen3_5_text": "linear_attn.out
 
 def hooks_of(config: Any) -> list[Hook]:
     """Every hook that we have in a model and TransformerLens has, too."""
-    read, table = FAMILIES[config.model_type]
-    types = read(config, "config.json").layer_types
-    every = table.of(types).every(len(types), growing=True)
+    read = CONFIGS[config.model_type](config, "config.json")
+    every = hook_table(read).every(read.num_hidden_layers, growing=True)
     lacking = LACKING.get(config.model_type)
     return [hook for hook in every if lacking is None or not hook.name.endswith(lacking)]
 

@@ -80,6 +80,7 @@ from tokenizers import Tokenizer
 from activation_extraction.common.log import take_over_gcsfs_log
 from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.hooks import hook_table
 from activation_extraction.run import demo
 from activation_extraction.store.folder import Folder
 from activation_extraction.text.samples import load_tokenizer
@@ -125,8 +126,7 @@ class Reference:
         import torch
 
         depth, values, handles = self.config.num_hidden_layers, {}, []
-        family = FAMILIES.named(self.config.model_type)
-        hooks = family.hooks_of(self.config).every(depth)
+        hooks = hook_table(self.config).every(depth)
         for name in {name for hook in hooks for name in hook.names() if name.startswith("model.")}:
             path, side = name.rsplit(".", 1)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from extractions import write_records
 
-from benchmarks import competitors, end_to_end, gpu, hooks, loading, peak, sorting, writing
+from benchmarks import competitors, end_to_end, gpu, hooks, peak, writing
 from benchmarks.agreement import Agreement, Disagreement
 
 pytestmark = pytest.mark.long
@@ -54,19 +54,6 @@ def test_side_by_side(capsys, monkeypatch):
     ours = found["contenders"]["ours"]["float32"]
     assert ours["first_batch_seconds"] > ours["compile_seconds"] > 0
     assert 0 < ours["full_rows_of_peak"] < 1
-
-
-def test_loading(capsys):
-    loading.main(["--rounds", "1"])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(found["seconds"]) == {"shapes of the weights", *loading.WAYS}
-    assert min(found["seconds"].values()) > 0 and found["parameters"] > 1e5
-
-
-def test_sorting(capsys):
-    sorting.main(["--rows", "500", "--experts", "5", "--rounds", "1"])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(found["ms"]) == set(sorting.WAYS) and min(found["ms"].values()) > 0
 
 
 @pytest.mark.parametrize("library", ["jax", "torch"])

@@ -11,7 +11,7 @@ import pytest
 import extract_activations
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.compilation import use_compilation_cache
+from activation_extraction.model.devices import use_compilation_cache
 
 pytestmark = pytest.mark.long
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from storages import open_storage
+from test_model import flops_of
 
 import extract_activations
 from activation_extraction.cli import console
@@ -162,7 +163,7 @@ def test_operations_are_counted_from_the_shapes():
             total += 2 * n * 12 * 8 * 2  # k and v
             total += 2 * n * 12 * 20 * 3  # gate, up, down
             total += 2 * 3 * 8 * n * n  # scores and their use: half of 2 * 2 * n * n each
-    assert config.flops(4, [1, 7, 30]) == total
+    assert flops_of(config, 4, [1, 7, 30]) == total
 
 
 def test_peaks_by_the_kind_of_device(monkeypatch):

@@ -15,6 +15,7 @@ from test_model import (
     assert_same_but_for_rounding,
     by_hook,
     every_hook,
+    flops_of,
     load,
     rounding_of,
     rows,
@@ -25,16 +26,15 @@ from watched import Watched
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.experts import (
     TILE,
     ragged_experts,
     route,
-    stable_order,
     tiled_experts,
 )
-from activation_extraction.model.forward import check_numbers
-from activation_extraction.model.mesh import build_layout, check_divisibility
+from activation_extraction.model.forward import check_hooks
+from activation_extraction.model.hooks import hook_table
+from activation_extraction.model.mesh import build_layout, check_divisibility, usable_devices
 from activation_extraction.model.weights import check_tensors, load_params
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
@@ -116,13 +116,6 @@ def test_tiles_compute_what_the_definition_says(sizes, dtype):
         assert_rounded_alike(got[:total], definition(*arrays), exact)
 
 
-@pytest.mark.parametrize("rows,count", [(1, 1), (300, 7), (1000, 257), (4, 2**30)])
-def test_rows_of_a_group_keep_their_order(rows, count):
-    groups = np.random.default_rng(0).integers(0, count, rows, np.int32)
-    order = np.asarray(stable_order(jnp.asarray(groups), count))
-    np.testing.assert_array_equal(order, np.argsort(groups, kind="stable"))
-
-
 def test_equal_logits_choose_the_first_experts():
     weights, chosen = route(jnp.array([[[1.0, 3.0, 3.0, 2.0, 3.0]]]), 2, True)
     assert chosen.tolist() == [[[1, 2]]] and weights.tolist() == [[[0.5, 0.5]]]
@@ -160,7 +153,6 @@ def test_a_sample_is_the_same_with_other_neighbours(small, dtype):
 def test_both_layouts_of_a_checkpoint_give_the_same_weights(small, tmp_path, layout):
     """transformers writes a tensor for each expert, and holds fused ones in memory."""
     folder, model = small.folder, Qwen2(small.config)
-    known = {name for spec in weight_table(model).values() for name in spec.possible_names}
     if layout == "fused":
         folder = tmp_path
         tensors = {name: tensor.numpy() for name, tensor in small.model.state_dict().items()}
@@ -168,7 +160,8 @@ def test_both_layouts_of_a_checkpoint_give_the_same_weights(small, tmp_path, lay
         (tmp_path / "config.json").write_text((small.folder / "config.json").read_text())
     checkpoint = Checkpoint(str(folder))
     assert ("model.layers.1.mlp.experts.gate_up_proj" in checkpoint.tensors) == (layout == "fused")
-    check_tensors(checkpoint, weight_table(model).values(), known)
+    known = FAMILIES.named("qwen2_moe").tensor_names(small.config, checkpoint.tensors)
+    check_tensors(checkpoint, weight_table(model, checkpoint.tensors).values(), known)
     sparse = load(model, folder)["layers"]["sparse"]["mlp"]["experts"]
     state = {name: tensor.numpy() for name, tensor in small.model.state_dict().items()}
     both = state["model.layers.3.mlp.experts.gate_up_proj"]
@@ -183,10 +176,10 @@ def test_both_layouts_of_a_checkpoint_give_the_same_weights(small, tmp_path, lay
 
 def test_the_operations_of_a_token_are_those_of_its_experts(small):
     config = small.config
-    (size,) = {config.mlp_weights(layer) for layer in (1, 3)}
-    assert size == 64 * (6 + 2 * 3 * 40 + 3 * 72 + 1)
-    assert config.mlp_weights(0) == 3 * 64 * 112
-    table = FAMILIES.named("qwen2_moe").hooks_of(config)
+    of_layers = np.diff([0, *(flops_of(config, layers, [1]) for layers in range(1, 5))])
+    more = 64 * (6 + 2 * 3 * 40 + 3 * 72 + 1) - 3 * 64 * 112  # weights than those of an MLP
+    assert (of_layers - of_layers[0]).tolist() == [0, 2 * more, 0, 2 * more]
+    table = hook_table(config)
 
     def flops(name):
         hooks = list(table.matching([name], 4).values())
@@ -194,22 +187,22 @@ def test_the_operations_of_a_token_are_those_of_its_experts(small):
 
     before, routed = (flops(f"blocks.1.mlp.{n}") for n in ("gate.hook_out", "experts.hook_out"))
     assert routed - before == 2 * 10 * 64 * 2 * 3 * 40
-    assert flops("blocks.1.hook_resid_post") == config.flops(2, [10])
+    assert flops("blocks.1.hook_resid_post") == flops_of(config, 2, [10])
 
 
 def test_only_what_a_routers_hook_needs_is_loaded(small):
-    table = FAMILIES.named("qwen2_moe").hooks_of(small.config)
+    table = hook_table(small.config)
     needs = {}
     for name in ("gate.hook_out", "hook_expert_weights", "shared_expert.hook_out", "hook_out"):
         (hook,) = table.matching([f"blocks.1.mlp.{name}"], 4).values()
         last = create_model_with_hooks(small.config, [hook]).last_layer
-        needs[name] = last and {path[1] for path in last.paths if path[0] == "mlp"}
+        needs[name] = last and {path[1] for path in last if path[0] == "mlp"}
     assert needs["gate.hook_out"] == needs["hook_expert_weights"] == {"gate"}
     assert needs["shared_expert.hook_out"] == {"shared_expert"} and needs["hook_out"] is None
 
 
 def test_names_mean_what_the_layer_has(small):
-    table = FAMILIES.named("qwen2_moe").hooks_of(small.config)
+    table = hook_table(small.config)
     for pattern, name, layers in (
         ("blocks.*.mlp.gate.hook_out", "gate.hook_out", (1, 3)),
         ("blocks.*.mlp.dense_gate.hook_out", "hook_pre", (0, 2)),
@@ -240,12 +233,12 @@ def test_what_cannot_be_computed_is_refused(change, named):
 
 
 def test_numbers_of_experts_that_would_be_rounded_are_refused(small):
-    hooks = FAMILIES.named("qwen2_moe").hooks_of(small.config).matching([f"*.{INDICES}"], 4)
-    sizes = small.config.sizes
-    check_numbers([*hooks.values()], sizes | {"R": 257}, jnp.bfloat16)
-    check_numbers([*hooks.values()], sizes | {"R": 512}, jnp.float16)
+    hooks = hook_table(small.config).matching([f"*.{INDICES}"], 4)
+    sizes = small.config.sizes_with(64)
+    check_hooks([*hooks.values()], sizes | {"R": 257}, jnp.bfloat16)
+    check_hooks([*hooks.values()], sizes | {"R": 512}, jnp.float16)
     with pytest.raises(InputError, match="bfloat16 is exact up to 256, and the model has 258 exp"):
-        check_numbers([*hooks.values()], sizes | {"R": 258}, jnp.bfloat16)
+        check_hooks([*hooks.values()], sizes | {"R": 258}, jnp.bfloat16)
 
 
 def test_what_does_not_divide_among_devices_is_refused(small):

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Reference, make_reference, shapes_of
-from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, run
+from test_model import TOLERANCE, error_of, every_hook, flops_of, load, rows, run
 from test_run import random_samples
 from tiny_models import YARN
 
 from activation_extraction.common.errors import InputError
+from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.rope import Rope
 from activation_extraction.text.packing import pack
 from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
@@ -47,7 +48,7 @@ def test_every_hook_of_every_layer_equals_hugging_face(reference: Reference):
 
 
 def test_the_families_differ_in_their_hooks():
-    qwen3 = FAMILIES.named("qwen3").hooks
+    qwen3 = hook_table(FAMILIES.config(RELEASED["Qwen3-8B"][0]))
     names = [kind.name.removeprefix("blocks.{}.") for kind in qwen3.kinds]
     assert [name for name in names if name.startswith("attn.")][:7] == [
         *["attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_q_normed"],
@@ -75,13 +76,14 @@ def qwen3(tmp_path_factory) -> Reference:
     ],
 )
 def test_a_norm_of_heads_is_loaded_only_where_a_hook_needs_it(qwen3, kind, parts):
-    (hook,) = hooks_of(qwen3.config).matching([f"blocks.2.{kind}"], 4).values()
+    (hook,) = hook_table(qwen3.config).matching([f"blocks.2.{kind}"], 4).values()
     model = create_model_with_hooks(qwen3.config, [hook])
-    assert {path[-2] for path in model.last_layer.paths} == parts
+    assert {path[-2] for path in model.last_layer} == parts
     size = qwen3.config.sizes
     matrices = (parts & {"q_proj", "k_proj"}) == {"q_proj"}
     heads = size["N"] if matrices else size["K"]
-    assert model.last_layer.weights == heads * size["H"] * size["D"]
+    last = model.flops([1]) - flops_of(qwen3.config, 2, [1])
+    assert last == 2 * heads * size["H"] * size["D"]
 
 
 def test_reading_a_configuration_leaves_it_as_it_is():
@@ -134,9 +136,9 @@ def test_a_window_leaves_operations_out():
     window = dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)
     whole, windowed = (FAMILIES.config(base | more) for more in ({}, window))
     heads = whole.num_attention_heads * 32
-    assert whole.flops(1, [10, 3]) == windowed.flops(1, [10, 3])
+    assert flops_of(whole, 1, [10, 3]) == flops_of(windowed, 1, [10, 3])
     # Two products of two operations each, for all pairs that are further apart than the window.
-    less = whole.flops(2, [10]) - windowed.flops(2, [10])
+    less = flops_of(whole, 2, [10]) - flops_of(windowed, 2, [10])
     assert less == 2 * 2 * heads * (10 - 4) ** 2 / 2
 
 
@@ -196,7 +198,7 @@ ACTIVE |= {"Qwen2-57B-A14B": 14.0}  # billions of parameters that a token uses, 
 def test_operations_are_those_of_the_active_parameters(name):
     config = FAMILIES.config(RELEASED[name][0])
     embeddings = 2 * config.vocab_size * config.hidden_size
-    weights = config.flops(config.num_hidden_layers, [1]) / 2  # but for attention to itself
+    weights = flops_of(config, config.num_hidden_layers, [1]) / 2  # but for attention to itself
     assert (weights + embeddings) / 1e9 == pytest.approx(ACTIVE[name], rel=0.04)
 
 
@@ -215,9 +217,10 @@ def check_tensors_of(raw, billions):
     fused, beside = shapes_of(raw), set()
     family, config = FAMILIES.of(raw)
     for layout in (fused, apart(fused)):
-        specs = [spec.of(layout) for spec in family.weights_of(config)]
+        specs = family.weight_table(family.whole(config), layout).values()
         for spec in specs:
-            spec.check(layout, raw["model_type"])
+            for name in spec.hf_names:
+                spec.check(name, layout.get(name), raw["model_type"])
         others = {key for key in layout if re.fullmatch(family.ignored, key)}
         assert {key for spec in specs for key in spec.hf_names} == layout.keys() - others
         total = sum(math.prod(shape) for key, shape in layout.items() if key not in others)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rounding import assert_within_rounding
 
-from activation_extraction.model.gated_delta import (
+from activation_extraction.model.delta_net import (
     CHUNK,
     gated_delta_rule,
     gated_norm,

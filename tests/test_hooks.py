@@ -7,7 +7,15 @@ import pickle
 import jax
 import pytest
 from conftest import Reference, make_reference
-from test_model import assert_same_but_for_rounding, every_hook, load, rounding_of, rows, run
+from test_model import (
+    assert_same_but_for_rounding,
+    every_hook,
+    flops_of,
+    load,
+    rounding_of,
+    rows,
+    run,
+)
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.mesh import build_layout
@@ -108,7 +116,7 @@ def test_only_what_a_hook_needs_is_loaded(names, layers, last, tiny):
 
 def test_many_kinds_of_the_last_layer_alone_are_not_captured_in_the_loop(tiny):
     model = create_model_with_hooks(tiny.config, named("blocks.2.*"))
-    assert model.whole_layers == 2 and len(model.last_layer.paths) == 12
+    assert model.whole_layers == 2 and len(model.last_layer) == 12
     assert create_model_with_hooks(tiny.config, named("*")).whole_layers == 3
     assert create_model_with_hooks(tiny.config, named("blocks.*")).whole_layers == 4
 
@@ -158,7 +166,7 @@ def test_operations_are_counted_as_far_as_layers_run(tiny):
         return create_model_with_hooks(tiny.config, named(name)).flops([10, 30])
 
     size = tiny.config.sizes
-    head, whole = 2 * 40 * size["D"] * size["H"], tiny.config.flops(1, [10, 30])
+    head, whole = 2 * 40 * size["D"] * size["H"], flops_of(tiny.config, 1, [10, 30])
     attention = 2 * (10**2 + 30**2) * size["N"] * size["H"]
     assert flops("hook_embed") == 0 and flops("blocks.2.ln1.hook_out") == 2 * whole
     assert flops("blocks.2.hook_resid_post") == flops("ln_final.hook_out") * 3 / 4 == 3 * whole

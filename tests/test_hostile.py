@@ -21,7 +21,7 @@ from test_shards import EMPTY, FLOAT32
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.qwen_config import complete
+from activation_extraction.model.family import complete
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of

@@ -14,15 +14,11 @@ from rounding import assert_rounded_alike, assert_within_rounding
 
 from activation_extraction.model.attention import dense_attention
 from activation_extraction.model.kernels import (
+    TOLERANCE,
     cudnn_attention,
+    largest_error_of_experts,
     splash_attention,
     tokamax_experts,
-    triton_attention,
-)
-from activation_extraction.model.trial import TOLERANCE
-from activation_extraction.model.trial_of_experts import (
-    ExpertSizes,
-    largest_error_of_experts,
     trial_rows,
 )
 
@@ -57,17 +53,10 @@ def inputs(case, dtype):
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("traced", [False, True], ids=["known", "traced"])
-@pytest.mark.parametrize(
-    "kernel,dtype",
-    [
-        (splash_attention, jnp.float32),
-        (splash_attention, jnp.bfloat16),
-        (triton_attention, jnp.bfloat16),
-    ],
-)
-def test_kernels_compute_attention(kernel, dtype, case, traced, window):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_splash_attention_computes_attention(dtype, case, traced, window):
     arrays, first = inputs(case, dtype), CASES[case][2]
-    run = partial(kernel, window=window, interpret=True)
+    run = partial(splash_attention, window=window, interpret=True)
     definition = partial(dense_attention, window=window)
     got = jax.jit(run)(*arrays, first) if traced else run(*arrays, first)
     exact = definition(*(x.astype(jnp.float32) for x in arrays[:3]), *arrays[3:], first)
@@ -87,8 +76,7 @@ def test_large_scores_are_not_rounded():
     arrays = 8 * q, 4 * k, v, *segments
     exact = dense_attention(*(x.astype(jnp.float32) for x in arrays[:3]), *segments, 0)
     rounded = dense_attention(*arrays, 0)
-    for kernel in (splash_attention, triton_attention):
-        assert_rounded_alike(kernel(*arrays, 0, interpret=True), rounded, exact)
+    assert_rounded_alike(splash_attention(*arrays, 0, interpret=True), rounded, exact)
 
 
 def lowered(attention, platform, dtype, case="second half of the queries"):
@@ -114,15 +102,9 @@ def test_a_tpu_multiplies_float32_as_such(dtype):
     assert exact == (dtype == jnp.float32)
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
-@pytest.mark.parametrize("case", CASES)
-def test_the_gpu_kernel_can_be_lowered_from_here(case):
-    assert "triton" in lowered(triton_attention, "cuda", jnp.bfloat16, case)
-
-
 def test_a_gpu_multiplies_float32_as_such():
-    text = lowered(triton_attention, "cuda", jnp.float32)
-    assert "triton" not in text and "precision = [HIGHEST, HIGHEST]" in text
+    text = lowered(cudnn_attention, "cuda", jnp.float32)
+    assert "cudnn" not in text and "precision = [HIGHEST, HIGHEST]" in text
 
 
 @pytest.mark.long
@@ -146,14 +128,14 @@ def test_what_cudnn_is_asked_for_is_attention(case, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:jax.experimental.pallas.dot was moved:DeprecationWarning")
 def test_tokamax_can_be_lowered_from_here():
-    arrays = trial_rows(ExpertSizes(8, 256, 128), jnp.dtype("bfloat16"))
+    arrays = trial_rows((8, 256, 128), jnp.dtype("bfloat16"))
     with tokamax.config.cross_compile(True), jax.numpy_dtype_promotion("standard"):
         text = program(tokamax_experts, arrays, "cuda")
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 3 and "chlo.ragged_dot" not in text
 
 
 def test_tokamax_gets_no_float32():
-    arrays = trial_rows(ExpertSizes(8, 256, 128), jnp.dtype("float32"))
+    arrays = trial_rows((8, 256, 128), jnp.dtype("float32"))
     text = program(tokamax_experts, arrays, "cuda")
     assert "triton" not in text and "mosaic" not in text and "[HIGHEST, HIGHEST]" in text
 
@@ -169,7 +151,7 @@ def test_what_tokamax_is_asked_for_are_experts(experts, monkeypatch):
             return answer(*arrays, implementation="xla", **how)
 
     monkeypatch.setattr(tokamax, "ragged_dot", ask)
-    sizes = ExpertSizes(experts, 72, 40)
+    sizes = experts, 72, 40
     error = largest_error_of_experts(tokamax_experts, sizes, jnp.dtype("bfloat16"))
     assert asked == [("mosaic", "triton")] * 3
     assert error < TOLERANCE["bfloat16"] / 2

@@ -15,10 +15,9 @@ from test_model import assert_same_but_for_rounding, by_hook, load, rounding_of,
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.decoder import stage_length
-from activation_extraction.model.devices import usable_devices
-from activation_extraction.model.hook_points import HOOKS
-from activation_extraction.model.mesh import build_layout
-from activation_extraction.model.qwen_config import QwenConfig
+from activation_extraction.model.hooks import HOOKS
+from activation_extraction.model.mesh import build_layout, usable_devices
+from activation_extraction.model.model_config import QwenConfig
 from activation_extraction.model.weights import load_params
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import create_model_with_hooks

@@ -17,7 +17,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
-from activation_extraction.model.devices import usable_devices
+from activation_extraction.model.mesh import usable_devices
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.weights import load_params

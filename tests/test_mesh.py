@@ -20,14 +20,15 @@ from watched import Watched
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.mesh import (
     HostRows,
     build_layout,
     check_divisibility,
+    choose_shape,
     host_rows,
+    smallest_model_axis,
+    usable_devices,
 )
-from activation_extraction.model.mesh_shape import choose_shape, smallest_model_axis
 from activation_extraction.model.weights import load_params
 from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
@@ -88,7 +89,9 @@ def run_on(reference, batch, hooks, shape, hosts=1):
     grid = np.array(devices, object).reshape(hosts, -1)
     coming = HostRows(Mesh(grid, ("host", "device")))
     model = create_model_with_hooks(reference.config, hooks, layout=layout)
-    params = load_params(weight_table(model), Checkpoint(str(reference.folder)), np.float32, layout)
+    checkpoint = Checkpoint(str(reference.folder))
+    table = weight_table(model, checkpoint.tensors)
+    params = load_params(table, checkpoint, np.float32, layout)
     forward = jax.jit(model.apply, out_shardings=coming.outgoing(64))
     inputs = [jax.device_put(array, coming.incoming()) for array in batch]
     return forward({"params": params}, *inputs), model

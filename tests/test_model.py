@@ -14,7 +14,8 @@ from rounding import allowed_errors, assert_rounded_alike
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.groups import rows_at_once
+from activation_extraction.model.decoder import rows_at_once
+from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import load_params
 from benchmarks.agreement import few_more, same_experts
@@ -27,7 +28,8 @@ LENGTH = 150  # more than one block of queries
 
 def load(model, folder, dtype=jnp.float32):
     layout = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
-    return load_params(weight_table(model), Checkpoint(str(folder)), dtype, layout)
+    checkpoint = Checkpoint(str(folder))
+    return load_params(weight_table(model, checkpoint.tensors), checkpoint, dtype, layout)
 
 
 def rows(vocab_size, shape=(2, LENGTH)):
@@ -37,12 +39,14 @@ def rows(vocab_size, shape=(2, LENGTH)):
     return token_ids, np.ones(shape, np.int32), positions
 
 
-def hooks_of(config):
-    return FAMILIES.named(config.model_type).hooks_of(config)
+def flops_of(config, layers, lengths):
+    """Of the first layers, for samples of these lengths."""
+    hooks = hook_table(config).of_layers([layers - 1], "residual", config.num_hidden_layers)
+    return create_model_with_hooks(config, hooks).flops(lengths)
 
 
 def every_hook(config):
-    return hooks_of(config).every(config.num_hidden_layers)
+    return hook_table(config).every(config.num_hidden_layers)
 
 
 def run(model, params, *batch):

@@ -11,14 +11,14 @@ from delta_reference import QWEN3_5, VISION
 from safetensors.numpy import load_file, save_file
 from test_families import check_tensors_of
 from test_mesh import run_on
-from test_model import TOLERANCE, error_of, every_hook, hooks_of, load, rows, run
+from test_model import TOLERANCE, error_of, every_hook, flops_of, load, rows, run
 from test_model import by_hook as values_of
 from watched import Watched
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.devices import usable_devices
-from activation_extraction.model.mesh import build_layout
+from activation_extraction.model.hooks import hook_table
+from activation_extraction.model.mesh import build_layout, usable_devices
 from activation_extraction.model.weights import check_tensors, load_params
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
@@ -89,7 +89,7 @@ def test_quantised_checkpoints_are_refused_wherever_it_is_said():
 
 
 def test_each_type_of_layer_has_hooks_of_its_own():
-    table = FAMILIES.named("qwen3_5").hooks_of(FAMILIES.config(TEXT))
+    table = hook_table(FAMILIES.config(TEXT))
     found = {hook.name for hook in table.every(4)}
     for name, own in (
         ("linear_attn.hook_log_decay", (0, 2)),
@@ -117,7 +117,7 @@ def test_what_is_before_the_mlp_and_what_the_mlp_is_vary_independently():
     assert config.experts.renormalise and config.delta == FAMILIES.config(TEXT).delta
     some = dataclasses.replace(config, sparse_layers=(0, 1), intermediate_size=128)
     assert some.layer_types[1:] == (f"{FULL} sparse", f"{LINEAR} dense", f"{FULL} dense")
-    found = {hook.name for hook in hooks_of(some).every(4)}
+    found = {hook.name for hook in hook_table(some).every(4)}
     for name, own in (
         ("linear_attn.hook_beta", (0, 2)),
         ("attn.hook_q_gate", (1, 3)),
@@ -128,12 +128,15 @@ def test_what_is_before_the_mlp_and_what_the_mlp_is_vary_independently():
     ):
         assert [k for k in range(4) if f"blocks.{k}.{name}" in found] == [*own], name
     with pytest.raises(InputError, match="layer 0 is of type linear_attention sparse and has no"):
-        hooks_of(some).matching(["blocks.0.mlp.hook_post"], 4)
+        hook_table(some).matching(["blocks.0.mlp.hook_post"], 4)
     stacks = {path[1] for path in weight_table(Qwen2(some)) if path[0] == "layers"}
     assert stacks == {*some.layer_types}
-    assert some.mlp_weights(1) == 64 * (6 + 2 * 3 * 40 + 3 * 64 + 1)
-    assert some.mlp_weights(3) == 3 * 64 * 128
-    assert some.mixer_weights(2) == FAMILIES.config(TEXT).mixer_weights(0)
+    found, dense = (
+        np.diff([0, *(flops_of(each, layers, [1]) for layers in range(1, 5))])
+        for each in (some, FAMILIES.config(TEXT))
+    )
+    more = 64 * (6 + 2 * 3 * 40 + 3 * 64 + 1) - 3 * 64 * 128  # weights
+    assert (found - dense).tolist() == [2 * more, 2 * more, 0, 0]
 
 
 def test_operations_of_a_model_with_both_types():
@@ -143,12 +146,12 @@ def test_operations_of_a_model_with_both_types():
     projections = 64 * (2 * 4 * 16 + 8 * 16 + 8 * 16 + 2 * 8 + 8 * 16)
     recurrence = 3 * 8 * 16 * 16  # S^T k, the update and S^T q
     linear = 2 * tokens * (mlp + projections + convolutions + recurrence)
-    assert config.flops(1, lengths) == linear
+    assert flops_of(config, 1, lengths) == linear
     heads = 64 * 64 * (2 * 4 + 2 * 2 + 4)  # queries with gates, keys, values, and back
     full = 2 * tokens * (mlp + heads) + 2 * 4 * 64 * (10**2 + 3**2)
-    assert config.flops(2, lengths) == linear + full
+    assert flops_of(config, 2, lengths) == linear + full
     for name, last in (("hook_q", 64 * 4 * 16 + 4 * 16 * 4), ("hook_beta_logit", 64 * 8)):
-        table = FAMILIES.named("qwen3_5").hooks_of(config)
+        table = hook_table(config)
         hooks = table.matching([f"blocks.2.linear_attn.{name}"], 4).values()
         model = create_model_with_hooks(config, [*hooks])
         assert model.flops(lengths) == linear + full + 2 * tokens * last
@@ -208,7 +211,7 @@ def test_released_sizes_have_exactly_the_tensors_of_transformers(name):
 def test_operations_are_those_of_the_active_parameters(name):
     """As published, which is in whole billions. Of the embeddings, one counts."""
     config = FAMILIES.config(released(name))
-    weights = config.flops(config.num_hidden_layers, [1]) / 2
+    weights = flops_of(config, config.num_hidden_layers, [1]) / 2
     weights += config.vocab_size * config.hidden_size
     assert weights / 1e9 == pytest.approx(SIZES[name][-1], rel=0.1)
 
@@ -261,7 +264,7 @@ def test_experts_after_delta_nets_are_split_over_a_mesh(on_one_device, tmp_path)
     """Six of them over two devices; each is split over two more."""
     batch, reference = on_one_device[0], make_reference(tmp_path, **MOE_TEXT)
     config = reference.config
-    hooks = hooks_of(config).matching([*ODD_HOOKS, "*.mlp.hook_expert_weights"], 4).values()
+    hooks = hook_table(config).matching([*ODD_HOOKS, "*.mlp.hook_expert_weights"], 4).values()
     alone = create_model_with_hooks(config, [*hooks])
     expected = run(alone, load(alone, tmp_path), *batch)
     mesh = {"data": 2, "expert": 2, "model": 2}
@@ -274,7 +277,7 @@ def test_key_heads_are_split_with_their_value_heads(small):
     """And of the tensor that queries, keys and values share, every byte is read once."""
     checkpoint = Watched(small.folder)
     layout = build_layout(usable_devices(every=True), MESHES["2d"], kv_heads=2)
-    hooks = hooks_of(small.config).of_layers([3], "residual", 4)
+    hooks = hook_table(small.config).of_layers([3], "residual", 4)
     table = weight_table(create_model_with_hooks(small.config, hooks, layout=layout))
     params = load_params(table, checkpoint, np.float32, layout)
     own = params["layers"][LINEAR]["linear_attn"]
@@ -304,8 +307,7 @@ def test_some_weights_in_float32_and_what_is_beside_the_language_model(tmp_path)
     family, config = FAMILIES.read(tmp_path / "config.json")
     model = create_model_with_hooks(config, every_hook(config))
     checkpoint, table = Checkpoint(str(tmp_path)), family.weight_table(model)
-    every = family.weight_table(family.whole(config)).values()
-    known = {name for spec in every for name in spec.possible_names}
+    known = family.tensor_names(config, checkpoint.tensors)
     check_tensors(checkpoint, table.values(), known, family.ignored)
     with pytest.raises(InputError, match="tensor m.* is unknown"):
         check_tensors(checkpoint, table.values(), known)

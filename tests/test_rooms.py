@@ -25,7 +25,7 @@ ARROWS = {
 }
 WITHOUT_JAX = ("common", "cli", "text", "store", "dataset", "inspect")
 # Of the other rooms, what configurations say and which hooks there are.
-ALSO_WITHOUT_JAX = ("hook_points", "hybrid_config", "moe_config", "qwen_config")
+ALSO_WITHOUT_JAX = ("hooks", "model_config")
 
 # Imports every module that is named on stdin, where JAX and Flax cannot be imported.
 IMPORT = """

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from test_model import TOLERANCE, error_of, run
 
+from activation_extraction.model.hooks import hook_table
 from qwen2_jax import convert_hf_to_jax_weights
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
@@ -37,7 +38,7 @@ class Expected(NamedTuple):
 
     def ours(self):
         """Every hook that we have in this model."""
-        table = FAMILIES.named(self.config.model_type).hooks_of(self.config)
+        table = hook_table(self.config)
         return table.every(self.config.num_hidden_layers, growing=True)
 
 

@@ -10,36 +10,45 @@ from pods import flags_for
 
 import extract_activations
 from activation_extraction.common.errors import InputError, RunError
-from activation_extraction.model import trial
+from activation_extraction.model import kernels
 from activation_extraction.model.attention import blocked_attention, dense_attention
-from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.experts import ragged_experts, tiled_experts
 from activation_extraction.model.kernels import (
-    Kernels,
-    cudnn_attention,
-    splash_attention,
-    tokamax_experts,
-)
-from activation_extraction.model.mesh import Layout, build_layout
-from activation_extraction.model.trial import (
     TOLERANCE,
-    Sizes,
+    AttentionSizes,
+    Kernels,
     candidates_for,
     choose,
+    cudnn_attention,
+    expert_sizes,
     largest_error,
+    largest_error_of_experts,
     preferred_kernels,
+    splash_attention,
+    tokamax_experts,
     try_kernels,
 )
-from activation_extraction.model.trial_of_experts import ExpertSizes, largest_error_of_experts
+from activation_extraction.model.mesh import Layout, build_layout, usable_devices
 from benchmarks.shapes import SHAPES
 from qwen2_jax_with_hooks import FAMILIES
 
 BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
-# Qwen2.5-0.5B on one device; 7B with the heads and the queries split; a row shorter than a block.
+
+
+def sizes_of(shape, length, model=1, **changes):
+    """The sizes of a trial for rows of this length, with an axis `model` of that many devices."""
+    config = FAMILIES.of(SHAPES[shape])[1]
+    config = dataclasses.replace(config, **changes)
+    devices = usable_devices(every=True)[:model]
+    layout = build_layout(devices, {"model": model}, config.num_key_value_heads)
+    return AttentionSizes.of_run(config, layout, length)
+
+
+# On one device; with the heads and the queries split; a row shorter than a block.
 SIZES = {
-    "0.5B": Sizes.of_run(2048, 1, 14, 2, 64),
-    "7B split": Sizes.of_run(1000, 2, 7, 1, 128),
-    "short": Sizes.of_run(20, 1, 4, 2, 32),
+    "0.5B": sizes_of("0.5B", 2048),
+    "7B split": sizes_of("7B", 1000, model=8),
+    "short": AttentionSizes(20, 20, 4, 2, 32),
 }
 
 
@@ -89,10 +98,10 @@ WRONG += [wrong_in_one_head, not_a_number]
 
 
 def test_a_run_is_tried_at_its_own_sizes():
-    assert SIZES["0.5B"] == Sizes(256, 256, 14, 2, 64)
-    assert Sizes.of_run(2047, 1, 14, 2, 64).queries % 128 == 2047 % 128
-    assert SIZES["7B split"] == Sizes(372, 744, 7, 1, 128)
-    assert SIZES["short"] == Sizes(20, 20, 4, 2, 32)
+    assert SIZES["0.5B"] == AttentionSizes(256, 256, 14, 2, 64)
+    assert sizes_of("0.5B", 2047).queries % 128 == 2047 % 128
+    assert SIZES["7B split"] == AttentionSizes(372, 744, 7, 1, 128)
+    assert sizes_of("0.5B", 20)[:2] == (20, 20)
 
 
 @pytest.mark.long
@@ -112,7 +121,8 @@ def test_wrong_attentions_are_found_out(wrong, sizes):
 @pytest.mark.long
 @pytest.mark.parametrize("length", [1000, 20])
 def test_a_window_is_tried_too(length):
-    sizes = Sizes.of_run(length, 2, 4, 2, 32, window=4096)
+    sizes = sizes_of("0.5B", length, model=4, sliding_window=4096)
+    assert sizes.queries < sizes.keys
     assert sizes.window == sizes.keys // 6
     for right in (dense_attention, blocked_attention):
         assert largest_error(right, sizes, BFLOAT16) < TOLERANCE["bfloat16"] / 1.5
@@ -177,7 +187,7 @@ def test_a_run_and_its_verification_use_the_choice_and_the_metadata_have_it(
         return {"attention": attention}
 
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "candidates_for", candidates)
+        patch.setattr(kernels, "candidates_for", candidates)
         assert extract_activations.main([*flags, "--dtype", "bfloat16"]) == 0
         found = json.loads((out / "metadata.json").read_text())["attention"]
         assert found["name"] == "blocked" and list(found["passed_over"]) == ["cudnn", "wrong"]
@@ -189,7 +199,7 @@ def test_a_run_and_its_verification_use_the_choice_and_the_metadata_have_it(
         assert "attention: blocked, which agrees" in capsys.readouterr().err
 
 
-EXPERTS = [ExpertSizes(8, 256, 96), ExpertSizes(3, 72, 40), ExpertSizes(1, 64, 32)]
+EXPERTS = [(8, 256, 96), (3, 72, 40), (1, 64, 32)]
 
 
 def takes_a_row_of_the_next_expert(x, sizes, *parameters):
@@ -221,23 +231,21 @@ def test_wrong_experts_are_found_out():
 
 def test_experts_are_tried_at_the_sizes_of_one_device():
     _, config = FAMILIES.of(SHAPES["qwen3-moe"])
-    assert ExpertSizes.of_run(config, Layout()) == ExpertSizes(8, 1024, 512)
+    assert expert_sizes(config, Layout()) == (8, 1024, 512)
     layout = build_layout(usable_devices(every=True), {"expert": 4, "model": 2}, 8)
     few = dataclasses.replace(config, experts=dataclasses.replace(config.experts, count=12))
-    assert ExpertSizes.of_run(few, layout) == ExpertSizes(3, 1024, 256)
+    assert expert_sizes(few, layout) == (3, 1024, 256)
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
 def test_experts_are_tried_where_a_model_has_some(shape, monkeypatch):
-    family, config = FAMILIES.of(SHAPES[shape])
-    hooks = [*family.hooks_of(config).every(config.num_hidden_layers)]
-    model = family.hooked(config, hooks, FLOAT32, FLOAT32)
+    config = FAMILIES.of(SHAPES[shape])[1]
     candidates = {
         "attention": {"blocked": blocked_attention},
         "experts": {"absent": broken, "wrong": forgets_the_gate, "tiled": tiled_experts},
     }
-    monkeypatch.setattr(trial, "candidates_for", lambda platform: candidates)
-    chosen = try_kernels(model, 64)
+    monkeypatch.setattr(kernels, "candidates_for", lambda platform: candidates)
+    chosen = try_kernels(config, Layout(), 64, FLOAT32)
     assert chosen["attention"].function is blocked_attention
     assert ("experts" in chosen) == (shape == "tiny-moe")
     if "experts" in chosen:

@@ -2,7 +2,6 @@
 
 Every function here has one signature, `Attention`, so the model takes any of them as a callable.
 `dense_attention` is the definition, materialising all scores; `blocked_attention` is for CPUs.
-`einsum` fixes the numerics of every matrix product of the model.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, G = N / K, H head size.
 """
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from activation_extraction.model.bits import from_bits, to_bits
+from activation_extraction.model.layers import einsum, from_bits, to_bits
 
 # (q BTNH, k BSKH, v BSKH, q_segments BT, k_segments BS, first_query) -> BTNH in q's dtype.
 # Query head n reads key/value head n // (N / K). Scores are the products of q and k: q comes
@@ -27,16 +26,6 @@ Attention = Callable[..., Array]
 QUERY_BLOCK = 64
 KEY_BLOCK = 128
 MOST_LENGTHS = 32  # of runs of keys: what compiling costs grows with it
-
-
-def einsum(equation: str, x: Array, y: Array) -> Array:
-    """`jnp.einsum` that accumulates in float32 and returns float32.
-
-    float32 operands are multiplied as such: TPUs and GPUs would otherwise round them to bfloat16
-    or TF32, which is not what somebody who asked for float32 expects.
-    """
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 def visible(

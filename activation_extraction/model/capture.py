@@ -146,7 +146,7 @@ class Capture:
 
 
 def _bits(x: Array) -> Array:
-    """The same bits as unsigned integers, which the CPU updates in place (see bits.py).
+    """The same bits as unsigned integers, which the CPU updates in place (see `to_bits`).
 
     For float32 too: XLA then keeps the layout in which results leave out of the loop.
     """

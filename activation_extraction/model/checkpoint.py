@@ -31,7 +31,7 @@ from activation_extraction.common.retries import (
     unwritable_cache,
 )
 from activation_extraction.common.visible import plain_url
-from activation_extraction.model.compilation import default_folder
+from activation_extraction.model.devices import default_folder
 from activation_extraction.model.weight_files import Index, LocalFile, RemoteFile, WeightFile
 from activation_extraction.store.folder import Folder, FolderError
 
@@ -211,7 +211,7 @@ class Checkpoint:
         """Part of a tensor: (start, stop) slices of every axis."""
         return self.file_with(tensor).read(tensor, index)
 
-    def place(self, tensor: str) -> tuple[str, int]:
+    def position(self, tensor: str) -> tuple[str, int]:
         """The name of a tensor's file and the byte at which it begins there."""
         file = self.file_with(tensor)
         return file.name, file.header[tensor].offset

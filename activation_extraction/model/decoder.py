@@ -18,12 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
+from jax.extend.core import Literal
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.bits import from_bits
-from activation_extraction.model.groups import in_groups
+from activation_extraction.model.layers import from_bits, rotary_table, to_bits
 from activation_extraction.model.mesh import Layout
-from activation_extraction.model.needed import needed_inputs
+from activation_extraction.model.model_config import QwenConfig
+
+TOKENS_AT_ONCE = 2048  # on one CPU, which is fastest with what its caches can hold
 
 Path = tuple[str, ...]  # of a parameter
 Layers = tuple[Any, Any]  # their stacked parameters, and what `Decoder.sliding` says of them
@@ -33,23 +35,25 @@ Keep = Callable[[dict[str, Any]], Any]  # what is to be kept of a layer's interm
 @dataclass(frozen=True)
 class Decoder:
     """modules: type of layer -> its module, (x, rotary, segment_ids, slides) -> (x, its
-    intermediates by name), where `slides` says whether the layer has a window; types: of every
-    layer of the model; example: smallest inputs, without `slides`; sliding: says which layers of a
-    range have a window, None if no layer of the model has one.
+    intermediates by name), where `slides` says whether the layer has a window; None in a model
+    without any.
 
     The stacked parameters of a model with one type of layer are those of one layer with a leading
     axis named "layers". With several types they are a dict: type -> the same for its layers.
     """
 
+    config: QwenConfig
     modules: Mapping[str, Any]
-    types: tuple[str, ...]
-    example: Callable[[], tuple[Any, ...]]
-    sliding: Callable[[range], np.ndarray | None]
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Of every layer of the model."""
+        return self.config.layer_types
 
     @property
     def mixed(self) -> bool:
         """Whether the model has layers of several types."""
-        return len(set(self.types)) > 1
+        return len(self.modules) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:
         """Parameters of the first `length` layers, and of as many of the same types per stage.
@@ -74,15 +78,18 @@ class Decoder:
         return _zeros(unflatten_dict({path: every[path] for path in paths}))
 
     def _example(self) -> tuple[Any, ...]:
-        return *self.example(), self._slides(0)
+        """The smallest inputs of a layer."""
+        nothing = jnp.zeros((1, 1), jnp.int32)
+        x = jnp.zeros((1, 1, self.config.hidden_size), self.modules[self.types[0]].dtype)
+        return x, rotary_table(nothing, self.config), nothing, self._slides(0)
 
     def _slides(self, layer: int) -> Any:
-        sliding = self.sliding(range(layer, layer + 1))
+        sliding = self.config.sliding(range(layer, layer + 1))
         return None if sliding is None else sliding[0]
 
     def of(self, params: Any) -> Layers:
         """The layers that have these stacked parameters, from the first layer on."""
-        return params, self.sliding(range(self._count(params)))
+        return params, self.config.sliding(range(self._count(params)))
 
     def _count(self, params: Any) -> int:
         """How many layers have these stacked parameters."""
@@ -129,13 +136,14 @@ class Decoder:
         stack, row = this
 
         def run(type_: str, *inputs: Any) -> Any:
-            params = jax.tree.map(lambda x: _row(x, row), stacks[type_])
+            take = partial(jax.lax.dynamic_index_in_dim, index=row, keepdims=False)
+            params = jax.tree.map(take, stacks[type_])
             return self._one(type_, params, slides, keep)(*inputs)
 
         return partial(jax.lax.switch, stack, [partial(run, type_) for type_ in sorted(stacks)])
 
     def _one(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
-        return self._in_groups(self._apply(type_, params, slides, keep))
+        return in_groups(self._apply(type_, params, slides, keep), self.modules[type_])
 
     def part(self, number: int, params: Any, keep: Keep, *inputs: Any) -> Any:
         """What `keep` makes of the intermediates of a layer that has only some of its parameters.
@@ -151,11 +159,7 @@ class Decoder:
         def kept(x: Array, *others: Any) -> tuple[Array, Any]:
             return x, layer(x, *others)[1]
 
-        return self._in_groups(kept)(*inputs)[1]
-
-    def _in_groups(self, layer: Callable) -> Callable:
-        module = self.modules[self.types[0]]
-        return in_groups(layer, module.layout, module.dtype)
+        return in_groups(kept, self.modules[type_])(*inputs)[1]
 
     def _apply(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
         """The layer of this type with these parameters."""
@@ -234,9 +238,59 @@ def intermediate(out: dict[str, Any], name: str) -> Array | None:
     return value() if callable(value) else value
 
 
-def _row(stack: Array, row: Array) -> Array:
-    return jax.lax.dynamic_index_in_dim(stack, row, keepdims=False)
-
-
 def _is_boxed(x: Any) -> bool:
     return isinstance(x, nn.LogicallyPartitioned)
+
+
+def rows_at_once(layout: Layout, rows: int, length: int) -> int:
+    """How many rows of `length` tokens go through a layer together; a divisor of `rows`.
+
+    On anything but one CPU these are all rows.
+    """
+    mesh = layout.mesh
+    if mesh is None or mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
+        return rows
+    fitting = max(TOKENS_AT_ONCE // length, 1)
+    return max(size for size in range(1, min(fitting, rows) + 1) if rows % size == 0)
+
+
+def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    """`layer`, a group of rows at a time where that is faster.
+
+    layer: (x, rotary, segment_ids) -> (x, arrays that begin with the rows and are no two-byte
+    floating point numbers). Groups of nothing but padding, as in the last batch of a run, keep
+    their x, and their other arrays are zeros. module: whose layout and dtype it has.
+    """
+    layout, dtype = module.layout, module.dtype
+
+    def apply(x: Array, *others: Any) -> Any:
+        size = rows_at_once(layout, *x.shape[:2])
+        if size == len(x):
+            return layer(x, *others)
+        groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (to_bits(x), *others))
+        done = jax.lax.map(group, groups)
+        x, kept = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done)
+        return from_bits(x, dtype), kept
+
+    def group(inputs: Any) -> Any:
+        return jax.lax.cond(inputs[-1].any(), compute, skip, *inputs)
+
+    def compute(x: Array, *others: Any) -> Any:
+        x, kept = layer(from_bits(x, dtype), *others)
+        return to_bits(x), kept
+
+    def skip(*inputs: Any) -> Any:
+        _, kept = jax.eval_shape(compute, *inputs)
+        return inputs[0], jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kept)
+
+    return apply
+
+
+def needed_inputs(function: Callable[..., Any], *inputs: Any) -> list[bool]:
+    """For every leaf of the inputs (arrays or their shapes): does any output depend on it?"""
+    program = jax.make_jaxpr(function)(*inputs).jaxpr
+    needed = {out for out in program.outvars if not isinstance(out, Literal)}
+    for equation in reversed(program.eqns):
+        if needed.intersection(equation.outvars):
+            needed.update(value for value in equation.invars if not isinstance(value, Literal))
+    return [value in needed for value in program.invars]

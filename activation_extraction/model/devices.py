@@ -1,14 +1,20 @@
-"""The devices: which ones a run uses, what they can do, and how their failures are reported.
+"""The devices: how fast they are, how their failures are reported, and the cache of programs.
 
-Their arrangement as a mesh is the part of mesh_shape.py and mesh.py.
+JAX's persistent compilation cache lets a run that starts again not compile again. JAX's key for an
+entry covers the program, its devices, the compiler's version and flags, and on the CPU the
+machine's instruction sets: a folder may be shared between machines of different kinds.
 """
 
-from collections.abc import Iterator
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
 import jax
 
+from activation_extraction.cli.console import log
 from activation_extraction.common.errors import InputError, RunError, one_line
 
 # Dense bfloat16 FLOP/s of one device, by a part of its kind's name (vendors' data sheets).
@@ -28,21 +34,95 @@ TOO_LARGE = (
     "fewer layers or a smaller --max_seq_length make it another extraction (--overwrite)"
 )
 
+OFF = "off"
+HIT = "/jax/compilation_cache/cache_hits"  # jax.monitoring's event
+PROBLEM = "Error (reading|writing) persistent compilation cache"  # JAX's warning
 
-def usable_devices(every: bool) -> list[Any]:
-    """All devices, those of a host together, or (not `every`) the first one of each host.
 
-    Raises InputError when JAX has none on the platform that the environment asks for.
+def use_compilation_cache(given: str | None, output: Path, several: bool) -> None:
+    """Has JAX keep compiled programs in `--compilation_cache`, else in the user's cache folder.
+
+    given: the flag; output: the folder that it must not lie in; several: whether this is one host
+    of several. These have none unless asked: JAX writes on host 0 only, so their folder must be a
+    shared one. Raises InputError for a folder that was asked for and cannot be used; where the
+    default one cannot, that is a warning.
     """
+    if not jax.config.values["jax_enable_compilation_cache"]:  # by the environment
+        return
+    folder = _folder(given, output, several)
+    jax.config.update("jax_enable_compilation_cache", folder is not None)
+    if folder is None:
+        return
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # A damaged entry is compiled anew; `watch_compiling` reports it for the one that counts.
+    warnings.filterwarnings("ignore", PROBLEM)
+    if _is_url(folder):
+        # The compiler's own caches, which JAX would put there too, know no URLs.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+
+def _folder(given: str | None, output: Path, several: bool) -> str | None:
+    """The folder or URL to be used; None for no cache."""
+    if given == OFF or (given is None and several):
+        return None
+    if given is None:
+        try:
+            return _usable(default_folder(), output)
+        except InputError as error:
+            log.warning(
+                "%s: nothing is kept for the next start; XDG_CACHE_HOME names another cache", error
+            )
+            return None
+    return given if _is_url(given) else _usable(Path(os.path.expanduser(given)), output)
+
+
+def _is_url(folder: str) -> bool:
+    return "://" in folder
+
+
+def default_folder() -> Path:
+    """Below XDG_CACHE_HOME, else ~/.cache."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(caches, "activation_extraction", "jax")
+
+
+def _usable(folder: Path, output: Path) -> str:
+    """The folder, made if need be. Raises InputError where it cannot be written, or lies in the
+    output, which holds nothing but the extraction."""
+    if folder.resolve().is_relative_to(output.resolve()):
+        raise InputError(f"--compilation_cache {folder}: lies within --output_dir {output}")
     try:
-        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    except (RuntimeError, AssertionError) as error:
-        reason = one_line(error)
-        raise InputError(f"JAX finds no devices (JAX_PLATFORMS, drivers): {reason:.200}") from error
-    if every:
-        return devices
-    firsts = {device.process_index: device for device in reversed(devices)}
-    return [firsts[index] for index in sorted(firsts)]
+        # Who can write there can have any code run here.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InputError(f"--compilation_cache {folder}: {error.strerror}") from error
+    return str(folder)
+
+
+@contextmanager
+def watch_compiling() -> Iterator[Callable[[], bool]]:
+    """Yields the function that tells whether anything came from the cache inside the block.
+
+    What JAX has to say about a damaged cache becomes a line of the log.
+    """
+    hits = 0
+
+    def count(event: str, **_: str | int) -> None:
+        nonlocal hits
+        hits += event == HIT
+
+    jax.monitoring.register_event_listener(count)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", PROBLEM)
+            yield lambda: hits > 0
+    finally:
+        jax.monitoring.unregister_event_listener(count)
+    for warning in caught:
+        reason = " ".join(str(warning.message).split())
+        log.warning("the compilation cache could not be used: %s", reason)
 
 
 def peak_flops(devices: int) -> float | None:

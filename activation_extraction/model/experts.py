@@ -16,9 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from activation_extraction.model.attention import einsum
-from activation_extraction.model.bits import from_bits, to_bits
-from activation_extraction.model.layers import parameter
+from activation_extraction.model.layers import einsum, from_bits, parameter, to_bits
 from activation_extraction.model.mesh import BOTH, Layout
 
 TILE = 128  # rows
@@ -124,7 +122,7 @@ def _sum_of_experts(
     count, numbers = len(parameters[0]), chosen.reshape(-1)
     here = (numbers >= 0) & (numbers < count)
     group = jnp.where(here, numbers, count)
-    order = stable_order(group, count + 1)
+    order = jnp.argsort(group, stable=True)
     sizes = jnp.bincount(group, length=count + 1)[:count].astype(jnp.int32)
     rows = to_bits(x.reshape(-1, x.shape[-1]))[order // chosen.shape[-1]]
     y = grouped(from_bits(rows, x.dtype), sizes, *parameters)
@@ -132,19 +130,6 @@ def _sum_of_experts(
     y = from_bits(to_bits(y)[back], x.dtype).astype(jnp.float32)
     y = jnp.where(here[:, None], y, 0).reshape(*chosen.shape, -1)
     return (y * weights[..., None]).sum(axis=-2)
-
-
-def stable_order(groups: Array, count: int) -> Array:
-    """The rows sorted by group, those of one group in their order: (n,) int32 -> (n,) int32.
-
-    groups: from 0 to count - 1. This sorts one array of numbers that are all different. argsort has
-    to sort two arrays: that is slower, and so is compiling it for TPUs.
-    """
-    rows = len(groups)
-    if count * rows > 2**31:  # too many for such numbers
-        return jnp.argsort(groups, stable=True)
-    mixed = groups * rows + jnp.arange(rows, dtype=jnp.int32)
-    return lax.sort(mixed, is_stable=False) % rows
 
 
 def ragged_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:

@@ -1,48 +1,56 @@
-"""The forward pass that a run asks for: the hooked model on its mesh, checked, with its weights.
+"""The forward pass that a run asks for: the hooked model on its mesh, checked, loaded and compiled.
 
 Between the flags and the model: `ModelRequest` is what the flags ask, and everything in it that can
-be wrong is found here, before a weight is read. Compiling and running is step.py's part.
+be wrong is found by `prepare_model`, before a weight is read. `compile_step` then reads the weights
+and compiles the one program for all batches. What happens between steps is the loop's part.
 """
 
 import math
-from collections import Counter
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from tqdm import tqdm
 
-from activation_extraction.cli.console import log
-from activation_extraction.common.choices import DEFAULT_LAYERS
+from activation_extraction.cli.console import log, on_terminal
+from activation_extraction.cli.defaults import DEFAULT_LAYERS
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.devices import usable_devices
+from activation_extraction.model.devices import watch_compiling
 from activation_extraction.model.family import (
     Families,
     HookedModel,
     ModelFamily,
     WeightTable,
 )
-from activation_extraction.model.hooks import Hook, HookTable
-from activation_extraction.model.kept import KeptTokens
+from activation_extraction.model.hooks import Hook, hook_table
+from activation_extraction.model.kernels import Choice, preferred_kernels, try_kernels
 from activation_extraction.model.mesh import (
     HostRows,
     Layout,
     build_layout,
     check_divisibility,
+    choose_shape,
     host_rows,
+    smallest_model_axis,
+    usable_devices,
 )
-from activation_extraction.model.mesh_shape import choose_shape, smallest_model_axis
-from activation_extraction.model.trial import Choice, preferred_kernels, try_kernels
-from activation_extraction.model.weights import check_tensors
+from activation_extraction.model.model_config import QwenConfig
+from activation_extraction.model.weights import check_tensors, load_params
+from activation_extraction.text.batch import Batch
 
 MOST_BYTES_OF_A_ROW = 32 * 2**20  # at a hook whose width grows with the row
 
 Key = int | str  # of a hook in the shards: its layer, or its name
+Activations = dict[int, Array]  # {width: (hooks of that width, rows of all hosts, T, width)}
+# (batch or None, flags of this host) -> (activations, number of hosts that set each flag); does not
+# wait for the devices.
+Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 
 
 @dataclass(frozen=True)
@@ -102,48 +110,34 @@ class Forward:
         keys = [str(key) for key in self.hooks]
         return "hook name" if keys == [hook.name for hook in self.hooks.values()] else keys
 
-    def receive(self, activations: Mapping[int, Array] | KeptTokens) -> dict[Key, np.ndarray]:
+    def receive(
+        self, activations: Mapping[int, Array], kept: np.ndarray | None = None
+    ) -> dict[Key, np.ndarray]:
         """What a step returned for this host's rows, by key in the shards.
 
-        (B, T, width), or (tokens, width) of the kept tokens, row by row.
+        (B, T, width), or (tokens, width) of the tokens marked in `kept` (B, T), row by row.
         """
-        if isinstance(activations, KeptTokens):
-            found = activations.receive()
-        else:
-            found = self.rows.receive(activations)
-        return {key: found[width][number] for key, (width, number) in self._places.items()}
-
-    @cached_property
-    def _places(self) -> dict[Key, tuple[int, int]]:
-        """The width of each hook, and its number among the hooks of that width."""
-        sizes, count, found = self.sizes, Counter[int](), {}
-        for key, hook in self.hooks.items():
-            width = hook.kind.width(sizes)
-            found[key] = width, count[width]
-            count[width] += 1
-        return found
-
-    def flops(self, lengths: Iterable[int]) -> float:
-        """The floating-point operations for samples of these lengths."""
-        return sum(map(self._flops_of_length, lengths))
-
-    @cached_property
-    def _flops_of_length(self) -> Callable[[int], float]:
-        return cache(lambda length: self.model.flops([length]))
+        stacks = self.rows.receive(activations)
+        if kept is not None:
+            numbers = np.flatnonzero(kept)
+            for width, stack in stacks.items():
+                stacks[width] = np.take(stack.reshape(len(stack), -1, width), numbers, axis=1)
+        left = {width: iter(stack) for width, stack in stacks.items()}
+        sizes = self.sizes
+        return {key: next(left[hook.kind.width(sizes)]) for key, hook in self.hooks.items()}
 
 
 def prepare_model(families: Families, request: ModelRequest) -> Forward:
     """The model on its mesh, with a checkpoint that has been checked. Raises InputError."""
     checkpoint = Checkpoint(request.model_path, request.revision, request.keep_weights)
     family, config = families.read(checkpoint.file("config.json"))
-    hooks = choose_hooks(request, family.hooks_of(config), config.num_hidden_layers)
+    hooks = choose_hooks(request, config)
     model, rows = build_model(family, request, config)
-    chosen = try_kernels(model, request.length)
+    chosen = try_kernels(config, model.layout, request.length, jnp.dtype(model.dtype))
     functions = {name: choice.function for name, choice in chosen.items()}
     model = model.clone(kernels=model.kernels._replace(**functions))
-    weights = family.weight_table(model)
-    every = family.weight_table(family.whole(config)).values()
-    known = {name for spec in every for name in spec.possible_names} | {"lm_head.weight"}
+    weights = family.weight_table(model, checkpoint.tensors)
+    known = family.tensor_names(config, checkpoint.tensors)
     check_tensors(checkpoint, weights.values(), known, family.ignored)
     shape = request.rows, request.length
     return Forward(checkpoint, model, hooks, weights, rows, shape, chosen)
@@ -163,9 +157,8 @@ def build_model(
         )
     dtype, stored = choose_dtypes(request)
     sizes = config.sizes_with(request.length)
-    hooks = list(choose_hooks(request, family.hooks_of(config), config.num_hidden_layers).values())
-    check_growing(hooks, sizes, stored)
-    check_numbers(hooks, sizes, stored)
+    hooks = list(choose_hooks(request, config).values())
+    check_hooks(hooks, sizes, stored)
     alone = family.hooked(config, hooks, dtype, stored)
     rows = host_rows(devices)
     layout = choose_layout(family, request, alone, devices, rows.hosts)
@@ -173,9 +166,10 @@ def build_model(
     return family.hooked(config, hooks, dtype, stored, kernels, layout), rows
 
 
-def check_growing(hooks: Sequence[Hook], sizes: dict[str, int], dtype: Any) -> None:
-    """Raises InputError for a hook that is too wide because rows are long."""
+def check_hooks(hooks: Iterable[Hook], sizes: dict[str, int], dtype: Any) -> None:
+    """Raises InputError for hooks that are too wide, or have numbers that `dtype` would round."""
     length = sizes["S"]
+    largest = int(2 / jnp.finfo(dtype).eps)  # all whole numbers up to it are exact
     for hook in hooks:
         each = hook.kind.width(sizes) * jnp.dtype(dtype).itemsize
         if hook.kind.grows and each * length > MOST_BYTES_OF_A_ROW:
@@ -184,12 +178,6 @@ def check_growing(hooks: Sequence[Hook], sizes: dict[str, int], dtype: Any) -> N
                 f"per row with --max_seq_length {length}; at most {MOST_BYTES_OF_A_ROW:,} per row "
                 "are stored; choose a smaller --max_seq_length"
             )
-
-
-def check_numbers(hooks: Sequence[Hook], sizes: dict[str, int], dtype: Any) -> None:
-    """Raises InputError for numbers of experts that the type would round."""
-    largest = int(2 / jnp.finfo(dtype).eps)  # all whole numbers up to it are exact
-    for hook in hooks:
         if hook.kind.letters == "X" and sizes["R"] - 1 > largest:
             raise InputError(
                 f"--hook_names {hook.name}: {jnp.dtype(dtype).name} is exact up to {largest}, and "
@@ -236,13 +224,15 @@ def choose_dtypes(request: ModelRequest) -> tuple[Any, Any]:
     return dtype, dtype if stored == "auto" else jnp.dtype(stored)
 
 
-def choose_hooks(request: ModelRequest, table: HookTable, depth: int) -> dict[Key, Hook]:
+def choose_hooks(request: ModelRequest, config: QwenConfig) -> dict[Key, Hook]:
     """The hooks that are asked for, by their keys in the shards and in their order.
 
     The default layers are clipped to the model's depth, explicit ones are not.
     """
+    table, depth = hook_table(config), config.num_hidden_layers
     if request.hook_names is not None:
-        return {name: hook for name, hook in table.matching(request.hook_names, depth).items()}
+        named = table.matching(request.hook_names, depth)
+        return {name: hook for name, hook in named.items()}
     layers: Sequence[int] = [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
     if request.layers is not None:
         layers = range(depth) if isinstance(request.layers, str) else request.layers
@@ -271,3 +261,79 @@ def log_hooks(request: ModelRequest, model: HookedModel) -> None:
         stored.name,
         f"{sum(widths) * stored.itemsize:,}",
     )
+
+
+def compile_step(forward: Forward) -> Step:
+    """Loads the weights and compiles the forward pass."""
+    model, rows, shape = forward.model, forward.rows, forward.shape
+    params = read_weights(forward)
+    began = time.perf_counter()
+
+    def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
+        return model.apply({"params": params}, tokens, segments, positions), flags.sum(axis=0)
+
+    def abstract(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        whole = (shape[0] * rows.hosts, *shape[1:])
+        return jax.ShapeDtypeStruct(whole, jnp.int32, sharding=rows.incoming())
+
+    outgoing = rows.outgoing(shape[1]), rows.everywhere()
+    inputs = [abstract(shape)] * 3 + [abstract((1, 3))]
+    with watch_compiling() as from_cache:
+        compiled = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs).compile()
+    where = ", from the cache" if from_cache() else ""
+    log.info("compiled in %.1f s%s", time.perf_counter() - began, where)
+    nothing = np.zeros(shape, np.int32)
+
+    def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Activations, Array]:
+        arrays = [nothing] * 3
+        if batch is not None:
+            arrays = [batch.token_ids, batch.segment_ids, batch.positions]
+        votes = np.array([flags], np.int32)
+        return compiled(params, *map(rows.feed, (*arrays, votes)))
+
+    return step
+
+
+def read_weights(forward: Forward) -> dict[str, Any]:
+    """The parameters, each in its shards, with a progress bar."""
+    model = forward.model
+    total = sum(math.prod(spec.shape) for spec in forward.weights.values())
+    _log_model(forward, total)
+    with tqdm(
+        total=total * model.dtype.itemsize,
+        unit="B",
+        unit_scale=True,
+        desc="loading weights",
+        leave=False,
+        disable=not on_terminal(),
+    ) as bar:
+        return load_params(
+            forward.weights,
+            forward.checkpoint,
+            model.dtype,
+            model.layout,
+            as_bits=model.dtype == jnp.bfloat16 and jax.default_backend() == "cpu",
+            progress=bar.update,
+        )
+
+
+def _log_model(forward: Forward, parameters: int) -> None:
+    model = forward.model
+    log.info(
+        "model: layers 0 to %d of %d, %.3g M parameters, %s; %s mesh: %s",
+        model.num_layers - 1,
+        model.config.num_hidden_layers,
+        parameters / 1e6,
+        model.dtype,
+        jax.default_backend(),
+        " x ".join(f"{name} {size}" for name, size in model.layout.shape.items()),
+    )
+    if model.stages > 1:
+        count = model.micro_batches(forward.shape[0] * forward.rows.hosts)
+        idle = (model.stages - 1) / (count + model.stages - 1)
+        log.info(
+            "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%",
+            model.stages,
+            count,
+            100 * idle,
+        )

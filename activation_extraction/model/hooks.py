@@ -1,17 +1,34 @@
-"""Hook points: what a kind of hook is, what hooks are called, and which ones a request means.
+"""Hook points: which kinds of hooks there are, what they are called, and which a request means.
+
+A hook point is a kind of hook at a layer. Names and meanings are those of TransformerLens with
+unprocessed weights. A norm's `hook_normalized` comes before its weight and `hook_out` after it;
+`hook_q`, `hook_k` and `hook_v` are the projections, which come before any norm on them and before
+the rotary embedding; `hook_rot_q` and `hook_rot_k` come after both; `hook_resid_post` of the last
+layer comes before the final norm, unlike Hugging Face's last hidden state. Values per head are
+flat: (tokens, heads * head size).
+`hook_pattern` is (tokens, heads * tokens of a row): how much each head attends to position 0 of the
+token's own sample, to position 1 and so on; 0 for positions that the token does not see.
+
+Layers with experts have others after `ln2.hook_out`: `mlp.gate.hook_out` is the router's logits,
+`mlp.hook_expert_weights` the weight of every expert (0 for those that a token does not go through),
+`mlp.hook_expert_indices` the numbers of the chosen ones, the largest weight first,
+`mlp.experts.hook_out` the weighted sum of what they give. `mlp.shared_expert.hook_out` comes before
+it is multiplied with the sigmoid of `mlp.shared_expert_gate.hook_out`. Since `mlp.gate` is the
+router there, the matrices of a dense layer in such a model are called `mlp.dense_gate` and so on.
 
 A hook has one canonical name, TransformerLens's, and may have aliases there and as an input or
-output of a Hugging Face module. Which kinds there are is a table of the model family, here
-`HookTable`. Nothing in this module computes; the family's hooked model captures the values.
+output of a Hugging Face module. Nothing here computes; the hooked model captures the values.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from activation_extraction.common.errors import InputError, near_miss
+from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, SPARSE, QwenConfig
 
 HEAD_SIZES = "HCZ"  # letters
 ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
@@ -108,11 +125,6 @@ class HookTable:
     kinds: tuple[HookKind, ...]
     types: tuple[str, ...] = ()
 
-    def after(self, name: str, *kinds: HookKind) -> "HookTable":
-        """This table with more kinds, which are computed right after the kind of this name."""
-        at = [kind.name for kind in self.kinds].index(name) + 1
-        return replace(self, kinds=(*self.kinds[:at], *kinds, *self.kinds[at:]))
-
     def of(self, types: Sequence[str]) -> "HookTable":
         """The hooks of a model with layers of these types."""
         kinds = [kind for kind in self.kinds if any(map(kind.exists_in, types))]
@@ -172,3 +184,139 @@ class HookTable:
             f"--hook_names {pattern}: matches no hook of a model with layers 0 to "
             f"{depth - 1}{near_miss(pattern, known)}; --list_hooks shows their names"
         )
+
+
+# The kinds of hooks of layers, in the order in which a layer computes them. Which layers have it
+# (see `hook_table`), name, letters of the width, intermediate, Hugging Face modules, aliases; "{}"
+# and what all names begin with is left out.
+EVERY, NORMED, GATED, SHARED = "every", "normed", "gated", "shared"
+KINDS = (
+    (EVERY, "hook_resid_pre", "D", "resid_pre", "input", "hook_in ln1.hook_in"),
+    (EVERY, "ln1.hook_normalized", "D", "ln1.normalized", "", ""),
+    (ATTENTION, "ln1.hook_out", "D", "ln1.out", "input_layernorm.output", "attn.hook_in"),
+    (LINEAR, "ln1.hook_out", "D", "ln1.out", "input_layernorm.output", "linear_attn.hook_in"),
+    (LINEAR, "linear_attn.hook_q_pre_conv", "JC", "linear_attn.q_pre_conv", "", ""),
+    (LINEAR, "linear_attn.hook_k_pre_conv", "JC", "linear_attn.k_pre_conv", "", ""),
+    (LINEAR, "linear_attn.hook_v_pre_conv", "JGZ", "linear_attn.v_pre_conv", "", ""),
+    (LINEAR, "linear_attn.hook_q", "JC", "linear_attn.q", "", ""),
+    (LINEAR, "linear_attn.hook_k", "JC", "linear_attn.k", "", ""),
+    (LINEAR, "linear_attn.hook_v", "JGZ", "linear_attn.v", "", ""),
+    (
+        *(LINEAR, "linear_attn.hook_beta_logit", "JG", "linear_attn.beta_logit"),
+        *("linear_attn.in_proj_b.output", ""),
+    ),
+    (LINEAR, "linear_attn.hook_beta", "JG", "linear_attn.beta", "", ""),
+    (LINEAR, "linear_attn.hook_log_decay", "JG", "linear_attn.log_decay", "", ""),
+    (
+        *(LINEAR, "linear_attn.hook_recurrence_out", "JGZ", "linear_attn.recurrence_out"),
+        *("linear_attn.norm.input", ""),
+    ),
+    (
+        *(LINEAR, "linear_attn.hook_gate_input", "JGZ", "linear_attn.gate_input"),
+        *("linear_attn.in_proj_z.output", ""),
+    ),
+    (
+        *(LINEAR, "linear_attn.out_proj.hook_in", "JGZ", "linear_attn.gated"),
+        *("linear_attn.out_proj.input", ""),
+    ),
+    (
+        *(LINEAR, "linear_attn.hook_out", "D", "linear_attn.out"),
+        *("linear_attn.output linear_attn.out_proj.output", ""),
+    ),
+    (ATTENTION, "attn.hook_q", "QH", "attn.q", "self_attn.q_proj.output", "attn.q.hook_out"),
+    (ATTENTION, "attn.hook_k", "KH", "attn.k", "self_attn.k_proj.output", "attn.k.hook_out"),
+    (ATTENTION, "attn.hook_v", "KH", "attn.v", "self_attn.v_proj.output", "attn.v.hook_out"),
+    (GATED, "attn.hook_q_gate", "NH", "attn.q_gate", "", ""),
+    (NORMED, "attn.hook_q_normed", "NH", "attn.q_normed", "self_attn.q_norm.output", ""),
+    (NORMED, "attn.hook_k_normed", "KH", "attn.k_normed", "self_attn.k_norm.output", ""),
+    (ATTENTION, "attn.hook_rot_q", "NH", "attn.rot_q", "", ""),
+    (ATTENTION, "attn.hook_rot_k", "KH", "attn.rot_k", "", ""),
+    (ATTENTION, "attn.hook_pattern", "NS", "attn.pattern", "", ""),
+    (ATTENTION, "attn.hook_z", "NH", "attn.z", "self_attn.o_proj.input", "attn.o.hook_in"),
+    (
+        *(ATTENTION, "hook_attn_out", "D", "attn.out"),
+        *("self_attn.output self_attn.o_proj.output", "attn.hook_out"),
+    ),
+    (EVERY, "hook_resid_mid", "D", "resid_mid", "post_attention_layernorm.input", "ln2.hook_in"),
+    (EVERY, "ln2.hook_normalized", "D", "ln2.normalized", "", ""),
+    (
+        *(EVERY, "ln2.hook_out", "D", "ln2.out"),
+        *("mlp.input post_attention_layernorm.output", "mlp.hook_in"),
+    ),
+    (DENSE, "mlp.hook_pre", "F", "mlp.pre", "mlp.gate_proj.output", "mlp.gate.hook_out"),
+    (DENSE, "mlp.hook_pre_linear", "F", "mlp.pre_linear", "mlp.up_proj.output", "mlp.in.hook_out"),
+    (DENSE, "mlp.hook_post", "F", "mlp.post", "mlp.down_proj.input", "mlp.out.hook_in"),
+    (DENSE, "hook_mlp_out", "D", "mlp.out", "mlp.output mlp.down_proj.output", "mlp.hook_out"),
+    (SPARSE, "mlp.gate.hook_out", "R", "mlp.logits", "mlp.gate.output", ""),
+    (SPARSE, "mlp.hook_expert_weights", "R", "mlp.weights", "", ""),
+    (SPARSE, "mlp.hook_expert_indices", "X", "mlp.chosen", "", ""),
+    (SPARSE, "mlp.experts.hook_out", "D", "mlp.routed", "mlp.experts.output", ""),
+    (
+        *(SHARED, "mlp.shared_expert.hook_pre", "P", "mlp.shared.pre"),
+        *("mlp.shared_expert.gate_proj.output", ""),
+    ),
+    (
+        *(SHARED, "mlp.shared_expert.hook_pre_linear", "P", "mlp.shared.pre_linear"),
+        *("mlp.shared_expert.up_proj.output", ""),
+    ),
+    (
+        *(SHARED, "mlp.shared_expert.hook_post", "P", "mlp.shared.post"),
+        *("mlp.shared_expert.down_proj.input", ""),
+    ),
+    (
+        *(SHARED, "mlp.shared_expert.hook_out", "D", "mlp.shared.out"),
+        *("mlp.shared_expert.output mlp.shared_expert.down_proj.output", ""),
+    ),
+    (
+        *(SHARED, "mlp.shared_expert_gate.hook_out", "U", "mlp.shared_share"),
+        *("mlp.shared_expert_gate.output", ""),
+    ),
+    (SPARSE, "hook_mlp_out", "D", "mlp.out", "mlp.output", "mlp.hook_out"),
+    (EVERY, "hook_resid_post", "D", "resid_post", "output", "hook_out"),
+)
+
+
+def hook_table(config: QwenConfig) -> HookTable:
+    """The hooks of the model with this configuration."""
+    attention = (ATTENTION,) if config.delta is not None else ()  # else all layers have it
+    dense = (DENSE,) if config.experts is not None else ()
+    types: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention, DENSE: dense}
+    if config.delta is not None:
+        types[LINEAR] = (LINEAR,)
+    if config.qk_norm:
+        types[NORMED] = attention
+    if config.q_gate:
+        types[GATED] = attention
+    if config.experts is not None:
+        types[SPARSE] = (SPARSE,)
+        if config.experts.shared_width:
+            types[SHARED] = (SPARSE,)
+    return _table(types).of(config.layer_types)
+
+
+def _table(types: Mapping[str, tuple[str, ...]]) -> HookTable:
+    """types: for what the first column of KINDS has -> the types of the layers that have it."""
+    kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
+    for layers, name, letters, value, modules, aliases in KINDS:
+        if layers not in types:
+            continue
+        if types[layers] == (DENSE,):  # beside layers where `mlp.gate` is the router
+            aliases = re.sub(r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", aliases)
+        kinds.append(
+            HookKind(
+                f"blocks.{{}}.{name}",
+                letters,
+                value,
+                tuple(f"model.layers.{{}}.{module}" for module in modules.split()),
+                tuple(f"blocks.{{}}.{alias}" for alias in aliases.split()),
+                types=types[layers],
+            )
+        )
+    kinds += [
+        HookKind("ln_final.hook_normalized", "D", "final.normalized", at_end=True),
+        HookKind("ln_final.hook_out", "D", "final.out", ("model.norm.output",), at_end=True),
+    ]
+    return HookTable(tuple(kinds))
+
+
+HOOKS = _table({EVERY: (), ATTENTION: (), DENSE: ()})  # of a dense model of the plainest family

@@ -1,32 +1,53 @@
-"""Kernels. Of attention: splash attention on TPUs, cuDNN's and one in Triton on GPUs.
+"""Kernels, and the trial that says which of them a run uses.
 
-These are `Attention`s; they work on blocks that stay on the chip, so that no scores reach its
-memory. For experts on GPUs there is tokamax's. trial.py says which ones a run uses. None of them
-rounds float32.
+Of attention there are splash attention for TPUs and cuDNN's for GPUs, which work on blocks that
+stay on the chip, so that no scores reach its memory; of experts tokamax's for GPUs. None of them
+rounds float32. Before a run loads its weights, each candidate of the platform computes a small
+packed batch, or a few rows for some experts, of the sizes that one device has in the run. The first
+one whose numbers are those of the definition is used.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
 
-import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-from activation_extraction.model.attention import Attention, blocked_attention, visible
-from activation_extraction.model.experts import GroupedExperts, in_products, tiled_experts
+from activation_extraction.cli.console import log
+from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.model.attention import (
+    Attention,
+    blocked_attention,
+    dense_attention,
+    visible,
+)
+from activation_extraction.model.experts import (
+    GroupedExperts,
+    in_products,
+    ragged_experts,
+    tiled_experts,
+)
+from activation_extraction.model.layers import einsum
+from activation_extraction.model.mesh import Layout
 
 LANES = 128  # the width of a TPU's registers: splash attention's blocks are multiples of it
 MOST_IN_BLOCK = 1024  # bytes of one number of each query or key: 512 in bfloat16
-GPU_QUERIES, GPU_KEYS = 128, 64  # in a block; with H = 128 two stages fit the shared memory
 PADDING = -1  # the segment of tokens that only fill a block
-LOG2_E = math.log2(math.e)  # exp(x) is 2**(x * LOG2_E), which is what the hardware has
-HIDDEN = -1e30  # the score of a key that is not visible; finite, so that differences are
+# The largest relative error of any token's value in any head, or of what it gets from an expert.
+# bfloat16 rounds two factors by at most 2**-9 each, which adds up to less than 2**-7. float32 sums
+# of some hundred products are good to 2**-18; products of TF32 or bfloat16 are not good to 2**-14.
+# A key too many or too few among n changes a value by about 0.4 * n**-0.5, or 2**-5 for the
+# segments here.
+TOLERANCE = {"bfloat16": 2.0**-6, "float32": 2.0**-15}
+ALIGNMENT = 128  # kernels treat rows alike whose lengths are the same modulo this
+MOST_EXPERTS = 8  # that a trial has
 
 
 class Kernels(NamedTuple):
@@ -52,7 +73,8 @@ def splash_attention(
     multiple of T, and each of its values becomes a branch of its own.
     """
     length, keys = q.shape[1], k.shape[1]
-    q, k, v, *segments = _fill_all(q, k, v, q_segments, k_segments, LANES, LANES)
+    q, k, v = (_fill(x, 0) for x in (q, k, v))
+    segments = splash.SegmentIds(_fill(q_segments, PADDING), _fill(k_segments, PADDING))
     heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]  # BNTH, BKSH
     blocks = splash.BlockSizes(
         block_q=_block(q.shape[1], q.dtype), block_kv=_block(k.shape[1], k.dtype)
@@ -68,7 +90,7 @@ def splash_attention(
         )
         # The kernel asks for no precision, and a TPU would round float32 to bfloat16.
         with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
-            return jax.vmap(kernel)(*heads_first, splash.SegmentIds(*segments))
+            return jax.vmap(kernel)(*heads_first, segments)
 
     if isinstance(first_query, int):
         out = from_query(first_query)
@@ -78,20 +100,9 @@ def splash_attention(
     return out.swapaxes(1, 2)[:, :length]
 
 
-def _fill_all(
-    q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array, block_q: int, block_k: int
-) -> tuple[Array, ...]:
-    """Lengthens rows to whole blocks, with tokens of a segment of their own."""
-    q, q_segments = _fill(q, block_q, 0), _fill(q_segments, block_q, PADDING)
-    k, v = _fill(k, block_k, 0), _fill(v, block_k, 0)
-    k_segments = _fill(k_segments, block_k, PADDING)
-    return q, k, v, q_segments, k_segments
-
-
-def _fill(x: Array, block: int, value: int, axis: int = 1) -> Array:
-    """Lengthens an axis to a multiple of `block`."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % block)
+def _fill(x: Array, value: int) -> Array:
+    """Lengthens rows to a multiple of LANES."""
+    widths = [(0, 0), (0, -x.shape[1] % LANES), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, widths, constant_values=value)
 
 
@@ -99,122 +110,6 @@ def _block(length: int, dtype: Any) -> int:
     """The largest block of at most MOST_IN_BLOCK that divides a multiple of LANES."""
     most = min(length, MOST_IN_BLOCK // dtype.itemsize)
     return max(size for size in range(LANES, most + 1, LANES) if length % size == 0)
-
-
-def triton_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_segments: Array,
-    k_segments: Array,
-    first_query: int | Array,
-    window: int | None = None,
-    interpret: bool = False,
-) -> Array:
-    """Flash attention (arXiv:2307.08691) in Pallas for Triton, for GPUs. See `Attention`.
-
-    Reads neither the blocks of keys after its queries nor those before their segments; keys and
-    values are shared by the heads of a group, not repeated. It is a candidate: it is checked in
-    interpret mode and lowered for CUDA, but it has not run on a GPU, so no run uses it yet. float32
-    is left to `blocked_attention`: the GPU's matrix units would round it. `interpret` is for tests
-    elsewhere.
-    """
-    if q.dtype == jnp.float32:
-        return blocked_attention(q, k, v, q_segments, k_segments, first_query, window)
-    length, head_dim = q.shape[1], q.shape[3]
-    block_q, block_k = (
-        min(most, max(16, pl.next_power_of_2(n)))
-        for most, n in ((GPU_QUERIES, length), (GPU_KEYS, k.shape[1]))
-    )
-    inputs = _fill_all(q, k, v, q_segments, k_segments, block_q, block_k)
-    wide = max(16, pl.next_power_of_2(head_dim))  # Triton's blocks are powers of two
-    q, k, v = (_fill(x, wide, 0, axis=3) for x in inputs[:3])
-    q_segments, k_segments = inputs[3:]
-    rows, queries, heads, _ = q.shape
-    keys, group = k.shape[1], heads // k.shape[2]
-    first = jnp.full((1,), first_query, jnp.int32)
-    begins = _first_key_blocks(q_segments, k_segments, block_q, block_k)
-
-    def of_queries(i: Any, b: Any, h: Any) -> tuple[Any, ...]:
-        return b, i, h, 0
-
-    def of_keys(i: Any, b: Any, h: Any) -> tuple[Any, ...]:
-        return b, 0, lax.div(h, group), 0
-
-    row = pl.BlockSpec((None, keys, None, wide), of_keys)
-    out = pl.pallas_call(
-        partial(_flash_kernel, block_k=block_k, window=window),
-        grid=(queries // block_q, rows, heads),
-        in_specs=[
-            pl.BlockSpec((1,), lambda i, b, h: (0,)),
-            pl.BlockSpec((None, 1), lambda i, b, h: (b, i)),
-            pl.BlockSpec((None, block_q, None, wide), of_queries),
-            row,
-            row,
-            pl.BlockSpec((None, block_q), lambda i, b, h: (b, i)),
-            pl.BlockSpec((None, keys), lambda i, b, h: (b, 0)),
-        ],
-        out_specs=pl.BlockSpec((None, block_q, None, wide), of_queries),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=triton.CompilerParams(num_warps=4 if wide <= 64 else 8, num_stages=2),
-        interpret=interpret,
-        name="attention",
-    )(first, begins, q, k, v, q_segments, k_segments)
-    return out[:, :length, :, :head_dim]
-
-
-def _first_key_blocks(q_segments: Array, k_segments: Array, block_q: int, block_k: int) -> Array:
-    """(B, blocks of queries) int32: the first block of keys with a segment in the queries' range.
-
-    Segments need not be in order for this to be right, but few keys are left out when they are not.
-    """
-    rows = q_segments.shape[0]
-    of_q = q_segments.reshape(rows, -1, 1, block_q)
-    of_k = k_segments.reshape(rows, 1, -1, block_k)
-    meet = (of_q.min(-1) <= of_k.max(-1)) & (of_k.min(-1) <= of_q.max(-1))
-    return jnp.argmax(meet, axis=-1).astype(jnp.int32)
-
-
-def _flash_kernel(
-    first_ref: Any,
-    begin_ref: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    q_segments_ref: Any,
-    k_segments_ref: Any,
-    out_ref: Any,
-    *,
-    block_k: int,
-    window: int | None,
-) -> None:
-    """One block of queries of one head: the running maximum, sum and values of the softmax."""
-    block_q, wide = q_ref.shape
-    q, q_segments = q_ref[...], q_segments_ref[...]
-    first = first_ref[0] + pl.program_id(0) * block_q
-
-    def step(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        out, most, total = carry
-        keys = pl.ds(block * block_k, block_k)
-        scores = triton.dot(q, k_ref[keys, :], trans_b=True) * LOG2_E
-        seen = visible(q_segments, k_segments_ref[keys], first, block * block_k, window)
-        scores = jnp.where(seen, scores, HIDDEN)
-        new_most = jnp.maximum(most, scores.max(axis=-1))
-        # Exactly 0 for what is hidden, also in a row that has seen no key so far.
-        weights = jnp.where(seen, jnp.exp2(scores - new_most[:, None]), 0.0)
-        shrink = jnp.exp2(most - new_most)
-        values = triton.dot(weights.astype(v_ref.dtype), v_ref[keys, :])
-        return out * shrink[:, None] + values, new_most, total * shrink + weights.sum(axis=-1)
-
-    start = (
-        jnp.zeros((block_q, wide), jnp.float32),
-        jnp.full((block_q,), HIDDEN, jnp.float32),
-        jnp.zeros((block_q,), jnp.float32),
-    )
-    end = jnp.minimum(lax.div(first + block_q + block_k - 1, block_k), k_ref.shape[0] // block_k)
-    out, _, total = lax.fori_loop(begin_ref[0], end, step, start)
-    total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # 0 in a block's filling alone
-    out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
 
 
 def cudnn_attention(
@@ -228,7 +123,7 @@ def cudnn_attention(
 ) -> Array:
     """cuDNN's, for GPUs. See `Attention`. It gets the segments as a mask (B, 1, T, S).
 
-    float32 is left to `blocked_attention`, as in `triton_attention`.
+    float32 is left to `blocked_attention`: the GPU's matrix units would round it.
     """
     if q.dtype == jnp.float32:
         return blocked_attention(q, k, v, q_segments, k_segments, first_query, window)
@@ -254,3 +149,210 @@ def tokamax_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array)
         implementation=("mosaic", "triton"),  # the first one that this GPU has
     )
     return in_products(product, x, sizes, gate, up, down)
+
+
+# A field of `Kernels` -> its candidates by name, in the order of preference.
+Candidates = Mapping[str, Mapping[str, Callable[..., Array]]]
+ON_GPU: Candidates = {
+    "attention": {"cudnn": cudnn_attention, "blocked": blocked_attention},
+    "experts": {"tokamax": tokamax_experts, "tiled": tiled_experts},
+}
+CANDIDATES: dict[str, Candidates] = {
+    "cpu": {"attention": {"blocked": blocked_attention}, "experts": {"tiled": tiled_experts}},
+    "tpu": {
+        "attention": {"splash": splash_attention, "blocked": blocked_attention},
+        "experts": {"ragged_dot": ragged_experts, "tiled": tiled_experts},
+    },
+    **dict.fromkeys(("gpu", "cuda", "rocm"), ON_GPU),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the kernels of a run; passed_over: name -> why it is not one of those before it."""
+
+    name: str
+    function: Callable[..., Array]
+    passed_over: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        return {"name": self.name, "passed_over": self.passed_over}
+
+
+def candidates_for(platform: str) -> Candidates:
+    """Raises InputError for a platform that has none."""
+    if platform not in CANDIDATES:
+        raise InputError(f"JAX runs on the platform {platform!r}: expected cpu, gpu or tpu")
+    return CANDIDATES[platform]
+
+
+def preferred_kernels(platform: str) -> Kernels:
+    """Those that would be tried first. Raises InputError for a platform that has none."""
+    return Kernels(**{k: next(iter(each.values())) for k, each in candidates_for(platform).items()})
+
+
+def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> dict[str, Choice]:
+    """The kernels of the run, by fields of `Kernels`; logs the outcome.
+
+    Every host tries them on a device of its own. What has a single candidate, as on the CPU, is not
+    tried. length: tokens per row.
+    """
+    candidates = candidates_for(jax.default_backend())
+    attention = AttentionSizes.of_run(config, layout, length)
+    tried = {"attention": partial(largest_error, sizes=attention, dtype=dtype)}
+    if config.experts is not None:
+        experts = expert_sizes(config, layout)
+        tried["experts"] = partial(largest_error_of_experts, sizes=experts, dtype=dtype)
+    chosen = {}
+    for what, error_of in tried.items():
+        if len(candidates[what]) == 1:
+            chosen[what] = Choice(*next(iter(candidates[what].items())))
+            continue
+        choice = chosen[what] = choose(what, candidates[what], error_of, dtype)
+        for name, why in choice.passed_over.items():
+            log.warning("%s: %s is not used: %s", what, name, why)
+        log.info("%s: %s, which agrees with its definition on this device", what, choice.name)
+    return chosen
+
+
+def choose(
+    what: str,
+    candidates: Mapping[str, Callable[..., Array]],
+    error_of: Callable[..., float],
+    dtype: jnp.dtype,
+) -> Choice:
+    """The first candidate that is right on this process's first device.
+
+    error_of: what `largest_error` gives for a candidate. Raises RunError when none is right: the
+    device computes wrongly then.
+    """
+    passed_over: dict[str, str] = {}
+    most = TOLERANCE[dtype.name]
+    with jax.default_device(jax.local_devices()[0]):
+        for name, candidate in candidates.items():
+            try:
+                error = error_of(candidate)
+            except Exception as failure:  # whatever a kernel or its compiler may raise
+                passed_over[name] = f"it fails: {one_line(failure):.300}"
+                continue
+            if error <= most:
+                return Choice(name, candidate, passed_over)
+            passed_over[name] = (
+                f"it differs from the definition by {error:.2g} (allowed: {most:.2g})"
+            )
+    reasons = "; ".join(f"{name}: {why}" for name, why in passed_over.items())
+    raise RunError(f"no kernel for {what} is right on this device: {reasons}")
+
+
+class AttentionSizes(NamedTuple):
+    """What one device computes in a trial: its queries of each row, all keys, heads, head size.
+
+    window: of the layers that have one, None without such layers.
+    """
+
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    @classmethod
+    def of_run(cls, config: Any, layout: Layout, length: int) -> "AttentionSizes":
+        """For rows of `length` tokens, or shorter ones that kernels treat alike.
+
+        A window becomes so short that it hides something.
+        """
+        parts, model = layout.size("query"), layout.size("model")
+        queries = length // parts
+        if queries > 2 * ALIGNMENT:
+            queries = 2 * ALIGNMENT + queries % ALIGNMENT
+        keys, window = queries * parts, config.sliding_window
+        if window is not None:
+            window = min(window, max(keys // 6, 1))
+        heads, kv_heads = config.num_attention_heads // model, config.num_key_value_heads // model
+        return cls(queries, keys, heads, kv_heads, config.head_dim, window)
+
+
+def largest_error(attention: Attention, sizes: AttentionSizes, dtype: jnp.dtype) -> float:
+    """Of any token in any head: the norm of the difference to float32, over that of the value.
+
+    Every part of the queries is computed, as by the devices that share the queries of a row; with
+    and without the window, if there is one.
+    """
+    q, k, v, segments = trial_batch(sizes, dtype)
+    exact_q, exact_k, exact_v = (x.astype(jnp.float32) for x in (q, k, v))
+    split = sizes.queries < sizes.keys
+    errors = []
+    ways: list[dict[str, Any]] = [{}]
+    if sizes.window is not None:
+        ways.append({"window": sizes.window})
+    for how in ways:
+        compute = jax.jit(partial(attention, **how), static_argnums=() if split else 5)
+        for first in range(0, sizes.keys, sizes.queries):
+            part = slice(first, first + sizes.queries)
+            own = segments[:, part]
+            got = compute(q[:, part], k, v, own, segments, jnp.int32(first) if split else first)
+            arrays = exact_q[:, part], exact_k, exact_v, own, segments
+            exact, real = dense_attention(*arrays, first, **how), np.asarray(own) > 0
+            errors.append(_relative_error(np.asarray(got)[real], np.asarray(exact)[real]))
+    return float(np.max(errors))
+
+
+def trial_batch(sizes: AttentionSizes, dtype: jnp.dtype) -> tuple[Array, Array, Array, Array]:
+    """q, k, v and segments of two rows of three segments; the second row ends in padding."""
+    chance = np.random.default_rng(0)
+    of_keys = 2, sizes.keys, sizes.kv_heads, sizes.head_dim
+    shapes = (2, sizes.keys, sizes.heads, sizes.head_dim), of_keys, of_keys
+    q, k, v = (jnp.asarray(chance.standard_normal(shape), jnp.float32) for shape in shapes)
+    segments = np.ones((2, sizes.keys), np.int32)
+    segments[:, sizes.keys // 3 :], segments[:, sizes.keys // 2 :] = 2, 3
+    segments[1, sizes.keys - sizes.keys // 5 :] = 0
+    q *= sizes.head_dim**-0.5  # the scores spread so little that every key of a segment counts
+    return q.astype(dtype), k.astype(dtype), v.astype(dtype), jnp.asarray(segments)
+
+
+def expert_sizes(config: Any, layout: Layout) -> tuple[int, int, int]:
+    """What one device has in a trial: experts, the width of a token and that of an expert."""
+    sizes: tuple[int, ...] = config.experts.count, config.hidden_size, config.experts.width
+    if layout.mesh is not None:
+        sizes = layout.sharding(("experts", "hidden", "mlp"), sizes).shard_shape(sizes)
+    return min(sizes[0], MOST_EXPERTS), sizes[1], sizes[2]
+
+
+def largest_error_of_experts(
+    grouped: GroupedExperts, sizes: tuple[int, int, int], dtype: jnp.dtype
+) -> float:
+    """As `largest_error`, of any row that goes through an expert."""
+    x, counts, gate, up, down = arrays = trial_rows(sizes, dtype)
+    found = np.asarray(jax.jit(grouped)(*arrays))
+    x, gate, up, down = (array.astype(jnp.float32) for array in (x, gate, up, down))
+    ends = np.cumsum(counts)
+    wanted = []
+    for expert, rows in enumerate(np.split(np.asarray(x), ends)[:-1]):
+        gated = jax.nn.silu(einsum("nD,DM->nM", jnp.asarray(rows), gate[expert]))
+        gated *= einsum("nD,DM->nM", jnp.asarray(rows), up[expert])
+        wanted.append(einsum("nM,MD->nD", gated, down[expert]))
+    return _relative_error(found[: ends[-1]], np.concatenate(wanted))
+
+
+def trial_rows(sizes: tuple[int, int, int], dtype: jnp.dtype) -> list[Array]:
+    """Arguments for a `GroupedExperts`; an expert has no rows, and the last rows have no expert."""
+    chance = np.random.default_rng(0)
+    experts, hidden, width = sizes
+    count = [0 if expert == 2 else (expert + 1) * 67 % 300 for expert in range(experts)]
+
+    def normal(size: float, *shape: int) -> Array:
+        return jnp.asarray(size * chance.standard_normal(shape, np.float32), dtype)
+
+    x = normal(1, sum(count) + 21, hidden)
+    gate, up = (normal(hidden**-0.5, experts, hidden, width) for _ in range(2))
+    down = normal(width**-0.5, experts, width, hidden)
+    return [x, jnp.asarray(count, jnp.int32), gate, up, down]
+
+
+def _relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest norm of the difference over that of `wanted`, along the last axis."""
+    found, wanted = found.astype(np.float64), wanted.astype(np.float64)
+    norms = np.linalg.norm(wanted, axis=-1)
+    return float(np.max(np.linalg.norm(found - wanted, axis=-1) / norms))

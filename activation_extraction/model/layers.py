@@ -1,6 +1,7 @@
 """What the modules of every family are made of: parameters, projections, norms and rotations.
 
-The letters are those of qwen2_jax.py.
+`einsum` fixes the numerics of every matrix product of the model, and `to_bits` how two-byte numbers
+are moved. The letters are those of qwen2_jax.py.
 """
 
 from collections.abc import Mapping
@@ -12,11 +13,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
-from jax import Array
+from jax import Array, lax
 
-from activation_extraction.model.attention import einsum
-from activation_extraction.model.bits import from_bits
-from activation_extraction.model.qwen_config import QwenConfig
+from activation_extraction.model.model_config import QwenConfig
 
 LOGICAL_AXES = {
     "D": "embed",
@@ -42,6 +41,30 @@ LOGICAL_AXES = {
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
 # Where one is a function, it is computed when somebody calls that.
 Out = dict[str, Any]  # a module's intermediates by name; those of its parts are nested
+
+
+def einsum(equation: str, x: Array, y: Array) -> Array:
+    """`jnp.einsum` that accumulates in float32 and returns float32.
+
+    float32 operands are multiplied as such: TPUs and GPUs would otherwise round them to bfloat16
+    or TF32, which is not what somebody who asked for float32 expects.
+    """
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def to_bits(x: Array) -> Array:
+    """A two-byte type as the uint16 that its bits spell, anything else as it is.
+
+    XLA has no slices, gathers or updates of bfloat16 on the CPU: it widens whole arrays to float32
+    for them, in every step. So where arrays are only moved, they are moved as bits.
+    """
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def from_bits(x: Array, dtype: Any = jnp.bfloat16) -> Array:
+    """`dtype` from uint16 bits; anything else as it is."""
+    return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
 
 
 def parameter(module: Any, name: str, letters: str) -> Array:
@@ -104,9 +127,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Array) -> tuple[Array, Out]:
         scale = from_bits(parameter(self, "weight", self.over))
         x = x.astype(jnp.float32)
-        inverse_rms = jax.lax.rsqrt(
-            jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps
-        )
+        inverse_rms = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps)
         normalized = x * inverse_rms
         out = normalized * (scale.astype(jnp.float32) + self.config.norm_offset)
         out = out if self.wide else out.astype(self.dtype)

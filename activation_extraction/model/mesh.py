@@ -1,4 +1,4 @@
-"""Devices -> mesh, and how arrays lie on it.
+"""Devices -> mesh, whose shape the flags choose, and how arrays lie on it.
 
 Model and step name logical axes only; `RULES` maps them to mesh axes, and an axis that the mesh
 lacks drops out. Users know the mesh axes pipeline, data, fsdp, expert and model. Inside, `model` is
@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import product
 from typing import Any
 
 import jax
@@ -19,9 +19,14 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from activation_extraction.common.errors import InputError
+from activation_extraction.cli.declare import MESH_AXES
+from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.visible import counted
 from activation_extraction.model.attention import Attention
 
+DEFAULT_3D_DEVICES = 64
+DEFAULT_3D_AXES = ("pipeline", "data", "model")
+DEFAULT_2D_AXES = ("data", "model")
 BOTH = ("model", "query")
 RULES: dict[str, tuple[str, ...]] = {
     # of weights
@@ -114,29 +119,16 @@ class Layout:
         self, attention: Attention, q: Array, k: Array, v: Array, segment_ids: Array
     ) -> Array:
         """Runs `attention` on every device with its own rows, heads and queries."""
-        if self.mesh is None or self.mesh.size == 1:
-            return attention(q, k, v, segment_ids, segment_ids, 0)
 
         def local(q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array) -> Array:
             split = self.size("query") > 1
             first = lax.axis_index("query") * q.shape[1] if split else 0
             return attention(q, k, v, q_segments, k_segments, first)
 
-        queries = self.spec(("batch", "query_sequence", "heads", "head_dim"))
-        keys = self.spec(("batch", "sequence", "kv_heads", "head_dim"))
-        return jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=(
-                queries,
-                keys,
-                keys,
-                self.spec(("batch", "query_sequence")),
-                self.spec(("batch", "sequence")),
-            ),
-            out_specs=queries,
-            check_vma=False,
-        )(q, k, v, segment_ids, segment_ids)
+        queries = "batch", "query_sequence", "heads", "head_dim"
+        keys = "batch", "sequence", "kv_heads", "head_dim"
+        arrays = q, k, v, segment_ids, segment_ids
+        return self.each(local, arrays, [queries, keys, keys, queries[:2], keys[:2]], like=0)
 
 
 @dataclass(frozen=True)
@@ -174,25 +166,21 @@ class HostRows:
 
     def receive(self, activations: Mapping[int, Array]) -> dict[int, np.ndarray]:
         """The activations of this host's rows, {width: (hooks, B, T, width)}, as NumPy."""
-        parts = {width: _different_shards(array) for width, array in activations.items()}
-        for part in chain.from_iterable(parts.values()):
-            part.data.copy_to_host_async()
-        return {width: _join(parts[width], array) for width, array in activations.items()}
-
-
-def _different_shards(array: Array) -> list[Any]:
-    """One of this host's shards for each part of the array that it has."""
-    return list({str(shard.index): shard for shard in array.addressable_shards}.values())
-
-
-def _join(shards: list[Any], array: Array) -> np.ndarray:
-    """This host's rows of (hooks, rows of all hosts, T, width), from parts of the sequence."""
-    if len(shards) == 1:
-        return np.asarray(shards[0].data)
-    out = np.empty((*shards[0].data.shape[:2], *array.shape[2:]), array.dtype)
-    for shard in shards:
-        out[:, :, shard.index[2]] = shard.data
-    return out
+        parts = {}  # one of this host's shards for each part of an array that it has
+        for width, array in activations.items():
+            parts[width] = {str(part.index): part for part in array.addressable_shards}.values()
+            for part in parts[width]:
+                part.data.copy_to_host_async()
+        found = {}
+        for width, (first, *others) in parts.items():
+            found[width] = np.asarray(first.data)
+            if others:  # each has another part of the sequence
+                hooks, rows = first.data.shape[:2]
+                shape = hooks, rows, *activations[width].shape[2:]
+                found[width] = np.empty(shape, first.data.dtype)
+                for part in (first, *others):
+                    found[width][:, :, part.index[2]] = part.data
+        return found
 
 
 def host_rows(devices: Sequence[Any]) -> HostRows:
@@ -242,3 +230,98 @@ def check_divisibility(layout: Layout, rows: int, length: int, sizes: dict[str, 
                 f"{what}: {size} does not divide among {parts} devices ({names}); "
                 "choose another --mesh_shape or size (--no_data_parallel uses one device)"
             )
+
+
+def usable_devices(every: bool) -> list[Any]:
+    """All devices, those of a host together, or (not `every`) the first one of each host.
+
+    Raises InputError when JAX has none on the platform that the environment asks for.
+    """
+    try:
+        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    except (RuntimeError, AssertionError) as error:
+        reason = one_line(error)
+        raise InputError(f"JAX finds no devices (JAX_PLATFORMS, drivers): {reason:.200}") from error
+    if every:
+        return devices
+    firsts = {device.process_index: device for device in reversed(devices)}
+    return [firsts[index] for index in sorted(firsts)]
+
+
+def smallest_model_axis(devices: int, rows: int, weights: int, captured: int, itemsize: int) -> int:
+    """The smallest `model` axis with which everything fits, for --mesh_type auto.
+
+    weights: number of parameters; captured: activations of one step, all hosts together. Counts
+    weights, two steps of activations, and half as much again as the activations for what lies
+    between; leaves a tenth of the memory free. 1 where devices do not tell their memory (CPU).
+    """
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    for model in range(1, devices + 1):
+        if devices % model == 0 and rows % (devices // model) == 0:
+            need = itemsize * (weights / model + 2.5 * captured / devices)
+            if limit is None or need <= 0.9 * limit:
+                return model
+    return devices
+
+
+def choose_shape(
+    kind: str | None,
+    shape: Sequence[int] | None,
+    axes: Sequence[str] | None,
+    devices: int,
+    hosts: int,
+    smallest_model: int = 1,
+) -> tuple[dict[str, int], str | None]:
+    """Mesh axis -> size for --mesh_type, --mesh_shape and --mesh_axes, and a remark or None.
+
+    kind: None when only a shape is given. smallest_model: what `auto` takes as the `model` axis, a
+    divisor of `devices`. Raises InputError when a given shape does not fit the axes or the devices.
+    """
+    dimensions = {"1d": 1, "2d": 2, "3d": 3}.get(kind or "")
+    if shape is not None:
+        return _explicit(shape, axes, dimensions, devices), None
+    if axes is not None and dimensions != 3:
+        raise InputError(f"--mesh_axes {','.join(axes)}: needs --mesh_shape")
+    if kind == "auto":
+        return {"data": devices // smallest_model, "model": smallest_model}, None
+    if kind == "1d":
+        return {"model": devices}, None
+    remark = None
+    if kind == "3d":
+        if devices >= DEFAULT_3D_DEVICES and devices % 16 == 0:
+            names = tuple(axes or DEFAULT_3D_AXES)
+            if len(names) != 3:
+                raise InputError(f"--mesh_axes {','.join(names)}: a 3d mesh has three axes")
+            # Four along two axes; the rest along the one that splits rows alone, or the first.
+            rest = next(axis for axis in ("data", "fsdp", names[0]) if axis in names)
+            return {name: devices // 16 if name == rest else 4 for name in names}, None
+        remark = (
+            f"a 3d mesh needs a multiple of 16 devices, {DEFAULT_3D_DEVICES} or more, or "
+            f"--mesh_shape; {counted(devices, 'device')} become a 2d mesh"
+        )
+    data = hosts if hosts > 1 else (2 if devices >= 8 and devices % 2 == 0 else 1)
+    return {"data": data, "model": devices // data}, remark
+
+
+def _explicit(
+    shape: Sequence[int], axes: Sequence[str] | None, dimensions: int | None, devices: int
+) -> dict[str, int]:
+    text = ",".join(map(str, shape))
+    if dimensions is not None and len(shape) != dimensions:
+        raise InputError(
+            f"--mesh_shape {text}: has {len(shape)} axes, --mesh_type has {dimensions}"
+        )
+    defaults = {1: ("model",), 2: DEFAULT_2D_AXES, 3: DEFAULT_3D_AXES}
+    names = tuple(axes or defaults.get(len(shape), MESH_AXES))
+    if len(names) != len(shape):
+        raise InputError(f"--mesh_shape {text}: has {len(shape)} axes, --mesh_axes {len(names)}")
+    if math.prod(shape) != devices:
+        factors = [n for n in range(1, devices + 1) if devices % n == 0]
+        shapes = [s for s in product(factors, repeat=len(shape)) if math.prod(s) == devices]
+        shapes.sort(key=lambda s: (max(s) - min(s), s))  # the most even ones first
+        fitting = "; ".join(",".join(map(str, s)) for s in shapes[:8])
+        raise InputError(
+            f"--mesh_shape {text}: is {counted(math.prod(shape), 'device')}, there are {devices}; "
+            f"these would fit: {fitting}"
+        )
+    return dict(zip(names, shape, strict=True))

@@ -59,11 +59,11 @@ class LocalFile:
 
         The file is mapped for as long as the view lives, so pages that were read do not pile up.
         """
-        place = self.header[tensor]
+        entry = self.header[tensor]
         with open(self.path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        values = np.frombuffer(mapped, place.dtype, math.prod(place.shape), place.offset)
-        return values.reshape(place.shape)[index]
+        values = np.frombuffer(mapped, entry.dtype, math.prod(entry.shape), entry.offset)
+        return values.reshape(entry.shape)[index]
 
 
 class RemoteFile:
@@ -92,8 +92,8 @@ class RemoteFile:
                 f"header would have {length:,}"
             )
         text = start[8 : 8 + length] + self._fetch(len(start), 8 + length)
-        places = parse_header(text, self.where)
-        end = max((place.end for place in places.values()), default=8 + length)
+        entries = parse_header(text, self.where)
+        end = max((entry.end for entry in entries.values()), default=8 + length)
         if end != self._size:
             raise InputError(
                 f"{self.where}: not a complete safetensors file: has {self._size:,} bytes, its "
@@ -101,13 +101,13 @@ class RemoteFile:
             )
         if self._check:
             self._check.add(0, start[:8] + text)
-        return places
+        return entries
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
         """A new array; downloads little more than its bytes (see `blocks_of`)."""
-        place = self.header[tensor]
-        bounds = [part.indices(size)[:2] for part, size in zip(index, place.shape, strict=True)]
-        depth, blocks = blocks_of(place, bounds)
+        entry = self.header[tensor]
+        bounds = [part.indices(size)[:2] for part, size in zip(index, entry.shape, strict=True)]
+        depth, blocks = blocks_of(entry, bounds)
         found = np.empty(sum(stop - start for start, stop in blocks), np.uint8)
         pieces, filled = [], 0
         for start, stop in blocks:
@@ -118,7 +118,7 @@ class RemoteFile:
         for _ in _connections().map(lambda piece: self._fill(*piece), pieces):
             pass
         lengths = [stop - start for start, stop in bounds[: depth + 1]]
-        values = found.view(place.dtype).reshape(*lengths, *place.shape[depth + 1 :])
+        values = found.view(entry.dtype).reshape(*lengths, *entry.shape[depth + 1 :])
         return values[(slice(None),) * len(lengths) + tuple(index[depth + 1 :])]
 
     def digest(self) -> str:
@@ -189,7 +189,7 @@ class Check:
 
 
 def blocks_of(
-    place: Tensor, bounds: Sequence[tuple[int, int]]
+    entry: Tensor, bounds: Sequence[tuple[int, int]]
 ) -> tuple[int, list[tuple[int, int]]]:
     """The ranges of bytes to read for a part of a tensor, and the axis that they run along.
 
@@ -197,14 +197,14 @@ def blocks_of(
     axis; axes after it are whole in it, because what lies between shorter ranges is downloaded
     faster than it is asked for apart.
     """
-    sizes = [place.dtype.itemsize * math.prod(place.shape[k + 1 :]) for k in range(len(bounds))]
+    sizes = [entry.dtype.itemsize * math.prod(entry.shape[k + 1 :]) for k in range(len(bounds))]
     lengths = [stop - start for start, stop in bounds]
     axis = 0
     while axis + 1 < len(bounds) and sizes[axis] - lengths[axis + 1] * sizes[axis + 1] >= GAP:
         axis += 1
     blocks = []
     for before in product(*(range(*bound) for bound in bounds[:axis])):
-        first = place.offset + sum(k * size for k, size in zip(before, sizes, strict=False))
+        first = entry.offset + sum(k * size for k, size in zip(before, sizes, strict=False))
         start, stop = bounds[axis]
         blocks.append((first + start * sizes[axis], first + stop * sizes[axis]))
     return axis, blocks
@@ -215,7 +215,7 @@ def parse_header(text: bytes, where: str) -> dict[str, Tensor]:
 
     Raises InputError for text that is no such header, and for dtypes not in FLOAT_TYPES.
     """
-    places = {}
+    entries = {}
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
@@ -225,10 +225,10 @@ def parse_header(text: bytes, where: str) -> dict[str, Tensor]:
                     f"{where}: tensor {name} is {entry['dtype']}; only {', '.join(FLOAT_TYPES)} "
                     "are read (quantised checkpoints are not)"
                 )
-            places[name] = Tensor.from_json(entry, 8 + len(text))
+            entries[name] = Tensor.from_json(entry, 8 + len(text))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{where}: not a safetensors file: {error!r}") from error
-    return places
+    return entries
 
 
 def _header_length(first: bytes) -> int:

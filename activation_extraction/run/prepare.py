@@ -14,9 +14,7 @@ import jax
 from activation_extraction.cli.config import Config
 from activation_extraction.cli.console import log
 from activation_extraction.common.errors import InputError
-from activation_extraction.common.visible import plain_url
-from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.compilation import use_compilation_cache
+from activation_extraction.model.devices import use_compilation_cache
 from activation_extraction.model.family import Families
 from activation_extraction.model.forward import (
     Forward,

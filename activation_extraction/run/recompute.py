@@ -20,12 +20,17 @@ from activation_extraction.inspect.verify_shard import Chosen
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.family import Families
-from activation_extraction.model.forward import Forward, ModelRequest, prepare_model
-from activation_extraction.model.step import Step, compile_step
-from activation_extraction.run.digests import digest_files, model_digest
-from activation_extraction.run.host_text import Dataset, open_dataset
-from activation_extraction.run.prepare import recorded_commit
-from activation_extraction.store.identity import Identity
+from activation_extraction.model.forward import (
+    Forward,
+    ModelRequest,
+    Step,
+    compile_step,
+    prepare_model,
+)
+from activation_extraction.run.digests import model_digest
+from activation_extraction.run.lockstep import Votes
+from activation_extraction.run.reread import OTHER_TEXT, open_texts
+from activation_extraction.run.revision import recorded_commit
 from activation_extraction.store.metadata import METADATA, identity_of
 from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.packing import TokenChoice, pack, samples_of

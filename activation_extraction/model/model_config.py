@@ -1,0 +1,360 @@
+"""QwenConfig: what a Hugging Face config.json says of a model, checked.
+
+transformers fills in what a file leaves out and knows every spelling; what this tool would compute
+wrongly is refused here, by name. Sizes of axes and counts of operations follow from the result.
+Models of all families have this one class; each family has a function that reads it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from activation_extraction.common.errors import InputError
+from activation_extraction.model.rope import Rope, positive
+
+# Hundreds of times what any model has, so that an absurd one is refused before it is computed with.
+LARGEST_SIZE = 2**27
+LARGEST_DEPTH = 10_000
+# What a layer has before its MLP, in the words of config.json, and what its MLP is.
+ATTENTION, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+DENSE, SPARSE = "dense", "sparse"
+
+# Fields that must be positive integers: name here -> name in config.json.
+SIZES = {
+    name: name
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    )
+}
+EXPERT_SIZES = {
+    "count": "num_experts",
+    "per_token": "num_experts_per_tok",
+    "width": "moe_intermediate_size",
+}
+DELTA_SIZES = {
+    "key_heads": "linear_num_key_heads",
+    "values_per_key": "linear_num_value_heads",
+    "key_size": "linear_key_head_dim",
+    "value_size": "linear_value_head_dim",
+    "taps": "linear_conv_kernel_dim",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """How many experts a layer has and how wide they are.
+
+    per_token: how many a token goes through; shared_width: of the expert that every token goes
+    through, 0 without one; renormalise: whether a token's weights are made to sum to 1.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    shared_width: int
+    renormalise: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """The layers that have a gated delta net in place of attention, and the sizes of it.
+
+    values_per_key: value heads that share a key head; taps: of the convolution, in tokens.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    values_per_key: int
+    key_size: int
+    value_size: int
+    taps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenConfig:
+    """The shape and constants of a model, mostly under the names of its config.json.
+
+    In sliding_layers a token sees only the last `sliding_window` tokens, itself included. Families
+    differ in their biases; in qk_norm, a norm on the queries and keys of each head; in q_gate, a
+    gate on the output of each head, which q_proj gives beside the queries; in norm_offset, which is
+    added to the weights of norms; and in what their tensors' names begin with. The layers in
+    sparse_layers have experts in place of an MLP, and those of `delta` no attention.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope: Rope
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    sliding_window: int | None
+    sliding_layers: tuple[int, ...]
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    q_gate: bool = False
+    norm_offset: float = 0.0
+    prefix: str = "model."
+    experts: ExpertsConfig | None = None
+    sparse_layers: tuple[int, ...] = ()
+    delta: DeltaNet | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Letter -> size, for the axes of weights and hooks; the letters are qwen2_jax.py's."""
+        sizes = {
+            "D": self.hidden_size,
+            "N": self.num_attention_heads,
+            "Q": self.num_attention_heads * (1 + self.q_gate),
+            "K": self.num_key_value_heads,
+            "H": self.head_dim,
+            "V": self.vocab_size,
+        }
+        if len(self.sparse_layers) < self.num_hidden_layers:
+            sizes["F"] = self.intermediate_size
+        if (x := self.experts) is not None:
+            sizes |= {"E": x.count, "R": x.count, "X": x.per_token, "M": x.width}
+            sizes |= {"P": x.shared_width, "U": 1} if x.shared_width else {}
+        if (d := self.delta) is not None:
+            sizes |= {"J": d.key_heads, "G": d.values_per_key, "C": d.key_size, "Z": d.value_size}
+            sizes |= {"O": d.key_heads * d.values_per_key * d.value_size, "I": 1, "W": d.taps}
+        return sizes
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """Of every layer: the words for what not every layer of its family has, or "dense"."""
+        types = []
+        for layer in range(self.num_hidden_layers):
+            words = []
+            if self.delta is not None:
+                words.append(LINEAR if layer in self.delta.layers else ATTENTION)
+            if self.experts is not None:
+                words.append(SPARSE if layer in self.sparse_layers else DENSE)
+            types.append(" ".join(words) or DENSE)
+        return tuple(types)
+
+    def sizes_with(self, length: int) -> dict[str, int]:
+        """`sizes`, and S: the tokens of a row, which is a width of some hooks."""
+        return self.sizes | {"S": length}
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens. Configurations with YaRN often keep the number of positions without it."""
+        return max(self.max_position_embeddings, int(self.rope.factor * self.rope.trained))
+
+    def sliding(self, layers: range) -> np.ndarray | None:
+        """Which of these layers have a window; None when no layer of the model has one."""
+        return np.isin(layers, self.sliding_layers) if self.sliding_layers else None
+
+    def flops_of(self, layer: int, weights: int, attends: bool, lengths: Iterable[int]) -> float:
+        """Floating point operations of this layer for samples of these lengths, in tokens.
+
+        Two per token for each of so many weights of matrices, and what causal attention needs
+        (arXiv:2204.02311, appendix B, without the half above the diagonal) if it `attends`.
+        """
+        if self.delta is not None and layer in self.delta.layers:
+            products = 3 * self.sizes["O"] * self.delta.key_size  # three by each head's state
+            return 2.0 * (weights + attends * products) * sum(lengths)
+        heads = self.num_attention_heads * self.head_dim
+        window = self.sliding_window if layer in self.sliding_layers else None
+
+        def seen(n: int) -> int:
+            """Twice the pairs of tokens of which one sees the other."""
+            most = n if window is None else min(window, n)
+            return most * (2 * n - most)
+
+        return float(sum(2 * (weights * n + attends * heads * seen(n)) for n in lengths))
+
+
+def qwen2_config(hf: Any, source: str) -> QwenConfig:
+    """From a configuration that transformers has completed. Raises InputError, as the others."""
+    return _config(hf, source, qkv_bias=True, o_bias=False, qk_norm=False)
+
+
+def qwen3_config(hf: Any, source: str, **details: Any) -> QwenConfig:
+    bias = bool(hf.attention_bias)
+    return _config(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=True, **details)
+
+
+def qwen2_moe_config(hf: Any, source: str) -> QwenConfig:
+    details = _experts(hf, source)
+    return _config(hf, source, qkv_bias=bool(hf.qkv_bias), o_bias=False, qk_norm=False, **details)
+
+
+def qwen3_moe_config(hf: Any, source: str) -> QwenConfig:
+    return qwen3_config(hf, source, **_experts(hf, source))
+
+
+def qwen3_5_text_config(hf: Any, source: str, **details: Any) -> QwenConfig:
+    """Of a language model alone."""
+    if not getattr(hf, "attn_output_gate", True):
+        raise InputError(f"{source}: attn_output_gate False is not supported, only True is")
+    delta = _delta_net(hf, source)
+    return qwen3_config(hf, source, q_gate=True, norm_offset=1.0, delta=delta, **details)
+
+
+def qwen3_5_moe_text_config(hf: Any, source: str) -> QwenConfig:
+    """Of a language model alone, whose layers all have experts."""
+    return qwen3_5_text_config(
+        hf,
+        source,
+        intermediate_size=0,
+        experts=_experts_config(hf, source, renormalise=True),
+        sparse_layers=tuple(range(hf.num_hidden_layers)),
+    )
+
+
+def config_beside_vision(
+    text_config: Callable[[Any, str], QwenConfig], hf: Any, source: str
+) -> QwenConfig:
+    """Of the language model in a model with vision inputs; text_config reads one alone."""
+    _refuse_quantized(hf, source)
+    return dataclasses.replace(
+        text_config(hf.text_config, source),
+        model_type=hf.model_type,
+        prefix="model.language_model.",
+        tie_word_embeddings=bool(hf.tie_word_embeddings),
+    )
+
+
+def _config(hf: Any, source: str, **details: Any) -> QwenConfig:
+    """details: what the family adds, or says in place of config.json."""
+    _refuse_quantized(hf, source)
+    if hf.hidden_act != "silu":
+        raise InputError(f"{source}: hidden_act {hf.hidden_act!r} is not supported, only 'silu' is")
+    hybrid = "delta" in details
+    numbers = _positive_ints(hf, source, {k: v for k, v in SIZES.items() if k not in details})
+    head_dim = getattr(hf, "head_dim", None)
+    if head_dim is None:
+        head_dim = numbers["hidden_size"] // numbers["num_attention_heads"]
+    window, sliding = _sliding(hf, (ATTENTION, LINEAR if hybrid else SLIDING), source)
+    config = QwenConfig(
+        model_type=hf.model_type,
+        head_dim=head_dim,
+        rope=Rope.from_hf(_rope_parameters(hf, source), head_dim, source, partial=hybrid),
+        rms_norm_eps=positive(vars(hf), "rms_norm_eps", source),
+        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        sliding_window=window,
+        sliding_layers=sliding,
+        **numbers,
+        **details,
+    )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise InputError(
+            f"{source}: num_attention_heads {config.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {config.num_key_value_heads}"
+        )
+    if type(head_dim) is not int or head_dim < 2 or head_dim % 2:
+        raise InputError(f"{source}: head_dim {head_dim!r} is not a positive even number")
+    return config
+
+
+def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str, Any]:
+    """fields: name in the result -> name in config.json."""
+    numbers = {}
+    for name, field in fields.items():
+        value = numbers[name] = getattr(hf, field)
+        if type(value) is not int or value < 1:
+            raise InputError(f"{source}: {field} must be a positive integer, found {value!r}")
+        if value > LARGEST_SIZE:
+            raise InputError(f"{source}: {field} is {value:.6g}, expected at most {LARGEST_SIZE:,}")
+    return numbers
+
+
+def _refuse_quantized(hf: Any, source: str) -> None:
+    quantized = getattr(hf, "quantization_config", None)
+    if quantized is not None:
+        how = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise InputError(
+            f"{source}: quantization_config ({how}): quantised checkpoints are not supported; use "
+            "the model's bfloat16, float16 or float32 weights"
+        )
+
+
+def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
+    """The one set of them for all layers. YaRN's factor may be left to the numbers of positions."""
+    rope = hf.rope_parameters
+    if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
+        raise InputError(f"{source}: rope_parameters {rope!r} is not supported, only one flat set")
+    if rope.get("rope_type") == "yarn" and rope.get("factor", 0) is None:
+        trained = positive(rope, "original_max_position_embeddings", source)
+        return {**rope, "factor": hf.max_position_embeddings / trained}
+    return rope
+
+
+def _sliding(hf: Any, known: tuple[str, ...], source: str) -> tuple[int | None, tuple[int, ...]]:
+    """The window, and the layers that have it. known: the types of layers that are supported."""
+    types = getattr(hf, "layer_types", None)
+    if types is None:  # a family whose layers all have it
+        types = [SLIDING if hf.sliding_window else ATTENTION] * hf.num_hidden_layers
+    for layer, kind in enumerate(types):
+        if kind not in known:
+            raise InputError(
+                f"{source}: layer_types: layer {layer} is {kind!r}, and only "
+                f"{' and '.join(known)} are supported"
+            )
+    sliding = tuple(k for k, kind in enumerate(types) if kind == SLIDING)
+    if not sliding:
+        return None, ()
+    if hf.sliding_window is None:
+        raise InputError(
+            f"{source}: layer_types: layer {sliding[0]} slides, but there is no window "
+            "(use_sliding_window, sliding_window)"
+        )
+    return _positive_ints(hf, source, {"window": "sliding_window"})["window"], sliding
+
+
+def _experts(hf: Any, source: str) -> dict[str, Any]:
+    """The fields of a model some of whose layers have experts, at least one."""
+    step = _positive_ints(hf, source, {"step": "decoder_sparse_step"})["step"]
+    every = range(step - 1, hf.num_hidden_layers, step)
+    layers = tuple(layer for layer in every if layer not in hf.mlp_only_layers)
+    if not layers:
+        raise InputError(
+            f"{source}: no layer has experts (decoder_sparse_step {step}, mlp_only_layers "
+            f"{hf.mlp_only_layers}); such a model is not supported"
+        )
+    experts = _experts_config(hf, source, renormalise=bool(hf.norm_topk_prob))
+    return {"experts": experts, "sparse_layers": layers}
+
+
+def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:
+    fields = dict(EXPERT_SIZES)
+    if hasattr(hf, "shared_expert_intermediate_size"):
+        fields["shared_width"] = "shared_expert_intermediate_size"
+    numbers = {"shared_width": 0} | _positive_ints(hf, source, fields)
+    if numbers["per_token"] > numbers["count"]:
+        raise InputError(
+            f"{source}: num_experts_per_tok {numbers['per_token']} is more than num_experts "
+            f"{numbers['count']}"
+        )
+    return ExpertsConfig(**numbers, renormalise=renormalise)
+
+
+def _delta_net(hf: Any, source: str) -> DeltaNet:
+    numbers = _positive_ints(hf, source, DELTA_SIZES)
+    keys, values = numbers["key_heads"], numbers["values_per_key"]
+    if values % keys:
+        raise InputError(
+            f"{source}: linear_num_value_heads {values} is not a multiple of "
+            f"linear_num_key_heads {keys}"
+        )
+    gate = getattr(hf, "output_gate_type", None)
+    if gate not in (None, "swish", "silu"):
+        raise InputError(f"{source}: output_gate_type {gate!r} is not supported, 'swish' is")
+    linear = tuple(k for k, kind in enumerate(hf.layer_types) if kind == LINEAR)
+    return DeltaNet(linear, **numbers | {"values_per_key": values // keys})
