@@ -26,8 +26,9 @@ gc.disable()
 import jax
 import numpy as np
 
-from activation_extraction.cli.config import Config, parse_args
+from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.console import Clock, Progress, stop_on_signals
+from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import RunError, exit_status
 from activation_extraction.common.log import log, start_logging
 from activation_extraction.common.visible import counted, say, say_error

@@ -26,11 +26,12 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import numpy as np
 from gcs_server import Bucket, gcs
 
+from activation_extraction.dataset.folders import HostFolder
 from activation_extraction.inspect.status import show_status
-from activation_extraction.store.commit import Commit, names_beside
+from activation_extraction.store.commit import METADATA, Commit, Outline, names_beside
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import StorageOptions
-from activation_extraction.store.metadata import METADATA, read_stored
+from activation_extraction.store.metadata import read_stored
 from activation_extraction.store.sealed_json import seal, unseal
 from activation_extraction.store.storage import ActivationStorage
 from benchmarks.indexed_bucket import indexed_bucket

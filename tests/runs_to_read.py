@@ -10,7 +10,7 @@ import numpy as np
 from extractions import edit, identity_of
 from storages import open_storage
 
-from activation_extraction.cli.output_flags import SHARD_FORMATS
+from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.text.batch import Worker
 
 HOOKS = {

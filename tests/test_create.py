@@ -9,9 +9,9 @@ import google_crc32c
 import pytest
 
 from activation_extraction.store import patience
-from activation_extraction.store.folder import Folder, FolderError, TakenError
+from activation_extraction.store.folder import Folder, TakenError
 from activation_extraction.store.object_store import ObjectStore, RequestError, in_python
-from activation_extraction.store.patience import time_for
+from activation_extraction.store.patience import FolderError, time_for
 from activation_extraction.store.shard_writer import SHARDS_AT_ONCE
 
 NAME = "run/shard_0001.npz"

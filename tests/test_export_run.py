@@ -19,7 +19,6 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.inspect import export as exporting
 from activation_extraction.inspect.export import export
 from activation_extraction.inspect.status import show_status
-from activation_extraction.store.atomic_file import AtomicFile
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity

@@ -11,8 +11,8 @@ import pytest
 
 from activation_extraction.store import folder as folder_module
 from activation_extraction.store import patience
-from activation_extraction.store.folder import Folder, FolderError
-from activation_extraction.store.patience import reason_of
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.patience import FolderError, reason_of
 
 
 class Flaky:

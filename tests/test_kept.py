@@ -13,7 +13,7 @@ from small_runs import content, set_status
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
-from activation_extraction.inspect.export_formats import FORMATS
+from activation_extraction.inspect.export_tokens import FORMATS
 from activation_extraction.store.pickle_file import pickle_pieces, read_pickle, read_records
 from activation_extraction.text.packing import TokenChoice
 from benchmarks.kill_and_resume import shards_in

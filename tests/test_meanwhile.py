@@ -8,8 +8,8 @@ from pods import Pod, flags_for
 from small_runs import content, set_status
 
 import extract_activations
+from activation_extraction.store.commit import METADATA
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.metadata import METADATA
 from activation_extraction.store.storage import ActivationStorage
 
 

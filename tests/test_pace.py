@@ -14,7 +14,7 @@ from test_status import NOW, begin, kill, parts_at
 
 from activation_extraction.dataset import folders as folders_module
 from activation_extraction.inspect.status import show_status
-from activation_extraction.store import folder_lock
+from activation_extraction.store import local_files
 from activation_extraction.store.folder import Folder
 
 

@@ -8,7 +8,7 @@ from extractions import shard_file
 from pods import Pod, flags_for
 from test_upload import uploaded
 
-from activation_extraction.cli.output_flags import SHARD_FORMATS
+from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.sealed_json import unseal

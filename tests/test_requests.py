@@ -6,8 +6,9 @@ from small_runs import Killed, content
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.store import run_record
+from activation_extraction.store.commit import METADATA
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.metadata import METADATA, read_stored
+from activation_extraction.store.metadata import read_stored
 from activation_extraction.store.sealed_json import seal, unseal
 from benchmarks import indexed_bucket
 from benchmarks.requests import NAME, ROOT, count, fill, measure_run, resume, status

@@ -13,9 +13,10 @@ from test_folder import Flaky
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model import checkpoint
-from activation_extraction.model.weights import Checkpoint
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.store import patience
-from activation_extraction.store.folder import Folder, FolderError
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.patience import FolderError
 from activation_extraction.text.sources import open_hub_dataset
 
 

@@ -6,7 +6,8 @@ import fsspec
 import pytest
 from silent_server import LONGEST, silent_server
 
-from activation_extraction.store.folder import Folder, FolderError, TakenError
+from activation_extraction.store.folder import Folder, TakenError
+from activation_extraction.store.patience import FolderError
 
 WHY = "tests/requirements-s3.txt is not installed"
 s3fs = pytest.importorskip("s3fs", reason=WHY)

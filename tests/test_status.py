@@ -24,7 +24,7 @@ from extractions import (
 
 import extract_activations
 from activation_extraction.common.errors import InputError, StorageError
-from activation_extraction.dataset.folders import expected_names, read_folders
+from activation_extraction.dataset.folders import HostFolder, expected_names, read_folders
 from activation_extraction.inspect import look
 from activation_extraction.inspect import status as status_module
 from activation_extraction.inspect.status import aggregate, host_states, show_status

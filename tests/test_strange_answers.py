@@ -19,9 +19,10 @@ from small_runs import content
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.store import patience
-from activation_extraction.store.folder import Folder, FolderError
+from activation_extraction.store.folder import Folder
 from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.metadata import read_stored
+from activation_extraction.store.patience import FolderError
 
 
 @pytest.mark.parametrize("answer", [b"", b"<html>sign in</html>", None])

@@ -22,8 +22,9 @@ from storages import open_storage
 import extract_activations
 from activation_extraction.common.errors import StorageError
 from activation_extraction.store.commit import number_of
-from activation_extraction.store.folder import Folder, FolderError
+from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of
+from activation_extraction.store.patience import FolderError
 from activation_extraction.store.shard_writer import SHARDS_AT_ONCE
 from benchmarks.kill_and_resume import kill_and_resume, shards_in
 

@@ -19,9 +19,9 @@ from activation_extraction.dataset.batches import Batches, BatchOptions, TokenSo
 from activation_extraction.dataset.folders import expected_names, read_folders
 from activation_extraction.dataset.open_shards import OpenShards
 from activation_extraction.dataset.token_batch import ByHook, recorded_aliases
-from activation_extraction.store.commit import MOST_PER_BYTE
+from activation_extraction.store.commit import METADATA, MOST_PER_BYTE
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.metadata import METADATA, Stored, gaps, identity_of
+from activation_extraction.store.metadata import Stored, gaps, identity_of
 from activation_extraction.store.shard_reader import StoredHook, read_by_ranges
 from activation_extraction.store.statistics import HookStatistics, Statistics
 

@@ -26,26 +26,23 @@ from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect.export_tokens import TokenExport
 from activation_extraction.inspect.status import host_states
-from activation_extraction.store.atomic_file import write_bytes
-from activation_extraction.store.commit import FORMAT_VERSION, Commit
+from activation_extraction.store.commit import FORMAT_VERSION, METADATA, METRICS, Commit
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.folder_lock import lock_folder, running_system, unlock
 from activation_extraction.store.formats import (
     SAFETENSORS,
     ShardFormat,
     chosen_format,
     lines_of_dataset,
+    write_shard,
 )
-from activation_extraction.store.metadata import METADATA, METRICS, NOTHING, Stored, read_stored
+from activation_extraction.store.local_files import lock_folder, running_system, unlock, write_bytes
+from activation_extraction.store.metadata import NOTHING, Stored, read_stored
+from activation_extraction.store.patience import scratch_folder
 from activation_extraction.store.pickle_file import ContentError
-from activation_extraction.store.reasons import scratch_folder
-from activation_extraction.store.sample_table import pack_table, with_table
 from activation_extraction.store.sealed_json import seal
-from activation_extraction.store.shard import Shard, same_content
-from activation_extraction.store.shard_files import write_shard
+from activation_extraction.store.shard import Shard, pack_table, same_content, with_table
 from activation_extraction.store.shard_reader import read_shard, read_table
-from activation_extraction.store.statistics import Tokens, sums_of
-from activation_extraction.store.statistics_file import pack_sums
+from activation_extraction.store.statistics import pack_sums, sums_of
 
 
 def export(
@@ -263,8 +260,7 @@ class RunCopy:
         path = self.folder / self._format.file_name(commit.number)
         outdated = partial((self.folder / commit.name).unlink, missing_ok=True)
         written = write_shard(path, shard, keys, self._format, outdated)
-        tokens = Tokens(shard.positions)
-        sums = {keys[key]: sums_of(shard.slices[key], tokens) for key in keys}
+        sums = {keys[key]: sums_of(shard.slices[key], shard.positions) for key in keys}
         made = replace(
             commit,
             file=path.name,

@@ -21,9 +21,9 @@ import numpy as np
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted, say
-from activation_extraction.dataset.batches import TokenBatch
 from activation_extraction.dataset.dataset import ActivationDataset
-from activation_extraction.store.atomic_file import write_atomically, write_bytes
+from activation_extraction.dataset.token_batch import TokenBatch
+from activation_extraction.store.local_files import write_atomically, write_bytes
 from activation_extraction.store.safetensors_file import header
 from activation_extraction.store.sealed_json import seal, unseal
 from activation_extraction.store.statistics import Statistics

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from activation_extraction.cli.config import Config
+from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect.export import export
 from activation_extraction.inspect.report import show_report
 from activation_extraction.inspect.status import show_status
 from activation_extraction.inspect.verify import Recompute, verify
-from activation_extraction.store.folder import Folder, FolderError
-from activation_extraction.store.patience import LOOKING, UPLOAD_TIMEOUT
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.patience import LOOKING, UPLOAD_TIMEOUT, FolderError
 
 
 def look(config: Config, load: Callable[[dict[str, Any]], Recompute] | None = None) -> int:

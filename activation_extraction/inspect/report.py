@@ -19,9 +19,10 @@ from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect import report_numbers
 from activation_extraction.inspect.status import host_states, problems_of
+from activation_extraction.store.commit import METADATA, METRICS
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.local_files import write_bytes
-from activation_extraction.store.metadata import METADATA, METRICS, Stored, identity_of
+from activation_extraction.store.metadata import Stored, identity_of
 from activation_extraction.store.patience import reason_of
 
 NAME = "report.html"

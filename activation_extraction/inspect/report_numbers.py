@@ -17,9 +17,8 @@ import numpy as np
 from tqdm import tqdm
 
 from activation_extraction.dataset.dataset import ActivationDataset, SampleActivations
-from activation_extraction.dataset.hook_names import ByHook
-from activation_extraction.store.commit import Commit
-from activation_extraction.store.metadata import numbers_of
+from activation_extraction.dataset.token_batch import ByHook
+from activation_extraction.store.commit import Commit, numbers_of
 from activation_extraction.store.shard_reader import read_by_ranges
 
 READ_BYTES = 1e9  # of activations, about

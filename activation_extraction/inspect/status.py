@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import say
-from activation_extraction.dataset.folders import expected_names, read_folders
-from activation_extraction.store.atomic_file import write_bytes
-from activation_extraction.store.commit import FORMAT_VERSION, Commit, number_of
+from activation_extraction.dataset.folders import HostFolder, expected_names, read_folders
+from activation_extraction.store.commit import FORMAT_VERSION, METADATA, Commit, number_of
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.metadata import AGGREGATE, METADATA, Stored, gaps
-from activation_extraction.store.paths import HostFolder
-from activation_extraction.store.reasons import reason_of
+from activation_extraction.store.local_files import write_bytes
+from activation_extraction.store.metadata import AGGREGATE, Stored, gaps
+from activation_extraction.store.patience import reason_of
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.statistics import Statistics
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import counted, say
-from activation_extraction.dataset.folders import expected_names, read_folders
+from activation_extraction.dataset.folders import HostFolder, expected_names, read_folders
 from activation_extraction.inspect.verify_shard import (
     NO_ORIGINS,
     Checked,
@@ -26,15 +26,13 @@ from activation_extraction.inspect.verify_shard import (
     repeated,
     worker_of,
 )
-from activation_extraction.store.commit import Commit, commit_name
+from activation_extraction.store.commit import METADATA, Commit, Totals, commit_name
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SHARD_FILE
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import METADATA, Stored, gaps, identity_of
-from activation_extraction.store.paths import HostFolder
-from activation_extraction.store.reasons import scratch_folder
+from activation_extraction.store.metadata import Stored, gaps, identity_of
+from activation_extraction.store.patience import scratch_folder
 from activation_extraction.store.statistics import Statistics
-from activation_extraction.store.totals import Totals
 from activation_extraction.text.batch import Worker
 
 WORKERS = 4  # shards read at the same time; each is unpacked in memory

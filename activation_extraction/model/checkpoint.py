@@ -22,8 +22,8 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
 )
 
-from activation_extraction.cli.console import log
 from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.log import log
 from activation_extraction.common.retries import (
     hub_requests,
     hub_unreachable,
@@ -33,7 +33,8 @@ from activation_extraction.common.retries import (
 from activation_extraction.common.visible import plain_url
 from activation_extraction.model.devices import default_folder
 from activation_extraction.model.weight_files import Index, LocalFile, RemoteFile, WeightFile
-from activation_extraction.store.folder import Folder, FolderError
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.patience import FolderError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import jax
 
-from activation_extraction.cli.console import log
 from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.log import log
 
 # Dense bfloat16 FLOP/s of one device, by a part of its kind's name (vendors' data sheets).
 PEAK_FLOPS = {

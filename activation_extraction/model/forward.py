@@ -17,9 +17,9 @@ import numpy as np
 from jax import Array
 from tqdm import tqdm
 
-from activation_extraction.cli.console import log, on_terminal
-from activation_extraction.cli.defaults import DEFAULT_LAYERS
+from activation_extraction.common.choices import DEFAULT_LAYERS
 from activation_extraction.common.errors import InputError
+from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import watch_compiling
 from activation_extraction.model.family import (

@@ -20,8 +20,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-from activation_extraction.cli.console import log
 from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.log import log
 from activation_extraction.model.attention import (
     Attention,
     blocked_attention,

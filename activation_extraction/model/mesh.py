@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from activation_extraction.cli.declare import MESH_AXES
+from activation_extraction.common.choices import MESH_AXES
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.visible import counted
 from activation_extraction.model.attention import Attention

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from activation_extraction.cli.console import log
 from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.common.log import log
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.safetensors_file import LARGEST_HEADER, Tensor
 

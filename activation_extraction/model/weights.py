@@ -21,8 +21,9 @@ from flax.traverse_util import unflatten_dict
 from jax import lax
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.checkpoint import Checkpoint, Index
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.mesh import Layout
+from activation_extraction.model.weight_files import Index
 
 # Written by some exporters, recomputed by every model from rope_theta.
 IGNORED_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")

@@ -6,7 +6,6 @@ and refuses a file that has changed. The others are digested while the run compu
 """
 
 import hashlib
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.common.log import log
 from activation_extraction.run.digests import file_digests, reading, same_beginning
-from activation_extraction.store.json_fields import check_fields
-from activation_extraction.store.metadata import FIELDS, METADATA
-from activation_extraction.store.sealed_json import DamagedError
+from activation_extraction.store.commit import METADATA
+from activation_extraction.store.metadata import FIELDS
+from activation_extraction.store.sealed_json import DamagedError, check_fields
 from activation_extraction.text.sources import JSON_LINES, TextFile, modified
 
 RECORD = "data_files"  # in metadata.json
@@ -28,8 +28,6 @@ OTHER_CONTENT = (
 )
 # What hosts compare of a file at the start: blocks all over it, or all of it if it is small.
 BLOCK, BLOCKS = 2**16, 64
-
-log = logging.getLogger("extract_activations")
 
 
 @dataclass(frozen=True)

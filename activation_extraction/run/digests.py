@@ -22,13 +22,14 @@ import jax
 from tqdm import tqdm
 
 import activation_extraction
-from activation_extraction.cli.config import Config
-from activation_extraction.cli.console import log, on_terminal
+from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError
+from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import default_folder
-from activation_extraction.store.atomic_file import write_bytes
+from activation_extraction.model.forward import Forward
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.sealed_json import DamagedError, seal, unseal
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.sources import TextFile

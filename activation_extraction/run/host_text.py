@@ -13,10 +13,11 @@ from typing import Any, Generic, TypeVar
 import datasets
 from tokenizers import Tokenizer
 
-from activation_extraction.cli.config import Config
+from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.run.data_files import DataFiles
-from activation_extraction.store.metadata import METADATA, identity_of
+from activation_extraction.store.commit import METADATA
+from activation_extraction.store.metadata import identity_of
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.documents import DocumentStream, with_remedy

@@ -8,7 +8,6 @@ finish, and a helper process says what to do when JAX ends this one because anot
 
 import faulthandler
 import hashlib
-import logging
 import os
 import re
 import socket
@@ -30,8 +29,6 @@ from activation_extraction.cli.console import Clock
 from activation_extraction.common.errors import InputError, RunError, for_the_user, one_line
 from activation_extraction.common.visible import say_error
 from activation_extraction.text.batch import Batch
-
-log = logging.getLogger("extract_activations")
 
 TEXT_BYTES = 64
 AHEAD = 2  # steps

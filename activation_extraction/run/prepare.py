@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 import jax
 
-from activation_extraction.cli.config import Config
-from activation_extraction.cli.console import log
+from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError
+from activation_extraction.common.log import log
+from activation_extraction.common.visible import plain_url
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import use_compilation_cache
 from activation_extraction.model.family import Families
 from activation_extraction.model.forward import (
@@ -33,7 +35,6 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.local_files import check_free_disk, check_output_dir
 from activation_extraction.store.metadata import metadata_in
-from activation_extraction.store.options import StorageOptions
 from activation_extraction.store.resume import OPTIONS
 from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage

@@ -27,11 +27,12 @@ from activation_extraction.model.forward import (
     compile_step,
     prepare_model,
 )
-from activation_extraction.run.digests import model_digest
-from activation_extraction.run.lockstep import Votes
-from activation_extraction.run.reread import OTHER_TEXT, open_texts
-from activation_extraction.run.revision import recorded_commit
-from activation_extraction.store.metadata import METADATA, identity_of
+from activation_extraction.run.digests import digest_files, model_digest
+from activation_extraction.run.host_text import Dataset, open_dataset
+from activation_extraction.run.prepare import recorded_commit
+from activation_extraction.store.commit import METADATA
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.metadata import identity_of
 from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.packing import TokenChoice, pack, samples_of
 from activation_extraction.text.samples import load_tokenizer, samples

@@ -5,18 +5,17 @@ are formed and the same bytes are stored. As always when a shard is replaced, it
 first and written last, so a repair that is killed leaves a gap for the next one to find.
 """
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from activation_extraction.common.errors import InputError
+from activation_extraction.common.log import log
 from activation_extraction.inspect.verify import check_shards, wrong_totals
-from activation_extraction.store.commit import FORMAT_VERSION, Commit, number_of
+from activation_extraction.store.commit import FORMAT_VERSION, METADATA, Commit, number_of
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import (
-    METADATA,
     NOTHING,
     Stored,
     gaps,
@@ -24,13 +23,16 @@ from activation_extraction.store.metadata import (
     owner_of,
     read_stored,
 )
-from activation_extraction.store.plan import ShardRange, StoragePlan
-from activation_extraction.store.resume import check_identity, check_same_run, refuse_moved
+from activation_extraction.store.resume import (
+    ShardRange,
+    StoragePlan,
+    check_identity,
+    check_same_run,
+    refuse_moved,
+)
 
 # What a rebuilt metadata.json says at first; the next run without --repair continues from there.
 REBUILT = {"status": "interrupted", **NOTHING}
-
-log = logging.getLogger("extract_activations")
 
 
 def find_gaps(stored: Stored, good: set[int], stride: int) -> tuple[ShardRange, ...]:

@@ -10,11 +10,12 @@ from typing import Any
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.dataset.folders import HostFolder, host_folders
-from activation_extraction.store.folder import Folder, FolderError
+from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.local_files import check_output_dir
 from activation_extraction.store.metadata import AGGREGATE, identity_of, metadata_in, own_files
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.store.patience import UPLOAD_TIMEOUT
+from activation_extraction.store.patience import UPLOAD_TIMEOUT, FolderError
 from activation_extraction.store.resume import check_version, refuse_difference
 from activation_extraction.text.batch import Worker
 

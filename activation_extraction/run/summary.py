@@ -14,7 +14,6 @@ from activation_extraction.model.devices import peak_flops
 from activation_extraction.model.hooks import HookTable
 from activation_extraction.run.hosts import any_host
 from activation_extraction.run.prepare import Job
-from activation_extraction.store.commit import Totals
 from activation_extraction.store.formats import lines_of_dataset
 
 ACTIVITIES = ("data", "compute", "copy", "store")

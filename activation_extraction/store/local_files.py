@@ -8,7 +8,6 @@ to a file elsewhere.
 import errno
 import fcntl
 import hashlib
-import logging
 import os
 import platform
 import shutil
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.log import log
 from activation_extraction.store.commit import METRICS
 from activation_extraction.store.patience import LINK
 
@@ -28,8 +28,6 @@ APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 WRITE_BEHIND = 32 * 2**20  # bytes after which the kernel is told to start writing to the disk
 LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-log = logging.getLogger("extract_activations")
 
 
 class AtomicFile:

@@ -5,7 +5,6 @@ Also says why a file system refused a request, in words for the user.
 
 import errno
 import json
-import logging
 import random
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import TypeVar
 from fsspec.exceptions import FSTimeoutError
 
 from activation_extraction.common.errors import RunError, one_line
-from activation_extraction.common.retries import gcsfs_listeners
+from activation_extraction.common.log import gcsfs_listeners, log
 
 PATIENCE = 300.0  # seconds
 LOOKING = 20.0  # seconds, for --status
@@ -28,7 +27,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts
 BEAT = 10.0  # seconds
 SLOWEST = 0.125e6  # bytes per second: 16 Mbit/s that 16 uploads share
 
-log = logging.getLogger("extract_activations")
 T = TypeVar("T")
 
 

@@ -7,7 +7,6 @@ nothing follows.
 """
 
 import hashlib
-import logging
 import math
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import StorageError, for_the_user, one_line
+from activation_extraction.common.log import log
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.formats import ShardFormat, Threads
 from activation_extraction.store.ownership import Ownership
@@ -40,8 +40,6 @@ NOT_FINITE = (
     "the model computes them, and would do so again; check its weights, or start anew with other "
     "layers or --dtype float32, and --overwrite"
 )
-
-log = logging.getLogger("extract_activations")
 
 
 @dataclass(eq=False)

@@ -17,12 +17,11 @@ from typing import Any
 import datasets
 
 from activation_extraction.common.errors import InputError, RunError, near_miss, one_line
+from activation_extraction.common.log import log
 from activation_extraction.common.retries import hub_requests
 from activation_extraction.common.visible import counted
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.sources import FileRow, MissingColumnError, UnusableRowError
-
-log = logging.getLogger("extract_activations")
 
 # With fewer pieces per share than this, Parquet files are split into row groups, for even shares.
 PIECES_PER_SHARE = 16
