@@ -197,7 +197,7 @@ def extract(
                 jax.block_until_ready(activations)
             if batch is not None and storing:
                 with clock.measure("copy"):
-                    on_host = job.forward.receive(activations, batch.kept)
+                    on_host = job.forward.receive(activations)
                 try:
                     with clock.measure("store"):
                         added = job.storage.add_batch(batch, on_host)

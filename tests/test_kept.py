@@ -1,9 +1,10 @@
-"""Runs that keep some tokens: what is stored, verified, continued and read."""
+"""Runs that keep some tokens: what leaves the devices, is stored, verified, continued and read."""
 
 import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from command_line import main, records_of
@@ -14,6 +15,9 @@ from small_runs import content, set_status
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.inspect.export_tokens import FORMATS
+from activation_extraction.model import kept as kept_module
+from activation_extraction.model.kept import take_kept
+from activation_extraction.model.mesh import host_rows
 from activation_extraction.store.pickle_file import pickle_pieces, read_pickle, read_records
 from activation_extraction.text.packing import TokenChoice
 from benchmarks.kill_and_resume import shards_in
@@ -112,6 +116,22 @@ def test_a_run_that_keeps_everything_stores_no_positions(flags, whole, tmp_path)
         assert all("positions" not in record for record in records)
     assert main(*flags, "--no_data_parallel", "--positions", ":", "--output_dir", tmp_path) == 0
     assert content(tmp_path) == content(whole)
+
+
+def test_only_kept_tokens_leave_the_devices(monkeypatch):
+    """Counted in bytes: about as many as are kept, whatever the devices; and none of other rows."""
+    monkeypatch.setattr(kept_module, "PIECES", 32)
+    rows = host_rows(jax.devices())
+    values = np.random.default_rng(0).standard_normal((3, 8, 64, 5), np.float32)
+    for length in (64, 60):  # 60 tokens do not divide among eight devices
+        part = values[:, :, :length]
+        array = jax.device_put(part, rows.outgoing(length))
+        for share in (0.0, 0.03, 0.3, 1.0):
+            kept = np.random.default_rng(1).random((8, length)) < share
+            sent = take_kept({5: array}, kept)
+            copied = sum(piece.values[5].nbytes for piece in sent.pieces)
+            assert copied <= min(2.5 * share + 0.1, 1.1) * part.nbytes, (length, share)
+            np.testing.assert_array_equal(sent.receive()[5], part[:, kept])
 
 
 @pytest.mark.long

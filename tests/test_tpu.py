@@ -10,12 +10,15 @@ import math
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_qwen3_5 import released
 
 from activation_extraction.model.family import HookedModel
+from activation_extraction.model.kept import take
 from benchmarks.shapes import SHAPES
 from benchmarks.tpu_plan import (
     ARRAY,
@@ -23,6 +26,7 @@ from benchmarks.tpu_plan import (
     EIGHT,
     QWEN_7B,
     Compiled,
+    chips,
     compile_for,
     groups,
 )
@@ -364,3 +368,16 @@ def test_memory_grows_with_the_hooks_and_not_with_the_depth():
     a_hook = 8 * 2048 * QWEN_7B.hidden_size * 2 / 8  # rows, tokens, width, bytes each; chips
     assert abs(deep - beyond_arguments(5, 11)) < 0.1 * a_hook
     assert beyond_arguments(2, 5, 8, 11, 14, 17, 20, 23) - deep == pytest.approx(6 * a_hook, 0.1)
+
+
+def test_kept_tokens_are_gathered_without_copies_of_the_others():
+    """No collective, and no temporary memory but for the numbers of the tokens."""
+    mesh = Mesh(np.array(chips("v5e:2x2")), ("device",))
+    shape, split = (8, 8, 2048, 3584), NamedSharding(mesh, PartitionSpec(None, None, "device"))
+    values = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=split)
+    split = NamedSharding(mesh, PartitionSpec("device"))
+    tokens = jax.ShapeDtypeStruct((4, 256), jnp.int32, sharding=split)
+    compiled = take.lower(mesh, values, tokens).compile()
+    assert not COLLECTIVE.search(compiled.as_text() or "")
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 1e6 < memory.output_size_in_bytes < 2e7

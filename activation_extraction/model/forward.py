@@ -7,7 +7,7 @@ and compiles the one program for all batches. What happens between steps is the 
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from activation_extraction.model.family import (
     WeightTable,
 )
 from activation_extraction.model.hooks import Hook, hook_table
+from activation_extraction.model.kept import KeptTokens, take_kept
 from activation_extraction.model.kernels import Choice, preferred_kernels, try_kernels
 from activation_extraction.model.mesh import (
     HostRows,
@@ -47,7 +48,8 @@ from activation_extraction.text.batch import Batch
 MOST_BYTES_OF_A_ROW = 32 * 2**20  # at a hook whose width grows with the row
 
 Key = int | str  # of a hook in the shards: its layer, or its name
-Activations = dict[int, Array]  # {width: (hooks of that width, rows of all hosts, T, width)}
+# {width: (hooks of that width, rows of all hosts, T, width)}, or of the batch's kept tokens alone
+Activations = dict[int, Array] | KeptTokens
 # (batch or None, flags of this host) -> (activations, number of hosts that set each flag); does not
 # wait for the devices.
 Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
@@ -110,18 +112,15 @@ class Forward:
         keys = [str(key) for key in self.hooks]
         return "hook name" if keys == [hook.name for hook in self.hooks.values()] else keys
 
-    def receive(
-        self, activations: Mapping[int, Array], kept: np.ndarray | None = None
-    ) -> dict[Key, np.ndarray]:
+    def receive(self, activations: Activations) -> dict[Key, np.ndarray]:
         """What a step returned for this host's rows, by key in the shards.
 
-        (B, T, width), or (tokens, width) of the tokens marked in `kept` (B, T), row by row.
+        (B, T, width), or (tokens, width) of the kept tokens, row by row.
         """
-        stacks = self.rows.receive(activations)
-        if kept is not None:
-            numbers = np.flatnonzero(kept)
-            for width, stack in stacks.items():
-                stacks[width] = np.take(stack.reshape(len(stack), -1, width), numbers, axis=1)
+        if isinstance(activations, KeptTokens):
+            stacks = activations.receive()
+        else:
+            stacks = self.rows.receive(activations)
         left = {width: iter(stack) for width, stack in stacks.items()}
         sizes = self.sizes
         return {key: next(left[hook.kind.width(sizes)]) for key, hook in self.hooks.items()}
@@ -289,7 +288,10 @@ def compile_step(forward: Forward) -> Step:
         if batch is not None:
             arrays = [batch.token_ids, batch.segment_ids, batch.positions]
         votes = np.array([flags], np.int32)
-        return compiled(params, *map(rows.feed, (*arrays, votes)))
+        activations, votes = compiled(params, *map(rows.feed, (*arrays, votes)))
+        if batch is not None and batch.kept is not None:  # now, before the next step is in line
+            activations = take_kept(activations, batch.kept)
+        return activations, votes
 
     return step
 
