@@ -16,11 +16,11 @@ SHARED = ("text.batch",)
 ARROWS = {
     "common": (),
     "cli": ("common",),
-    "text": ("common", "cli"),
+    "text": ("common",),
     "store": ("common", *SHARED),
     "dataset": ("common", "store", *SHARED),
     "inspect": ("common", "cli", "store", "dataset", *SHARED),
-    "model": ("common", "cli", "store.folder", "store.safetensors_file", *SHARED),
+    "model": ("common", "store.folder", "store.safetensors_file", *SHARED),
     "run": ("common", "cli", "text", "store", "model", "dataset", "inspect"),
 }
 WITHOUT_JAX = ("common", "cli", "text", "store", "dataset", "inspect")

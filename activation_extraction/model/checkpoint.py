@@ -33,8 +33,7 @@ from activation_extraction.common.retries import (
 from activation_extraction.common.visible import plain_url
 from activation_extraction.model.devices import default_folder
 from activation_extraction.model.weight_files import Index, LocalFile, RemoteFile, WeightFile
-from activation_extraction.store.folder import Folder
-from activation_extraction.store.patience import FolderError
+from activation_extraction.store.folder import Folder, FolderError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -28,6 +28,7 @@ from fsspec.core import url_to_fs
 from huggingface_hub import HfApi, constants
 
 from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.log import log
 from activation_extraction.common.retries import (
     hub_requests,
     hub_unreachable,
@@ -145,7 +146,7 @@ def open_files(
             f"--dataset_path {path}: holds both Parquet and JSON Lines; choose one of "
             "them, for example with a glob such as FOLDER/*.parquet"
         )
-    with _refusing(path), _scratch_cache():
+    with _refusing(path), _writable_cache():
         if not any(parquet):
             lines = {"urls": [file.url for file in files], "names": [file.name for file in files]}
             return datasets.IterableDataset.from_generator(json_lines, gen_kwargs=lines)
@@ -180,18 +181,29 @@ def _refusing(path: str) -> Iterator[None]:
 
 
 @contextmanager
-def _scratch_cache() -> Iterator[None]:
-    """Inside the block, the cache of `datasets` is a temporary folder, which can be written to.
+def _writable_cache() -> Iterator[None]:
+    """Inside the block, `datasets` has a cache that can be written: its own, or a temporary one.
 
-    It makes a folder there for whatever it opens, but streams keep nothing in it.
+    It asks for one whatever it opens, but streams keep nothing there.
     """
-    cache = datasets.config.HF_DATASETS_CACHE
-    with tempfile.TemporaryDirectory() as scratch:
-        datasets.config.HF_DATASETS_CACHE = Path(scratch)
-        try:
-            yield
-        finally:
-            datasets.config.HF_DATASETS_CACHE = cache
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache).close()
+    except OSError as error:
+        log.warning(
+            "%s: %s: a temporary folder takes the place of this cache of data sets; "
+            "HF_DATASETS_CACHE names another one",
+            *(cache, error.strerror),
+        )
+        with tempfile.TemporaryDirectory() as scratch:
+            datasets.config.HF_DATASETS_CACHE = Path(scratch)
+            try:
+                yield
+            finally:
+                datasets.config.HF_DATASETS_CACHE = cache
+    else:
+        yield
 
 
 def parquet_rows(
@@ -269,7 +281,7 @@ def open_hub_dataset(
     try:
         if unreachable := hub_unreachable(constants.ENDPOINT):
             raise unreachable
-        with hub_requests(f"--dataset_name {wanted}"), _scratch_cache():
+        with hub_requests(f"--dataset_name {wanted}"), _writable_cache():
             revision = revision or str(HfApi().dataset_info(name).sha)
             rows = datasets.load_dataset(
                 name, config, split=split, revision=revision, streaming=True
