@@ -90,6 +90,10 @@ def _fill_from_engine(given: Given) -> str | None:
     return number
 
 
+def _looking(given: Given) -> bool:
+    return any(mode in given for mode in LOOKING)
+
+
 def _refuse_conflicts(given: Given) -> None:
     """Raises InputError for given flags that cannot be used together, or that need another one."""
     for name in [name for name in FLAGS if name in given]:
@@ -103,7 +107,7 @@ def _refuse_conflicts(given: Given) -> None:
     if "model_path" not in given:
         if "verify_samples" in given:
             raise InputError("--verify_samples: needs --model_path")
-        if "model_revision" in given and any(mode in given for mode in LOOKING):
+        if "model_revision" in given and _looking(given):
             raise InputError("--model_revision: needs --model_path here")
     modes = [f"--{mode}" for mode in MODES if mode in given]
     if len(modes) > 1:

@@ -4,18 +4,21 @@
 it, and config.py fills it in and checks whether flags fit together.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from activation_extraction.cli.values import (
+from activation_extraction.cli.declare import (
+    Flag,
     axes,
+    flag,
     free_gigabytes,
     gigabytes,
     integer,
     layers,
+    pair,
+    seconds,
     sizes,
-    text,
+    switch,
 )
 from activation_extraction.common.choices import DEFAULT_LAYERS, MESH_AXES, SHARD_FORMATS
 from activation_extraction.common.positions import positions
@@ -26,62 +29,6 @@ DEMO_MAX_SEQ_LENGTH = 256
 LOOKING = ("status", "verify", "report", "export")
 # At most one of these is given.
 MODES = (*LOOKING, "repair", "overwrite", "list_hooks")
-
-
-@dataclass(frozen=True)
-class Flag:
-    """What the table says of one flag besides its type and default.
-
-    options: of argparse. needs: another flag without which this one means nothing. excludes: flags
-    that cannot be given with this one. variables: environment variables that stand in for the flag;
-    the first that is set counts. opposite: the name of the flag that means no, and its help.
-    """
-
-    options: dict[str, Any]
-    needs: str = ""
-    excludes: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-    opposite: tuple[str, str] | None = None
-
-
-def flag(
-    help: str,
-    default: Any = None,
-    parse: Callable[[str], Any] = text,
-    *,
-    unit: str = "",
-    default_is: str = "",
-    needs: str = "",
-    excludes: tuple[str, ...] = (),
-    variables: tuple[str, ...] = (),
-    **options: Any,
-) -> Any:
-    """Declares a flag that takes a value.
-
-    default: None if there is none, or if config.py works it out. unit: that of the default.
-    default_is: words for --help where the default's value does not say enough.
-    """
-    said = default_is or ("" if default is None else f"{default}{unit}")
-    alternatives = [words for words in (" or ".join(variables), said) if words]
-    if alternatives:
-        help += f" (default: {', else '.join(alternatives)})"
-    if "choices" not in options:
-        options["type"] = parse
-    declared = Flag({"help": help, **options}, needs, excludes, variables)
-    return field(default=default, metadata={"flag": declared})
-
-
-def switch(help: str, *, needs: str = "", excludes: tuple[str, ...] = ()) -> Any:
-    """Declares a boolean flag that is false unless it is given."""
-    declared = Flag({"help": help, "action": "store_true"}, needs, excludes)
-    return field(default=False, metadata={"flag": declared})
-
-
-def pair(help: str, opposite: str, opposite_help: str) -> Any:
-    """Declares a boolean flag that is true by default, and the flag that makes it false."""
-    options = {"help": f"{help} (default)", "action": "store_true"}
-    declared = Flag(options, opposite=(opposite, opposite_help))
-    return field(default=True, metadata={"flag": declared})
 
 
 # The flag that each group of --help begins with: the group's title and what is said below it.
@@ -293,27 +240,9 @@ class Config:
         parse=integer(1),
         metavar="N",
     )
-    connect_timeout: int = flag(
-        "how long to wait for the other hosts at the start",
-        300,
-        unit=" s",
-        parse=integer(1),
-        metavar="SECONDS",
-    )
-    heartbeat_timeout: int = flag(
-        "how long a host may be silent before it counts as dead",
-        100,
-        unit=" s",
-        parse=integer(1),
-        metavar="SECONDS",
-    )
-    stall_timeout: int = flag(
-        "end the process if no step finishes for this long",
-        600,
-        unit=" s",
-        parse=integer(1),
-        metavar="SECONDS",
-    )
+    connect_timeout: int = seconds("how long to wait for the other hosts at the start", 300)
+    heartbeat_timeout: int = seconds("how long a host may be silent before it counts as dead", 100)
+    stall_timeout: int = seconds("end the process if no step finishes for this long", 600)
     output_dir: str = flag(
         "the folder for the shards; the same command continues a run that was interrupted there",
         "activations",
@@ -393,12 +322,8 @@ class Config:
         "keep_local",
         "write local shards as well, beside those in the bucket",
     )
-    upload_timeout: int = flag(
-        "how long a failing upload is retried without progress before the run stops",
-        300,
-        unit=" s",
-        parse=integer(1),
-        metavar="SECONDS",
+    upload_timeout: int = seconds(
+        "how long a failing upload is retried without progress before the run stops", 300
     )
     status: bool = switch(
         "show what all machines and hosts have stored, how fast they are and when they will be "
@@ -450,12 +375,8 @@ class Config:
             *("dataset_name", "dataset_config", "dataset_split", "dataset_path"),
         ),
     )
-    log_every: int = flag(
-        "the time between two lines of metrics.jsonl and, without a terminal, of progress",
-        30,
-        unit=" s",
-        parse=integer(1),
-        metavar="SECONDS",
+    log_every: int = seconds(
+        "the time between two lines of metrics.jsonl and, without a terminal, of progress", 30
     )
     verbose: bool = switch(
         "log every step and shard, on all hosts (default: hosts other than 0 log problems only)"

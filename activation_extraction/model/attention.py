@@ -83,7 +83,7 @@ def attention_pattern(
 
 
 def _probabilities(q: Array, k: Array, seen: Array) -> Array:
-    """Of every key for every query, BKGTS float32. seen: BTS."""
+    """Returns the weight of every key for every query, BKGTS float32. seen: BTS."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = einsum("BTKGH,BSKH->BKGTS", grouped, k)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
@@ -162,7 +162,7 @@ def _choices(
     sizes: list[int],
     window: int | None,
 ) -> Array:
-    """For each block, row by row: which of `sizes` it needs, counted from 1; 0 for padding."""
+    """Says for each block, row by row, which of `sizes` it needs, from 1; 0 for padding."""
     firsts = q_segments[:, ::QUERY_BLOCK, None]
     begins = jnp.argmax(k_segments[:, None, :] == firsts, axis=-1)
     ends = first_query + QUERY_BLOCK * jnp.arange(1, begins.shape[1] + 1)

@@ -47,7 +47,7 @@ class Capture:
         return found
 
     def plan(self, layers: range, within: range | None = None, first: int = 0) -> Plan:
-        """For a loop over `layers`, into buffers that begin with the hooks of layer `first`.
+        """Plans a loop over `layers`, into buffers that begin with the hooks of layer `first`.
 
         All kinds that `within` (by default: these layers) has hooks of are written at every layer,
         into the slot of the next hook of their width: a value nobody asked for is overwritten
@@ -64,7 +64,7 @@ class Capture:
         return Plan(tuple(kind for _, kind in kinds), tuple(slots))
 
     def plan_stages(self, stages: int, length: int) -> Plan:
-        """For pipeline stages with buffers of their own: slots are (stages, length)."""
+        """Plans pipeline stages that have buffers of their own: slots are (stages, length)."""
         every = range(stages * length)
         plans = [self.plan(every[k : k + length], every, first=k) for k in every[::length]]
         slots = zip(*(plan.slots for plan in plans), strict=True)
@@ -129,7 +129,7 @@ class Capture:
         }
 
     def result_of_stages(self, buffers: Buffers, rows: int, length: int) -> dict[int, Array]:
-        """As `result`, of buffers (stages, slots, micro-batches, B, T, width).
+        """Does what `result` does, with buffers (stages, slots, micro-batches, B, T, width).
 
         rows: of all micro-batches together; length: layers of a stage.
         """

@@ -112,7 +112,7 @@ class Checkpoint:
         return self._found[name]
 
     def _copy(self, name: str) -> Path | None:
-        """Of a file at a URL, made anew by every process."""
+        """Copies a file at a URL; every process makes its own copy."""
         data = self._remote.read(name)
         copy = _folder_for(self.model_path) / name
         try:

@@ -47,7 +47,7 @@ class Decoder:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Of every layer of the model."""
+        """The type of every layer of the model."""
         return self.config.layer_types
 
     @property
@@ -126,7 +126,7 @@ class Decoder:
         return jax.lax.scan(step, carry, ((this, slides), per_layer))[0]
 
     def _numbers(self, stacks: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Of every layer in these stacks: which one it is in, and its row there."""
+        """Says of every layer which of these stacks it is in, and which row of it."""
         names, types = sorted(stacks), self.types[: self._count(stacks)]
         rows = [types[:layer].count(type_) for layer, type_ in enumerate(types)]
         return np.array([*map(names.index, types)], np.int32), np.array(rows, np.int32)
@@ -287,7 +287,7 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
 
 
 def needed_inputs(function: Callable[..., Any], *inputs: Any) -> list[bool]:
-    """For every leaf of the inputs (arrays or their shapes): does any output depend on it?"""
+    """Says for every leaf of the inputs (arrays or their shapes) whether any output needs it."""
     program = jax.make_jaxpr(function)(*inputs).jaxpr
     needed = {out for out in program.outvars if not isinstance(out, Literal)}
     for equation in reversed(program.eqns):

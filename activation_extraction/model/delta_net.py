@@ -133,7 +133,7 @@ def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
 
 
 def _earlier(x: Array, distance: int) -> Array:
-    """For each token the value `distance` tokens before it, zeros before the row begins."""
+    """Gives each token the value `distance` tokens before it, zeros before the row begins."""
     shift = [(0, 0), (distance, 0), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, shift)[:, : x.shape[1]]
 
@@ -205,7 +205,7 @@ def _prepare(
 
 
 def _inverse(below: Array) -> Array:
-    """Of the identity plus what `below` (..., C, C) has below its diagonal.
+    """Inverts the identity plus what `below` (..., C, C) has below its diagonal.
 
     Block by block on the diagonal, each time of twice the size; where two inverse blocks X and Y
     become one, -Y (what is below X) X comes between them. These are products of matrices, where a
@@ -228,7 +228,7 @@ def _product(x: Array, y: Array) -> Array:
 
 
 def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
-    """From token to token of a chunk, NBKGIJ, and from before the chunk to each token, NBKGC1.
+    """How much is left from token to token of a chunk, NBKGIJ, and from before it, NBKGC1.
 
     0 between different segments, by a mask. Numbers of one sign are added, and none is subtracted
     from another, so a token that forgets everything does not harm the precision of the next ones.

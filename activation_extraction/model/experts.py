@@ -133,7 +133,7 @@ def _sum_of_experts(
 
 
 def ragged_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
-    """For TPUs, whose compiler has a kernel for it. See `GroupedExperts`.
+    """Leaves the products to the TPU's compiler, which has a kernel for them. See `GroupedExperts`.
 
     Elsewhere `lax.ragged_dot` multiplies every row with every expert.
     """

@@ -93,7 +93,7 @@ class ModelFamily:
 
 @dataclass(frozen=True)
 class Families:
-    """Those that the tool supports; the model_type in a config.json says which one a model is."""
+    """The families that the tool supports. A config.json names its family by the model_type."""
 
     every: tuple[ModelFamily, ...]
 
@@ -106,7 +106,7 @@ class Families:
         return self.of(read_json(path), str(path))
 
     def of(self, raw: Mapping[str, Any], source: str = "config.json") -> tuple[ModelFamily, Any]:
-        """As `read`, from the contents of a config.json."""
+        """Does what `read` does, with the contents of a config.json."""
         asked = raw.get("model_type")
         for family in self.every:
             if family.model_type == asked:

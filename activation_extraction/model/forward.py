@@ -216,7 +216,7 @@ def choose_layout(
 
 
 def choose_dtypes(request: ModelRequest) -> tuple[Any, Any]:
-    """For computing, where auto is what the hardware is built for; and for what is stored."""
+    """Returns the dtypes to compute in, for which auto is what suits the hardware, and to store."""
     auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if request.dtype == "auto" else request.dtype)
     stored = request.activation_dtype

@@ -171,7 +171,7 @@ class HookTable:
         return {asked[hook]: hook for hook in sorted(asked)}
 
     def _nothing(self, pattern: str, depth: int) -> InputError:
-        """For a glob that matches nothing."""
+        """Words the refusal of a glob that matches nothing."""
         elsewhere = HookTable(self.kinds).every(depth, growing=True)
         for hook in elsewhere:
             if hook.matching(pattern):

@@ -187,7 +187,7 @@ def candidates_for(platform: str) -> Candidates:
 
 
 def preferred_kernels(platform: str) -> Kernels:
-    """Those that would be tried first. Raises InputError for a platform that has none."""
+    """Returns the kernels to try first. Raises InputError for a platform that has none."""
     return Kernels(**{k: next(iter(each.values())) for k, each in candidates_for(platform).items()})
 
 
@@ -259,7 +259,7 @@ class AttentionSizes(NamedTuple):
 
     @classmethod
     def of_run(cls, config: Any, layout: Layout, length: int) -> "AttentionSizes":
-        """For rows of `length` tokens, or shorter ones that kernels treat alike.
+        """Returns the sizes for rows of `length` tokens, or shorter ones that kernels treat alike.
 
         A window becomes so short that it hides something.
         """
@@ -275,7 +275,8 @@ class AttentionSizes(NamedTuple):
 
 
 def largest_error(attention: Attention, sizes: AttentionSizes, dtype: jnp.dtype) -> float:
-    """Of any token in any head: the norm of the difference to float32, over that of the value.
+    """Returns the largest relative error of any token in any head: the norm of the difference to
+    float32, over that of the value.
 
     Every part of the queries is computed, as by the devices that share the queries of a row; with
     and without the window, if there is one.
@@ -323,7 +324,7 @@ def expert_sizes(config: Any, layout: Layout) -> tuple[int, int, int]:
 def largest_error_of_experts(
     grouped: GroupedExperts, sizes: tuple[int, int, int], dtype: jnp.dtype
 ) -> float:
-    """As `largest_error`, of any row that goes through an expert."""
+    """Returns what `largest_error` does, of any row that goes through an expert."""
     x, counts, gate, up, down = arrays = trial_rows(sizes, dtype)
     found = np.asarray(jax.jit(grouped)(*arrays))
     x, gate, up, down = (array.astype(jnp.float32) for array in (x, gate, up, down))

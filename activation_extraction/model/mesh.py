@@ -147,16 +147,16 @@ class HostRows:
         return self.mesh.shape["host"]
 
     def incoming(self) -> NamedSharding:
-        """Of arrays whose first axis is the rows of all hosts."""
+        """The sharding of arrays whose first axis is the rows of all hosts."""
         return NamedSharding(self.mesh, PartitionSpec("host"))
 
     def outgoing(self, length: int) -> NamedSharding:
-        """Of activations (hooks, rows of all hosts, T, width)."""
+        """The sharding of activations (hooks, rows of all hosts, T, width)."""
         split = "device" if length % self.mesh.shape["device"] == 0 else None
         return NamedSharding(self.mesh, PartitionSpec(None, "host", split))
 
     def everywhere(self) -> NamedSharding:
-        """Of values that every host needs."""
+        """The sharding of values that every host needs."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def feed(self, array: np.ndarray) -> Array:

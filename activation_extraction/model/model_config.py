@@ -136,7 +136,7 @@ class QwenConfig:
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """Of every layer: the words for what not every layer of its family has, or "dense"."""
+        """The words for what not every layer of the family has, or "dense", for each layer."""
         types = []
         for layer in range(self.num_hidden_layers):
             words = []
@@ -181,7 +181,7 @@ class QwenConfig:
 
 
 def qwen2_config(hf: Any, source: str) -> QwenConfig:
-    """From a configuration that transformers has completed. Raises InputError, as the others."""
+    """Reads a configuration that transformers has completed. Raises InputError, like all here."""
     return _config(hf, source, qkv_bias=True, o_bias=False, qk_norm=False)
 
 
@@ -200,7 +200,7 @@ def qwen3_moe_config(hf: Any, source: str) -> QwenConfig:
 
 
 def qwen3_5_text_config(hf: Any, source: str, **details: Any) -> QwenConfig:
-    """Of a language model alone."""
+    """Reads the configuration of a language model alone."""
     if not getattr(hf, "attn_output_gate", True):
         raise InputError(f"{source}: attn_output_gate False is not supported, only True is")
     delta = _delta_net(hf, source)
@@ -208,7 +208,7 @@ def qwen3_5_text_config(hf: Any, source: str, **details: Any) -> QwenConfig:
 
 
 def qwen3_5_moe_text_config(hf: Any, source: str) -> QwenConfig:
-    """Of a language model alone, whose layers all have experts."""
+    """Reads the configuration of a language model alone, whose layers all have experts."""
     return qwen3_5_text_config(
         hf,
         source,
@@ -221,7 +221,7 @@ def qwen3_5_moe_text_config(hf: Any, source: str) -> QwenConfig:
 def config_beside_vision(
     text_config: Callable[[Any, str], QwenConfig], hf: Any, source: str
 ) -> QwenConfig:
-    """Of the language model in a model with vision inputs; text_config reads one alone."""
+    """Reads the language model of a model with vision inputs; text_config reads one alone."""
     _refuse_quantized(hf, source)
     return dataclasses.replace(
         text_config(hf.text_config, source),

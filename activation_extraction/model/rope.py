@@ -40,7 +40,7 @@ class Rope:
     def from_hf(
         cls, rope: Mapping[str, Any], head_dim: int, source: str, partial: bool = False
     ) -> "Rope":
-        """From the `rope_parameters` of a configuration that transformers has completed.
+        """Reads the `rope_parameters` of a configuration that transformers has completed.
 
         partial: whether the family may rotate only a share of a head's dimensions. Raises
         InputError, naming field and value, for any other type and for missing numbers.
@@ -89,7 +89,7 @@ def positive(fields: Mapping[str, Any], field: str, source: str) -> float:
 
 
 def _share(rope: Mapping[str, Any], head_dim: int, partial: bool, source: str) -> float:
-    """Of a head's dimensions that are rotated. Raises InputError."""
+    """Returns the share of a head's dimensions that are rotated. Raises InputError."""
     share = positive({"partial_rotary_factor": 1.0, **rope}, "partial_rotary_factor", source)
     if share != 1 and not partial:
         raise InputError(f"{source}: partial_rotary_factor {share!r} is not supported, only 1.0 is")
@@ -103,7 +103,7 @@ def _share(rope: Mapping[str, Any], head_dim: int, partial: bool, source: str) -
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> float:
-    """As given, or else what YaRN's paper suggests for this factor."""
+    """Returns the factor that is given, or else what YaRN's paper suggests for this factor."""
     if rope.get("attention_factor") is not None:
         return positive(rope, "attention_factor", source)
 

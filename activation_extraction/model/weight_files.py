@@ -122,7 +122,7 @@ class RemoteFile:
         return values[(slice(None),) * len(lengths) + tuple(index[depth + 1 :])]
 
     def digest(self) -> str:
-        """Of the content: the SHA-256, or another digest that the store reports, with its name.
+        """Returns the name and value of a digest of the content: SHA-256, or the one of the store.
 
         The whole file is read where the store reports none.
         """

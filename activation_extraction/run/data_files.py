@@ -186,7 +186,7 @@ def _may_be(file: TextFile, before: Recorded) -> bool:
 def _digests(files: Sequence[TextFile], what: str | None = None) -> dict[str, str]:
     """What identifies each file's content, by name: SHA-256 here, the store's version at a URL.
 
-    what: they are, for a progress bar; None: without one.
+    what: what a progress bar calls the files; None: there is no bar.
     """
     here = file_digests([Path(file.url) for file in files if file.local], what)
     return {

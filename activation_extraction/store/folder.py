@@ -373,7 +373,7 @@ class Folder(Patient):
 
 
 def _google_md5(found: Mapping[str, Any]) -> str | None:
-    """Of an object, in hexadecimal; None for one that is composed of others, or not Google's."""
+    """Returns an object's MD5 in hexadecimal; None if it is composed of others, or not Google's."""
     return base64.b64decode(found["md5Hash"]).hex() if "md5Hash" in found else None
 
 

@@ -119,7 +119,7 @@ class Stored:
 
     @cached_property
     def totals(self) -> Totals:
-        """Of all shards."""
+        """The totals of all shards."""
         totals = self.outline.totals.copy()
         for commit in self.in_order:
             totals.add(commit)

@@ -60,11 +60,11 @@ class ShardRange:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """commits: the shards that are stored and stay.
+    """What is stored and stays, and what is still to be stored.
 
-    outline: of the bucket's first shards, if their JSONs were not read; `commits` lacks these.
-    ranges: what is to be stored, in the order of the data. obsolete: names of files to
-    delete. settled: nothing is left to do, not even an update of metadata.json.
+    commits: the shards that stay. outline: of the bucket's first shards, if their JSONs were not
+    read; `commits` lacks these. ranges: what is to be stored, in the order of the data. obsolete:
+    names of files to delete. settled: nothing is left to do, not even an update of metadata.json.
     skipped_rows, empty_rows: those of a complete extraction, rows after its last sample too.
     versions: those of the JSONs in the bucket when the plan was made. owner: the one that its
     metadata.json named just before. For a repair, `recorded` is the metadata, of which only the

@@ -42,7 +42,7 @@ class Tensor:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], start: int) -> "Tensor":
-        """From its entry in the header. start: the byte after the header.
+        """Reads a tensor's entry in the header. start: the byte after the header.
 
         Raises KeyError, TypeError or ValueError for an entry that is damaged, or of a dtype that is
         not in DTYPES.

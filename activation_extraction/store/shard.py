@@ -156,7 +156,7 @@ def pack_table(samples: Sequence[SampleRow]) -> bytes:
 
 
 def _line(sample: SampleRow) -> bytes:
-    """In ASCII, because an id may be text that has no form in UTF-8. It may be NaN, too."""
+    """Writes a line in ASCII: an id may be text that has no form in UTF-8. It may be NaN, too."""
     content = {
         "sample_idx": sample.sample_idx,
         "tokens": len(sample.positions),

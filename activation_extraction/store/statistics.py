@@ -52,7 +52,7 @@ class Sums:
 
     @classmethod
     def zeros(cls, width: int) -> "Sums":
-        """Those of no tokens."""
+        """Returns the sums over no tokens."""
         each = np.zeros((2, width)), np.zeros((2, width))
         return cls(np.zeros(BUCKETS, np.int64), np.zeros(BUCKETS), *each, np.zeros(()))
 
@@ -199,8 +199,8 @@ class Statistics:
 
 @dataclass(frozen=True, eq=False)
 class DimensionStatistics:
-    """Of some tokens: mean and (population) variance of every dimension, float64 (width,), and the
-    mean Euclidean norm."""
+    """Statistics of some tokens: the mean and (population) variance of every dimension, float64
+    (width,), and the mean Euclidean norm."""
 
     tokens: int
     mean: np.ndarray
@@ -222,13 +222,13 @@ class HookStatistics(Statistics):
 
     @cached_property
     def all_tokens(self) -> DimensionStatistics:
-        """Of every token."""
-        return _of(self.load(), slice(None))
+        """The statistics of every token."""
+        return _statistics_of(self.load(), slice(None))
 
     @cached_property
     def without_first_token(self) -> DimensionStatistics:
-        """Of the tokens that are not the first one of their document."""
-        return _of(self.load(), slice(OTHER, None))
+        """The statistics of the tokens that are not the first one of their document."""
+        return _statistics_of(self.load(), slice(OTHER, None))
 
     @property
     def norms_by_position(self) -> dict[range, float]:
@@ -240,8 +240,9 @@ class HookStatistics(Statistics):
         }
 
 
-def _of(sums: Sums, kinds: slice) -> DimensionStatistics:
-    """Those of sinks, of others, or of both: position 0 is bucket 0. NaN for no tokens."""
+def _statistics_of(sums: Sums, kinds: slice) -> DimensionStatistics:
+    """Returns the statistics of sinks, of others, or of both: position 0 is bucket 0. They are NaN
+    for no tokens."""
     tokens = int(sums.counts[kinds].sum())
     totals = sums.sums[kinds].sum(0), sums.squares[kinds].sum(0), sums.norms[kinds].sum()
     with np.errstate(invalid="ignore"):

@@ -1,8 +1,13 @@
-"""The parsers of what is typed after a flag, for argparse: each raises ArgumentTypeError."""
+"""How a flag of the table is declared, and the parsers of what is typed after it.
+
+The parsers are for argparse, and raise ArgumentTypeError.
+"""
 
 import argparse
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 from activation_extraction.common.choices import MESH_AXES
 
@@ -77,3 +82,64 @@ def free_gigabytes(typed: str) -> float:
 
 
 gigabytes.__name__ = free_gigabytes.__name__ = "size in GB"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What the table says of one flag besides its type and default.
+
+    options: of argparse. needs: another flag without which this one means nothing. excludes: flags
+    that cannot be given with this one. variables: environment variables that stand in for the flag;
+    the first that is set counts. opposite: the name of the flag that means no, and its help.
+    """
+
+    options: dict[str, Any]
+    needs: str = ""
+    excludes: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    opposite: tuple[str, str] | None = None
+
+
+def flag(
+    help: str,
+    default: Any = None,
+    parse: Callable[[str], Any] = text,
+    *,
+    unit: str = "",
+    default_is: str = "",
+    needs: str = "",
+    excludes: tuple[str, ...] = (),
+    variables: tuple[str, ...] = (),
+    **options: Any,
+) -> Any:
+    """Declares a flag that takes a value.
+
+    default: None if there is none, or if config.py works it out. unit: that of the default.
+    default_is: words for --help where the default's value does not say enough.
+    """
+    said = default_is or ("" if default is None else f"{default}{unit}")
+    alternatives = [words for words in (" or ".join(variables), said) if words]
+    if alternatives:
+        help += f" (default: {', else '.join(alternatives)})"
+    if "choices" not in options:
+        options["type"] = parse
+    declared = Flag({"help": help, **options}, needs, excludes, variables)
+    return field(default=default, metadata={"flag": declared})
+
+
+def switch(help: str, *, needs: str = "", excludes: tuple[str, ...] = ()) -> Any:
+    """Declares a boolean flag that is false unless it is given."""
+    declared = Flag({"help": help, "action": "store_true"}, needs, excludes)
+    return field(default=False, metadata={"flag": declared})
+
+
+def pair(help: str, opposite: str, opposite_help: str) -> Any:
+    """Declares a boolean flag that is true by default, and the flag that makes it false."""
+    options = {"help": f"{help} (default)", "action": "store_true"}
+    declared = Flag(options, opposite=(opposite, opposite_help))
+    return field(default=True, metadata={"flag": declared})
+
+
+def seconds(help: str, default: int) -> Any:
+    """Declares a flag that takes a number of seconds, at least 1."""
+    return flag(help, default, integer(1), unit=" s", metavar="SECONDS")
