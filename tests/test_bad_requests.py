@@ -126,11 +126,7 @@ BAD_REQUESTS = {
     "empty name": (["--dataset_path", ""], {}, "argument --dataset_path: is empty"),
     "empty model": (["--model_path", " "], {}, "argument --model_path: is empty"),
     "name too long": (["--output_dir", "{}/" + 300 * "x"], {}, "cannot be written to"),
-    "mesh of too many": (
-        ["--mesh_shape", "4,4"],
-        {},
-        "there are 8; these would fit: 2,4",
-    ),
+    "mesh of too many": (["--mesh_shape", "4,4"], {}, "there are 8; these would fit: 2,4"),
     "mesh of other rank": (["--mesh_type", "3d", "--mesh_shape", "2,4"], {}, "has 2 axes"),
     "mesh of words": (["--mesh_shape", "2,x"], {}, "argument --mesh_shape"),
     "mesh axis unknown": (["--mesh_axes", "data,rows"], {}, "argument --mesh_axes"),

@@ -351,10 +351,7 @@ def started(root):
         (["--export", "memmap"], "--export: needs --export_dir"),
         (["--export_dir", "x"], "--export_dir: needs --export"),
         (["--export", "csv", "--export_dir", "x"], "invalid choice: 'csv'"),
-        (
-            ["--export", "memmap", "--export_dir", "gs://b/x"],
-            "gs://b/x: is a URL",
-        ),
+        (["--export", "memmap", "--export_dir", "gs://b/x"], "gs://b/x: is a URL"),
         (
             ["--export", "memmap", "--export_dir", "x", "--hook_names", "blocks.4.*"],
             f"--hook_names blocks.4.*: no such hook; the run has {FIRST}, {SECOND}",

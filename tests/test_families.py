@@ -28,11 +28,7 @@ def test_every_hook_of_every_layer_equals_hugging_face(reference: Reference):
     samples = random_samples(LENGTHS, config.vocab_size)
     (batch,) = pack(samples, rows=2, length=LENGTHS[0])
     got = run(
-        model,
-        load(model, reference.folder),
-        batch.token_ids,
-        batch.segment_ids,
-        batch.positions,
+        model, load(model, reference.folder), batch.token_ids, batch.segment_ids, batch.positions
     )
     depth, words = config.num_hidden_layers, " ".join(config.layer_types).split()
     linear, sparse = words.count("linear_attention"), words.count("sparse")

@@ -40,10 +40,7 @@ def test_flags_of_the_caller_reach_tests_their_workers_and_forks(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"XLA_FLAGS": asked, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
     result = subprocess.run(
-        [sys.executable, tmp_path / "session.py"],
-        env=environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, tmp_path / "session.py"], env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
     of_tests, as_in_a_run = result.stdout.splitlines()

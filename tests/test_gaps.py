@@ -9,16 +9,7 @@ import fsspec
 import numpy as np
 import pytest
 from extractions import edit, shard_file
-from small_runs import (
-    HIDDEN,
-    HOOKS,
-    Killed,
-    activations,
-    both_formats,
-    content,
-    shards_of,
-    status,
-)
+from small_runs import HIDDEN, HOOKS, Killed, activations, both_formats, content, shards_of, status
 from storages import open_storage
 from test_killed import forget, killed_at
 
@@ -60,10 +51,7 @@ def run(byte_tokenizer, rows, shard_format):
         path = str(options.pop("data", rows))
         files = DataFiles(list_files(path))
         asked = replace(
-            parse_args([]),
-            max_samples=options.get("max_samples"),
-            batch_size=2,
-            max_seq_length=32,
+            parse_args([]), max_samples=options.get("max_samples"), batch_size=2, max_seq_length=32
         )
         dataset = Dataset(open_files(path, "text"), "files", "", files)
         text = HostText(asked, dataset, byte_tokenizer, Worker())

@@ -197,10 +197,7 @@ def test_a_run_stores_hooks_of_any_width_under_the_names_that_were_asked_for(
         {name: hook.get(name) for name in ("key", "name", "module", "width")} for hook in hooks
     ]
     assert facts[0] == dict(
-        key=asked[2],
-        name=asked[2],
-        module="model.layers.0.self_attn.k_proj.output",
-        width=64,
+        key=asked[2], name=asked[2], module="model.layers.0.self_attn.k_proj.output", width=64
     )
     assert facts[1] | {"width": 128} == facts[1]
     assert facts[1]["name"] == "blocks.1.ln2.hook_out"

@@ -297,9 +297,7 @@ def test_a_decompression_bomb_takes_little_memory(tmp_path, check):
     for data in (bomb, many):
         replace_shard(tmp_path, 2, gzip.compress(data, 1), unpacked=9000)
         assert peak_of(lambda: read_records_fails(tmp_path)) < 10**7
-        assert check(tmp_path) == [
-            "shard_0002.pkl.gz: unpacks to more than 9000 bytes",
-        ]
+        assert check(tmp_path) == ["shard_0002.pkl.gz: unpacks to more than 9000 bytes"]
 
 
 def read_records_fails(folder):

@@ -107,7 +107,7 @@ def test_the_table_and_its_sum(tmp_path, capsys):
     cells = [line.split() for line in lines]
     assert cells[0][:6] == ["machine", "host", "state", "shards", "samples", "tokens"]
     assert [row[2] for row in cells[1:6]] == [
-        *("complete", "killed", "interrupted", "failed", "damaged"),
+        *("complete", "killed", "interrupted", "failed", "damaged")
     ]
     assert cells[6][:5] == ["all", "incomplete", "11", "29", "290"]
     assert lines[7] == "not started: machine_002_host_00"

@@ -9,15 +9,7 @@ from dataclasses import replace
 import fsspec
 import numpy as np
 import pytest
-from extractions import (
-    HIDDEN,
-    HOOKS,
-    change_shard,
-    edit,
-    extract,
-    folder_name,
-    open_part,
-)
+from extractions import HIDDEN, HOOKS, change_shard, edit, extract, folder_name, open_part
 from safetensors.numpy import load_file, save_file
 from small_runs import both_formats, shard_name
 
