@@ -17,11 +17,7 @@ from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.local_files import write_atomically
 from activation_extraction.store.sealed_json import seal, unseal
-from activation_extraction.store.statistics import (
-    Statistics,
-    Sums,
-    pack_sums,
-)
+from activation_extraction.store.statistics import Statistics, Sums, pack_sums
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample, Worker
 from activation_extraction.text.packing import pack
@@ -79,10 +75,7 @@ def open_part(root: Path, *part: int, identity: dict | None = None, **options: A
         root / folder_name(*part),
         HOOKS,
         identity=replace(identity_of(*part), **(identity or {})),
-        metadata={
-            "model": {"hidden_size": HIDDEN, "vocab_size": VOCABULARY},
-            "backend": "cpu",
-        },
+        metadata={"model": {"hidden_size": HIDDEN, "vocab_size": VOCABULARY}, "backend": "cpu"},
         **(usual | options),
     )
 

@@ -32,7 +32,7 @@ import fsspec
 import gcsfs
 import pytest
 from gcp_storage_emulator.handlers import objects
-from gcp_storage_emulator.server import create_server
+from gcp_storage_emulator.server import RequestHandler, create_server
 
 # A number is the HTTP status of the answer; the others are what networks do.
 FAULTS = ("503", "429", "reset", "stall", "truncated", "lost")
@@ -147,6 +147,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or the body of an answer waits 40 ms for its headers
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -316,6 +317,7 @@ def gcs() -> Iterator[Bucket]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
+    RequestHandler.disable_nagle_algorithm = True
     emulator = create_server("127.0.0.1", port, in_memory=True, default_bucket=Bucket.name)
     emulator._storage._write_config_to_file = lambda: None  # all of it, at every write
     emulator.start()
@@ -325,7 +327,7 @@ def gcs() -> Iterator[Bucket]:
         yield bucket
     finally:
         bucket.close()
-        emulator.stop()
+        threading.Thread(target=emulator.stop).start()  # which takes half a second
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Several real processes as one run, as on a TPU pod, and what one process stores instead."""
 
-import gzip
 import json
 import os
-import pickle
 import socket
 import time
 from collections.abc import Mapping
@@ -14,7 +12,7 @@ import forks
 import numpy as np
 import pyarrow.parquet
 import pytest
-from command_line import records_of
+from command_line import main, records_of
 from test_model import INDICES, every_hook, load, rounding_of
 
 import extract_activations
@@ -114,11 +112,8 @@ def flags_for(demo_inputs, output, *more, hooks=LAYERS):
 
 def stored(output):
     """(folder name, layer) -> records."""
-    found = {}
-    for path in sorted(output.glob("machine_*/shard_*.pkl.gz")):
-        for layer, records in pickle.load(gzip.open(path)).items():
-            found.setdefault((path.parent.name, layer), []).extend(records)
-    return found
+    folders = sorted(output.glob("machine_*"))
+    return {(at.name, layer): part for at in folders for layer, part in records_of(at).items()}
 
 
 @pytest.fixture(scope="session")
@@ -143,7 +138,7 @@ def first_documents(demo_inputs, path, count):
 def stored_alone(demo_inputs, out, hooks, *more):
     """What one process with one device stores."""
     flags = flags_for(demo_inputs, out, "--overwrite", "--no_data_parallel", *more, hooks=hooks)
-    assert extract_activations.main([str(flag) for flag in flags]) == 0
+    assert main(*flags) == 0
     return alone_of(out, demo_inputs / "model")
 
 

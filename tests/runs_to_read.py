@@ -58,10 +58,7 @@ def store(
         root / name if machines * hosts > 1 else root,
         hooks,
         identity=replace(
-            identity_of(*part),
-            activation_dtype=dtype,
-            max_seq_length=32,
-            shard_format=shard_format,
+            identity_of(*part), activation_dtype=dtype, max_seq_length=32, shard_format=shard_format
         ),
         shard_format=shard_format,
         metadata={"configuration": {"model_path": "some/model"}, "model": {"hidden_size": 16}},

@@ -5,10 +5,10 @@ import logging
 import re
 
 import pytest
+from command_line import main
 from storages import open_storage
 from test_model import flops_of
 
-import extract_activations
 from activation_extraction.cli import console
 from activation_extraction.cli.console import Progress
 from activation_extraction.common.log import log, start_logging
@@ -111,17 +111,17 @@ def test_metrics_lie_beside_the_shards_and_survive(demo_inputs, tmp_path, capsys
         *("--dataset_path", str(demo_inputs / "documents.parquet"), "--max_seq_length", "64"),
         *("--output_dir", str(tmp_path)),
     ]
-    assert extract_activations.main([*flags, "--max_samples", "50"]) == 0
+    assert main(*flags, "--max_samples", "50") == 0
     first = (tmp_path / "metrics.jsonl").read_text()
-    assert extract_activations.main(flags) == 0
+    assert main(*flags) == 0
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text.startswith(first)
     last = json.loads(text.splitlines()[-1])
     assert last["samples"] == 300 and last["tflops_per_second_per_chip"] > 0
     assert last.keys() >= GAUGES.keys()
-    assert extract_activations.main(["--verify", "--output_dir", str(tmp_path)]) == 0
+    assert main("--verify", "--output_dir", tmp_path) == 0
     assert "0 problem" in capsys.readouterr().out
-    assert extract_activations.main([*flags, "--max_samples", "5", "--overwrite"]) == 0
+    assert main(*flags, "--max_samples", "5", "--overwrite") == 0
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 

@@ -91,18 +91,6 @@ def test_what_somebody_else_has_put_in_its_place_is_not_deleted(bucket, monkeypa
     assert bucket.objects() == {NAME: b"of another"}
 
 
-def test_a_fifth_of_the_requests_of_many_threads_fails(bucket):
-    bucket.faults = ("503", "429", "reset", "truncated", "lost")
-    bucket.rate = 0.2
-    bucket.reach()
-    folder = Folder("gs://bucket/run", patience=60)
-    contents = {f"file{i}": bytes([i]) * 100_000 for i in range(60)}
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda name: create(folder, contents[name], name), contents))
-    assert bucket.objects() == {f"run/{name}": data for name, data in contents.items()}
-    assert folder.retries and sum(bucket.failed.values()) > 10, bucket.failed
-
-
 @pytest.mark.parametrize(
     "fault,final,message",
     [
@@ -113,10 +101,10 @@ def test_a_fifth_of_the_requests_of_many_threads_fails(bucket):
     ],
 )
 def test_a_refusal_is_told_in_few_words(bucket, monkeypatch, fault, final, message):
-    monkeypatch.setattr(patience, "FIRST_PAUSE", 1)  # longer than the patience: one attempt
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 60)  # longer than the patience: one attempt
     bucket.faults, bucket.rate = (fault,), 1.0
     with pytest.raises(FolderError) as raised:
-        create(Folder("gs://bucket/run", patience=0.1))
+        create(Folder("gs://bucket/run", patience=20))
     assert message in str(raised.value) and raised.value.final == final
 
 

@@ -4,10 +4,8 @@ import os
 import shutil
 
 import pytest
-from conftest import make_reference
 
-import extract_activations
-from activation_extraction.run import demo, digests
+from activation_extraction.run import digests
 from activation_extraction.run.digests import digest_files
 
 
@@ -45,39 +43,6 @@ def flip_middle(path):
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-@pytest.mark.long
-def test_a_bit_in_the_middle_of_the_weights_is_another_model(
-    wide_model, demo_inputs, tmp_path, capsys
-):
-    """As after fine-tuning that was saved in place."""
-    model = tmp_path / "model"
-    shutil.copytree(wide_model, model)
-    flags = ["--model_path", str(model), "--dataset_path", str(demo_inputs / "documents.parquet")]
-    flags += ["--max_seq_length", "32", "--max_samples", "3", "--layers_to_extract", "0"]
-    flags += ["--output_dir", str(tmp_path / "out")]
-    assert extract_activations.main(flags) == 0
-    assert extract_activations.main(flags) == 0
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert (model / "model.safetensors").stat().st_size > 4 * 2**20
-    flip_middle(model / "model.safetensors")
-    capsys.readouterr()
-    assert extract_activations.main([*flags, "--max_samples", "5"]) == 2
-    assert "holds an extraction with another model_digest: digest" in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    verify = ["--verify", "--model_path", str(model), "--output_dir", str(tmp_path / "out")]
-    assert extract_activations.main(verify) == 2
-    assert "is not the model that the stored activations came from" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def wide_model(tmp_path_factory):
-    """A model whose weights are one file of more than 4 MiB."""
-    folder = tmp_path_factory.mktemp("wide") / "model"
-    reference = make_reference(folder, num_key_value_heads=2, vocab_size=12_000)
-    demo.write_tokenizer(reference.folder, [])
-    return reference.folder
 
 
 def test_a_large_file_is_read_once_and_again_when_it_is_touched(large, read):

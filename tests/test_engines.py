@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from cloud import Cloud
+from command_line import main
 from pods import Pod, flags_for
 
-import extract_activations
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
 from activation_extraction.store.local_files import lock_folder
@@ -80,7 +80,7 @@ def test_the_engine_says_which_machine_this_is_unless_a_flag_does(
 def test_what_cannot_be_mapped_is_refused(monkeypatch, capsys, variables, flags, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert extract_activations.main(flags) == 2
+    assert main(*flags) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
 
@@ -93,7 +93,7 @@ def test_the_log_says_who_named_the_machine(monkeypatch, capsys, tmp_path):
         ([], "machine 3 of 8 (SLURM_ARRAY_TASK_ID)"),
         (["--machine_id", "5"], "machine 5 of 8 (--machine_id)"),
     ):
-        assert extract_activations.main([*wrong, *flags]) == 2
+        assert main(*wrong, *flags) == 2
         assert told in capsys.readouterr().err
 
 
@@ -127,14 +127,14 @@ def test_too_little_free_disk_is_refused_before_anything_is_read(monkeypatch, tm
         return SimpleNamespace(free=7_340_000_000)
 
     monkeypatch.setattr("activation_extraction.store.local_files.shutil.disk_usage", disk_usage)
-    assert extract_activations.main([*flags, "--min_free_gb", "20"]) == 2
+    assert main(*flags, "--min_free_gb", "20") == 2
     expected = (
         f"error: --output_dir {tmp_path}/out: its disk has 7.3 GB free, --min_free_gb asks for 20; "
         "make room, or choose another disk\n"
     )
     assert capsys.readouterr().err == expected
     assert asked == [tmp_path] and not (tmp_path / "out").exists()
-    assert extract_activations.main([*flags, "--min_free_gb", "7"]) == 2
+    assert main(*flags, "--min_free_gb", "7") == 2
     assert "min_free_gb" not in capsys.readouterr().err
     with pytest.raises(InputError, match="not a positive size"):
         parse_args(["--min_free_gb", "-1"])

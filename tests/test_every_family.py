@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from command_line import main
 from conftest import inputs_with
 from pods import Pod, alone_of, check_union, first_documents, flags_for
 
 from activation_extraction.run import demo
 from activation_extraction.store.storage import ActivationStorage
-from extract_activations import main
 from qwen2_jax_with_hooks import FAMILIES
 
 
@@ -96,7 +96,7 @@ class Stored(NamedTuple):
     def extract(self, folder: Path) -> tuple[int, dict[str, bytes]]:
         """Runs it on one device; the exit status and the shards."""
         more = "--shard_size_gb", 8e-4, "--batch_size", 8, "--no_data_parallel"
-        status = main([*map(str, flags_for(self.inputs, folder, *more, hooks=self.hooks))])
+        status = main(*flags_for(self.inputs, folder, *more, hooks=self.hooks))
         return status, {path.name: path.read_bytes() for path in folder.glob("shard_*.pkl.gz")}
 
 
@@ -132,7 +132,7 @@ def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(stored, family,
     run = stored(family)
     capsys.readouterr()
     model = ["--model_path", str(run.inputs / "model")]
-    assert main(["--list_hooks", *model]) == 0
+    assert main("--list_hooks", *model) == 0
     assert run.of.listed in [
         " ".join(line.split()) for line in capsys.readouterr().out.splitlines()
     ]
@@ -143,14 +143,13 @@ def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(stored, family,
     for name, expected in run.of.stored.items():
         assert expected.items() <= facts[name].items()
     verify = ["--verify", "--verify_samples", "3", "--output_dir", str(run.folder)]
-    assert main([*verify, *model]) == 0
+    assert main(*verify, *model) == 0
     assert "3 samples recomputed; 0 problems" in capsys.readouterr().out
 
 
 @pytest.mark.long
-@every_family
-def test_a_run_that_failed_continues_to_the_same_bytes(stored, family, tmp_path, monkeypatch):
-    run = stored(family)
+def test_a_run_that_failed_continues_to_the_same_bytes(stored, tmp_path, monkeypatch):
+    run = stored("qwen3_5_moe")
     whole = {path.name: path.read_bytes() for path in run.folder.glob("shard_*.pkl.gz")}
     add_batch, batches = ActivationStorage.add_batch, iter(range(100))
 

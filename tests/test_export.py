@@ -2,11 +2,9 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import tracemalloc
 from collections import namedtuple
+from contextlib import suppress
 from pathlib import Path
 
 import extractions
@@ -14,11 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from cloud import REPOSITORY
+from command_line import main
 from extractions import HOOKS, activations_of, batches, edit, extract, open_part
 from safetensors.torch import load_file
+from small_runs import Killed
+from test_killed import killed_at
 
-import extract_activations
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.inspect import export as exporting
@@ -150,52 +149,16 @@ def test_hooks_are_chosen_by_glob(run, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_an_export_continues_after_it_stopped_at_any_file(form, run, tmp_path, monkeypatch):
+def test_an_export_continues_after_it_was_killed_again_and_again(form, run, tmp_path, monkeypatch):
     """The files are then those of an export that never stopped."""
     expected = files(save(run, form, tmp_path / "expected"))
-    target, replace = tmp_path / "export", os.replace
-    for attempt in range(100):
-        left = iter(range(attempt))
-
-        def stop_or_replace(*paths, left=left):
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            replace(*paths)
-
-        monkeypatch.setattr(os, "replace", stop_or_replace)
-        try:
+    target, finished, attempts = tmp_path / "export", False, 0
+    while not finished:
+        attempts += 1
+        with killed_at(attempts, target, monkeypatch), suppress(Killed):
             save(run, form, target)
-            break
-        except KeyboardInterrupt:
-            continue
-    assert attempt > 10
-    assert files(target) == expected
-
-
-PROGRAM = """
-import os, signal, sys
-for name in ("jax", "torch"):
-    sys.modules[name] = None
-from activation_extraction.store.folder import Folder
-from activation_extraction.inspect import export, export_tokens
-export_tokens.CHUNK_BYTES = 896
-replace, left = os.replace, iter(range(int(sys.argv[3])))
-def kill_or_replace(*paths):
-    if next(left, None) is None:
-        os.kill(os.getpid(), signal.SIGKILL)
-    replace(*paths)
-os.replace = kill_or_replace
-export.export(Folder(sys.argv[1]), "memmap", sys.argv[2], None)
-"""
-
-
-def test_an_export_continues_after_a_kill_without_jax_and_torch(run, tmp_path):
-    expected = files(save(run, "memmap", tmp_path / "expected"))
-    target = tmp_path / "export"
-    command = [sys.executable, "-c", PROGRAM, run, target]
-    killed = subprocess.run([*command, "30"], cwd=REPOSITORY)
-    assert killed.returncode == -signal.SIGKILL
-    subprocess.run([*command, "1000"], cwd=REPOSITORY, check=True)
+            finished = True
+    assert attempts > 10
     assert files(target) == expected
 
 
@@ -351,10 +314,7 @@ def started(root):
         (["--export", "memmap"], "--export: needs --export_dir"),
         (["--export_dir", "x"], "--export_dir: needs --export"),
         (["--export", "csv", "--export_dir", "x"], "invalid choice: 'csv'"),
-        (
-            ["--export", "memmap", "--export_dir", "gs://b/x"],
-            "gs://b/x: is a URL",
-        ),
+        (["--export", "memmap", "--export_dir", "gs://b/x"], "gs://b/x: is a URL"),
         (
             ["--export", "memmap", "--export_dir", "x", "--hook_names", "blocks.4.*"],
             f"--hook_names blocks.4.*: no such hook; the run has {FIRST}, {SECOND}",
@@ -378,7 +338,7 @@ def test_bad_requests_are_refused_in_one_line(flags, message, run, tmp_path, mon
     if "started" in flags:
         started(tmp_path / "started")
     output = [] if "--output_dir" in flags else ["--output_dir", str(run)]
-    assert extract_activations.main([*flags, *output]) == 2
+    assert main(*flags, *output) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "x").exists()
@@ -386,6 +346,6 @@ def test_bad_requests_are_refused_in_one_line(flags, message, run, tmp_path, mon
 
 def test_the_command_line_exports_and_says_how_to_read(run, tmp_path, capsys):
     flags = ["--output_dir", str(run), "--export", "memmap", "--export_dir", str(tmp_path / "x")]
-    assert extract_activations.main(flags) == 0
+    assert main(*flags) == 0
     equal(read_memmap(tmp_path / "x"), stored(run))
     assert f"ActivationCache('{tmp_path}/x', '{FIRST}')" in capsys.readouterr().out

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import fsspec
 import numpy as np
 import pytest
+from command_line import main
 from extractions import HOOKS, extract, open_part
 from small_runs import Killed, shard_name
 from storages import open_storage
 from test_killed import killed_at
 
-import extract_activations
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.inspect import export as exporting
@@ -184,14 +184,14 @@ def test_the_command_line_copies_from_a_bucket(run, tmp_path, capsys):
     fsspec.filesystem("memory").put(f"{run}/", url, recursive=True)
     target = tmp_path / "copy"
     command = ["--output_dir", url, "--export", "safetensors", "--export_dir", str(target)]
-    assert extract_activations.main(command) == 0
+    assert main(*command) == 0
     printed, lines = capsys.readouterr().out.split("read it with:\n")
     assert printed.startswith("exported: 20 samples, 200 tokens, 2 hooks, as safetensors in ")
     scope: dict = {}
     exec("\n".join(line.strip() for line in lines.splitlines()), scope)
     assert len(scope["dataset"]) == 20
     same(target, run)
-    assert extract_activations.main([*command, "--compress_shards"]) == 2
+    assert main(*command, "--compress_shards") == 2
     assert "safetensors are never compressed" in capsys.readouterr().err
     shutil.rmtree(target)
 

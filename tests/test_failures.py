@@ -7,10 +7,10 @@ from unittest.mock import MagicMock
 import jax
 import numpy as np
 import pytest
+from command_line import main
 from pods import flags_for
 from safetensors.numpy import load_file, save_file
 
-import extract_activations
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.console import Progress
 from activation_extraction.common.errors import RunError
@@ -27,7 +27,7 @@ def failing(demo_inputs, tmp_path, capsys):
 
     def run(*more):
         flags = flags_for(demo_inputs, tmp_path / "out", "--max_samples", 6, *more)
-        assert extract_activations.main([str(flag) for flag in flags]) == 1
+        assert main(*flags) == 1
         return capsys.readouterr().err
 
     return run
@@ -117,7 +117,7 @@ def test_a_platform_that_jax_does_not_have_is_bad_input(demo_inputs, tmp_path, m
         raise RuntimeError("Unable to initialize\nbackend 'nonsense'")
 
     monkeypatch.setattr(jax, "devices", unknown)
-    flags = [str(flag) for flag in flags_for(demo_inputs, tmp_path / "out")]
-    assert extract_activations.main(flags) == 2
+    flags = flags_for(demo_inputs, tmp_path / "out")
+    assert main(*flags) == 2
     expected = "error: JAX finds no devices (JAX_PLATFORMS, drivers): Unable to initialize backend"
     assert capsys.readouterr().err.splitlines()[-1].startswith(expected)

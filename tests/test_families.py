@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Reference, make_reference, shapes_of
-from test_model import TOLERANCE, error_of, every_hook, flops_of, load, rows, run
+from test_model import TOLERANCE, error_of, every_hook, flops_of, load, run
 from test_run import random_samples
 from tiny_models import YARN
 
@@ -28,11 +28,7 @@ def test_every_hook_of_every_layer_equals_hugging_face(reference: Reference):
     samples = random_samples(LENGTHS, config.vocab_size)
     (batch,) = pack(samples, rows=2, length=LENGTHS[0])
     got = run(
-        model,
-        load(model, reference.folder),
-        batch.token_ids,
-        batch.segment_ids,
-        batch.positions,
+        model, load(model, reference.folder), batch.token_ids, batch.segment_ids, batch.positions
     )
     depth, words = config.num_hidden_layers, " ".join(config.layer_types).split()
     linear, sparse = words.count("linear_attention"), words.count("sparse")
@@ -242,21 +238,3 @@ def apart(shapes):
             of_one = shape[1] // len(parts), shape[2]
             found |= {f"{before}.experts.{e}.{part}.weight": of_one for e in range(shape[0])}
     return found
-
-
-@pytest.mark.long
-def test_rows_of_a_model_with_windows_are_read_in_groups_too(tmp_path):
-    """As on one CPU, where a layer takes a few rows at a time."""
-    import jax
-
-    from activation_extraction.model.mesh import build_layout
-
-    window = dict(use_sliding_window=True, sliding_window=300, max_window_layers=1)
-    reference = make_reference(tmp_path, num_hidden_layers=2, num_key_value_heads=2, **window)
-    config, batch = reference.config, rows(reference.config.vocab_size, (4, 1024))
-    values = []
-    for layout in (build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1), None):
-        model = create_model_with_hooks(config, every_hook(config), layout=layout)
-        values.append(run(model, load(model, reference.folder), *batch))
-    for hook, value in values[0].items():
-        assert error_of(value, values[1][hook]) < TOLERANCE, hook.name

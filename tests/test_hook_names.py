@@ -4,10 +4,10 @@ import json
 import pickle
 
 import pytest
+from command_line import main
 from extractions import HOOKS, edit, extract, load
 from pods import flags_for
 
-import extract_activations
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError
 from activation_extraction.run import demo
@@ -19,7 +19,7 @@ from qwen2_jax_with_hooks import FAMILIES
 @pytest.mark.long
 def test_records_have_the_full_name_of_their_hook(demo_inputs, tmp_path, capsys):
     flags = flags_for(demo_inputs, tmp_path, "--max_samples", 2, "--activation_type", "mlp")
-    assert extract_activations.main([str(flag) for flag in flags]) == 0
+    assert main(*flags) == 0
     shard = read_records(tmp_path / "shard_0001.pkl.gz", 10**8)
     for layer, records in shard.items():
         assert [record["hook"] for record in records] == [f"blocks.{layer}.hook_mlp_out"] * 2
@@ -41,7 +41,7 @@ def test_clipped_default_layers_are_told(texts, tmp_path, capsys):
     demo.write_weights(model / "model.safetensors", weights)
     flags = ["--model_path", model, "--dataset_path", texts([{"text": "one"}])]
     flags += ["--output_dir", tmp_path / "out", "--max_seq_length", 16]
-    assert extract_activations.main([str(flag) for flag in flags]) == 0
+    assert main(*flags) == 0
     log = capsys.readouterr().err
     assert "the default layers, 10 to 23, are clipped: the model has layers 0 to 5\n" in log
     assert "hooks: blocks.5.hook_resid_post; width 128" in log
@@ -49,7 +49,7 @@ def test_clipped_default_layers_are_told(texts, tmp_path, capsys):
         out = tmp_path / typed[0]
         flags[flags.index("--output_dir") + 1] = out
         more = [*map(str, flags), "--layers_to_extract", *typed]
-        assert extract_activations.main(more) == 0
+        assert main(*more) == 0
         names = [f"blocks.{layer}.hook_resid_post" for layer in layers]
         assert list(ActivationDataset(out).hooks) == names
 
@@ -87,10 +87,10 @@ def test_what_an_older_version_began_is_not_continued(tmp_path):
 
 
 def test_machines_of_other_versions_are_not_mixed(demo_inputs, tmp_path, capsys):
-    flags = [str(f) for f in flags_for(demo_inputs, tmp_path / "out", "--max_samples", 2)]
+    flags = flags_for(demo_inputs, tmp_path / "out", "--max_samples", 2)
     flags += ["--total_machines", "2"]
-    assert extract_activations.main(flags) == 0
+    assert main(*flags) == 0
     metadata = tmp_path / "out/machine_000/metadata.json"
     edit(metadata, lambda content: content.update(format_version=2))
-    assert extract_activations.main([*flags, "--machine_id", "1"]) == 2
+    assert main(*flags, "--machine_id", "1") == 2
     assert "machine_000: holds an extraction in format 2" in capsys.readouterr().err

@@ -5,13 +5,13 @@ from base64 import b64decode
 from html.parser import HTMLParser
 
 import pytest
+from command_line import main
 from extractions import HIDDEN, HOOKS, change_shard, edit, extract
 
 from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect.report import make_report
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import run_of
-from extract_activations import main
 
 HOSTILE = "\"><script>evil()</script><img/src=x/onerror=evil()>'<b onclick=evil()>&lt;evil>"
 HOSTILE += "\x1b[31m\u202e$x^{$ {{ 7 * 7 }} {% evil %}"
@@ -100,5 +100,5 @@ def test_metrics_that_are_no_numbers_are_left_out(line, tmp_path, capsys):
     more = '{"time": 1, "model_flops_utilisation": "evil", "steps": [1]}'
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n{more}\n")
     page_of(tmp_path)
-    assert main(["--status", "--output_dir", str(tmp_path)]) == 0
+    assert main("--status", "--output_dir", tmp_path) == 0
     assert "evil" not in capsys.readouterr().out

@@ -4,49 +4,35 @@ import json
 from pathlib import Path
 
 import pytest
-from pods import Pod, check_union, flags_for, stored_alone
-
-import extract_activations
+from command_line import main
+from pods import Pod, check_union, flags_for
 
 pytestmark = pytest.mark.long
-WIDTHS = "--hook_names", "blocks.1.attn.hook_k", "blocks.3.hook_resid_post", "blocks.3.mlp.hook_pre"
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        ["--mesh_type", "1d"],
-        ["--mesh_type", "2d"],
-        ["--mesh_type", "3d"],
-        ["--mesh_shape", "2,8,4", "--mesh_axes", "data,fsdp,model"],
-    ],
-    ids=["1d", "2d", "3d", "fsdp"],
-)
-def test_four_hosts_of_16_devices(demo_inputs, alone_with_few, tmp_path, mesh):
-    """Two steps: collectives of 64 devices take seconds on a few cores."""
+MESHES = {  # devices of each host, flags, and the mesh
+    "1d": (4, ["--mesh_type", "1d"], {"model": 16}),
+    "2d": (4, ["--mesh_type", "2d"], {"data": 4, "model": 4}),
+    "3d": (16, ["--mesh_type", "3d"], {"pipeline": 4, "data": 4, "model": 4}),
+    "fsdp": (
+        *(4, ["--mesh_shape", "2,4,2", "--mesh_axes", "data,fsdp,model"]),
+        {"data": 2, "fsdp": 4, "model": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_every_mesh_of_four_hosts(demo_inputs, alone_with_few, tmp_path, name):
+    """Few steps: collectives of 64 devices take seconds on a few cores."""
     few, alone = alone_with_few
+    devices, mesh, sizes = MESHES[name]
     out = tmp_path / "out"
     flags = flags_for(demo_inputs, out, "--dataset_path", few, "--batch_size", 16, *mesh)
-    pod = Pod(tmp_path, 4, 16, *flags)
+    pod = Pod(tmp_path, 4, devices, *flags)
     assert pod.wait() == [0] * 4, [pod.text(i) for i in range(4)]
     check_union(out, alone, {f"machine_000_host_{i:02d}" for i in range(4)})
     metadata = json.loads((out / "machine_000_host_00/metadata.json").read_text())
-    sizes = {"1d": {"model": 64}, "2d": {"data": 4, "model": 16}}
-    sizes["3d"] = {"pipeline": 4, "data": 4, "model": 4}
-    assert metadata["mesh"] == sizes.get(mesh[1], {"data": 2, "fsdp": 8, "model": 4})
-
-
-def test_two_machines_of_two_hosts(demo_inputs, tmp_path):
-    """With hooks of three widths."""
-    alone = stored_alone(demo_inputs, tmp_path / "alone", WIDTHS)
-    for machine in range(2):
-        (tmp_path / str(machine)).mkdir()
-        where = ["--machine_id", machine, "--total_machines", 2]
-        flags = flags_for(demo_inputs, tmp_path / "out", *where, hooks=WIDTHS)
-        pod = Pod(tmp_path / str(machine), 2, 4, *flags, through_environment=True)
-        assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
-    names = {f"machine_{m:03d}_host_{h:02d}" for m in range(2) for h in range(2)}
-    check_union(tmp_path / "out", alone, names)
+    assert metadata["mesh"] == sizes
 
 
 def test_uneven_ends_and_a_host_without_data(demo_inputs, texts, tmp_path):
@@ -66,11 +52,11 @@ def test_uneven_ends_and_a_host_without_data(demo_inputs, texts, tmp_path):
 
 def test_leftovers_of_another_number_of_hosts_are_refused_or_replaced(demo_inputs, tmp_path):
     out = tmp_path / "out"
-    flags = [str(flag) for flag in flags_for(demo_inputs, out, "--max_samples", 6)]
+    flags = flags_for(demo_inputs, out, "--max_samples", 6)
     assert Pod(tmp_path, 2, 2, *flags).wait() == [0, 0]
-    assert extract_activations.main(flags) == 2
+    assert main(*flags) == 2
     assert len(list(out.glob("machine_*/shard_*.json"))) == 2
-    assert extract_activations.main([*flags, "--overwrite"]) == 0
+    assert main(*flags, "--overwrite") == 0
     assert not list(out.glob("machine_*/shard_*")) and (out / "shard_0001.json").exists()
     assert Pod(tmp_path, 2, 2, *flags).wait() == [2, 2]
 

@@ -5,11 +5,11 @@ import shutil
 
 import numpy as np
 import pytest
+from command_line import main
 from pods import flags_for, rounding_of_run
 from small_runs import content, set_status
 from storages import open_storage
 
-import extract_activations
 from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.patience import reason_of
 from activation_extraction.store.pickle_file import read_records
@@ -42,7 +42,7 @@ def started(demo_inputs, tmp_path_factory):
         *("--max_seq_length", "64", "--max_samples", "40", "--shard_size_gb", "0.0005"),
         *("--output_dir", str(folder / "out")),
     ]
-    assert extract_activations.main([*flags, "--layers_to_extract", "1", "3"]) == 0
+    assert main(*flags, "--layers_to_extract", "1", "3") == 0
     for name in ("other_model", "other_tokenizer"):
         shutil.copytree(demo_inputs / "model", folder / name)
     weights = bytearray((folder / "other_model/model.safetensors").read_bytes())
@@ -60,7 +60,7 @@ def test_a_changed_request_is_refused_naming_the_field(started, capsys, field):
     layers = ["--layers_to_extract", "1", "3"]
     if "--layers_to_extract" in changed or "--hook_names" in changed:
         layers = []
-    assert extract_activations.main([*flags, *layers, *changed]) == 2
+    assert main(*flags, *layers, *changed) == 2
     error = capsys.readouterr().err
     assert f"already holds an extraction with another {field.strip()}: " in error
     assert {p.name: p.read_bytes() for p in (folder / "out").iterdir()} == before
@@ -81,7 +81,7 @@ def test_what_does_not_change_the_contents_may_change(demo_inputs, started, tmp_
         if int(path.name[6:10]) > 2:
             path.unlink()
     set_status(tmp_path / "out", "running")
-    assert extract_activations.main([*flags, *changes]) == 0
+    assert main(*flags, *changes) == 0
     allowed = rounding_of_run(folder / "out", demo_inputs / "model")
     names = sorted(path.name for path in (folder / "out").glob("shard_*.pkl.gz"))
     assert sorted(path.name for path in (tmp_path / "out").glob("shard_*.pkl.gz")) == names
@@ -97,13 +97,13 @@ def test_what_does_not_change_the_contents_may_change(demo_inputs, started, tmp_
 def test_machines_of_one_output_must_agree(started, tmp_path, capsys):
     _, flags = started
     flags = [*flags[:-1], str(tmp_path / "out"), "--layers_to_extract", "1", "--max_samples", "5"]
-    assert extract_activations.main([*flags, "--total_machines", "2"]) == 0
+    assert main(*flags, "--total_machines", "2") == 0
     second = [*flags, "--total_machines", "2", "--machine_id", "1"]
-    assert extract_activations.main([*second, "--dtype", "bfloat16"]) == 2
+    assert main(*second, "--dtype", "bfloat16") == 2
     assert "machine_000: already holds an extraction with another dtype" in capsys.readouterr().err
-    assert extract_activations.main([*flags, "--total_machines", "3", "--machine_id", "1"]) == 2
+    assert main(*flags, "--total_machines", "3", "--machine_id", "1") == 2
     assert "with another total_machines: 2, now 3" in capsys.readouterr().err
-    assert extract_activations.main(second) == 0
+    assert main(*second) == 0
 
 
 @pytest.mark.long
@@ -121,11 +121,11 @@ def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(AtomicFile, "finish", full)
         for more, again in (["--overwrite"], " without --overwrite"), ([], ""):
-            assert extract_activations.main([*flags, *more]) == 1
+            assert main(*flags, *more) == 1
             error = capsys.readouterr().err.splitlines()[-1]
             assert "shard_0002.pkl.gz: the disk is full; make room first. Stored in" in error
             assert " 1 shard," in error and error.endswith(f"run the same command again{again}")
-    assert extract_activations.main(flags) == 0
+    assert main(*flags) == 0
     assert content(tmp_path / "out") == content(folder / "out")
     assert reason_of(OSError(30, ""))[0].startswith("the file system is read-only")
 
@@ -133,29 +133,29 @@ def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeyp
 @pytest.mark.long
 def test_overwrite_replaces_machines_that_are_too_many(demo_inputs, tmp_path, capsys):
     out = tmp_path / "out"
-    flags = [str(flag) for flag in flags_for(demo_inputs, out, "--max_samples", 6)]
+    flags = flags_for(demo_inputs, out, "--max_samples", 6)
     for machine in range(3):
         where = ["--total_machines", "3", "--machine_id", str(machine)]
-        assert extract_activations.main([*flags, *where]) == 0
+        assert main(*flags, *where) == 0
     two = [*flags, "--total_machines", "2"]
-    assert extract_activations.main([*two, "--overwrite"]) == 0
+    assert main(*two, "--overwrite") == 0
     assert [path.name for path in sorted(out.glob("machine_*")) if any(path.glob("shard*"))] == [
         "machine_000",
         "machine_001",  # for this one's own command
     ]
-    assert extract_activations.main([*two, "--machine_id", "1", "--overwrite"]) == 0
-    assert extract_activations.main(["--verify", "--output_dir", str(out)]) == 0
+    assert main(*two, "--machine_id", "1", "--overwrite") == 0
+    assert main("--verify", "--output_dir", out) == 0
 
 
 def test_overwrite_spares_what_another_process_is_writing(demo_inputs, tmp_path, capsys):
     """Also with another number of machines, whose folders it would replace."""
     out = tmp_path / "out"
-    flags = [str(flag) for flag in flags_for(demo_inputs, out, "--max_samples", 6, "--overwrite")]
+    flags = flags_for(demo_inputs, out, "--max_samples", 6, "--overwrite")
     machines = ["--total_machines", "2"]
     for running, other in (("", machines), ("machine_000", [])):
         shutil.rmtree(out, ignore_errors=True)
         with open_storage(out / running, {0: "hook"}) as storage:
             storage.add_activation(0, np.zeros((2, 3), np.float32), 0, "")
-            assert extract_activations.main([*flags, *other]) == 1
+            assert main(*flags, *other) == 1
             assert "another process is writing to it" in capsys.readouterr().err
         assert (out / running / "shard_0001.json").exists()

@@ -17,7 +17,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import small_runs
-from small_runs import Killed, both_formats, content, shard_name, status
+from small_runs import Killed, content, shard_name, status
 
 from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.inspect.status import show_status
@@ -109,12 +109,12 @@ def shards_of(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.long
-@both_formats
 @pytest.mark.parametrize(
-    "place,before",
+    "place,before,shard_format",
     [
-        *((place, before) for place in PLACES for before in ("nothing", "interrupted")),
-        *((place, "interrupted, disk lost") for place in PLACES[1:]),
+        *((place, before, "pickle") for place in PLACES for before in ("nothing", "interrupted")),
+        *((place, "interrupted, disk lost", "pickle") for place in PLACES[1:]),
+        ("bucket, local kept", "interrupted", "safetensors"),
     ],
 )
 def test_killed_before_every_change(

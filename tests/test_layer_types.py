@@ -19,7 +19,7 @@ from activation_extraction.model.hooks import HOOKS
 from activation_extraction.model.mesh import build_layout, usable_devices
 from activation_extraction.model.model_config import QwenConfig
 from activation_extraction.model.weights import load_params
-from qwen2_jax import Qwen2, weight_table
+from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import create_model_with_hooks
 
 
@@ -64,17 +64,6 @@ def test_layers_of_two_types_are_run_in_their_order(five, shape):
     assert_same_but_for_rounding(by_hook(model, found), expected, allowed)
 
 
-def test_parameters_of_a_type_are_those_of_its_layers(five):
-    table = weight_table(Qwen2(mixed(five.config)))
-    names = {path[1]: spec.hf_names for path, spec in table.items() if path[-2] == "q_proj"}
-    assert names["a"] != names["b"]
-    found = {path: spec for path, spec in table.items() if path[-2:] == ("o_proj", "weight")}
-    numbers = {
-        path[1]: [int(n.split(".")[2]) for n in spec.hf_names] for path, spec in found.items()
-    }
-    assert numbers == {"a": [0, 3], "b": [1, 2, 4]}
-
-
 @pytest.mark.long
 def test_a_type_that_no_layer_of_the_loop_has_is_not_loaded(five):
     hooks = HOOKS.matching(["blocks.0.hook_resid_post", "blocks.1.attn.hook_q"], 5).values()
@@ -86,24 +75,6 @@ def test_a_type_that_no_layer_of_the_loop_has_is_not_loaded(five):
     own = load(alone, five.folder)
     expected, allowed = run(alone, own, *batch), rounding_of(alone, own, *batch)
     assert_same_but_for_rounding(run(model, params, *batch), expected, allowed)
-
-
-OF_B = dataclasses.replace(
-    HOOKS,
-    kinds=tuple(dataclasses.replace(k, types=("b",) * ("mlp." in k.name)) for k in HOOKS.kinds),
-)
-
-
-def test_a_hook_that_a_layer_lacks_is_neither_listed_nor_taken(five):
-    table = OF_B.of(mixed(five.config).layer_types)
-    listed = [hook.layer for hook in table.every(5) if hook.kind.name.endswith("mlp.hook_pre")]
-    assert listed == [1, 2, 4]
-    assert [*table.matching(["blocks.*.mlp.hook_pre"], 5)] == [
-        f"blocks.{layer}.mlp.hook_pre" for layer in listed
-    ]
-    with pytest.raises(InputError, match="blocks.3.mlp.hook_pre: layer 3 is of type a and has no"):
-        table.matching(["blocks.3.mlp.hook_pre"], 5)
-    assert len(OF_B.of(("a", "a")).kinds) == len(HOOKS.kinds) - 3
 
 
 @pytest.mark.parametrize(

@@ -132,17 +132,3 @@ def test_a_defect_is_reported_with_its_traceback(caplog):
     assert "unexpected ValueError" in str(steps.failure)
     steps.fail(RunError("a later one"))
     assert "ValueError" in str(steps.failure)  # the first one counts
-
-
-def test_one_item_is_always_in_flight():
-    events = []
-
-    def items():
-        for number in range(4):
-            events.append(f"start {number}")
-            yield number
-
-    for number in one_behind(items()):
-        events.append(f"end {number}")
-    assert " ".join(events) == ("start 0 start 1 end 0 start 2 end 1 start 3 end 2 end 3")
-    assert list(one_behind([])) == [] and list(one_behind([None])) == [None]

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from command_line import main
 from pods import Pod, flags_for
 from small_runs import content, set_status
 
@@ -11,10 +12,6 @@ import extract_activations
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.storage import ActivationStorage
-
-
-def main(*flags):
-    return extract_activations.main([str(flag) for flag in flags])
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def test_peak_memory_stays_under_2_2_times_the_weights(half_billion, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [{"model": 8}, {"fsdp": 8}, {"pipeline": 4, "model": 2}])
+@pytest.mark.parametrize("shape", [{"model": 8}, {"pipeline": 4, "model": 2}])
 def test_loading_holds_a_few_layers_beyond_the_shards(half_billion, shape):
     """Eight devices in one process: what it had besides their shards at the worst moment."""
     command = [sys.executable, "-c", LOAD, str(half_billion[0]), json.dumps(shape)]

@@ -63,13 +63,7 @@ SMALL = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        name if name == "2 kv heads" else pytest.param(name, marks=pytest.mark.long)
-        for name in SMALL
-    ],
-)
+@pytest.fixture(scope="module", params=["2 kv heads"])
 def small(request, tmp_path_factory):
     """A model of five layers, and its hooks' values on one device for packed rows."""
     folder = tmp_path_factory.mktemp("small")
@@ -97,14 +91,22 @@ def run_on(reference, batch, hooks, shape, hosts=1):
     return forward({"params": params}, *inputs), model
 
 
+# One model on every mesh, and the others on those that split their heads or their layers.
+CASES = [("2 kv heads", name, hooks) for name in SHAPES for hooks in ("every", "odd")]
+CASES += [
+    (model, name, "odd")
+    for model in SMALL
+    for name in ("1d", "2d", "3d pipeline")
+    if model != "2 kv heads"
+]
+QUICK = [("2 kv heads", name, "odd") for name in ("2d", "3d pipeline")]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("2d", "3d pipeline") else pytest.param(name, marks=pytest.mark.long)
-        for name in SHAPES
-    ],
+    "small,name,hooks",
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.long) for case in CASES],
+    indirect=["small"],
 )
-@pytest.mark.parametrize("hooks", [pytest.param("every", marks=pytest.mark.long), "odd"])
 def test_every_mesh_gives_the_values_of_one_device(small, name, hooks):
     reference, batch, expected = small
     chosen = every_hook(reference.config)
@@ -121,6 +123,7 @@ def test_every_mesh_gives_the_values_of_one_device(small, name, hooks):
     assert_same_but_for_rounding(by_hook(model, found), *expected[hooks])
 
 
+@pytest.mark.parametrize("small", ["1 kv head", "2 kv heads", "4 kv heads"], indirect=True)
 def test_weights_are_split_and_read_only_once(small):
     """Per device: what the axes leave of each weight; per process: every byte once."""
     reference, _, _ = small

@@ -173,50 +173,16 @@ def test_conversion_in_memory_equals_loading(reference: Reference):
         np.testing.assert_array_equal(value, loaded[path])
 
 
-def equations(program, length, inside=False):
-    """Every equation of a jaxpr and of those within; whether in a loop of `length` steps."""
-    for equation in program.eqns:
-        yield equation, inside
-        loop = equation.primitive.name == "scan" and equation.params["length"] == length
-        parts = jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda part: hasattr(part, "eqns")
-        )
-        for part in parts:
-            if hasattr(part, "eqns"):
-                yield from equations(part, length, inside or loop)
+WINDOW = dict(use_sliding_window=True, sliding_window=300, max_window_layers=1)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_what_the_layers_compute(tmp_path, dtype):
-    """Each in its loop: no rotary table, no mask or scores of whole rows, and the fast products."""
-    reference = make_reference(tmp_path, num_hidden_layers=7, num_key_value_heads=2)
-    batch = rows(reference.config.vocab_size, (4, 1024))
-    layout = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=2)
-    model = create_model_with_hooks(
-        reference.config, every_hook(reference.config), dtype, layout=layout
-    )
-    params = {"params": load(model, reference.folder, dtype)}
-    assert model.whole_layers == 6  # the last one follows, with the final norm
-    found = list(equations(jax.make_jaxpr(model.apply)(params, *batch), 6))
-    tables = [inside for equation, inside in found if equation.primitive.name in ("cos", "sin")]
-    assert tables == [False, False]
-    of_layers = [equation for equation, inside in found if inside]
-    outputs = [out.aval for equation in of_layers for out in equation.outvars]
-    assert max(out.size for out in outputs if out.dtype == bool) < 1024 * 1024
-    scores = [out for out in outputs if out.shape[-2:] == (1024, 1024)]
-    assert not scores
-    products = [e for e in of_layers if e.primitive.name == "dot_general"]
-    assert len(products) >= 7 + 2  # projections and attention
-    for product in products:
-        assert {operand.aval.dtype for operand in product.invars} == {jnp.dtype(dtype)}
-        assert product.outvars[0].aval.dtype == jnp.float32
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype,window", [(jnp.float32, {}), (jnp.bfloat16, {}), (jnp.float32, WINDOW)]
+)
 @pytest.mark.long
-def test_rows_go_through_a_layer_in_groups_on_one_cpu(tmp_path, dtype):
+def test_rows_go_through_a_layer_in_groups_on_one_cpu(tmp_path, dtype, window):
     """The values are those of all rows together, and rows of padding cost nothing."""
-    reference = make_reference(tmp_path, num_hidden_layers=2, num_key_value_heads=2)
+    reference = make_reference(tmp_path, num_hidden_layers=2, num_key_value_heads=2, **window)
     config = reference.config
     alone = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
     assert rows_at_once(alone, 6, 1024) == 2 and rows_at_once(alone, 5, 1024) == 1

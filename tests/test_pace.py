@@ -5,11 +5,7 @@ import os
 import time
 
 import pytest
-from extractions import (
-    edit,
-    folder_name,
-    open_part,
-)
+from extractions import edit, folder_name, open_part
 from test_status import NOW, begin, kill, parts_at
 
 from activation_extraction.dataset import folders as folders_module
@@ -44,7 +40,7 @@ def test_rates_and_the_expected_end(tmp_path, monkeypatch, capsys):
     show_status(Folder(str(tmp_path)), write=False)
     last = capsys.readouterr().out.splitlines()[-1]
     assert [cell.strip() for cell in last.split("  ") if cell][-3:] == [
-        *("0 min 20 s ago", "6", "in 4 min 43 s"),
+        *("0 min 20 s ago", "6", "in 4 min 43 s")
     ]
     for storage in running:
         storage.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from extractions import HOOKS, extract, open_part, replace_shard, write_records
+from extractions import HOOKS, extract, open_part, write_records
 
 import extract_activations
 from activation_extraction.cli.parser import epilog
@@ -149,11 +149,3 @@ def test_long_ids_are_in_order(tmp_path, check):
                     key, values, sample, "", np.array([3], np.int32), f"{LONG_ID}{sample}"
                 )
     assert check(tmp_path) == []
-
-
-def test_a_bomb_is_refused_that_its_json_does_not_announce(tmp_path, check):
-    extract(tmp_path)
-    bomb = gzip.compress(pickle.dumps({3: [bytes(70 * 2**20)]}), 1)
-    replace_shard(tmp_path, 2, bomb, unpacked=9000)
-    (found,) = check(tmp_path)
-    assert found.startswith("shard_0002.pkl.gz: unpacks to more than ")

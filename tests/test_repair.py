@@ -83,7 +83,6 @@ def harm(out):
 
 DAMAGE = {
     "many kinds": harm,
-    "no last": lambda out: lose(out, SHARDS) or {SHARDS},
     "all": lambda out: lose(out, *range(1, SHARDS + 1)) or set(range(1, SHARDS + 1)),
 }
 
@@ -113,9 +112,8 @@ def test_the_bytes_are_those_of_an_undisturbed_run(kind, flags, whole, out, monk
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("keep", [[], ["--keep_local"]])
-def test_in_a_bucket(keep, flags, whole, bucket, tmp_path, monkeypatch, capsys):  # noqa: F811
-    there = [*flags, "--upload_to_gcs", "--gcs_bucket", "bucket", "--gcs_prefix", "run", *keep]
+def test_in_a_bucket(flags, whole, bucket, tmp_path, capsys):
+    there = [*flags, "--upload_to_gcs", "--gcs_bucket", "bucket", "--gcs_prefix", "run"]
     local = tmp_path / "local"
     assert main(*there, "--output_dir", local) == 0
     for lost in (shard_file(whole, 2).name, name(3), name(SHARDS), shard_file(whole, SHARDS).name):
@@ -124,26 +122,11 @@ def test_in_a_bucket(keep, flags, whole, bucket, tmp_path, monkeypatch, capsys):
     for output in (local, tmp_path / "fresh disk"):
         assert main(*there, "--output_dir", output, "--repair") == 0
         assert uploaded(bucket) == shards_in(whole)
-        assert bool(shards_in(local)) == bool(keep)
+        assert not shards_in(local)
         assert main("--verify", "--output_dir", "gs://bucket/run") == 0
         bucket.delete(f"run/machine_000/{shard_file(whole, 5).name}")
     assert main(*flags, "--output_dir", tmp_path / "elsewhere", "--repair") == 2
     assert "holds no extraction" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_another_run_and_other_flags_are_refused(flags, out, capsys):
-    flip(shard_file(out, 2))
-    before = shards_in(out)
-    for more, told in (
-        (["--max_seq_length", 32], "another max_seq_length: 64, now 32"),
-        (["--verify"], "cannot be used together"),
-        (["--overwrite"], "cannot be used together"),
-        (["--status"], "cannot be used together"),
-    ):
-        assert main(*flags, "--output_dir", out, "--repair", *more) == 2
-        (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-        assert told in line
-    assert shards_in(out) == before
 
 
 @pytest.mark.long
@@ -162,3 +145,20 @@ def test_each_host_of_a_pod_repairs_its_own_folder(demo_inputs, tmp_path):
     assert f"shards made again in {folders[0]}: none" in pod.text(0)
     assert f"shards made again in {folders[1]}: 1, 3" in pod.text(1)
     assert all("in order: 1 folder," in pod.text(host) for host in range(2))
+
+
+@pytest.mark.parametrize("kept", ["metadata", "nothing"])
+def test_what_is_lost_at_the_beginning_is_named_and_made_again(flags, whole, out, kept, capsys):
+    lose(out, 1, 2, 3, 4, 5)
+    if kept == "nothing":
+        (out / "metadata.json").unlink()
+    assert main("--verify", "--output_dir", out) == 1
+    told = capsys.readouterr()
+    assert "shard_0001.json to shard_0005.json: are missing" in told.out, told
+    # Without metadata nothing says whether the run had reached the end of its data: it finds out.
+    assert main(*flags, "--output_dir", out, "--repair") == (1 if kept == "nothing" else 0)
+    if kept == "nothing":
+        assert main(*flags, "--output_dir", out) == 0
+    assert main("--verify", "--output_dir", out) == 0
+    assert shards_in(out) == shards_in(whole)
+    assert kept == "nothing" or same(out, whole)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from browser import CHROMIUM, chromium
 from cloud import REPOSITORY
+from command_line import main
 from extractions import (
     HIDDEN,
     HOOKS,
@@ -41,7 +42,6 @@ from activation_extraction.inspect.report_numbers import (
     variance_shares,
 )
 from activation_extraction.store.folder import Folder
-from extract_activations import main
 
 SECTIONS = ["glance", "run", "norms", "directions", "tokens", "speed"]
 WIDTHS = {key: {"width": HIDDEN} for key in HOOKS}
@@ -166,7 +166,7 @@ def test_a_pause_of_the_run_does_not_squeeze_the_throughput():
 
 
 def test_the_page_is_one_file_with_every_section(run, capsys):
-    assert main(["--report", "--output_dir", str(run)]) == 0
+    assert main("--report", "--output_dir", run) == 0
     path = run / "report.html"
     assert capsys.readouterr().out == f"report: {path}\n"
     page = path.read_text()
@@ -177,7 +177,7 @@ def test_the_page_is_one_file_with_every_section(run, capsys):
     assert len(images) == len(re.findall("src=", page)) == 6
     assert all(image.startswith("data:image/svg+xml;base64,") for image in images)
     assert "100 tokens of 10 documents in 4 of 4 shards" in text_of(page)
-    assert main(["--verify", "--output_dir", str(run)]) == 0  # the report is in nobody's way
+    assert main("--verify", "--output_dir", run) == 0  # the report is in nobody's way
 
 
 def test_totals_of_a_small_run_are_not_zero(run, tmp_path):
@@ -255,7 +255,7 @@ def test_hooks_without_a_layer_and_hooks_that_do_not_vary_have_a_page(value, tmp
 def test_activations_whose_norms_are_no_usable_numbers_are_refused(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     change_shard(tmp_path / "run", 2, lambda shard: shard[3][0]["activation"].fill(1e30))
-    assert main(["--report", "--output_dir", str(tmp_path / "run")]) == 1
+    assert main("--report", "--output_dir", tmp_path / "run") == 1
     assert f"sample 3, {HOOKS[3]}: NaN or huge values" in capsys.readouterr().err
 
 
@@ -269,7 +269,7 @@ def test_a_run_that_goes_on_is_read_from_a_bucket(tmp_path, run, monkeypatch):
     edit(copied, lambda content: content.update(status="running", shards=3))
     fs.pipe("/report-run/metadata.json", copied.read_bytes())
     monkeypatch.chdir(tmp_path)
-    assert main(["--report", "--output_dir", "memory://report-run"]) == 0
+    assert main("--report", "--output_dir", "memory://report-run") == 0
     assert "90 tokens of 9 documents in 3 of 3 shards" in text_of(
         (tmp_path / "report.html").read_text()
     )
@@ -277,7 +277,7 @@ def test_a_run_that_goes_on_is_read_from_a_bucket(tmp_path, run, monkeypatch):
 
 def test_refusals_are_one_line(tmp_path, run, capsys, monkeypatch):
     def refused(*arguments):
-        assert main(["--report", *arguments]) == 2
+        assert main("--report", *arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         return line
 

@@ -10,7 +10,6 @@ from activation_extraction.store.commit import METADATA
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import read_stored
 from activation_extraction.store.sealed_json import seal, unseal
-from benchmarks import indexed_bucket
 from benchmarks.requests import NAME, ROOT, count, fill, measure_run, resume, status
 
 URL = f"{ROOT}/{NAME}"
@@ -128,22 +127,6 @@ def test_status_of_a_run_lists_and_reads_each_folder_once(monkeypatch, capsys):
         monkeypatch.setenv(name, "{}")  # restored afterwards
     found = measure_run(3, 2, 9)
     assert (found["listings"], found["reads"]) == (1 + 6, 6)
-
-
-@pytest.mark.parametrize("page", [1, 2, 3, 100])
-def test_pages_of_a_listing_make_up_the_whole(page, monkeypatch):
-    monkeypatch.setattr(indexed_bucket, "PAGE", page)
-    names = ["a", "run/a/1", "run/a/2", "run/a!", "run/b/1", "run/b/c/2", "run/z", "runs"]
-    objects = indexed_bucket.Objects(dict.fromkeys(names, b""))
-    items, prefixes, after = [], [], ""
-    while after is not None:
-        found = objects.page("run/", "/", after)
-        assert len(found["items"]) + len(found["prefixes"]) <= page
-        items += [item["name"] for item in found["items"]]
-        prefixes += found["prefixes"]
-        after = found.get("nextPageToken")
-    assert items == ["run/a!", "run/z"] and prefixes == ["run/a/", "run/b/"]
-    assert objects.page("nowhere/", "/", "")["items"] == []
 
 
 def check_sums():

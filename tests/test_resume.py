@@ -15,6 +15,7 @@ from small_runs import (
     Killed,
     both_formats,
     content,
+    set_status,
     shards_of,
     status,
     stream_of,
@@ -24,7 +25,6 @@ from storages import open_storage
 from activation_extraction.common.errors import InputError, RunError, StorageError
 from activation_extraction.store import pickle_file
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.sealed_json import seal
 from activation_extraction.text import sources
 
 
@@ -58,19 +58,7 @@ def test_resumed_at_every_sample_that_was_committed(run, tmp_path):
             if int(path.name[6:10]) > stored:
                 path.unlink()
         if stored < total:
-            metadata = seal(
-                {
-                    **{
-                        key: value
-                        for key, value in json.loads(
-                            (folder / "metadata.json").read_bytes()
-                        ).items()
-                        if key != "checksum"
-                    },
-                    "status": "running",
-                }
-            )
-            (folder / "metadata.json").write_bytes(metadata)
+            set_status(folder, "running")
         run(folder, shard_size_gb=1e-9)
         assert content(folder) == whole, stored
 

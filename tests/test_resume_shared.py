@@ -26,29 +26,26 @@ def test_two_processes_do_not_write_to_one_folder(run, tmp_path):
     second.close()
 
 
-@pytest.mark.parametrize("place", ["local", "bucket"])
-def test_what_another_process_stored_meanwhile_is_continued(
-    run, whole, tmp_path, place, monkeypatch
-):
-    """It ended after this one had looked, and before this one was ready to begin."""
+def test_what_another_process_stored_meanwhile_is_continued(run, whole, tmp_path, monkeypatch):
+    """It ended after this one had looked, and before this one was ready to begin.
+
+    test_meanwhile.py has it for a local folder.
+    """
     folder, url = tmp_path / "out", f"memory://{tmp_path}/bucket"
-    bucket = {"remote": Folder(url)} if place == "bucket" else {}
-    run(folder, interrupt_after=5, **bucket)
+    run(folder, interrupt_after=5, remote=Folder(url))
     original = ActivationStorage.open
 
     def late(storage):
         monkeypatch.setattr(ActivationStorage, "open", original)
         before = storage.found_samples
-        run(folder if place == "local" else tmp_path / "other", interrupt_after=20, **bucket)
+        run(tmp_path / "other", interrupt_after=20, remote=Folder(url))
         original(storage)
         assert 0 < before < storage.found_samples < DOCUMENTS
 
     monkeypatch.setattr(ActivationStorage, "open", late)
-    run(folder, **bucket)
-    if place == "bucket":
-        folder = tmp_path / "copy"
-        fsspec.filesystem("memory").get(f"{url}/", str(folder), recursive=True)
-    assert content(folder) == whole and status(folder) == "complete"
+    run(folder, remote=Folder(url))
+    copy = copied(url, tmp_path / "copy")
+    assert content(copy) == whole and status(copy) == "complete"
 
 
 def copied(url, folder):
@@ -145,8 +142,7 @@ def test_of_two_machines_with_one_machine_id_the_later_goes_on(run, whole, tmp_p
         first.add_activation(key, np.zeros((3, HIDDEN), np.float32), 0, "")
     with pytest.raises(StorageError, match="another process has begun to write there"):
         first.finalize()
-    copy = tmp_path / "copy"
-    fsspec.filesystem("memory").get(f"{url}/", str(copy), recursive=True)
+    copy = copied(url, tmp_path / "copy")
     assert content(copy) == whole and status(copy) == "complete"
 
 

@@ -4,10 +4,9 @@ import json
 import shutil
 
 import pytest
+from command_line import main
 from pods import Pod
 from test_hub import hub, run  # noqa: F401
-
-import extract_activations
 
 
 @pytest.fixture
@@ -95,6 +94,6 @@ def test_hosts_use_one_commit_though_they_have_seen_different_ones(hub, tmp_path
 def test_a_revision_of_what_has_none_is_refused(demo_inputs, tmp_path, flags, message, capsys):
     folder = demo_inputs / "model"
     flags = [flag.format(folder=folder) for flag in flags] + ["--model_revision", "v1"]
-    assert extract_activations.main([*flags, "--output_dir", str(tmp_path / "out")]) == 2
+    assert main(*flags, "--output_dir", tmp_path / "out") == 2
     assert capsys.readouterr().err.startswith(f"error: {message.format(folder=folder)}")
     assert not (tmp_path / "out").exists()

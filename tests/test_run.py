@@ -10,6 +10,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from command_line import main
 from conftest import Reference, make_reference, references
 from test_model import (
     TOLERANCE,
@@ -28,7 +29,7 @@ from activation_extraction.run.hosts import Host, Watchdog
 from activation_extraction.run.prepare import prepare_together
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.packing import pack, samples_of
-from extract_activations import compile_step, main
+from extract_activations import compile_step
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
 # For tests that compute for longer than it takes to compile as in a run.
@@ -83,7 +84,7 @@ def test_one_compilation_for_20_batches_of_different_lengths(demo_inputs, tmp_pa
     """Counted over a whole run: JAX says what it compiles."""
     flags = ["--max_seq_length", 96, "--batch_size", 8, "--output_dir", tmp_path, "--verbose"]
     with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
-        assert main(arguments(demo_inputs, *flags)) == 0
+        assert main(*arguments(demo_inputs, *flags)) == 0
     messages = [record.getMessage() for record in caplog.records]
     assert len([m for m in messages if "Finished XLA compilation of jit(apply)" in m]) == 1
     metadata = json.loads((tmp_path / "metadata.json").read_text())
@@ -108,7 +109,7 @@ def test_a_batch_is_stored_while_the_next_one_computes(demo_inputs, tmp_path, mo
     monkeypatch.setattr(extract_activations, "compile_step", compile_and_watch)
     monkeypatch.setattr(ActivationStorage, "add_batch", store)
     flags = ["--max_seq_length", 96, "--batch_size", 8, "--output_dir", tmp_path]
-    assert main(arguments(demo_inputs, *flags)) == 0
+    assert main(*arguments(demo_inputs, *flags)) == 0
     batches = len(events) // 2
     assert batches > 20
     assert events == ["computes", *["computes", "stored"] * (batches - 1), "stored"]
@@ -126,7 +127,7 @@ def test_waiting_for_a_step_to_start_is_told_as_computing(
 
     monkeypatch.setattr(extract_activations, "compile_step", compile_and_delay)
     flags = ["--max_seq_length", 64, "--max_samples", 2, "--output_dir", tmp_path]
-    assert main(arguments(demo_inputs, *flags)) == 0
+    assert main(*arguments(demo_inputs, *flags)) == 0
     assert float(re.search(r"compute ([\d.]+)", capsys.readouterr().out)[1]) >= 1
 
 
@@ -164,16 +165,9 @@ def test_stored_records_are_hugging_face_activations(texts, tmp_path):
     rows = [{"text": f"Sample {n}, " * (n % 9 + 1), "id": n} for n in range(40)]
     depth = reference.config.num_hidden_layers
     out = tmp_path / "out"
-    assert (
-        main(
-            [
-                *("--model_path", str(reference.folder), "--dataset_path", str(texts(rows))),
-                *("--layers_to_extract", "0", str(depth - 1), "--max_seq_length", "64"),
-                *("--output_dir", str(out)),
-            ]
-        )
-        == 0
-    )
+    flags = ["--model_path", reference.folder, "--dataset_path", texts(rows)]
+    flags += ["--layers_to_extract", 0, depth - 1, "--max_seq_length", 64]
+    assert main(*flags, "--output_dir", out) == 0
     shard = pickle.load(gzip.open(out / "shard_0001.pkl.gz"))
     for layer in (0, depth - 1):
         assert [record["doc_id"] for record in shard[layer]] == list(range(40))
@@ -199,7 +193,7 @@ def test_the_cursor_is_the_start_of_the_batch_of_the_first_sample_not_stored(
 
     monkeypatch.setattr(ActivationStorage, "add_batch", spy)
     flags = ["--max_seq_length", 96, "--shard_size_gb", 0.002, "--output_dir", tmp_path]
-    assert main(arguments(demo_inputs, *flags)) == 0
+    assert main(*arguments(demo_inputs, *flags)) == 0
     commits = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("shard_*.json"))]
     assert len(commits) > 3
     for commit in commits[:-1]:

@@ -42,15 +42,13 @@ print(json.dumps(read))
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory):
-    """The file as it is, changed as its comments say, and with mistakes: one start of SkyPilot."""
+    """The file as it is, and changed as its comments say: one start of SkyPilot."""
     text = FILE.read_text()
     gpu = text.replace("tpu-v6e-8 ", "H100:8 ").replace("ACCELERATOR: tpu", "ACCELERATOR: gpu")
     texts = {
         "as it is": text,
         "pod": text.replace("tpu-v6e-8 ", "tpu-v6e-32 "),
         "gpu": gpu.replace("num_nodes: 1", "num_nodes: 2"),
-        "unknown field": text.replace("use_spot:", "use_spots:"),
-        "wrong type": text.replace("workers: 4", "workers: four"),
     }
     home = tmp_path_factory.mktemp("home")
     process = subprocess.run(
@@ -82,12 +80,6 @@ def test_it_is_a_spot_job_that_recovers_from_all_but_bad_input(read):
 def test_pods_and_gpu_nodes(read):
     assert read["pod"]["accelerators"] == {"tpu-v6e-32": 1} and read["pod"]["nodes"] == 1
     assert read["gpu"]["accelerators"] == {"H100": 8} and read["gpu"]["nodes"] == 2
-
-
-@pytest.mark.parametrize("mistake", ["unknown field", "wrong type"])
-def test_mistakes_are_found(read, mistake):
-    """Otherwise the tests above would prove nothing."""
-    assert isinstance(read[mistake], str)
 
 
 @pytest.mark.parametrize(

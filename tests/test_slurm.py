@@ -11,10 +11,7 @@ from slurm import missing, run_slurm
 
 from activation_extraction.store.folder import Folder
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 SBATCH = REPOSITORY / "deploy/slurm.sbatch"
 
 # In the place of Python: at their first start machines 5 and 7 stop after two steps until they are

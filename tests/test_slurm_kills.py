@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 from cloud import REPOSITORY
+from command_line import main
 from pods import check_union, flags_for
 from slurm import missing, run_slurm
 
-import extract_activations
 from benchmarks.kill_and_resume import shards_in
 
-pytestmark = [
-    pytest.mark.rare,
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-]
+pytestmark = [pytest.mark.rare, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 SBATCH = REPOSITORY / "deploy/slurm.sbatch"
 MACHINES, NODES, KILLS, FAILURES = 12, 3, 9, 3
 
@@ -73,10 +70,7 @@ class Saboteur:
 
 
 def test_every_document_is_stored_once_with_the_bytes_of_undisturbed_machines(
-    tmp_path,
-    demo_inputs,
-    alone,
-    check,
+    tmp_path, demo_inputs, alone, check
 ):
     out = tmp_path / "out"
     more = ("--batch_size", 2, "--shard_size_gb", 5e-5, "--no_data_parallel")
@@ -95,6 +89,6 @@ def test_every_document_is_stored_once_with_the_bytes_of_undisturbed_machines(
     for machine in range(MACHINES):
         which = ("--machine_id", machine, "--total_machines", MACHINES)
         undisturbed = flags_for(demo_inputs, tmp_path / "whole", *more, *which)
-        assert extract_activations.main([str(flag) for flag in undisturbed]) == 0
+        assert main(*undisturbed) == 0
         name = f"machine_{machine:03d}"
         assert shards_in(out / name) == shards_in(tmp_path / "whole" / name)

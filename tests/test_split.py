@@ -8,10 +8,10 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from command_line import main
 from extractions import extract
 from pods import Pod, flags_for, stored
 
-import extract_activations
 from activation_extraction.dataset.folders import expected_names, read_folders
 from activation_extraction.inspect.status import host_states
 from activation_extraction.store.folder import Folder
@@ -126,11 +126,11 @@ def test_a_pod_of_two_hosts_beside_a_machine_of_one(demo_inputs, texts, tmp_path
         rows = [{"text": f"document {n}", "id": f"{number}-{n}"} for n in range(20)]
         texts(rows, f"data/{number}.jsonl")
     flags = flags_for(demo_inputs, tmp_path / "out", "--dataset_path", tmp_path / "data")
-    flags = [str(flag) for flag in (*flags, "--total_machines", 2)]
+    flags = [*flags, "--total_machines", 2]
     pod = Pod(tmp_path, 2, 2, *flags, "--machine_id", 0)
     assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
     for _ in range(2):
-        assert extract_activations.main([*flags, "--machine_id", "1"]) == 0
+        assert main(*flags, "--machine_id", "1") == 0
     records = [
         r for (_, layer), part in stored(tmp_path / "out").items() for r in part if layer == 1
     ]
@@ -139,4 +139,4 @@ def test_a_pod_of_two_hosts_beside_a_machine_of_one(demo_inputs, texts, tmp_path
     )
     assert len({r["sample_idx"] for r in records}) == 60
     for look in ("--verify", "--status"):
-        assert extract_activations.main([look, "--output_dir", str(tmp_path / "out")]) == 0
+        assert main(look, "--output_dir", tmp_path / "out") == 0

@@ -2,13 +2,13 @@
 
 import json
 import re
-import shutil
 import socket
 import threading
 
 import fsspec
 import numpy as np
 import pytest
+from command_line import main
 from extractions import (
     HIDDEN,
     HOOKS,
@@ -17,28 +17,22 @@ from extractions import (
     edit,
     extract,
     folder_name,
-    identity_of,
     merge_all,
     open_part,
 )
 
-import extract_activations
 from activation_extraction.common.errors import InputError, StorageError
-from activation_extraction.dataset.folders import HostFolder, expected_names, read_folders
+from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect import look
 from activation_extraction.inspect import status as status_module
 from activation_extraction.inspect.status import aggregate, host_states, show_status
 from activation_extraction.inspect.verify import verify
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.metadata import AGGREGATE, Stored
+from activation_extraction.store.metadata import AGGREGATE
 from activation_extraction.store.sealed_json import unseal
 from activation_extraction.store.statistics import Statistics
 
 NOW = 1_800_000_000.0
-
-
-def main(*arguments):
-    return extract_activations.main([str(argument) for argument in arguments])
 
 
 def parts_at(root):
@@ -107,7 +101,7 @@ def test_the_table_and_its_sum(tmp_path, capsys):
     cells = [line.split() for line in lines]
     assert cells[0][:6] == ["machine", "host", "state", "shards", "samples", "tokens"]
     assert [row[2] for row in cells[1:6]] == [
-        *("complete", "killed", "interrupted", "failed", "damaged"),
+        *("complete", "killed", "interrupted", "failed", "damaged")
     ]
     assert cells[6][:5] == ["all", "incomplete", "11", "29", "290"]
     assert lines[7] == "not started: machine_002_host_00"
@@ -351,35 +345,6 @@ def test_an_output_without_machines_in_its_identity(tmp_path):
     edit(tmp_path / "metadata.json", lambda content: content.update(identity={"hooks": []}))
     (part,) = parts_at(tmp_path).values()
     assert (part.state, part.samples) == ("complete", 10)
-
-
-def test_many_folders_and_files_are_few_reads_each(tmp_path, monkeypatch):
-    """One listing a folder and one reading a JSON, whatever there is."""
-    extract(tmp_path / "out", 0, 0, 40, 1, count=1)
-    first = tmp_path / "out" / "machine_000"
-    for machine in range(1, 40):
-        shutil.copytree(first, first.with_name(f"machine_{machine:03d}"))
-    calls: list[str] = []
-    for name in ("read", "_entries"):
-        original = getattr(Folder, name)
-
-        def count(store, *arguments, name=name, original=original):
-            calls.append(name)
-            return original(store, *arguments)
-
-        monkeypatch.setattr(Folder, name, count)
-    assert len(parts_at(tmp_path / "out")) == 40
-    assert calls.count("read") == 80 and calls.count("_entries") == 41
-
-
-def test_folders_are_told_apart_once(monkeypatch):
-    """The folders that a run should have, of 300 machines."""
-    metadata = {"identity": identity_of(machines=300).to_json()}
-    folders = {f"machine_{number:03d}": Stored(metadata) for number in range(0, 300, 2)}
-    parse, calls = HostFolder.parse, []
-    monkeypatch.setattr(HostFolder, "parse", lambda name: calls.append(name) or parse(name))
-    assert expected_names(folders) == [f"machine_{number:03d}" for number in range(300)]
-    assert calls == list(folders)
 
 
 def test_durations():

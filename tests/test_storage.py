@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 
 import ml_dtypes
 import numpy as np
@@ -105,23 +104,9 @@ def test_commits_describe_their_shards_and_metadata_their_sum(tmp_path):
     )
 
 
-def test_same_input_same_bytes(tmp_path):
-    for name in "ab":
-        fill(tmp_path / name)
-    for path in (tmp_path / "a").glob("shard_*.pkl.gz"):
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
-
-
-def test_plain_pickle_without_compression(tmp_path):
-    fill(tmp_path, compress=False, shard_size_gb=1)
-    with open(tmp_path / "shard_0001.pkl", "rb") as file:
-        assert len(pickle.load(file)[3]) == 10
-    assert not list(tmp_path.glob("*.pkl.gz"))
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, ml_dtypes.bfloat16])
-def test_a_shard_is_read_without_jax(tmp_path, dtype):
+def test_a_shard_is_read_without_jax(tmp_path):
     """In a process that cannot import jax, with the two lines that the README gives."""
+    dtype = ml_dtypes.bfloat16
     with open_storage(tmp_path, HOOKS) as storage:
         add(storage, 0, dtype=dtype)
     script = (
@@ -195,33 +180,6 @@ except StorageError as error:
         "shard_0001.pkl",
         "shard_0001.samples.jsonl.gz",
     ]
-
-
-def test_nothing_is_committed_after_a_failed_shard(tmp_path, monkeypatch):
-    """Also when the caller goes on: what is stored stays a prefix."""
-    original = AtomicFile.publish
-
-    def fails_once(file):
-        if file._path.name == "shard_0002.pkl.gz" and not (tmp_path / "failed").exists():
-            (tmp_path / "failed").touch()
-            raise OSError(28, "No space left on device")
-        original(file)
-
-    monkeypatch.setattr(AtomicFile, "publish", fails_once)
-    storage = open_storage(tmp_path, HOOKS, shard_size_gb=4e-6)
-    failures = 0
-    for sample in range(20):
-        while sample == 10 and storage._writer._failure is None:
-            time.sleep(0.01)
-        try:
-            add(storage, sample)
-        except StorageError:
-            failures += 1
-    with pytest.raises(StorageError, match="the disk is full"):
-        storage.finalize()
-    assert failures and [part["file"] for part in commits(tmp_path)] == ["shard_0001.pkl.gz"]
-    metadata = json.loads((tmp_path / "metadata.json").read_text())
-    assert (metadata["status"], metadata["samples"]) == ("failed", 3)
 
 
 def test_an_exception_commits_what_is_complete(tmp_path):

@@ -170,29 +170,21 @@ def test_groups_are_read_in_every_notation(line, expected):
 
 
 quick, *others = reversed(TOPOLOGIES)
-every_topology = pytest.mark.parametrize(
-    "name", [quick, *(pytest.param(name, marks=rare) for name in others)]
-)
 
 
-@every_topology
-def test_7b_weights_are_split_over_the_chips_of_a_host(name):
+@pytest.mark.parametrize("name", [quick, *(pytest.param(name, marks=rare) for name in others)])
+def test_7b_is_split_within_hosts_and_its_layers_reduce_twice_there(name):
+    """Weights over the chips of a host; nothing of a layer is sent between hosts."""
     topology, how, mesh = TOPOLOGIES[name]
     compiled = compile_quickly(QWEN_7B, EIGHT, topology, **how)
     model, memory = compiled.model, compiled.memory
     assert model.layout.shape == mesh
     assert memory.argument_size_in_bytes == pytest.approx(weights_per_chip(model), rel=0.1)
-
-
-@every_topology
-def test_7b_layers_reduce_twice_and_never_between_hosts(name):
-    topology, how, _ = TOPOLOGIES[name]
-    compiled = compile_quickly(QWEN_7B, EIGHT, topology, **how)
     found = collectives(compiled)
     assert not [kind for kind, crosses in found if crosses]
     kinds = [kind for kind, _ in found]
     assert kinds.count("all-reduce") + kinds.count("reduce-scatter") == 2
-    if compiled.model.layout.size("query") == 1:  # the rest: second halves of the two reductions
+    if model.layout.size("query") == 1:  # the rest: second halves of the two reductions
         assert kinds.count("all-gather") == len(kinds) - 2 <= 2
 
 

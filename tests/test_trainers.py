@@ -73,8 +73,7 @@ def test_their_run_can_be_read(folder):
 @pytest.mark.long
 @pytest.mark.skipif(not PYTHON.exists(), reason="the trainers are not installed: make trainers")
 @pytest.mark.parametrize(
-    "trainer",
-    ["sae_lens", "pytorch", "dictionary_learning", "transcoder", *EXPORTED],
+    "trainer", ["sae_lens", "pytorch", "dictionary_learning", "transcoder", *EXPORTED]
 )
 def test_the_loss_falls(trainer, folder, tmp_path):
     (tmp_path / "activations").symlink_to(folder / "activations")

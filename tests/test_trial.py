@@ -6,9 +6,9 @@ from functools import partial
 
 import jax.numpy as jnp
 import pytest
+from command_line import main
 from pods import flags_for
 
-import extract_activations
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.model import kernels
 from activation_extraction.model.attention import blocked_attention, dense_attention
@@ -16,16 +16,12 @@ from activation_extraction.model.experts import ragged_experts, tiled_experts
 from activation_extraction.model.kernels import (
     TOLERANCE,
     AttentionSizes,
-    Kernels,
     candidates_for,
     choose,
     cudnn_attention,
     expert_sizes,
     largest_error,
     largest_error_of_experts,
-    preferred_kernels,
-    splash_attention,
-    tokamax_experts,
     try_kernels,
 )
 from activation_extraction.model.mesh import Layout, build_layout, usable_devices
@@ -154,20 +150,6 @@ def test_the_first_right_one_is_chosen_and_the_others_are_explained():
         choose("attention", {"broken": broken}, error_of, BFLOAT16)
 
 
-KERNELS = {
-    "cpu": ([blocked_attention], [tiled_experts]),
-    "tpu": ([splash_attention, blocked_attention], [ragged_experts, tiled_experts]),
-    "gpu": ([cudnn_attention, blocked_attention], [tokamax_experts, tiled_experts]),
-}
-
-
-@pytest.mark.parametrize("platform", KERNELS)
-def test_every_platform_has_its_kernels(platform):
-    found = {what: [*each.values()] for what, each in candidates_for(platform).items()}
-    assert found == dict(zip(Kernels._fields, KERNELS[platform], strict=True))
-    assert preferred_kernels(platform) == Kernels(*(each[0] for each in KERNELS[platform]))
-
-
 def test_other_names_of_platforms():
     assert candidates_for("cuda") == candidates_for("rocm") == candidates_for("gpu")
     with pytest.raises(InputError, match="platform 'METAL': expected cpu, gpu or tpu"):
@@ -180,7 +162,7 @@ def test_a_run_and_its_verification_use_the_choice_and_the_metadata_have_it(
 ):
     """As on a GPU where cuDNN does not work."""
     out = tmp_path / "out"
-    flags = [str(flag) for flag in flags_for(demo_inputs, out, "--max_samples", 6)]
+    flags = flags_for(demo_inputs, out, "--max_samples", 6)
 
     def candidates(platform):
         attention = {"cudnn": cudnn_attention, "wrong": broken, "blocked": blocked_attention}
@@ -188,14 +170,14 @@ def test_a_run_and_its_verification_use_the_choice_and_the_metadata_have_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "candidates_for", candidates)
-        assert extract_activations.main([*flags, "--dtype", "bfloat16"]) == 0
+        assert main(*flags, "--dtype", "bfloat16") == 0
         found = json.loads((out / "metadata.json").read_text())["attention"]
         assert found["name"] == "blocked" and list(found["passed_over"]) == ["cudnn", "wrong"]
         log = capsys.readouterr().err
         assert "WARNING machine 0 host 0: attention: cudnn is not used: it fails: " in log
         assert log.index("attention: blocked, which agrees") < log.index("model: layers")
         verify = ["--verify", "--output_dir", str(out), "--model_path", str(demo_inputs / "model")]
-        assert extract_activations.main(verify) == 0
+        assert main(*verify) == 0
         assert "attention: blocked, which agrees" in capsys.readouterr().err
 
 
@@ -255,6 +237,6 @@ def test_experts_are_tried_where_a_model_has_some(shape, monkeypatch):
 
 def test_an_unknown_platform_is_refused_in_one_line(demo_inputs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jax.default_backend", lambda: "METAL")
-    flags = [str(flag) for flag in flags_for(demo_inputs, tmp_path / "out")]
-    assert extract_activations.main(flags) == 2
+    flags = flags_for(demo_inputs, tmp_path / "out")
+    assert main(*flags) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: JAX runs on the platform")

@@ -5,14 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from extractions import (
-    HIDDEN,
-    change_shard,
-    edit,
-    extract,
-    load,
-    replace_shard,
-)
+from extractions import HIDDEN, change_shard, edit, extract, load, replace_shard
 
 
 def test_a_duplicated_sample_within_a_shard(tmp_path, check):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import Reference
+from conftest import Reference, references
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 from watched import Watched
@@ -56,6 +56,7 @@ def test_every_tensor_is_read_once_however_many_devices_hold_it(reference: Refer
     assert sum(loaded) == sum(array.nbytes for array in jax.tree.leaves(params))
 
 
+@references("two_kv_heads_tied", "qwen3_5_moe")
 def test_tensors_are_read_side_by_side(reference: Reference):
     """Nothing is read before a second thread reads, too."""
     two = threading.Event()
@@ -69,6 +70,7 @@ def test_tensors_are_read_side_by_side(reference: Reference):
     load(reference, checkpoint)
 
 
+@references("two_kv_heads_tied", "qwen3_5_moe")
 def test_a_read_that_fails_ends_the_loading(reference: Reference):
     layers, norm = f"{reference.config.prefix}layers", "post_attention_layernorm.weight"
 
