@@ -16,9 +16,10 @@ from activation_extraction.run import demo
 from activation_extraction.store.formats import chosen_format
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.sealed_json import seal
-from activation_extraction.text.documents import DocumentStream
+from activation_extraction.text.documents import DocumentStream, RowCounts
 from activation_extraction.text.packing import pack
-from activation_extraction.text.samples import load_tokenizer, samples
+from activation_extraction.text.rows import RowForm, TextColumn
+from activation_extraction.text.samples import SampleForm, load_tokenizer, samples
 from activation_extraction.text.sources import open_files
 
 HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
@@ -26,9 +27,12 @@ HIDDEN = 4
 DOCUMENTS = 40
 
 
-def stream_of(path, worker=None, skip=False, column="text"):
+TEXT = RowForm(TextColumn("text"))
+
+
+def stream_of(path, worker=None, skip=False, form=TEXT):
     """The documents of one worker in the files at `path`. skip: rows that cannot be used."""
-    return DocumentStream(open_files(str(path), column), column, worker, skip)
+    return DocumentStream(open_files(str(path), form.columns), form, worker, RowCounts(skip))
 
 
 class Killed(BaseException):
@@ -87,7 +91,9 @@ def run(byte_tokenizer, rows, shard_format):
                 place.finalize()
                 return place
             start = place.cursor
-            batches = pack(samples(stream, byte_tokenizer, 24, max_samples, start=start), 2, 32)
+            batches = pack(
+                samples(stream, byte_tokenizer, SampleForm(24), max_samples, start), 2, 32
+            )
             place.open()
             place.record({"found": place.found_samples})
             for batch in batches:

@@ -157,7 +157,7 @@ BAD_REQUESTS = {
     "text column missing": (
         ["--dataset_path", "{}/e.jsonl"],
         {"e.jsonl": lines({"body": "x", "id": 1})},
-        "--text_column text: no such column; the columns are body, id",
+        "--text_column text: no such column; the columns are body (text), id",
     ),
     "text is no text": (
         ["--dataset_path", "{}/e.jsonl", "--text_column", "id"],
@@ -273,7 +273,7 @@ def test_a_wrong_text_column_lists_the_columns_and_skips_nothing(kind, inputs, t
         pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "id": [1]}), path)
     assert_refused(
         *(capsys, tmp_path, [*inputs, "--dataset_path", path]),
-        "--text_column text: no such column; the columns are body, id\n",
+        "--text_column text: no such column; the columns are body (text), id\n",
     )
 
 

@@ -66,9 +66,9 @@ class Progress:
     """Shows a bar on a terminal, else logs a line every `interval` seconds; also writes metrics.
 
     max_samples, max_tokens: this host's limits; None if unknown. stored: samples and tokens of
-    earlier runs, where the bar begins. chips: this host's devices. peak_flops: what they can do per second together; None if
-    unknown. gauges: returns what else belongs in the metrics. record: takes the metrics of every
-    interval, a JSON object.
+    earlier runs, where the bar begins. chips: this host's devices. peak_flops: what they can do per
+    second together; None if unknown. gauges: returns what else belongs in the metrics. record:
+    takes the metrics of every interval, a JSON object.
     """
 
     def __init__(
@@ -84,8 +84,7 @@ class Progress:
     ) -> None:
         self.samples = self.tokens = self.steps = 0
         self._flops = 0.0
-        self._stored = stored[0]
-        self.kept = stored[1]
+        self._stored, self.kept = stored
         self._in_tokens = max_tokens is not None
         self._most = max_tokens if self._in_tokens else max_samples
         self._interval = interval
@@ -95,13 +94,13 @@ class Progress:
         self._record = record
         self._reported = time.perf_counter(), 0, 0.0  # when, tokens, FLOPs
         unit = "tokens" if self._in_tokens else "samples"
-        known = f"{{l_bar}}{{bar}}| {{n_fmt}}/{{total_fmt}} {unit} [{{elapsed}}<{{remaining}}{{postfix}}]"
+        known = "{l_bar}{bar}| {n_fmt}/{total_fmt} UNIT [{elapsed}<{remaining}{postfix}]"
         unknown = "{desc}: {n_fmt} samples [{elapsed}{postfix}]"
         self._bar = tqdm(
             total=self._most,
             initial=stored[self._in_tokens],
             desc="extracting",
-            bar_format=known if self._most else unknown,
+            bar_format=known.replace("UNIT", unit) if self._most else unknown,
             disable=not (on_terminal() and log.isEnabledFor(logging.INFO)),
         )
 

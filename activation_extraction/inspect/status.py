@@ -37,7 +37,8 @@ class HostState:
     tokens_per_second: over the last shards, counting only the time in which a run was at work.
     utilisation: share of the devices' peak FLOP/s, from metrics.jsonl. waited: for how many seconds
     computing waited because the memory for shards was full, by what the oldest of them waited for.
-    share: how much is done of --max_samples or --max_tokens, the nearer of both. last_sign: when the run last wrote anything.
+    share: how much is done of --max_samples or --max_tokens, the nearer of both. last_sign: when
+    the run last wrote anything.
     """
 
     name: str

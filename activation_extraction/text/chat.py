@@ -12,7 +12,6 @@ them into one block of the user.
 """
 
 import hashlib
-import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import InputError, one_line
@@ -38,7 +37,7 @@ from activation_extraction.text.rows import (
 START, END = "<|im_start|>", "<|im_end|>"
 BLOCK = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)<\|im_end\|>", re.DOTALL)
 THINK, THOUGHT = "<think>", "</think>"
-THINKING = re.compile(r"<think>.*?</think>\n*", re.DOTALL)
+THINKING = re.compile(r"<think>.*?</think>\n{0,2}", re.DOTALL)
 SPEAKERS = {  # of `conversations`, and other spellings of the same roles
     "human": "user",
     "gpt": "assistant",
@@ -47,8 +46,17 @@ SPEAKERS = {  # of `conversations`, and other spellings of the same roles
     "function": "tool",
 }
 ONCE = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
-# Parameters of transformers' apply_chat_template that a template may be given.
-OWN_ARGUMENT = "add_generation_prompt"
+# Arguments of transformers' apply_chat_template that are not for the template.
+RESERVED = {
+    *("conversation", "messages", "tools", "chat_template", "continue_final_message", "tokenize"),
+    *("sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
+# A run that continues on another day would render other text.
+NO_DATE = """\
+{%- macro strftime_now(format) %}
+{{- raise_exception("it asks for today's date; --chat_template_args can give it one") }}
+{%- endmacro %}{{ '' }}"""
 
 
 @dataclass(frozen=True)
@@ -86,8 +94,7 @@ class ChatTemplate:
                     f"{where}: has no chat template; give one with --chat_template FILE"
                 ) from error
         template = cls(tokenizer, source, where, arguments)
-        reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"}
-        for name in (reserved - {OWN_ARGUMENT}) & arguments.keys():
+        for name in RESERVED & arguments.keys():
             raise InputError(f"--chat_template_args {name}: is no argument of a template")
         try:
             template.content(ONCE)
@@ -145,9 +152,9 @@ class ChatTemplate:
         text: str = self.tokenizer.apply_chat_template(
             messages,
             tools=tools,
-            chat_template=self.source,
+            chat_template=NO_DATE + self.source if "strftime_now" in self.source else self.source,
             tokenize=False,
-            **{"strftime_now": _no_date, **self.arguments},
+            **self.arguments,
         )
         return valid(text)
 
@@ -166,13 +173,6 @@ class ChatTemplate:
             yield Span(block.end(), ROLES.index("template"), turn)
         if blocks and (opened := blocks[-1].string.find(START, blocks[-1].end())) >= 0:
             yield Span(opened, ROLES.index("template"), len(blocks))
-
-
-def _no_date(*_: Any) -> NoReturn:
-    raise ValueError(
-        "it asks for today's date, which a run that continues would not write again; "
-        "--chat_template_args can give it a date"
-    )
 
 
 def _roles_of(headers: Sequence[str], roles: Sequence[str]) -> list[str]:

@@ -132,6 +132,7 @@ def samples(
         documents.restore(start.stream)
         number, first, stored = start.samples - start.skip, start.samples, start.tokens
     rows, counts = iter(documents), documents.counts
+    before = (0, 0) if start is None else (start.skipped_rows, start.empty_rows)
     while True:
         state, begin = documents.state(), number
         wanted = CHUNK_ROWS if max_samples is None else min(CHUNK_ROWS, max_samples - number)
@@ -150,11 +151,13 @@ def samples(
                 continue
             for piece in enumerate(form.pieces(each.total)):
                 if number == max_samples or stored == max_tokens:
+                    counts.skipped, counts.empty = before  # what was read on does not count
                     return
                 if number >= first:
                     # Rows are also counted here, after all rows of the chunk have been read.
                     skipped_rows = document.skipped_rows + counts.skipped - skipped
                     empty_rows = document.empty_rows + counts.empty - empty
+                    before = skipped_rows, empty_rows
                     cursor = Cursor(number, number - begin, skipped_rows, empty_rows, state, stored)
                     sample_idx = documents.worker.sample_idx(number)
                     sample = _sample(sample_idx, document, each, piece, form, cursor)
