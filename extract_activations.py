@@ -201,9 +201,10 @@ def extract(
                 try:
                     with clock.measure("store"):
                         added = job.storage.add_batch(batch, on_host)
-                    progress.advance(
-                        added, batch.num_tokens, job.forward.model.flops(batch.lengths)
-                    )
+                    new = batch.samples[len(batch.samples) - added :]
+                    kept = sum(placed.sample.num_kept for placed in new)
+                    flops = job.forward.model.flops(batch.lengths)
+                    progress.advance(added, batch.num_tokens, flops, kept)
                     log.debug("step %d: %d samples", progress.steps, len(batch.samples))
                 except Exception as error:  # raised at the end, once all hosts have stopped
                     steps.fail(error)
@@ -223,8 +224,8 @@ def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = N
     done = complete and failure is None
     try:
         with clock.measure("store"):
-            rows = job.documents
-            job.storage.finalize(done, *((rows.skipped_rows, rows.empty_rows) if done else ()))
+            counts = job.documents.counts
+            job.storage.finalize(done, *((counts.skipped, counts.empty) if done else ()))
     except Exception as error:  # as in start_together
         failure = failure or error
     together(job.host, failure)

@@ -2,8 +2,10 @@
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,9 +18,10 @@ from activation_extraction.run import demo
 from activation_extraction.store.formats import chosen_format
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.sealed_json import seal
-from activation_extraction.text.documents import DocumentStream
+from activation_extraction.text.documents import DocumentStream, RowCounts
 from activation_extraction.text.packing import pack
-from activation_extraction.text.samples import load_tokenizer, samples
+from activation_extraction.text.rows import RowForm, TextColumn
+from activation_extraction.text.samples import SampleForm, load_tokenizer, samples
 from activation_extraction.text.sources import open_files
 
 HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
@@ -26,9 +29,12 @@ HIDDEN = 4
 DOCUMENTS = 40
 
 
-def stream_of(path, worker=None, skip=False, column="text"):
+TEXT = RowForm(TextColumn("text"))
+
+
+def stream_of(path, worker=None, skip=False, form=TEXT):
     """The documents of one worker in the files at `path`. skip: rows that cannot be used."""
-    return DocumentStream(open_files(str(path), column), column, worker, skip)
+    return DocumentStream(open_files(str(path), form.columns), form, worker, RowCounts(skip))
 
 
 class Killed(BaseException):
@@ -69,25 +75,44 @@ def shard_name(number, shard_format="pickle"):
     return chosen_format(shard_format, True).file_name(number)
 
 
+class Source(NamedTuple):
+    """What a run reads: `documents()` from the beginning, and what makes samples of them."""
+
+    documents: Callable[[], Any]
+    tokenizer: Any
+    form: SampleForm
+    identity: Identity = Identity(model_digest="tiny")
+
+
 @pytest.fixture
-def run(byte_tokenizer, rows, shard_format):
+def source(byte_tokenizer, rows):
+    """Of `run`; a test may read another one."""
+    return Source(lambda: stream_of(rows), byte_tokenizer, SampleForm(24))
+
+
+@pytest.fixture
+def run(source, shard_format):
     """Runs all but the model; what is stored depends on how samples are packed, too."""
 
-    def run(folder, *, kill_after=None, interrupt_after=None, max_samples=None, **options):
-        stream = stream_of(rows)
+    def run(folder, *, kill_after=None, interrupt_after=None, **options):
         place = open_storage(
             folder,
             HOOKS,
-            identity=Identity(model_digest="tiny"),
-            max_samples=max_samples,
+            identity=source.identity,
             **({"shard_size_gb": 1.5e-6, "shard_format": shard_format} | options),
         )
         try:
             if place.complete:
                 place.finalize()
                 return place
-            start = place.cursor
-            batches = pack(samples(stream, byte_tokenizer, 24, max_samples, start=start), 2, 32)
+            found = samples(
+                source.documents(),
+                source.tokenizer,
+                source.form,
+                start=place.cursor,
+                **place.limits,
+            )
+            batches = pack(found, 2, 32)
             place.open()
             place.record({"found": place.found_samples})
             for batch in batches:
@@ -122,7 +147,9 @@ def activations(batch):
         for number, value in enumerate(values.values()):
             value[row, start:stop] = sample.sample_idx + ramp / 64 + np.arange(HIDDEN) + number
             value[row, start:stop] += row / 4 + batch.samples[0].sample.sample_idx / 1024
-    return values
+    if batch.kept is None:
+        return values
+    return {key: value[batch.kept] for key, value in values.items()}
 
 
 def content(folder: Path) -> dict[str, object]:

@@ -89,8 +89,8 @@ BAD_REQUESTS = """\
 --dataset_path {}/no.jsonl.gz | no.jsonl.gz: Compressed
 --dataset_path {}/no.jsonl | no.jsonl line 1: not JSON
 --dataset_path {}/no_text.jsonl | no row has text
---dataset_path {}/body.jsonl | --text_column text: no such column; the columns are body, id
---dataset_path {}/body.parquet | --text_column text: no such column; the columns are body, id
+--dataset_path {}/body.jsonl | --text_column text: no such column; the columns are body (text), id
+--dataset_path {}/body.parquet | --text_column text: no such column; the columns are body (text), id
 --dataset_path {}/body.jsonl --text_column id | --text_column id: expected text, found int
 --output_dir {}/file | is a file, expected a folder
 --output_dir {}/file/out | cannot be written to

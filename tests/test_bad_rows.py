@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from pods import flags_for
-from small_runs import content, set_status, stream_of
+from small_runs import TEXT, content, set_status, stream_of
 
 import extract_activations
 from activation_extraction.common.errors import InputError, RunError
@@ -19,10 +19,12 @@ from activation_extraction.text import documents
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.documents import DocumentStream, check_dataset
-from activation_extraction.text.samples import samples
+from activation_extraction.text.rows import RowForm, TextColumn
+from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.sources import open_files
 
 GOOD = '{"text": "good"}'
+BODY = RowForm(TextColumn("body"))
 NOT_UTF8 = pyarrow.array([b"good", b"\xff", b"good"]).view(pyarrow.string())
 
 
@@ -42,7 +44,10 @@ JSON_LINES = {
     "no object": ("[1, 2]", "expected a JSON object, found list"),
     "a number": ('{"text": 5}', "--text_column text: expected text, found int 5"),
     "a list": ('{"text": ["a"]}', "--text_column text: expected text, found list"),
-    "no column": ('{"other": "x"}', "--text_column text: no such column; the columns are other"),
+    "no column": (
+        '{"other": "x"}',
+        "--text_column text: no such column; the columns are other (text)",
+    ),
     "no grids": (
         '{"train": [{"input": [[1]]}], "test": []}',
         "it has ARC-AGI columns but no grids in them",
@@ -68,7 +73,7 @@ PARQUET = {
         {"body": ["a"] * 3, "id": [1] * 3},
         0,
         0,
-        "no such column; the columns are body, id",
+        "no such column; the columns are body (text), id",
         3,
     ),
     "not UTF-8": ({"text": NOT_UTF8}, 0, 1, "not UTF-8: ", 1),
@@ -92,17 +97,17 @@ def check_both_ways(path, *told, good, bad):
     assert all(part in str(caught.value) for part in told)
     assert "--skip_bad_rows" in caught.value.remedy
     stream = stream_of(path, skip=True)
-    texts = [document.text for document in stream if document]
-    assert (texts, stream.skipped_rows) == (["good"] * good, bad)
+    texts = [document.content.text for document in stream if document]
+    assert (texts, stream.counts.skipped) == (["good"] * good, bad)
 
 
 def test_a_row_of_a_hub_data_set_is_named_by_its_number_and_id(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", 4, id=["a", "b", "c"], body=[1, 2, 3])
     rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
     with pytest.raises(RunError, match=r"row 0 \(from 0\) of the data set, id 'a': --text"):
-        list(DocumentStream(rows, "text"))
+        list(DocumentStream(rows, TEXT))
     with pytest.raises(RunError, match=r"row 2 \(from 0\) of the rows that this host reads"):
-        for document in DocumentStream(rows, "body", Worker(machine=2, machines=3)):
+        for document in DocumentStream(rows, BODY, Worker(machine=2, machines=3)):
             assert document
 
 
@@ -120,7 +125,9 @@ def test_rows_without_text_are_no_samples_and_not_bad(tmp_path):
         tmp_path / "a.jsonl",
         ['{"text": null}', '{"text": ""}', r'{"text": " \n\t　"}', GOOD],
     )
-    assert [document and document.text for document in stream_of(path)] == [None] * 3 + ["good"]
+    assert [document and document.content.text for document in stream_of(path)] == [None] * 3 + [
+        "good"
+    ]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -129,7 +136,7 @@ def test_line_ends_blank_lines_and_a_last_line_cut_short(tmp_path, name, end):
     path = write_lines(tmp_path / name, [GOOD, "", "  ", GOOD, '{"text": "cu'], end)
     check_both_ways(path, f"{path} line 5: not JSON", good=2, bad=1)
     path = write_lines(tmp_path / name, ['\ufeff{"text": "good"}', GOOD], end)
-    assert [document.text for document in stream_of(path)] == ["good", "good"]
+    assert [document.content.text for document in stream_of(path)] == ["good", "good"]
 
 
 def write_many(folder, chance):
@@ -154,7 +161,7 @@ def test_workers_count_every_bad_row_once(tmp_path, seed):
             stream = stream_of(tmp_path / "data", Worker(machine, 3, host, hosts), skip=True)
             for _ in stream:
                 pass
-            counted += stream.skipped_rows
+            counted += stream.counts.skipped
     assert counted == bad
 
 
@@ -166,8 +173,8 @@ def test_the_count_continues_at_every_sample(tmp_path, tokenizer, monkeypatch, s
 
     def run(start=None, most=None):
         stream = stream_of(tmp_path / "data", skip=True)
-        found = list(samples(stream, tokenizer, 8, most, start))
-        return found, stream.skipped_rows
+        found = list(samples(stream, tokenizer, SampleForm(8), most, start))
+        return found, stream.counts.skipped
 
     full, skipped = run()
     assert 0 < skipped and full[-1].next_cursor.skipped_rows <= skipped
@@ -184,12 +191,12 @@ def test_the_count_continues_at_every_sample(tmp_path, tokenizer, monkeypatch, s
 def test_the_first_rows_are_checked_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "CHECKED_ROWS", 3)
     path = write_lines(tmp_path / "a.jsonl", ["{", "[]", GOOD])
-    rows = open_files(str(path), "text")
+    rows = open_files(str(path), TEXT.columns)
     with pytest.raises(InputError, match="line 1: not JSON.*add --skip_bad_rows"):
-        check_dataset(rows, "text")
-    check_dataset(rows, "text", skip_bad_rows=True)
+        check_dataset(rows, TEXT)
+    check_dataset(rows, TEXT, skip_bad_rows=True)
     with pytest.raises(InputError, match="none of the first 3 rows can be used"):
-        check_dataset(rows, "body", skip_bad_rows=True)
+        check_dataset(rows, BODY, skip_bad_rows=True)
 
 
 @pytest.fixture(scope="module")

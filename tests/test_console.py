@@ -55,7 +55,7 @@ def clock(monkeypatch):
 def test_a_line_of_progress_and_of_metrics_every_interval(clock, capsys):
     start_logging(False, 3, 0)
     recorded = []
-    progress = Progress(100, 40, 30, 4, 8e12, lambda: dict(GAUGES), recorded.append)
+    progress = Progress(100, None, (40, 0), 30, 4, 8e12, lambda: dict(GAUGES), recorded.append)
     for _ in range(10):
         clock[0] += 10
         progress.advance(samples=5, tokens=2000, flops=2e13)
@@ -83,7 +83,9 @@ def test_nothing_is_said_of_shards_before_there_is_one(clock, capsys):
     start_logging(False, 3, 0)
     none = dict.fromkeys(GAUGES, 0)
     for gauges, end in ((none, "200 tokens/s\n"), (none | {"upload_retries": 2}, "2 retries\n")):
-        progress = Progress(None, 0, 30, 1, None, lambda g=gauges: dict(g), lambda _: None)
+        progress = Progress(
+            None, None, (0, 0), 30, 1, None, lambda g=gauges: dict(g), lambda _: None
+        )
         clock[0] += 10
         progress.advance(samples=5, tokens=2000, flops=2e13)
         progress.close()
@@ -95,7 +97,7 @@ def test_a_bar_on_a_terminal_and_no_lines(clock, capsys, monkeypatch):
     monkeypatch.setattr(console, "on_terminal", lambda: True)
     start_logging(False, 3, 0)
     recorded = []
-    progress = Progress(None, 0, 30, 1, None, lambda: dict(GAUGES), recorded.append)
+    progress = Progress(None, None, (0, 0), 30, 1, None, lambda: dict(GAUGES), recorded.append)
     clock[0] += 31
     progress.advance(7, 310, 1.0)
     progress.close()

@@ -9,7 +9,7 @@ import fsspec
 import numpy as np
 import pytest
 from extractions import edit, shard_file
-from small_runs import HIDDEN, HOOKS, Killed, activations, content, shards_of, status
+from small_runs import HIDDEN, HOOKS, TEXT, Killed, activations, content, shards_of, status
 from storages import open_storage
 from test_killed import forget, killed_at
 
@@ -17,7 +17,7 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.inspect.verify import verify
 from activation_extraction.run.data_files import DataFiles
-from activation_extraction.run.host_text import Dataset, HostText
+from activation_extraction.run.host_text import Dataset, HostText, Source
 from activation_extraction.run.hosts import Watchdog
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.store.folder import Folder
@@ -53,8 +53,8 @@ def run(byte_tokenizer, rows, shard_format):
         asked = replace(
             parse_args([]), max_samples=options.get("max_samples"), batch_size=2, max_seq_length=32
         )
-        dataset = Dataset(open_files(path, "text"), "files", "", files)
-        text = HostText(asked, dataset, byte_tokenizer, Worker())
+        dataset = Dataset((Source(open_files(path, TEXT.columns)),), "files", "", files)
+        text = HostText(asked, dataset, TEXT, byte_tokenizer, Worker())
         named = replace(identity, hooks=tuple(HOOKS.values()))
         planner = RepairPlanner(Folder(str(folder)), options.get("remote"), named, METADATA)
         place = open_storage(

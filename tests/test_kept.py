@@ -19,7 +19,7 @@ from activation_extraction.model import kept as kept_module
 from activation_extraction.model.kept import take_kept
 from activation_extraction.model.mesh import host_rows
 from activation_extraction.store.pickle_file import pickle_pieces, read_pickle, read_records
-from activation_extraction.text.packing import TokenChoice
+from activation_extraction.text.token_choice import TokenChoice
 from benchmarks.kill_and_resume import shards_in
 
 HOOKS = ["blocks.0.attn.hook_k", "blocks.1.hook_resid_post", "blocks.2.mlp.hook_post"]

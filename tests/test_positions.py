@@ -1,11 +1,14 @@
 """Which tokens are kept: the rules of --positions, and what is left of a sample or a batch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from command_line import main
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.text.packing import TokenChoice, pack, samples_of
+from activation_extraction.text.packing import pack, samples_of
+from activation_extraction.text.token_choice import TokenChoice
 
 SLICES = {
     "all": slice(None),
@@ -91,7 +94,11 @@ def test_kept_tokens_are_found_in_a_batch_and_in_what_is_left_of_it():
     documents = [chance.integers(0, 9, n, np.int32) for n in chance.integers(1, 30, 40)]
     choice = choice_of("--positions", "1::2", "--drop_token_ids", "3", "4")
     number = 0
-    for batch in map(choice.mark, pack(samples_of(documents), rows=4, length=32)):
+    samples = [
+        replace(sample, kept=choice.kept(sample.sample_idx, sample.token_ids))
+        for sample in samples_of(documents)
+    ]
+    for batch in pack(iter(samples), rows=4, length=32):
         left = batch.token_ids[batch.kept]
         for placed, (where, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
             expected = choice.kept(placed.sample.sample_idx, documents[number])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from command_line import assert_refused, main
 from pods import flags_for
-from small_runs import byte_tokenizer, stream_of  # noqa: F401
+from small_runs import TEXT, byte_tokenizer, stream_of  # noqa: F401
 from test_bad_rows import write_lines, write_parquet
 
 from activation_extraction import ActivationDataset
@@ -19,7 +19,8 @@ from activation_extraction.run.hosts import Watchdog
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.documents import DocumentStream
-from activation_extraction.text.samples import samples
+from activation_extraction.text.rows import Content
+from activation_extraction.text.samples import SampleForm, samples
 
 EMPTY = ['{"text": ""}', '{"text": null}', r'{"text": " \n　"}']
 
@@ -74,18 +75,18 @@ def test_rows_of_parquet_and_of_hub_data_sets(tmp_path):
     for name in "ab":
         write_parquet(tmp_path / f"{name}.parquet", 2, text=[f"{name}{n}" for n in range(5)])
     stream = stream_of(tmp_path)
-    rows = {document.text: document.row for document in stream}
+    rows = {document.content.text: document.row for document in stream}
     assert rows["a3"] == {"file": "a.parquet", "row_group": 1, "row": 1}
     assert rows["b4"] == {"file": "b.parquet", "row_group": 2, "row": 0}
     hub = datasets.load_dataset(
         "parquet", data_files=str(tmp_path / "*.parquet"), split="train", streaming=True
     )
-    assert [d.row for d in DocumentStream(hub, "text")] == [{"row": n} for n in range(10)]
+    assert [d.row for d in DocumentStream(hub, TEXT)] == [{"row": n} for n in range(10)]
     for workers in (2, 3, 7):
         every = [
-            (document.text, json.dumps(document.row))
+            (document.content.text, json.dumps(document.row))
             for host in range(workers)
-            for document in DocumentStream(hub, "text", Worker(0, 1, host, workers))
+            for document in DocumentStream(hub, TEXT, Worker(0, 1, host, workers))
         ]
         assert len(every) == len({row for _, row in every}) == 10
         assert all('"share": ' in row for _, row in every)
@@ -111,7 +112,7 @@ def test_tokens_of_a_long_text_are_counted_in_pieces(tokenizer, monkeypatch):
     text = "".join(f"line {n}: some words, and 12 more\n" * (n % 3 + 1) for n in range(300))
     expected = len(tokenizer.encode(text).ids)
     assert text_samples._count(tokenizer, text) == expected
-    assert text_samples._tokenise(tokenizer, [text], 5)[0].cut == expected - 5
+    assert text_samples._tokenise(tokenizer, [Content(text)], 5)[0].total == expected
 
 
 @pytest.mark.parametrize("rule", ["5:2", "-2:-5", "64:", "3:3", "random:1e-300"])
@@ -161,20 +162,20 @@ def test_a_text_that_the_tokenizer_cannot_take_is_a_bad_row(tmp_path, byte_token
     found, why = [], f"a row cannot be used: {path} line 3: the tokenizer cannot take it: Regex"
     with pytest.raises(RunError, match=why) as caught:
         stream = stream_of(path)
-        found.extend(samples(stream, Panicking(byte_tokenizer), 8))
+        found.extend(samples(stream, Panicking(byte_tokenizer), SampleForm(8)))
     assert "--skip_bad_rows" in caught.value.remedy
     assert [sample.row["line"] for sample in found] == [1, 2]
     stream = stream_of(path, skip=True)
-    whole = [*samples(stream, Panicking(byte_tokenizer), 8)]
+    whole = [*samples(stream, Panicking(byte_tokenizer), SampleForm(8))]
     assert [sample.row["line"] for sample in whole] == [1, 2, 5, 7]
-    assert (stream.skipped_rows, stream.empty_rows) == (2, 1)
+    assert (stream.counts.skipped, stream.counts.empty) == (2, 1)
     counts = [(s.next_cursor.skipped_rows, s.next_cursor.empty_rows) for s in whole]
     assert counts == [(0, 0), (0, 0), (1, 1), (2, 1)]
     for number, sample in enumerate(whole):  # from every cursor
         stream = stream_of(path, skip=True)
-        again = [*samples(stream, Panicking(byte_tokenizer), 8, start=sample.cursor)]
+        again = [*samples(stream, Panicking(byte_tokenizer), SampleForm(8), start=sample.cursor)]
         assert [s.next_cursor for s in again] == [s.next_cursor for s in whole[number:]]
-        assert (stream.skipped_rows, stream.empty_rows) == (2, 1)
+        assert (stream.counts.skipped, stream.counts.empty) == (2, 1)
 
 
 @pytest.mark.long

@@ -11,13 +11,14 @@ import pytest
 from command_line import main
 from extractions import extract
 from pods import Pod, flags_for, stored
+from small_runs import TEXT
 
 from activation_extraction.dataset.folders import expected_names, read_folders
 from activation_extraction.inspect.status import host_states
 from activation_extraction.store.folder import Folder
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.documents import DocumentStream
-from activation_extraction.text.samples import samples
+from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.sources import open_files
 
 
@@ -40,7 +41,7 @@ def write_files(folder, chance, kind):
 
 def open_rows(folder, kind):
     if kind != "hub":
-        return open_files(str(folder), "text")
+        return open_files(str(folder), TEXT.columns)
     files = sorted(map(str, folder.iterdir()))
     return datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
 
@@ -54,8 +55,10 @@ def test_every_mixture_of_machines_and_hosts_has_every_row_once(tmp_path, tokeni
     machines = chance.randint(1, 5)
 
     def part(worker):
-        stream = DocumentStream(open_rows(tmp_path / "data", kind), "text", worker)
-        return {sample.sample_idx: sample.doc_id for sample in samples(stream, tokenizer, 8)}
+        stream = DocumentStream(open_rows(tmp_path / "data", kind), TEXT, worker)
+        return {
+            sample.sample_idx: sample.doc_id for sample in samples(stream, tokenizer, SampleForm(8))
+        }
 
     found, indices = [], []
     for machine in range(machines):

@@ -19,11 +19,9 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.run.host_text import Prefetch
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text.batch import Cursor, Worker
-from activation_extraction.text.documents import (
-    arc_prompt,
-)
 from activation_extraction.text.packing import pack
-from activation_extraction.text.samples import samples
+from activation_extraction.text.rows import Content, RowForm, TextColumn, arc_prompt
+from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.sources import list_files
 
 
@@ -49,8 +47,8 @@ def write_files(folder, count, kind, rows_per_file=13):
 
 
 def texts_of(path, rank=0, world=1, column="text"):
-    stream = stream_of(path, Worker(rank, world), column=column)
-    return [document.text for document in stream if document is not None]
+    stream = stream_of(path, Worker(rank, world), form=RowForm(TextColumn(column)))
+    return [document.content.text for document in stream if document is not None]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
@@ -69,7 +67,7 @@ def test_sample_indices_are_unique_over_machines_and_ids_are_kept(tmp_path, toke
     found = {}
     for rank in range(7):
         stream = stream_of(tmp_path / "data", Worker(rank, 7))
-        for sample in samples(stream, tokenizer, 64):
+        for sample in samples(stream, tokenizer, SampleForm(64)):
             assert sample.sample_idx not in found and sample.sample_idx % 7 == rank
             found[sample.sample_idx] = sample
     for sample in found.values():
@@ -92,7 +90,7 @@ def test_continuing_at_every_sample_twice_in_a_row(tmp_path, tokenizer, kind, wo
         stream = stream_of(tmp_path / "data", Worker(rank, world))
         if start is not None:
             start = Cursor.from_json(json.loads(json.dumps(start.to_json())))
-        return list(samples(stream, tokenizer, 64, start=start))
+        return list(samples(stream, tokenizer, SampleForm(64), start=start))
 
     full = part()
     assert full
@@ -107,7 +105,7 @@ def test_continuing_at_every_sample_twice_in_a_row(tmp_path, tokenizer, kind, wo
 def test_samples_are_cut_counted_and_limited(texts, tokenizer):
     path = texts([{"text": f"{n} " * 50} for n in range(20)])
     stream = stream_of(path)
-    found = list(samples(stream, tokenizer, max_tokens=30, max_samples=7))
+    found = list(samples(stream, tokenizer, SampleForm(30), max_samples=7))
     assert [sample.sample_idx for sample in found] == list(range(7))
     for n, sample in enumerate(found):
         full = tokenizer.encode(f"{n} " * 50).ids
@@ -125,7 +123,7 @@ def test_rows_need_not_have_equal_columns_or_types(texts):
     with open(path, "a") as file:
         file.write('\n   \n{"text": "c"}')
     found = list(stream_of(path))
-    assert [document and (document.text, document.doc_id) for document in found] == [
+    assert [document and (document.content.text, document.doc_id) for document in found] == [
         ("a", 1),
         None,
         ("b", 2.5),
@@ -262,7 +260,7 @@ def test_full_batches_before_a_bad_row_are_kept(texts, tokenizer, bad_line):
 
     def batches(path, max_samples=None):
         stream = stream_of(path)
-        return pack(samples(stream, tokenizer, 32, max_samples), rows=2, length=32)
+        return pack(samples(stream, tokenizer, SampleForm(32), max_samples), rows=2, length=32)
 
     def contents(batch):
         return [placed.sample.sample_idx for placed in batch.samples], batch.token_ids.tolist()
@@ -294,7 +292,7 @@ def test_odd_parquet_files_are_read_as_they_are(tmp_path):
     (folder / ".hidden").mkdir()
     write(".hidden/e.parquet", text=["not this"])
     found = [d for d in stream_of(folder) if d]
-    assert sorted((d.text, d.doc_id) for d in found) == [
+    assert sorted((d.content.text, d.doc_id) for d in found) == [
         ("bracket", 1),
         ("dated", "2020-01-02"),
         ("other", "x"),
@@ -305,7 +303,10 @@ def test_odd_parquet_files_are_read_as_they_are(tmp_path):
 def test_lone_surrogates_do_not_stop_the_run(texts, tokenizer):
     path = texts([{"text": "bad \ud800 x"}, {"text": "pair \ud83d\ude42"}])
     stream = stream_of(path)
-    assert [s.text_preview for s in samples(stream, tokenizer, 32)] == ["bad \ufffd x", "pair 🙂"]
+    assert [s.text_preview for s in samples(stream, tokenizer, SampleForm(32))] == [
+        "bad \ufffd x",
+        "pair 🙂",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -315,8 +316,8 @@ def test_lone_surrogates_do_not_stop_the_run(texts, tokenizer):
 def test_a_long_text_has_the_tokens_of_the_whole(tokenizer, text):
     for most in (1, 7, 64, 400):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        expected = (ids[:most], max(len(ids) - most, 0))
-        assert text_samples._tokenise(tokenizer, [text], most) == [expected]
+        (tokens,) = text_samples._tokenise(tokenizer, [Content(text)], most)
+        assert (tokens.ids.tolist(), tokens.total) == (ids[:most], len(ids))
 
 
 def test_few_pieces_are_read_by_few_workers(tmp_path):

@@ -18,6 +18,7 @@ from activation_extraction.common.visible import counted, say, visible, without_
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import read_stored
 from activation_extraction.store.patience import FolderError
+from activation_extraction.text.rows import Columns
 from activation_extraction.text.sources import list_files, open_files
 
 # Clears the screen, sets the title, C1's CSI, a change of direction, a hidden space, a line of
@@ -142,7 +143,7 @@ def test_another_signature_is_the_same_data(signed_files):
     """Files at signed URLs are read, and described without what signs them."""
     url, rows = signed_files
     first = f"{url}/a.jsonl.gz?X-Amz-Signature=one"
-    assert [row.read() for row in open_files(first, "text")] == rows
+    assert [row.read() for row in open_files(first, Columns(("text",)))] == rows
     described = [(file.name, file.size) for file in list_files(first)]
     again = list_files(f"{url}/a.jsonl.gz?X-Amz-Signature=two")
     assert described == [(file.name, file.size) for file in again]

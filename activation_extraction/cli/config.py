@@ -26,6 +26,7 @@ from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.positions import parse_positions
 from activation_extraction.common.visible import counted, say_error
 
+OWN_COLUMNS = ("sample_idx", "tokens", "doc_id", "row", "cut", "text_preview")
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 # The flags that were given, by name, as argparse read them.
 Given = dict[str, Any]
@@ -177,7 +178,11 @@ def _depending(given: Given) -> Given:
         "drop_token_ids": tuple(sorted(set(given.get("drop_token_ids", ())))),
         "output_dir": os.path.expanduser(given.get("output_dir", Config.output_dir)),
     }
-    if "dataset_path" not in given and "demo" not in given:
+    for name in ("keep_columns", "roles"):
+        values[name] = tuple(dict.fromkeys(given.get(name, ())))
+    values["chat_template_args"] = tuple(dict(given.get("chat_template_args", ())).items())
+    values["mix"] = tuple(given.get("mix", ()))
+    if not {"dataset_path", "mix", "demo"} & given.keys():
         values["dataset_name"] = given.get("dataset_name", DATASET[0])
         # The default configuration is the default data set's.
         if "dataset_name" not in given:
@@ -204,8 +209,9 @@ def _check_protocols(config: Config) -> None:
         return
     import fsspec
 
-    for name in ("model_path", "dataset_path", "output_dir", "gcs_bucket"):
-        value = getattr(config, name) or ""
+    names = ("model_path", "dataset_path", "output_dir", "gcs_bucket")
+    values = [(name, getattr(config, name) or "") for name in names]
+    for name, value in [*values, *(("mix", source) for source, _ in config.mix)]:
         for protocol in re.findall(r"(?:^|::)([\w+.-]+)://", value):
             try:
                 fsspec.get_filesystem_class(protocol)
@@ -220,7 +226,25 @@ def _check_values(config: Config) -> None:
             f"--output_dir {config.output_dir}: is a URL, expected a local folder; to store shards "
             "in a bucket, use --upload_to_gcs with --gcs_bucket and --gcs_prefix"
         )
-    if not parse_positions(config.positions).may_keep(config.max_seq_length):
+    rule = parse_positions(config.positions)
+    if rule.last_of_turn and config.messages_column is None:
+        raise InputError("--positions last_of_turn: needs --messages_column")
+    if config.overlap >= config.max_seq_length:
+        raise InputError(
+            f"--overlap {config.overlap}: expected less than --max_seq_length "
+            f"{config.max_seq_length}"
+        )
+    if config.overlap and config.long_documents != "split":
+        raise InputError("--overlap: needs --long_documents split")
+    for name in config.keep_columns:
+        if name in OWN_COLUMNS:
+            raise InputError(
+                f"--keep_columns {name}: the table of samples has a column of this name; rename "
+                "the data set's"
+            )
+    if len({source for source, _ in config.mix}) < len(config.mix):
+        raise InputError("--mix: names a source twice")
+    if not rule.may_keep(config.max_seq_length):
         raise InputError(
             f"--positions {config.positions}: keeps no token of any sample; samples have at most "
             f"{counted(config.max_seq_length, 'token')} (--max_seq_length), with positions from 0"

@@ -65,16 +65,17 @@ class Clock:
 class Progress:
     """Shows a bar on a terminal, else logs a line every `interval` seconds; also writes metrics.
 
-    max_samples: this host's limit; None if unknown. stored: samples of earlier runs, where the bar
-    begins. chips: this host's devices. peak_flops: what they can do per second together; None if
-    unknown. gauges: returns what else belongs in the metrics. record: takes the metrics of every
-    interval, a JSON object.
+    max_samples, max_tokens: this host's limits; None if unknown. stored: samples and tokens of
+    earlier runs, where the bar begins. chips: this host's devices. peak_flops: what they can do per
+    second together; None if unknown. gauges: returns what else belongs in the metrics. record:
+    takes the metrics of every interval, a JSON object.
     """
 
     def __init__(
         self,
         max_samples: int | None,
-        stored: int,
+        max_tokens: int | None,
+        stored: tuple[int, int],
         interval: float,
         chips: int,
         peak_flops: float | None,
@@ -83,35 +84,38 @@ class Progress:
     ) -> None:
         self.samples = self.tokens = self.steps = 0
         self._flops = 0.0
-        self._stored = stored
-        self._max_samples = max_samples
+        self._stored, self.kept = stored
+        self._in_tokens = max_tokens is not None
+        self._most = max_tokens if self._in_tokens else max_samples
         self._interval = interval
         self._chips = chips
         self._peak_flops = peak_flops
         self._gauges = gauges
         self._record = record
         self._reported = time.perf_counter(), 0, 0.0  # when, tokens, FLOPs
-        known = "{l_bar}{bar}| {n_fmt}/{total_fmt} samples [{elapsed}<{remaining}{postfix}]"
+        unit = "tokens" if self._in_tokens else "samples"
+        known = "{l_bar}{bar}| {n_fmt}/{total_fmt} UNIT [{elapsed}<{remaining}{postfix}]"
         unknown = "{desc}: {n_fmt} samples [{elapsed}{postfix}]"
         self._bar = tqdm(
-            total=max_samples,
-            initial=stored,
+            total=self._most,
+            initial=stored[self._in_tokens],
             desc="extracting",
-            bar_format=known if max_samples else unknown,
+            bar_format=known.replace("UNIT", unit) if self._most else unknown,
             disable=not (on_terminal() and log.isEnabledFor(logging.INFO)),
         )
 
-    def advance(self, samples: int, tokens: int, flops: float) -> None:
-        """Counts one step, and reports if the interval is over."""
+    def advance(self, samples: int, tokens: int, flops: float, kept: int = 0) -> None:
+        """Counts one step, and reports if the interval is over. kept: tokens that are stored."""
         self.samples += samples
         self.tokens += tokens
         self._flops += flops
+        self.kept += kept
         self.steps += 1
         if not self._bar.disable:
             rate = self.tokens / self._bar.format_dict["elapsed"]
             text = f"{self.tokens:,} tokens, {rate:,.0f} tokens/s"
             self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(samples)
+            self._bar.update(kept if self._in_tokens else samples)
         if time.perf_counter() - self._reported[0] >= self._interval:
             self._report()
 
@@ -136,8 +140,10 @@ class Progress:
         self._record(metrics)
         if self._bar.disable:
             samples = counted(metrics["samples"], "sample")
-            if self._max_samples is not None:
-                samples = f"{metrics['samples']:,} of {counted(self._max_samples, 'sample')}"
+            if self._in_tokens:
+                samples += f", {self.kept:,} of {counted(self._most or 0, 'stored token')}"
+            elif self._most is not None:
+                samples = f"{metrics['samples']:,} of {counted(self._most, 'sample')}"
             utilisation = "" if share is None else f", {share:.0%} of peak"
             log.info(
                 "%s, %s, %.0f tokens/s%s%s",

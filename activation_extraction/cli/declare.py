@@ -4,6 +4,7 @@ The parsers are for argparse, and raise ArgumentTypeError.
 """
 
 import argparse
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -79,6 +80,31 @@ def gigabytes(typed: str) -> float:
 def free_gigabytes(typed: str) -> float:
     """Returns a size in 10^9 bytes, which may be 0."""
     return gigabytes(typed) if float(typed) else 0.0
+
+
+def argument(typed: str) -> tuple[str, Any]:
+    """Returns the name and the value of NAME=VALUE. The value is JSON, or else text."""
+    name, equals, value = typed.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{typed!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def weighted(typed: str) -> tuple[str, float]:
+    """Returns the source and the weight of SOURCE=WEIGHT."""
+    source, _, weight = typed.rpartition("=")
+    try:
+        value = float(weight)
+    except ValueError:
+        value = 0.0
+    if not source.strip() or not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{typed!r} is not SOURCE=WEIGHT with a positive weight, such as texts.jsonl=0.7"
+        )
+    return source, value
 
 
 gigabytes.__name__ = free_gigabytes.__name__ = "size in GB"

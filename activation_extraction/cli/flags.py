@@ -9,6 +9,7 @@ from typing import Any
 
 from activation_extraction.cli.declare import (
     Flag,
+    argument,
     axes,
     flag,
     free_gigabytes,
@@ -19,8 +20,9 @@ from activation_extraction.cli.declare import (
     seconds,
     sizes,
     switch,
+    weighted,
 )
-from activation_extraction.common.choices import DEFAULT_LAYERS, MESH_AXES, SHARD_FORMATS
+from activation_extraction.common.choices import DEFAULT_LAYERS, MESH_AXES, ROLES, SHARD_FORMATS
 from activation_extraction.common.positions import positions
 from activation_extraction.common.visible import plain_url
 
@@ -113,11 +115,22 @@ class Config:
     )
     positions: str = flag(
         "all, last, first:N, last:N, every:N (0, N, 2N, ...), a slice as in Python, such as 4:-1, "
-        "or random:P, which keeps every token with probability P; random:P:SEED makes another "
-        "choice than SEED 0. Records then say the positions of their tokens",
+        "random:P, which keeps every token with probability P (random:P:SEED makes another "
+        "choice than SEED 0), or last_of_turn, the last token of every turn of a conversation. "
+        "Records then say the positions of their tokens",
         "all",
         parse=positions,
         metavar="RULE",
+    )
+    roles: tuple[str, ...] = flag(
+        "keep only the tokens of these roles of a conversation, among which --positions then "
+        "counts; template is what the chat template adds around the turns",
+        (),
+        default_is="all",
+        needs="messages_column",
+        choices=ROLES,
+        nargs="+",
+        metavar="ROLE",
     )
     drop_token_ids: tuple[int, ...] = flag(
         "of the tokens that --positions keeps, leave out those with these ids, such as the end of "
@@ -143,11 +156,91 @@ class Config:
         excludes=("dataset_name", "dataset_config", "dataset_split"),
         metavar="PATH",
     )
+    mix: tuple[tuple[str, float], ...] = flag(
+        "several sources instead, each with its share of the documents: a path as for "
+        "--dataset_path, or NAME:CONFIG:SPLIT of a hub data set; a source that is used up ends, "
+        "and the others go on",
+        (),
+        default_is="none",
+        parse=weighted,
+        excludes=("dataset_name", "dataset_config", "dataset_split", "dataset_path"),
+        nargs="+",
+        metavar="SOURCE=WEIGHT",
+    )
     text_column: str = flag(
         "the column that holds the text; in rows without it, ARC-AGI's columns train and test "
         "become a prompt, see below",
         "text",
         metavar="NAME",
+    )
+    messages_column: str | None = flag(
+        "the column that holds a conversation: messages with role and content, or from and value; "
+        "the chat template makes them one text, with the tools of a column tools. Every token "
+        "then has a role and the number of its turn",
+        excludes=("text_column",),
+        metavar="NAME",
+    )
+    chat_template: str | None = flag(
+        "a file with a chat template",
+        default_is="the model's own",
+        needs="messages_column",
+        metavar="FILE",
+    )
+    chat_template_args: tuple[tuple[str, Any], ...] = flag(
+        "what the template is given besides the messages, such as enable_thinking=false or "
+        "add_generation_prompt=true",
+        (),
+        default_is="nothing",
+        parse=argument,
+        needs="messages_column",
+        nargs="+",
+        metavar="NAME=VALUE",
+    )
+    ids_column: str | None = flag(
+        "the column that holds token ids, which are taken as they are; no tokenizer is needed",
+        excludes=("text_column", "messages_column"),
+        metavar="NAME",
+    )
+    mask_column: str | None = flag(
+        "a column with 0 or 1 for each of these token ids; those with 0 are context, and are not "
+        "stored",
+        default_is="all are stored",
+        needs="ids_column",
+        metavar="NAME",
+    )
+    id_column: str | None = flag(
+        "the column that holds the id of a row, which is stored as doc_id",
+        default_is="id, or task_id of ARC-AGI, where rows have it",
+        metavar="NAME",
+    )
+    keep_columns: tuple[str, ...] = flag(
+        "columns to store with each sample, such as a label",
+        (),
+        default_is="none",
+        nargs="+",
+        metavar="NAME",
+    )
+    long_documents: str = flag(
+        "what becomes of documents with more than --max_seq_length tokens. cut: the rest is left "
+        "out; split: several samples",
+        "cut",
+        choices=("cut", "split"),
+    )
+    overlap: int = flag(
+        "with --long_documents split: how many tokens each piece repeats of the one before it, as "
+        "context alone; every token is stored once",
+        0,
+        unit=" tokens",
+        parse=integer(0),
+        needs="long_documents",
+        metavar="N",
+    )
+    shuffle_documents: int | None = flag(
+        "read the documents in an order that this seed gives: files and row groups in any order, "
+        "and rows within blocks of 1,024",
+        default_is="the order of the data set",
+        parse=integer(0),
+        metavar="SEED",
     )
     skip_bad_rows: bool = switch(
         "skip and count rows that cannot be used: not JSON, no such column, no text in it; may "
@@ -155,6 +248,13 @@ class Config:
     )
     max_samples: int | None = flag(
         "stop after N samples on this machine, shared equally by its hosts",
+        default_is="all",
+        parse=integer(1),
+        metavar="N",
+    )
+    max_tokens: int | None = flag(
+        "stop after N stored tokens on this machine, shared equally by its hosts; the last sample "
+        "is cut, so that the number is exact",
         default_is="all",
         parse=integer(1),
         metavar="N",
@@ -179,7 +279,7 @@ class Config:
         "rows per host and step; several samples share a row", 8, parse=integer(1), metavar="ROWS"
     )
     max_seq_length: int = flag(
-        "tokens per row; longer documents are cut",
+        "tokens per row; longer documents are cut, see --long_documents",
         2048,
         default_is=f"2048 tokens; {DEMO_MAX_SEQ_LENGTH} with --demo",
         parse=integer(1),
@@ -372,7 +472,8 @@ class Config:
         "make a tiny model and sample documents in --output_dir/demo_inputs and extract from them",
         excludes=(
             *("model_path", "model_revision"),
-            *("dataset_name", "dataset_config", "dataset_split", "dataset_path"),
+            *("dataset_name", "dataset_config", "dataset_split", "dataset_path", "mix"),
+            *("messages_column", "ids_column", "id_column", "keep_columns"),
         ),
     )
     log_every: int = seconds(
@@ -403,10 +504,11 @@ class Config:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the configuration as metadata.json records it: URLs are without secrets."""
-        return {
+        content = {
             name: plain_url(value) if isinstance(value, str) else value
             for name, value in {**asdict(self), "bucket_url": self.bucket_url}.items()
         }
+        return {**content, "mix": [(plain_url(source), weight) for source, weight in self.mix]}
 
 
 FLAGS: dict[str, Flag] = {

@@ -12,14 +12,17 @@ LARGEST = 10**9
 SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(\d+)?)?")
 RANDOM = re.compile(r"random:(\d*\.?\d+(?:[eE]-?\d+)?)(?::(\d+))?")
 NAMED = re.compile(r"(first|last|every):(\d+)")
+LAST_OF_TURN = "last_of_turn"
 EXPECTED = (
-    "expected all, last, first:N, last:N, every:N, random:P, random:P:SEED or a slice such as 4:-1"
+    "expected all, last, first:N, last:N, every:N, random:P, random:P:SEED, last_of_turn or a "
+    "slice such as 4:-1"
 )
 
 
 @dataclass(frozen=True)
 class Positions:
-    """A slice of a sample's positions, with Python's meaning; or a random share of them.
+    """A slice of a sample's positions, with Python's meaning; or a random share of them; or the
+    last one of every turn of a conversation.
 
     start, stop, step: of the slice. share: above 0 and below 1; None for a slice.
     """
@@ -29,9 +32,11 @@ class Positions:
     step: int = 1
     share: float | None = None
     seed: int = 0
+    last_of_turn: bool = False
 
     def expected(self, length: int) -> float:
-        """How many tokens of a sample of `length` tokens are kept, on average."""
+        """How many tokens of a sample of `length` tokens are kept, on average, and at most where
+        that depends on its turns."""
         if self.share is not None:
             return self.share * length
         return len(range(length)[self.start : self.stop : self.step])
@@ -49,6 +54,8 @@ class Positions:
 
     def __str__(self) -> str:
         """The rule in one spelling, which `parse_positions` reads back."""
+        if self.last_of_turn:
+            return LAST_OF_TURN
         if self.share is not None:
             return f"random:{self.share!r}:{self.seed}"
         if self == Positions():
@@ -67,6 +74,8 @@ def parse_positions(typed: str) -> Positions:
     """Reads a rule. Raises argparse.ArgumentTypeError for anything else."""
     if typed in (ALL, "last"):
         return Positions(start=None if typed == ALL else -1)
+    if typed == LAST_OF_TURN:
+        return Positions(last_of_turn=True)
     if found := NAMED.fullmatch(typed):
         count = _checked(typed, found[2], least=1)
         slices = {

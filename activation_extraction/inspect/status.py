@@ -37,7 +37,8 @@ class HostState:
     tokens_per_second: over the last shards, counting only the time in which a run was at work.
     utilisation: share of the devices' peak FLOP/s, from metrics.jsonl. waited: for how many seconds
     computing waited because the memory for shards was full, by what the oldest of them waited for.
-    last_sign: when the run last wrote anything.
+    share: how much is done of --max_samples or --max_tokens, the nearer of both. last_sign: when
+    the run last wrote anything.
     """
 
     name: str
@@ -54,6 +55,7 @@ class HostState:
     utilisation: float | None = None
     waited: dict[str, float] = field(default_factory=dict)
     expected_end: float | None = None
+    share: float | None = None
 
 
 def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
@@ -96,13 +98,21 @@ def host_states(folders: dict[str, Stored]) -> list[HostState]:
 def _host_state(name: str, stored: Stored) -> HostState:
     commits = [*stored.outline.recent, *stored.in_order]
     metadata, totals, pace, sign, end = stored.metadata, stored.totals, None, None, None
+    share: float | None = None
     state = "damaged" if stored.files else "not started"
     if metadata is not None:
         pace = _pace(commits)
         sign = max([metadata["written"], *(commit.committed for commit in commits)])
         state = _state(stored, metadata, pace, sign)
-        if state == "running" and pace is not None and metadata["max_samples"] is not None:
-            end = sign + (metadata["max_samples"] - totals.samples) / pace.samples
+        limits = {name: metadata.get(f"max_{name}") for name in ("samples", "tokens")}
+        most = {name: limit for name, limit in limits.items() if limit is not None}
+        if most:
+            share = max(getattr(totals, name) / (limit or 1) for name, limit in most.items())
+            share = 1.0 if state == "complete" else share
+        if state == "running" and pace is not None:
+            left = [(limit - getattr(totals, name), name) for name, limit in most.items()]
+            seconds = [n / getattr(pace, name) for n, name in left if getattr(pace, name)]
+            end = sign + min(seconds) if seconds else None
     waited = {key: re.fullmatch("waited_([a-z]+)_seconds", key) for key in stored.metrics}
     place = HostFolder.parse(name) or HostFolder(0)
     return HostState(
@@ -117,6 +127,7 @@ def _host_state(name: str, stored: Stored) -> HostState:
         utilisation=stored.metrics.get("model_flops_utilisation"),
         waited={found[1]: stored.metrics[key] for key, found in waited.items() if found},
         expected_end=end,
+        share=share,
     )
 
 
@@ -248,7 +259,15 @@ def _sum(hosts: list[HostState], total: dict[str, Any]) -> HostState:
         last_commit=max(commits, default=None),
         tokens_per_second=sum(rates) if rates else None,
         expected_end=max(ends) if ends and len(ends) == len(running) else None,
+        share=_share_of(hosts),
     )
+
+
+def _share_of(hosts: list[HostState]) -> float | None:
+    """How much of the run is done, all hosts together; None if some have no limit."""
+    begun = [host.share for host in hosts if host.state != "not started"]
+    known = [share for share in begun if share is not None]
+    return sum(known) / len(hosts) if known and len(known) == len(begun) else None
 
 
 def _row(host: HostState) -> dict[str, str]:
@@ -270,6 +289,7 @@ def _row(host: HostState) -> dict[str, str]:
         "samples": f"{host.samples:,}",
         "tokens": f"{host.tokens:,}",
         "GB": f"{host.bytes / 1e9:,.3f}",
+        "done": known(host.share, "{:.1%}".format),
         "last commit": known(host.last_commit, lambda at: f"{_duration(now - at)} ago"),
         "tokens/s": known(host.tokens_per_second, "{:,.0f}".format),
         "of peak": known(host.utilisation, "{:.0%}".format),

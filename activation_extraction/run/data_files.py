@@ -65,12 +65,14 @@ class DataFiles:
         files: Sequence[TextFile],
         own: Sequence[Mapping[str, Any]],
         others: Sequence[Mapping[str, Any]] = (),
+        may_grow: bool = True,
     ) -> "DataFiles":
         """Returns the files as a run that continues has to read them.
 
         own: the metadata that this host has stored, here and in the bucket; others: that of other
-        hosts. Raises InputError, naming the file, if one that this host's shards have read has
-        changed, or if hosts have read different ones.
+        hosts. may_grow: whether the last file may have new lines at its end. Raises InputError,
+        naming the file, if one that this host's shards have read has changed, or if hosts have read
+        different ones.
         """
         recorded = _merged([*own, *others])
         if not recorded:
@@ -85,7 +87,7 @@ class DataFiles:
         known._elsewhere = {file.name: file for file in recorded if file.digest}
         for now, before in read:
             if digests.get(now.name) != before.digest:
-                if now is not read[-1][0] or not _has_grown(now, before):
+                if not may_grow or now is not read[-1][0] or not _has_grown(now, before):
                     sizes = f" ({before.bytes:,} bytes then, {now.size:,} now)"
                     raise InputError(
                         f"--dataset_path: {now.url} has changed since stored shards read it"

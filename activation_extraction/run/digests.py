@@ -32,6 +32,7 @@ from activation_extraction.store.identity import Identity
 from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.sealed_json import DamagedError, seal, unseal
 from activation_extraction.text.batch import Worker
+from activation_extraction.text.chat import ChatTemplate
 from activation_extraction.text.sources import TextFile
 
 LARGE = 16 * 2**20  # bytes; smaller files are simply read
@@ -52,13 +53,19 @@ OWN_SETTINGS = {
 
 
 def identity_of(
-    config: Config, forward: Forward, data: str, data_revision: str, worker: Worker
+    config: Config,
+    forward: Forward,
+    data: str,
+    data_revision: str,
+    worker: Worker,
+    template: ChatTemplate | None,
 ) -> Identity:
     """Returns all that decides the content of the shards, and may not change on continuing."""
-    model = forward.model
+    model, seed = forward.model, config.shuffle_documents
+    files = [] if config.ids_column else forward.checkpoint.tokenizer_files()
     return Identity(
         model_digest=model_digest(forward.checkpoint),
-        tokenizer_digest=digest_files(forward.checkpoint.tokenizer_files()),
+        tokenizer_digest=digest_files(files) if files else "",
         data=data,
         data_revision=data_revision,
         text_column=config.text_column,
@@ -73,6 +80,16 @@ def identity_of(
         shard_format=config.shard_format,
         positions=config.positions,
         drop_token_ids=config.drop_token_ids,
+        roles=config.roles,
+        id_column=config.id_column or "",
+        keep_columns=config.keep_columns,
+        messages_column=config.messages_column or "",
+        chat_template="" if template is None else template.digest,
+        ids_column=config.ids_column or "",
+        mask_column=config.mask_column or "",
+        long_documents=config.long_documents,
+        overlap=config.overlap,
+        shuffle_documents="" if seed is None else str(seed),
         total_machines=worker.machines,
         num_hosts=worker.hosts,
         machine=worker.machine,

@@ -7,63 +7,206 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import datasets
 from tokenizers import Tokenizer
 
-from activation_extraction.cli.flags import Config
+from activation_extraction.cli.flags import DATASET, Config
 from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.visible import plain_url
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.store.commit import METADATA
+from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import identity_of
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
-from activation_extraction.text.documents import DocumentStream, with_remedy
-from activation_extraction.text.packing import TokenChoice, pack
-from activation_extraction.text.samples import samples
-from activation_extraction.text.sources import list_files, open_files, open_hub_dataset
+from activation_extraction.text.chat import ChatTemplate, MessagesColumn
+from activation_extraction.text.documents import (
+    Documents,
+    DocumentStream,
+    RowCounts,
+    check_dataset,
+    with_remedy,
+)
+from activation_extraction.text.mixture import Mixture
+from activation_extraction.text.packing import pack
+from activation_extraction.text.rows import Columns, IdsColumn, Reader, RowForm, TextColumn
+from activation_extraction.text.samples import (
+    SampleForm,
+    load_tokenizer,
+    pretrained,
+    samples,
+    tokenizer_file,
+)
+from activation_extraction.text.sources import is_path, list_files, open_files, open_hub_dataset
+from activation_extraction.text.token_choice import TokenChoice
 
 T = TypeVar("T")
 BATCHES_AHEAD = 4
+DATASET_SPLIT = DATASET[2]
 POLL = 0.2  # seconds between checks whether to stop
+
+
+class Source(NamedTuple):
+    """An open data set. name: in a mixture; None if it is the only one."""
+
+    rows: datasets.IterableDataset
+    name: str | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """An open data set. Its name and content must stay the same when an extraction continues.
+    """All open data sets of a run. Name and content must stay the same when it continues.
 
     content: the revision of a hub data set; "" for files, which `files` compares one by one.
     """
 
-    rows: datasets.IterableDataset
+    sources: tuple[Source, ...]
     name: str
     content: str
     files: DataFiles = field(default_factory=DataFiles)
 
+    def check(self, form: RowForm, skip_bad_rows: bool) -> None:
+        """Raises InputError unless the first row of each source can be used."""
+        for source in self.sources:
+            try:
+                check_dataset(source.rows, form, skip_bad_rows)
+            except InputError as error:
+                if source.name is None:
+                    raise
+                raise InputError(f"--mix {source.name}: {error}") from error
+
+    def documents(
+        self, form: RowForm, worker: Worker, skip_bad_rows: bool, shuffle: int | None
+    ) -> Documents:
+        """Returns a worker's documents, from the beginning. shuffle: a seed, or None."""
+        counts = RowCounts(skip_bad_rows)
+        streams = [
+            DocumentStream(
+                source.rows,
+                form,
+                worker,
+                counts,
+                partial(self._reads, _prefix(number, source.name)),
+                shuffle,
+                source.name,
+            )
+            for number, source in enumerate(self.sources)
+        ]
+        if self.sources[0].name is None:
+            return streams[0]
+        names = [str(source.name) for source in self.sources]
+        return Mixture(streams, names, [source.weight for source in self.sources])
+
+    def _reads(self, prefix: str, name: str) -> None:
+        self.files.reads(prefix + name)
+
 
 def open_dataset(
     asked: Mapping[str, Any],
-    text_column: str,
+    columns: Columns,
     own: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]] = (),
 ) -> Dataset:
-    """Opens the data set that a configuration asks for: files, or else one of the hub.
+    """Opens what a configuration asks for: files, a data set of the hub, or a mixture of both.
 
     own, others: the metadata that this host and others have stored already. A hub data set is
     opened at the revision that it records; files must be those that it lists. Raises InputError.
     """
+    recorded = [identity_of(metadata, METADATA) for metadata in (*own, *others)]
+    if asked.get("mix"):
+        return _open_mixture(asked, columns, recorded, own, others)
     path = asked["dataset_path"]
     if path is not None:
-        files = DataFiles.as_recorded(list_files(path), own, others)
-        return Dataset(open_files(path, text_column, files.files), "files", "", files)
+        grows = asked.get("shuffle_documents") is None
+        files = DataFiles.as_recorded(list_files(path), own, others, grows)
+        return Dataset((Source(open_files(path, columns, files.files)),), "files", "", files)
     name, config, split = (asked[f"dataset_{what}"] for what in ("name", "config", "split"))
     source = " ".join(filter(None, (name, config, split)))
-    recorded = [identity_of(metadata, METADATA) for metadata in (*own, *others)]
     revisions = [identity.data_revision for identity in recorded if identity.data == source]
     rows, revision = open_hub_dataset(name, config, split, next(iter(revisions), None))
-    return Dataset(rows, source, revision)
+    return Dataset((Source(rows),), source, revision)
+
+
+def _open_mixture(
+    asked: Mapping[str, Any],
+    columns: Columns,
+    recorded: Sequence[Identity],
+    own: Sequence[Mapping[str, Any]],
+    others: Sequence[Mapping[str, Any]],
+) -> Dataset:
+    """The files of all sources are listed together, each under the number of its source."""
+    mix = [(plain_url(source), source, weight) for source, weight in asked["mix"]]
+    name = " ".join(f"{plain}={weight:g}" for plain, _, weight in mix)
+    before = next((each.data_revision for each in recorded if each.data == name), "")
+    revisions = dict(each.rsplit("@", 1) for each in before.split())
+    listed = {
+        number: list_files(source) for number, (_, source, _) in enumerate(mix) if is_path(source)
+    }
+    files = DataFiles.as_recorded(
+        [
+            replace(file, name=_prefix(number, "") + file.name)
+            for number, each in listed.items()
+            for file in each
+        ],
+        own,
+        others,
+        may_grow=False,
+    )
+    sources = []
+    for number, (plain, source, weight) in enumerate(mix):
+        if number in listed:
+            prefix = _prefix(number, "")
+            known = [file for file in files.files if file.name.startswith(prefix)]
+            own_files = [replace(file, name=file.name.removeprefix(prefix)) for file in known]
+            rows = open_files(source, columns, own_files)
+        else:
+            hub_name, config, split = [*source.split(":"), "", ""][:3]
+            split = split or DATASET_SPLIT
+            revision = revisions.get(plain)
+            rows, revisions[plain] = open_hub_dataset(hub_name, config or None, split, revision)
+        sources.append(Source(rows, plain, weight))
+    content = " ".join(f"{plain}@{revision}" for plain, revision in revisions.items())
+    return Dataset(tuple(sources), name, content, files)
+
+
+def _prefix(number: int, source: str | None) -> str:
+    """What the names of a source's files begin with, where a mixture lists them."""
+    return "" if source is None else f"{number}/"
+
+
+def load_text_files(
+    asked: Mapping[str, Any], checkpoint: Checkpoint, vocabulary: int
+) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """Loads what a configuration needs to make token ids: nothing if the data set has them, and a
+    chat template for conversations alone. Raises InputError."""
+    if asked.get("ids_column"):
+        return None, None
+    files, name = checkpoint.tokenizer_files(), checkpoint.model_path
+    tokenizer = load_tokenizer(files, name, vocabulary)
+    if not asked.get("messages_column"):
+        return tokenizer, None
+    checkpoint.find("chat_template.jinja")  # transformers looks for it beside the tokenizer
+    own, arguments = pretrained(tokenizer_file(files, name)), dict(asked["chat_template_args"])
+    return tokenizer, ChatTemplate.load(own, name, asked["chat_template"], arguments)
+
+
+def row_form(asked: Mapping[str, Any], template: ChatTemplate | None, vocabulary: int) -> RowForm:
+    """Returns what a configuration asks to read of every row.
+
+    template: of conversations. vocabulary: how many token ids the model has.
+    """
+    reader: Reader = TextColumn(asked["text_column"])
+    if template is not None:
+        reader = MessagesColumn(asked["messages_column"], template)
+    elif asked.get("ids_column"):
+        reader = IdsColumn(asked["ids_column"], asked["mask_column"] or "", vocabulary)
+    return RowForm(reader, asked.get("id_column"), tuple(asked.get("keep_columns", ())))
 
 
 class Prefetch(Generic[T]):
@@ -120,28 +263,50 @@ class Prefetch(Generic[T]):
             yield item
 
 
+def sample_form(asked: Config | Identity) -> SampleForm:
+    """Returns what a configuration, or the identity of a run, makes of documents."""
+    choice = TokenChoice(asked.positions, asked.drop_token_ids, asked.roles)
+    return SampleForm(asked.max_seq_length, asked.long_documents == "split", asked.overlap, choice)
+
+
 @dataclass(frozen=True)
 class HostText:
-    """How one host turns its share of a data set into batches, as the configuration asks."""
+    """How one host turns its share of a data set into batches, as the configuration asks.
+
+    tokenizer: None if the data set has token ids.
+    """
 
     config: Config
     dataset: Dataset
-    tokenizer: Tokenizer
+    rows: RowForm
+    tokenizer: Tokenizer | None
     worker: Worker
 
     @property
+    def form(self) -> SampleForm:
+        return sample_form(self.config)
+
+    @property
     def choice(self) -> TokenChoice:
-        return TokenChoice(self.config.positions, self.config.drop_token_ids)
+        return self.form.choice
 
     @property
     def max_samples(self) -> int | None:
         """The most samples that this host stores; None: no limit."""
-        most = self.config.max_samples  # of the machine
+        return self._share(self.config.max_samples)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The most tokens that this host stores; None: no limit."""
+        return self._share(self.config.max_tokens)
+
+    def _share(self, most: int | None) -> int | None:
+        """This host's share of a limit of the machine."""
         return None if most is None else len(range(self.worker.host, most, self.worker.hosts))
 
     def open(
         self, storage: ActivationStorage, watchdog: AbstractContextManager[object]
-    ) -> tuple[DocumentStream, Prefetch[Batch]]:
+    ) -> tuple[Documents, Prefetch[Batch]]:
         """Returns the host's documents, and the batches whose samples are not stored yet.
 
         watchdog: watches over the wait for the first batch. Raises InputError if that one cannot be
@@ -160,19 +325,22 @@ class HostText:
             raise InputError("the data set is empty: no row has text; expected at least one")
         return documents, batches
 
-    def _documents(self) -> DocumentStream:
+    def _documents(self) -> Documents:
         """The host's share of the documents, from the beginning."""
-        column, skip = self.config.text_column, self.config.skip_bad_rows
-        reads = self.dataset.files.reads
-        return DocumentStream(self.dataset.rows, column, self.worker, skip, reads)
+        config = self.config
+        return self.dataset.documents(
+            self.rows, self.worker, config.skip_bad_rows, config.shuffle_documents
+        )
 
-    def _not_stored(self, documents: DocumentStream, storage: ActivationStorage) -> Iterator[Batch]:
+    def _not_stored(self, documents: Documents, storage: ActivationStorage) -> Iterator[Batch]:
         """The batches of every range of shards to store, and one more after each but the last."""
         rows, length = self.config.batch_size, self.config.max_seq_length
         for number, gap in enumerate(storage.plan.ranges):
             documents = self._documents() if number else documents
-            stream = samples(documents, self.tokenizer, length, storage.max_samples, gap.cursor)
-            for batch in map(self.choice.mark, pack(stream, rows, length)):
+            stream = samples(
+                documents, self.tokenizer, self.form, start=gap.cursor, **storage.limits
+            )
+            for batch in pack(stream, rows, length):
                 yield batch
                 if gap.until is not None and batch.samples[-1].sample.sample_idx >= gap.until:
                     break

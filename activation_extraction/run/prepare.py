@@ -27,7 +27,13 @@ from activation_extraction.model.forward import (
 )
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
 from activation_extraction.run.digests import fingerprint, identity_of, package_versions
-from activation_extraction.run.host_text import HostText, Prefetch, open_dataset
+from activation_extraction.run.host_text import (
+    HostText,
+    Prefetch,
+    load_text_files,
+    open_dataset,
+    row_form,
+)
 from activation_extraction.run.hosts import Host, Watchdog, agree, gather
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.run_folders import RunFolders, check_siblings, find_metadata
@@ -39,8 +45,7 @@ from activation_extraction.store.resume import OPTIONS
 from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
-from activation_extraction.text.documents import DocumentStream, check_dataset
-from activation_extraction.text.samples import load_tokenizer
+from activation_extraction.text.documents import Documents
 
 T = TypeVar("T")
 RECORDED, NEW = "recorded", "new"  # a hub model's commit
@@ -59,7 +64,7 @@ class Job:
     folders: RunFolders
     storage: ActivationStorage
     text: HostText
-    documents: DocumentStream
+    documents: Documents
     batches: Prefetch[Batch]
     repair: RepairPlanner | None
 
@@ -200,15 +205,16 @@ def prepare(
     request = model_request(config)
     forward = prepare_model(families, replace(request, revision=commit or request.revision))
     checkpoint, vocabulary = forward.checkpoint, forward.model.config.vocab_size
-    tokenizer = load_tokenizer(checkpoint.tokenizer_files(), checkpoint.model_path, vocabulary)
+    tokenizer, template = load_text_files(vars(config), checkpoint, vocabulary)
     check_dropped(config.drop_token_ids, vocabulary)
-    dataset = open_dataset(vars(config), config.text_column, output.own, output.earlier)
-    check_dataset(dataset.rows, config.text_column, config.skip_bad_rows)
-    identity = identity_of(config, forward, dataset.name, dataset.content, worker)
+    rows = row_form(vars(config), template, vocabulary)
+    dataset = open_dataset(vars(config), rows.columns, output.own, output.earlier)
+    dataset.check(rows, config.skip_bad_rows)
+    identity = identity_of(config, forward, dataset.name, dataset.content, worker, template)
     if not config.overwrite:
         for root in folders.roots:
             check_siblings(root, identity)
-    text = HostText(config, dataset, tokenizer, worker)
+    text = HostText(config, dataset, rows, tokenizer, worker)
     described = describe_run(config, forward)
     repair = None
     if config.repair:
@@ -290,6 +296,7 @@ def open_storage(
             shard_format=config.shard_format,
             compress=config.compress_shards,
             max_samples=text.max_samples,
+            max_tokens=text.max_tokens,
             overwrite=config.overwrite,
             keep_local=not config.delete_local_after_upload,
             threads=config.writer_threads,

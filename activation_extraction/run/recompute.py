@@ -28,14 +28,20 @@ from activation_extraction.model.forward import (
     prepare_model,
 )
 from activation_extraction.run.digests import digest_files, model_digest
-from activation_extraction.run.host_text import Dataset, open_dataset
+from activation_extraction.run.host_text import (
+    Dataset,
+    load_text_files,
+    open_dataset,
+    row_form,
+    sample_form,
+)
 from activation_extraction.run.prepare import recorded_commit
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import identity_of
-from activation_extraction.text.documents import DocumentStream
-from activation_extraction.text.packing import TokenChoice, pack, samples_of
-from activation_extraction.text.samples import load_tokenizer, samples
+from activation_extraction.text.packing import pack, samples_of
+from activation_extraction.text.rows import RowForm
+from activation_extraction.text.samples import samples
 
 OTHER_TEXT = "the data set now gives other tokens than those that are stored"
 
@@ -105,11 +111,17 @@ def _compute(
 
 @dataclass(frozen=True)
 class _Texts:
-    """The data set and the tokenizer of a run, both checked to be the run's."""
+    """The data set and the tokenizer of a run, both checked to be the run's.
+
+    limits: the most samples and tokens of a host, by name.
+    """
 
     dataset: Dataset
-    tokenizer: Tokenizer
+    rows: RowForm
+    tokenizer: Tokenizer | None
     identity: Identity
+    limits: Mapping[str, int | None]
+    shuffle: int | None
 
     def whole(self, chosen: Sequence[Chosen]) -> list[np.ndarray | None]:
         """All token ids of every sample; None where the kept ones are not those that are stored."""
@@ -124,15 +136,13 @@ class _Texts:
     def _read(self, group: Sequence[Chosen]) -> dict[int, np.ndarray]:
         """Token ids by `sample_idx`, of samples of one shard."""
         identity, wanted = self.identity, {sample.row.sample_idx: sample.row for sample in group}
-        choice = TokenChoice(identity.positions, identity.drop_token_ids)
-        documents = DocumentStream(
-            self.dataset.rows, identity.text_column, group[0].worker, identity.skip_bad_rows
-        )
+        worker, start = group[0].worker, group[0].start
+        documents = self.dataset.documents(self.rows, worker, identity.skip_bad_rows, self.shuffle)
         found = {}
-        stream = samples(documents, self.tokenizer, identity.max_seq_length, start=group[0].start)
-        for sample in stream:
+        form = sample_form(identity)
+        for sample in samples(documents, self.tokenizer, form, start=start, **self.limits):
             if (row := wanted.get(sample.sample_idx)) is not None:
-                positions = choice.kept(sample.sample_idx, sample.token_ids)
+                positions = sample.kept_positions
                 same = np.array_equal(sample.token_ids[positions], np.asarray(row.token_ids))
                 if same and np.array_equal(positions, row.positions):
                     found[sample.sample_idx] = sample.token_ids
@@ -150,13 +160,19 @@ def _open_texts(
     """
     identity, asked = identity_of(metadata, METADATA), metadata["configuration"]
     files = checkpoint.tokenizer_files()
-    if digest_files(files) != identity.tokenizer_digest:
+    if identity.tokenizer_digest and digest_files(files) != identity.tokenizer_digest:
         raise InputError(
             f"--model_path {checkpoint.model_path}: its tokenizer is not the one of the stored "
             "activations"
         )
+    tokenizer, template = load_text_files(asked, checkpoint, vocabulary)
+    if (template.digest if template else "") != identity.chat_template:
+        raise InputError(f"{template and template.where}: is not the template of the run")
+    rows = row_form(asked, template, vocabulary)
     path = dataset_path or asked["dataset_path"]
-    dataset = open_dataset({**asked, "dataset_path": path}, identity.text_column, own=[metadata])
+    dataset = open_dataset({**asked, "dataset_path": path}, rows.columns, own=[metadata])
     if (dataset.name, dataset.content) != (identity.data, identity.data_revision):
         raise InputError(f"--dataset_path {path}: is not the data set that the run has read")
-    return _Texts(dataset, load_tokenizer(files, checkpoint.model_path, vocabulary), identity)
+    limits = {name: metadata.get(name) for name in ("max_samples", "max_tokens")}
+    seed = asked.get("shuffle_documents")
+    return _Texts(dataset, rows, tokenizer, identity, limits, seed)

@@ -25,7 +25,8 @@ def progress_of(job: Job, log_every: int) -> Progress:
     devices = job.forward.rows.mesh.shape["device"]
     return Progress(
         job.text.max_samples,
-        job.storage.found_samples,
+        job.text.max_tokens,
+        (job.storage.found_samples, job.storage.found_tokens),
         log_every,
         chips=devices,
         peak_flops=peak_flops(devices),
@@ -60,8 +61,16 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     if totals.cut_samples:
         say(
             f"cut: {counted(totals.cut_samples, 'sample')} at "
-            f"{counted(job.text.config.max_seq_length, 'token')} (--max_seq_length); left out: "
+            f"{counted(job.text.config.max_seq_length, 'token')} (--max_seq_length)"
+            f"{' or by --max_tokens' if job.text.max_tokens else ''}; left out: "
             f"{counted(totals.cut_tokens, 'token')}"
+        )
+    if totals.empty_samples:
+        say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({job.text.choice})")
+    if complete and totals.tokens < (job.text.max_tokens or 0):
+        say(
+            f"short: the data ended after {counted(totals.tokens, 'token')}; this host's share of "
+            f"--max_tokens is {job.text.max_tokens:,}"
         )
     if job.host.id != 0 and not verbose:
         return

@@ -24,6 +24,7 @@ The JSON of a shard:
   table, statistics                 sha256 of the two smaller files
   samples                           {first, last, count}: ascending `sample_idx`
   tokens, cut_samples, cut_tokens   how many are stored; how many were cut, and what was left out
+  empty_samples                     how many keep no token
   hooks                             for each: key (what pickles call it), name, width, dtype (of
                                     NumPy, or bfloat16), scale (null; a reader refuses all else) and
                                     statistics

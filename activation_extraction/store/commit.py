@@ -46,7 +46,7 @@ CLAIM = "claimed_by"  # the only field of a JSON that holds the place of another
 # A shard's number as we write it into names; shard_00001 is no file of ours.
 NUMBER_OF_A_SHARD = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
 CURSOR = {
-    **dict.fromkeys(("samples", "skip", "skipped_rows", "empty_rows"), COUNT),
+    **dict.fromkeys(("samples", "skip", "skipped_rows", "empty_rows", "tokens"), COUNT),
     "stream": OBJECT,
 }
 STATISTICS = kinds_of(Statistics)
@@ -101,13 +101,13 @@ class Commit:
     """One shard, as its JSON describes it.
 
     first, last, count: its samples. tokens: the tokens of these samples. cut_samples: how many of
-    them are cut at their end; cut_tokens: how many tokens were left out there. hooks: for each hook
-    its key, name, width, dtype, scale and statistics. cursor: where a run continues after this
-    shard. partial: the shard was cut before it was full, because the data ended or the run was
-    interrupted; a run that continues makes it again. run: digest of the run's identity. committed:
-    Unix time in seconds. began: when the process that wrote it began to store. unpacked: bytes
-    before compression. statistics: sha256 of the file with the statistics of every dimension;
-    table: of the one with the table of samples.
+    them are cut at their end; cut_tokens: how many tokens were left out there. empty_samples: how
+    many keep no token. hooks: for each hook its key, name, width, dtype, scale and statistics.
+    cursor: where a run continues after this shard. partial: the shard was cut before it was full,
+    because the data ended or the run was interrupted; a run that continues makes it again. run:
+    digest of the run's identity. committed: Unix time in seconds. began: when the process that
+    wrote it began to store. unpacked: bytes before compression. statistics: sha256 of the file with
+    the statistics of every dimension; table: of the one with the table of samples.
     """
 
     file: Text
@@ -128,6 +128,7 @@ class Commit:
     table: Text
     cut_samples: Count = 0
     cut_tokens: Count = 0
+    empty_samples: Count = 0
 
     @property
     def number(self) -> int:
@@ -201,6 +202,7 @@ class Totals:
     """Adds up what is committed, by earlier runs too, and this run's seconds in the background.
 
     cut_samples: those that are cut at their end; cut_tokens: how many tokens were left out there.
+    empty_samples: those of which no token is kept.
     """
 
     shards: Count = 0
@@ -211,6 +213,7 @@ class Totals:
     empty_rows: Count = 0
     cut_samples: Count = 0
     cut_tokens: Count = 0
+    empty_samples: Count = 0
     pack_seconds: float = 0.0
     write_seconds: float = 0.0
     statistics: dict[Key, Statistics] = field(default_factory=dict)
@@ -223,6 +226,7 @@ class Totals:
         self.bytes += commit.bytes
         self.cut_samples += commit.cut_samples
         self.cut_tokens += commit.cut_tokens
+        self.empty_samples += commit.empty_samples
         cursor = commit.cursor or {}
         self.count_rows(cursor.get("skipped_rows", 0), cursor.get("empty_rows", 0))
         self.add_statistics(commit.hooks)

@@ -16,6 +16,7 @@ from activation_extraction.store.sealed_json import (
     COUNT,
     LARGEST_WIDTH,
     TEXT,
+    Count,
     DamagedError,
     Flag,
     Positive,
@@ -30,6 +31,7 @@ from activation_extraction.store.sealed_json import (
 
 MOST_MACHINES, MOST_HOSTS = 100_000, 10_000  # --status and --verify name all of them
 PER_HOST, MAY_TURN_ON = MARKS = "per_host", "may_turn_on"
+LATER = "later"  # of a field that the first runs did not record
 
 
 def _marked(mark: str, default: Any) -> Any:
@@ -50,7 +52,9 @@ class Identity:
     """model_digest, tokenizer_digest: SHA-256 of the files. data: the data set, or "files".
     data_revision: its commit on the hub, or a digest of the list of files. hooks: full names.
     keyed_by: what the shards call a hook: "layer", "hook name", or a list of the names that were
-    asked for. positions, drop_token_ids: the tokens that are kept. num_hosts: of this machine.
+    asked for. positions, drop_token_ids, roles, mask_column, overlap: the tokens that are kept.
+    num_hosts: of this machine. chat_template: digest of the template and its arguments.
+    shuffle_documents: the seed, "" for none.
     """
 
     model_digest: Text = ""
@@ -73,6 +77,16 @@ class Identity:
     num_hosts: Annotated[int, integer(1, MOST_HOSTS)] = _marked(PER_HOST, 1)
     machine: Annotated[int, integer(0, MOST_MACHINES - 1)] = _marked(PER_HOST, 0)
     host: Annotated[int, integer(0, MOST_HOSTS - 1)] = _marked(PER_HOST, 0)
+    id_column: Text = _marked(LATER, "")
+    keep_columns: Annotated[tuple[str, ...], list_of(TEXT)] = _marked(LATER, ())
+    messages_column: Text = _marked(LATER, "")
+    chat_template: Text = _marked(LATER, "")
+    ids_column: Text = _marked(LATER, "")
+    mask_column: Text = _marked(LATER, "")
+    long_documents: Text = _marked(LATER, "cut")
+    overlap: Count = _marked(LATER, 0)
+    shuffle_documents: Text = _marked(LATER, "")
+    roles: Annotated[tuple[str, ...], list_of(TEXT)] = _marked(LATER, ())
 
     @property
     def run(self) -> str:
@@ -82,7 +96,8 @@ class Identity:
     @property
     def every_token(self) -> bool:
         """Whether the run keeps all tokens of its samples."""
-        return self.positions == Identity.positions and not self.drop_token_ids
+        some = self.drop_token_ids or self.roles or self.mask_column or self.overlap
+        return self.positions == Identity.positions and not some
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -104,7 +119,8 @@ class Identity:
         Raises DamagedError for fields that this version does not know; `where` names the file.
         """
         try:
-            tuples = {name: tuple(content.get(name, ())) for name in ("hooks", "drop_token_ids")}
+            names = [each.name for each in fields(cls) if each.default == ()]
+            tuples = {name: tuple(content.get(name, ())) for name in names}
             made = cls(**{**content, **tuples})
         except (TypeError, AttributeError) as error:
             raise DamagedError(f"{where}: its identity cannot be read: {error}") from error
@@ -132,8 +148,12 @@ def _marked_fields(*marks: str) -> set[str]:
 
 def run_of(recorded: Mapping[str, Any]) -> str:
     """Returns the digest of the fields of a recorded identity that never change."""
-    turned_on = _marked_fields(MAY_TURN_ON)
-    return digest_of({name: value for name, value in recorded.items() if name not in turned_on})
+    left_out = _marked_fields(MAY_TURN_ON) | {
+        each.name
+        for each in fields(Identity)
+        if LATER in each.metadata and recorded.get(each.name) in (each.default, [])
+    }
+    return digest_of({name: value for name, value in recorded.items() if name not in left_out})
 
 
 GIGABYTE = 10**9
@@ -145,21 +165,28 @@ LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"
 @dataclass(frozen=True)
 class StorageOptions:
     """shard_size_gb: the activations of a shard before compression, in 10^9 bytes; a shard holds at
-    least one sample. shard_format: "pickle", which `compress` gzips, or "safetensors". max_samples:
-    the most samples to store. overwrite: delete what is stored already, instead of continuing it.
-    keep_local: with a bucket, write local shards as well. threads: how many compress and add up;
-    None: as many as there are cores. waiting_gb: the most that may wait in memory to be stored;
-    None: a quarter of the memory at hand, at most 16 GB, and at least two shards.
+    least one sample. shard_format: "pickle", which `compress` gzips, or "safetensors". max_samples,
+    max_tokens: the most samples, and tokens of them, to store. overwrite: delete what is stored
+    already, instead of continuing it. keep_local: with a bucket, write local shards as well.
+    threads: how many compress and add up; None: as many as there are cores. waiting_gb: the most
+    that may wait in memory to be stored; None: a quarter of the memory at hand, at most 16 GB, and
+    at least two shards.
     """
 
     shard_size_gb: float = 1.0
     shard_format: str = "pickle"
     compress: bool = True
     max_samples: int | None = None
+    max_tokens: int | None = None
     overwrite: bool = False
     keep_local: bool = False
     threads: int | None = None
     waiting_gb: float | None = None
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """The most samples and tokens to store, by the names that metadata.json has for them."""
+        return {"max_samples": self.max_samples, "max_tokens": self.max_tokens}
 
     @property
     def shard_bytes(self) -> float:

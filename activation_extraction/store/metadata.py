@@ -63,6 +63,7 @@ FIELDS = {
     "status": TEXT,
     **COUNTS,
     "max_samples": optional(COUNT),
+    "max_tokens": optional(COUNT),
     "seconds": NUMBER,
     "written": NUMBER,
     "remote": optional(TEXT),

@@ -126,14 +126,15 @@ class Planner(Protocol):
 class ResumePlanner:
     """Plans a run that begins, or continues what is stored.
 
-    folder: the local one. remote: the one in the bucket, which then is the one that counts.
+    folder: the local one. remote: the one in the bucket, which then is the one that counts. limits:
+    the most samples and tokens to store, by name.
     more_rows: the data has new rows at its end.
     """
 
     folder: Folder
     remote: Folder | None
     identity: Identity
-    max_samples: int | None
+    limits: Mapping[str, int | None]
     more_rows: bool = False
 
     def look(self) -> StoragePlan:
@@ -150,7 +151,7 @@ class ResumePlanner:
         check_identity(where, stored, self.identity)
         if self.remote is None:
             refuse_moved(where, stored, "continue")
-        plan = take_up(where, stored, self.max_samples, self.more_rows)
+        plan = take_up(where, stored, self.limits, self.more_rows)
         return replace(plan, versions=stored.versions, owner=owner)
 
     def _check_local(self, where: str, stored: Stored) -> None:
@@ -176,11 +177,13 @@ class ResumePlanner:
         return self.look()
 
 
-def take_up(where: str, stored: Stored, max_samples: int | None, more_rows: bool) -> StoragePlan:
+def take_up(
+    where: str, stored: Stored, limits: Mapping[str, int | None], more_rows: bool
+) -> StoragePlan:
     """Plans what is to be stored after what is stored already.
 
-    where: names the folder in messages. more_rows: as in ResumePlanner. Raises InputError if a
-    shard or its file is missing, or if there is more than may be stored.
+    where: names the folder in messages. limits, more_rows: as in ResumePlanner. Raises InputError
+    if a shard or its file is missing, or if there is more than may be stored.
     """
     commits = stored.in_order
     for due, commit in enumerate(commits, stored.outline.shards + 1):
@@ -195,14 +198,17 @@ def take_up(where: str, stored: Stored, max_samples: int | None, more_rows: bool
                 "(--verify says which); --repair makes it again"
             )
     plan = StoragePlan(commits, ranges=(), outline=stored.outline)
-    count, metadata = plan.samples, stored.metadata or {}
-    if max_samples is not None and count > max_samples:
-        raise InputError(
-            f"--max_samples: {where} already holds {counted(count, 'sample')}, more than the "
-            f"{max_samples} that this host may store; {OPTIONS}"
-        )
-    asked = {"status": "complete", "max_samples": max_samples, "samples": count}
-    more = more_rows and count != max_samples
+    metadata = stored.metadata or {}
+    stands = {"max_samples": plan.samples, "max_tokens": plan.tokens}
+    for name, most in limits.items():
+        if most is not None and stands[name] > most:
+            raise InputError(
+                f"--{name}: {where} already holds "
+                f"{counted(stands[name], name.removeprefix('max_').removesuffix('s'))}, more than "
+                f"the {most} that this host may store; {OPTIONS}"
+            )
+    asked = {"status": "complete", **limits, "samples": plan.samples}
+    more = more_rows and all(stands[name] != most for name, most in limits.items())
     if not more and all(metadata.get(name) == value for name, value in asked.items()):
         rows = {name: metadata.get(name, 0) for name in ("skipped_rows", "empty_rows")}
         return replace(plan, settled=True, **rows)

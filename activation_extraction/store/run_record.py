@@ -54,8 +54,8 @@ class RunRecord:
     """Counts what is stored, and writes both files to a local folder, and to the bucket as well.
 
     local, remote: the right to write to the folder, and to the bucket. hooks: key of each hook ->
-    its full name. A repair keeps what is `recorded` already, except the sums. `totals` are those of
-    all that is stored, by earlier runs too.
+    its full name. limits: the most samples and tokens, by name. A repair keeps what is `recorded`
+    already, except the sums. `totals` are those of all that is stored, by earlier runs too.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RunRecord:
         remote: Ownership | None,
         hooks: Mapping[Key, str],
         identity: Identity,
-        max_samples: int | None,
+        limits: Mapping[str, int | None],
         facts: RunFacts,
     ) -> None:
         self._local = local
@@ -74,7 +74,7 @@ class RunRecord:
             key: {"key": key, "name": hooks[key], **facts.hooks.get(key, {})} for key in hooks
         }
         self._identity = identity
-        self._max_samples = max_samples
+        self._limits = limits
         self._facts = facts
         self._writing = threading.Lock()
         self._metrics: Mapping[str, Any] = {}  # the last ones
@@ -142,7 +142,7 @@ class RunRecord:
             "format_version": FORMAT_VERSION,
             "status": status,
             **self.totals.counts,
-            "max_samples": self._max_samples,
+            **self._limits,
             "seconds": round(time.perf_counter() - self._began, 3),
             "written": round(time.time(), 3),
             "owner": self._local.owner,

@@ -230,6 +230,7 @@ class ShardWriter:
                     table=hashlib.sha256(table).hexdigest(),
                     cut_samples=sum(row.cut > 0 for row in shard.samples),
                     cut_tokens=sum(row.cut for row in shard.samples),
+                    empty_samples=sum(not len(row.positions) for row in shard.samples),
                 )
                 for owner, file in zip(self._owners, files, strict=True):
                     file.finish()

@@ -91,7 +91,7 @@ class ActivationStorage:
             for each in owners:
                 check_own(each.folder)
         self._record = RunRecord(
-            self._local, self._remote, self._names, self._identity, options.max_samples, facts
+            self._local, self._remote, self._names, self._identity, options.limits, facts
         )
         self._writer = ShardWriter(
             owners if options.keep_local else owners[-1:],
@@ -108,7 +108,7 @@ class ActivationStorage:
             self._local.folder,
             remote,
             self._identity,
-            options.max_samples,
+            options.limits,
             more_rows=facts.sources is not None and facts.sources.grown,
         )
         self._follow(StoragePlan() if options.overwrite else self._planner.look())
@@ -159,10 +159,10 @@ class ActivationStorage:
         return self.plan.tokens
 
     @property
-    def max_samples(self) -> int | None:
-        """The most samples to store; in a repair, the limit of the run itself."""
+    def limits(self) -> dict[str, int | None]:
+        """The most samples and tokens to store; in a repair, those of the run itself."""
         recorded = self.plan.recorded or {}
-        return recorded.get("max_samples", self.options.max_samples)
+        return {name: recorded.get(name, most) for name, most in self.options.limits.items()}
 
     def open(self) -> None:
         """Takes the folder, and deletes what `overwrite` says.

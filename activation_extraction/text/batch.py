@@ -34,10 +34,10 @@ class Worker:
 class Cursor:
     """A position in one worker's stream of samples, from which the stream can continue.
 
-    samples: how many samples come before it. stream: the state of the DocumentStream at the start
-    of a chunk. skip: how many samples of that chunk come before the position. skipped_rows: how
-    many rows before it were skipped because they could not be used; empty_rows: how many have no
-    text.
+    samples: how many samples come before it. stream: the state of the documents at the start of a
+    chunk. skip: how many samples of that chunk come before the position. skipped_rows: how many
+    rows before it were skipped because they could not be used; empty_rows: how many have no text.
+    tokens: how many tokens the samples before it keep.
     """
 
     samples: int
@@ -45,6 +45,7 @@ class Cursor:
     skipped_rows: int = 0
     empty_rows: int = 0
     stream: Mapping[str, Any] = field(default_factory=dict)
+    tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "stream": dict(self.stream)}
@@ -57,10 +58,13 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Sample:
-    """One tokenised document. `cursor` continues at this sample, `next_cursor` after it.
+    """One tokenised document, or a piece of one. `cursor` continues at this sample, `next_cursor`
+    after it.
 
     row: the row of the data set that it comes from (see `Document`). cut: how many tokens of the
-    document were left out at its end.
+    document were left out at its end. columns: those of the row that are kept, as JSON values.
+    labels: int32 (tokens,) each, by name: "role" (a number in ROLES) and "turn". kept: the
+    positions of the tokens whose activations are wanted, int32, ascending; None for all.
     """
 
     sample_idx: int
@@ -71,6 +75,19 @@ class Sample:
     next_cursor: Cursor
     row: Mapping[str, Any] | None = None
     cut: int = 0
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    kept: np.ndarray | None = None
+
+    @property
+    def kept_positions(self) -> np.ndarray:
+        """The positions of the kept tokens, int32."""
+        return np.arange(len(self.token_ids), dtype=np.int32) if self.kept is None else self.kept
+
+    @property
+    def num_kept(self) -> int:
+        """How many tokens are kept."""
+        return len(self.token_ids if self.kept is None else self.kept)
 
 
 class Placed(NamedTuple):

@@ -1,19 +1,15 @@
 """Samples -> packed batches of one fixed shape, with the tokens marked that are kept.
 
 Several samples share a row; segment ids keep them apart in attention, and positions restart at 0.
-A batch holds consecutive samples, so what is stored is always a prefix of the stream. Which tokens
-are kept follows from position, length and token id alone, so it is the same after a restart, on any
-mesh and with any batch size.
+A batch holds consecutive samples, so what is stored is always a prefix of the stream.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 
 import numpy as np
 
-from activation_extraction.common.positions import ALL, parse_positions
 from activation_extraction.text.batch import Batch, Cursor, Placed, Sample
 
 
@@ -85,63 +81,13 @@ def _lay_out(
     token_ids, segment_ids, positions = np.zeros((3, rows, length), np.int32)
     placed = [Placed(s, row, start) for s, (row, start) in zip(samples, places, strict=True)]
     segments = [0] * rows
+    kept = None if all(s.kept is None for s in samples) else np.zeros((rows, length), bool)
     for item in sorted(placed, key=lambda item: (item.row, item.start)):
         span = item.row, slice(item.start, item.stop)
         segments[item.row] += 1
         token_ids[span] = item.sample.token_ids
         segment_ids[span] = segments[item.row]
         positions[span] = np.arange(item.stop - item.start)
-    return Batch(token_ids, segment_ids, positions, tuple(placed))
-
-
-@dataclass(frozen=True)
-class TokenChoice:
-    """positions: a rule as --positions has it. dropped: token ids that are never kept.
-
-    The rule counts all tokens of a sample, those that are dropped included.
-    """
-
-    positions: str = ALL
-    dropped: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        dropped = f", without the token ids {', '.join(map(str, self.dropped))}"
-        return f"positions {self.positions}" + (dropped if self.dropped else "")
-
-    @property
-    def everything(self) -> bool:
-        return self == TokenChoice()
-
-    def kept(self, sample_idx: int, token_ids: np.ndarray) -> np.ndarray:
-        """Returns the positions of a sample's kept tokens, int32, in ascending order."""
-        rule = parse_positions(self.positions)
-        every = np.arange(len(token_ids), dtype=np.int32)
-        if rule.share is None:
-            chosen = every[rule.start : rule.stop : rule.step]
-        else:
-            chance = _random(rule.seed, sample_idx, every)
-            chosen = every[chance < np.uint64(rule.threshold)]
-        return chosen[~np.isin(token_ids[chosen], self.dropped)]
-
-    def mark(self, batch: Batch) -> Batch:
-        """Returns the batch with its kept tokens marked."""
-        if self.everything:
-            return batch
-        kept = np.zeros(batch.token_ids.shape, bool)
-        for sample, row, start in batch.samples:
-            kept[row, start + self.kept(sample.sample_idx, sample.token_ids)] = True
-        return replace(batch, kept=kept)
-
-
-def _random(seed: int, sample_idx: int, positions: np.ndarray) -> np.ndarray:
-    """A uint64 for every position: a hash, which is the same everywhere and at all times."""
-    of_sample = _mix(_mix(np.array([seed], np.uint64)) + np.uint64(sample_idx))
-    return _mix(of_sample + positions.astype(np.uint64))
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """One step of SplitMix64 (Steele, Lea and Flood 2014)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+        if kept is not None:
+            kept[item.row, item.start + item.sample.kept_positions] = True
+    return Batch(token_ids, segment_ids, positions, tuple(placed), kept)

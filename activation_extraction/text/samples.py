@@ -1,34 +1,72 @@
-"""Documents -> samples: tokenises documents, cuts them to --max_seq_length, and keeps cursors.
+"""Documents -> samples: tokenises documents, cuts or splits them, and keeps cursors.
 
-Documents are tokenised in chunks. A cursor is the state of the stream before a chunk plus the
+Documents are tokenised in chunks. A cursor is the state of the documents before a chunk plus the
 number of samples to skip within it, so continuing from any sample reads at most one chunk twice.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.late_imports import transformers
 from activation_extraction.text.batch import Cursor, Sample
-from activation_extraction.text.documents import Document, DocumentStream
+from activation_extraction.text.documents import Document, Documents
+from activation_extraction.text.rows import Content
+from activation_extraction.text.token_choice import TokenChoice
 
 CHUNK_ROWS = 64
 CHARACTERS_PER_TOKEN = 16  # ordinary text has fewer
 PIECE_CHARACTERS = 2**18  # of a long text, whose tokens are only counted
 PREVIEW_CHARACTERS = 200
+TEMPLATE = ROLES.index("template")
 
 
-class Tokens(NamedTuple):
-    """The first token ids of a document, and how many more it has."""
+@dataclass(frozen=True)
+class SampleForm:
+    """What samples are made of documents.
 
-    ids: list[int]
-    cut: int
+    length: the most tokens of a sample. split: whether a longer document becomes several samples;
+    it is cut otherwise. overlap: how many tokens at the start of a piece, but of the first one, are
+    those at the end of the piece before; they are read as context, and never kept.
+    """
+
+    length: int
+    split: bool = False
+    overlap: int = 0
+    choice: TokenChoice = TokenChoice()
+
+    @property
+    def everything(self) -> bool:
+        """Whether all tokens of all samples are kept, unless a row says which."""
+        return self.choice.everything and not self.overlap
+
+    def pieces(self, tokens: int) -> list[range]:
+        """Returns the tokens of each sample of a document."""
+        if not self.split or tokens <= self.length:
+            return [range(min(tokens, self.length))]
+        starts = range(0, tokens - self.overlap, self.length - self.overlap)
+        return [range(start, min(start + self.length, tokens)) for start in starts]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The first tokens of a document, and how many it has. labels: as of the Sample.
+
+    starts: where each begins in the text, in characters; None for token ids.
+    """
+
+    ids: np.ndarray
+    total: int
+    starts: np.ndarray | None = None
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> Tokenizer:
@@ -38,20 +76,8 @@ def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> T
     model in messages. Raises InputError if a file is missing or broken, or belongs to a model with
     another vocabulary.
     """
-    paths = {path.name: path for path in files}
-    for name in ("vocab.json", "merges.txt"):
-        if "tokenizer.json" not in paths and name not in paths:
-            raise InputError(
-                f"--model_path {model_path}: has no {name}; a tokenizer is read from "
-                "tokenizer.json, or from vocab.json with merges.txt"
-            )
-    path = paths.get("tokenizer.json") or paths["vocab.json"]
-    loader = transformers().AutoTokenizer
-    try:
-        loaded = loader.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
-        tokenizer: Tokenizer = loaded.backend_tokenizer
-    except Exception as error:  # transformers does not say what it raises
-        raise InputError(f"{path}: the tokenizer cannot be loaded: {one_line(error)}") from error
+    path = tokenizer_file(files, model_path)
+    tokenizer: Tokenizer = pretrained(path).backend_tokenizer
     tokenizer.no_truncation()
     tokenizer.no_padding()
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -63,45 +89,82 @@ def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> T
     return tokenizer
 
 
+def tokenizer_file(files: Iterable[Path], model_path: str) -> Path:
+    """Returns the file that the vocabulary is read from. Raises InputError if one is missing."""
+    paths = {path.name: path for path in files}
+    for name in ("vocab.json", "merges.txt"):
+        if "tokenizer.json" not in paths and name not in paths:
+            raise InputError(
+                f"--model_path {model_path}: has no {name}; a tokenizer is read from "
+                "tokenizer.json, or from vocab.json with merges.txt"
+            )
+    return paths.get("tokenizer.json") or paths["vocab.json"]
+
+
+@lru_cache(1)
+def pretrained(path: Path) -> Any:
+    """Returns the tokenizer of transformers beside a file. Raises InputError."""
+    loader = transformers().AutoTokenizer
+    try:
+        return loader.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers does not say what it raises
+        raise InputError(f"{path}: the tokenizer cannot be loaded: {one_line(error)}") from error
+
+
 def samples(
-    documents: DocumentStream,
-    tokenizer: Tokenizer,
-    max_tokens: int,
+    documents: Documents,
+    tokenizer: Tokenizer | None,
+    form: SampleForm,
     max_samples: int | None = None,
     start: Cursor | None = None,
+    max_tokens: int | None = None,
 ) -> Iterator[Sample]:
-    """Yields the samples of one worker: its documents, each cut to its first `max_tokens` tokens.
+    """Yields the samples of one worker.
 
-    Stops after `max_samples` samples, counted from the beginning. start: a cursor from an earlier
-    iteration over the same data. A document without a single token gives no sample, and its row
-    counts as empty; the row of one that the tokenizer cannot take cannot be used.
+    tokenizer: None if documents are token ids. Stops after `max_samples` samples, or once the
+    samples keep `max_tokens` tokens: the last one is cut to end there. Both count from the
+    beginning. start: a cursor from an earlier iteration over the same data. A document without a
+    single token gives no sample, and its row counts as empty; the row of one that the tokenizer
+    cannot take cannot be used.
     """
-    number = first = 0
+    number = first = stored = 0
     if start is not None:
         documents.restore(start.stream)
-        number, first = start.samples - start.skip, start.samples
-    rows = iter(documents)
+        number, first, stored = start.samples - start.skip, start.samples, start.tokens
+    rows, counts = iter(documents), documents.counts
+    before = (0, 0) if start is None else (start.skipped_rows, start.empty_rows)
     while True:
         state, begin = documents.state(), number
         wanted = CHUNK_ROWS if max_samples is None else min(CHUNK_ROWS, max_samples - number)
-        if wanted <= 0:
+        if wanted <= 0 or (max_tokens is not None and stored >= max_tokens):
             return
         chunk, failure = _read(rows, wanted)
-        skipped, empty = documents.skipped_rows, documents.empty_rows
+        skipped, empty = counts.skipped, counts.empty
         found = [document for document in chunk if document is not None]
-        tokens = _tokenise(tokenizer, [document.text for document in found], max_tokens)
+        tokens = _tokens(tokenizer, [document.content for document in found], form)
         for document, each in zip(found, tokens, strict=True):
             if isinstance(each, str):
-                documents.reject(document.where, each)
-            elif not each.ids:
-                documents.empty_rows += 1
-            else:
+                counts.reject(document.where, each)
+                continue
+            if not len(each.ids):
+                counts.empty += 1
+                continue
+            for piece in enumerate(form.pieces(each.total)):
+                if number == max_samples or stored == max_tokens:
+                    counts.skipped, counts.empty = before  # what was read on does not count
+                    return
                 if number >= first:
                     # Rows are also counted here, after all rows of the chunk have been read.
-                    skipped_rows = document.skipped_rows + documents.skipped_rows - skipped
-                    empty_rows = document.empty_rows + documents.empty_rows - empty
-                    cursor = Cursor(number, number - begin, skipped_rows, empty_rows, state)
-                    yield _sample(documents.worker.sample_idx(number), document, each, cursor)
+                    skipped_rows = document.skipped_rows + counts.skipped - skipped
+                    empty_rows = document.empty_rows + counts.empty - empty
+                    before = skipped_rows, empty_rows
+                    cursor = Cursor(number, number - begin, skipped_rows, empty_rows, state, stored)
+                    sample_idx = documents.worker.sample_idx(number)
+                    sample = _sample(sample_idx, document, each, piece, form, cursor)
+                    if max_tokens is not None:
+                        sample = _within(sample, max_tokens - stored)
+                    stored += sample.num_kept
+                    yield sample
                 number += 1
         if failure is not None:
             raise failure
@@ -122,52 +185,132 @@ def _read(
     return chunk, None
 
 
-def _sample(sample_idx: int, document: Document, tokens: Tokens, cursor: Cursor) -> Sample:
-    return Sample(
+def _sample(
+    sample_idx: int,
+    document: Document,
+    tokens: Tokens,
+    piece: tuple[int, range],
+    form: SampleForm,
+    cursor: Cursor,
+) -> Sample:
+    """The sample of one piece of a document."""
+    number, span = piece
+    part = slice(span.start, span.stop)
+    ids = tokens.ids[part]
+    labels = {name: values[part] for name, values in tokens.labels.items()}
+    content, kept = document.content, None
+    if not form.everything or content.mask is not None:
+        allowed = np.ones(len(ids), bool) if content.mask is None else content.mask[part].copy()
+        allowed[: form.overlap if number else 0] = False
+        kept = form.choice.kept(sample_idx, ids, labels, allowed)
+    at = 0 if tokens.starts is None or not number else int(tokens.starts[span.start])
+    own = {"piece": number, "start": span.start} if form.split else {}
+    sample = Sample(
         sample_idx=sample_idx,
-        token_ids=np.asarray(tokens.ids, np.int32),
-        text_preview=document.text[:PREVIEW_CHARACTERS],
+        token_ids=ids,
+        text_preview=content.text[at : at + PREVIEW_CHARACTERS],
         doc_id=document.doc_id,
         cursor=cursor,
-        next_cursor=replace(cursor, samples=cursor.samples + 1, skip=cursor.skip + 1),
-        row=document.row,
-        cut=tokens.cut,
+        next_cursor=cursor,
+        row={**document.row, **own},
+        cut=0 if form.split else tokens.total - span.stop,
+        columns=document.columns,
+        labels=labels,
+        kept=kept,
     )
+    return replace(sample, next_cursor=_after(sample))
 
 
-def _tokenise(tokenizer: Tokenizer, texts: list[str], max_tokens: int) -> list[Tokens | str]:
-    """Returns the first `max_tokens` token ids of each text, or why it cannot be tokenised.
+def _after(sample: Sample) -> Cursor:
+    here = sample.cursor
+    tokens = here.tokens + sample.num_kept
+    return replace(here, samples=here.samples + 1, skip=here.skip + 1, tokens=tokens)
 
-    Only the beginning of a very long text is kept. That gives the same tokens as the whole text,
-    except in the last two words, which the cut may have changed. If those are needed, the whole
-    text is tokenised at once; otherwise its tokens are only counted.
+
+def _within(sample: Sample, tokens: int) -> Sample:
+    """The sample, cut after so many kept tokens if it has more of them.
+
+    What comes after a token does not change its activations.
+    """
+    if sample.num_kept <= tokens:
+        return sample
+    kept = None if sample.kept is None else sample.kept[:tokens]
+    stop = tokens if kept is None else int(kept[-1]) + 1
+    shorter = replace(
+        sample,
+        token_ids=sample.token_ids[:stop],
+        labels={name: values[:stop] for name, values in sample.labels.items()},
+        kept=kept,
+        cut=sample.cut + len(sample.token_ids) - stop,
+    )
+    return replace(shorter, next_cursor=_after(shorter))
+
+
+def _tokens(
+    tokenizer: Tokenizer | None, contents: Sequence[Content], form: SampleForm
+) -> list[Tokens | str]:
+    """The tokens of each document, or why it cannot be tokenised."""
+    if tokenizer is None:
+        given = [content.token_ids for content in contents]
+        return [Tokens(ids, len(ids)) for ids in given if ids is not None]
+    return _tokenise(tokenizer, contents, None if form.split else form.length)
+
+
+def _tokenise(
+    tokenizer: Tokenizer, contents: Sequence[Content], most: int | None
+) -> list[Tokens | str]:
+    """Returns the first `most` tokens of each text, or why it cannot be tokenised.
+
+    most: None for all of them. Only the beginning of a very long text is kept. That gives the same
+    tokens as the whole text, except in the last two words, which the cut may have changed. If those
+    are needed, the whole text is tokenised at once; otherwise its tokens are only counted.
     """
     try:
-        return _tokenise_all(tokenizer, texts, max_tokens)
+        return _tokenise_all(tokenizer, contents, most)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a panic of the tokenizer's native code is no Exception
-        if len(texts) == 1:
+        if len(contents) == 1:
             return [f"the tokenizer cannot take it: {one_line(error):.200}"]
-        return [_tokenise(tokenizer, [text], max_tokens)[0] for text in texts]
+        return [_tokenise(tokenizer, [content], most)[0] for content in contents]
 
 
 def _tokenise_all(
-    tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int
+    tokenizer: Tokenizer, contents: Sequence[Content], most: int | None
 ) -> list[Tokens | str]:
-    enough = CHARACTERS_PER_TOKEN * max_tokens
-    found = tokenizer.encode_batch([text[:enough] for text in texts], add_special_tokens=False)
+    enough = None if most is None else CHARACTERS_PER_TOKEN * most
+    texts = [content.text for content in contents]
+    encoded = tokenizer.encode_batch([text[:enough] for text in texts], add_special_tokens=False)
     tokens: list[Tokens | str] = []
-    for text, encoding in zip(texts, found, strict=True):
-        if len(text) <= enough:
-            total = len(encoding.ids)
-        elif _reaches_the_end(encoding, max_tokens):
-            encoding = tokenizer.encode(text, add_special_tokens=False)
-            total = len(encoding.ids)
-        else:
-            total = _count(tokenizer, text)
-        tokens.append(Tokens(encoding.ids[:max_tokens], max(total - max_tokens, 0)))
+    for content, encoding in zip(contents, encoded, strict=True):
+        text, total = content.text, len(encoding.ids)
+        if most is not None and enough is not None and len(text) > enough:
+            if _reaches_the_end(encoding, most):
+                encoding = tokenizer.encode(text, add_special_tokens=False)
+                total = len(encoding.ids)
+            else:
+                total = max(_count(tokenizer, text), most)
+        ids = np.asarray(encoding.ids[:most], np.int32)
+        starts, labels = None, {}
+        if content.spans or most is None:
+            offsets = np.asarray(encoding.offsets[:most], np.int32).reshape(-1, 2)
+            starts, labels = offsets[:, 0], _labels(content, offsets)
+        tokens.append(Tokens(ids, total, starts, labels))
     return tokens
+
+
+def _labels(content: Content, offsets: np.ndarray) -> dict[str, np.ndarray]:
+    """The role and turn of each token; none without spans. offsets: in characters, (tokens, 2).
+
+    A token that begins in the template's text and ends in a content belongs to that.
+    """
+    if not content.spans:
+        return {}
+    starts, roles, turns = np.array(content.spans, np.int32).T
+    first = np.searchsorted(starts, offsets[:, 0], "right") - 1
+    last = np.searchsorted(starts, np.maximum(offsets[:, 1] - 1, offsets[:, 0]), "right") - 1
+    spans = np.where(roles[first] == TEMPLATE, last, first)
+    return {"role": roles[spans], "turn": turns[spans]}
 
 
 def _reaches_the_end(encoding: Encoding, max_tokens: int) -> bool:
@@ -189,5 +332,5 @@ def _count(tokenizer: Tokenizer, text: str) -> int:
             stop = (text.rfind("\n", start, stop) + 1) or stop
         pieces.append(text[start:stop])
         start = stop
-    found = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
-    return sum(len(encoding) for encoding in found)
+    encoded = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+    return sum(len(encoding) for encoding in encoded)

@@ -36,26 +36,18 @@ from activation_extraction.common.retries import (
     unwritable_cache,
 )
 from activation_extraction.common.visible import plain_url
+from activation_extraction.text.rows import Columns, UnusableRowError
 
 PARQUET = (".parquet",)
 JSON_LINES = (".jsonl", ".jsonl.gz")
 READERS = 32  # files whose sizes or footers are read at the same time
 # What stores say of a file's content: Google Cloud Storage, S3, Azure and HTTP servers.
 VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "content_md5", "generation")
-OTHER_COLUMNS = ("id", "train", "test")
 REPLACE = (
     "replace the damaged file by an intact one; if its size changes, the run cannot continue and "
     "needs --overwrite"
 )
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, pyarrow.ArrowException)
-
-
-class UnusableRowError(Exception):
-    """A row has no text that can be read. The message says why."""
-
-
-class MissingColumnError(UnusableRowError):
-    """A row lacks the column of the text."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +108,11 @@ def list_files(path: str) -> list[TextFile]:
         return list(pool.map(partial(_describe, fs, folder), known))
 
 
+def is_path(source: str) -> bool:
+    """Returns whether a source is files, and not the name of a hub data set."""
+    return "://" in source or any(c in source for c in "*?[") or os.path.exists(source)
+
+
 def _describe(fs: Any, folder: str, path: str) -> TextFile:
     found = fs.info(path)
     relative = plain_url(path).partition(folder)[2].lstrip("/")
@@ -132,7 +129,7 @@ def modified(mtime: float) -> str:
 
 
 def open_files(
-    path: str, text_column: str, files: Sequence[TextFile] | None = None
+    path: str, columns: Columns, files: Sequence[TextFile] | None = None
 ) -> datasets.IterableDataset:
     """Opens the files of `path`. files: in the order in which they are read; None: as listed.
 
@@ -157,7 +154,7 @@ def open_files(
         if not groups:
             raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
         urls, names, numbers = map(list, zip(*groups, strict=True))
-        pieces = {"urls": urls, "names": names, "groups": numbers, "text_column": text_column}
+        pieces = {"urls": urls, "names": names, "groups": numbers, "wanted": columns}
         return datasets.IterableDataset.from_generator(parquet_rows, gen_kwargs=pieces)
 
 
@@ -207,7 +204,7 @@ def _writable_cache() -> Iterator[None]:
 
 
 def parquet_rows(
-    urls: list[str], names: list[str], groups: list[int], text_column: str
+    urls: list[str], names: list[str], groups: list[int], wanted: Columns
 ) -> Iterator[FileRow]:
     """Yields the rows of row groups: group `groups[i]` of file `urls[i]`, called `names[i]`.
 
@@ -216,13 +213,10 @@ def parquet_rows(
     for (url, name), pairs in groupby(zip(urls, names, groups, strict=True), itemgetter(0, 1)):
         with _naming(url), fsspec.open(url, "rb") as file:
             parquet = pyarrow.parquet.ParquetFile(file)
-            columns = parquet.schema_arrow.names
-            wanted = [c for c in (text_column, *OTHER_COLUMNS) if c in columns]
-            if text_column not in columns and not {"train", "test"} <= set(columns):
-                wanted = columns  # for the message, which names all of them
+            columns = wanted.among(parquet.schema_arrow.names)
             for *_, group in pairs:
                 number = 0
-                for batch in parquet.iter_batches(256, row_groups=[group], columns=wanted):
+                for batch in parquet.iter_batches(256, row_groups=[group], columns=columns):
                     for at in range(batch.num_rows):
                         where = f"{url} row group {group} row {number} (both from 0)"
                         row = {"file": name, "row_group": group, "row": number}

@@ -1,0 +1,122 @@
+"""How fast the input side alone is: reading, rendering, tokenising and packing, without a model.
+
+`python -m benchmarks.feeding [--tokenizer FOLDER]` prints tokens per second of plain text, of the
+same text as conversations, of a mixture of two files, in shuffled order, and split, one after the
+other in every round; as its last line, JSON with the medians and their ratio to plain text. The
+tokenizer is a small one, unless FOLDER has another, such as the real one of Qwen2.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from tokenizers import AddedToken, Tokenizer
+
+from activation_extraction.run import demo
+from activation_extraction.run.host_text import open_dataset, row_form
+from activation_extraction.text.batch import Worker
+from activation_extraction.text.chat import END, START, ChatTemplate
+from activation_extraction.text.packing import pack
+from activation_extraction.text.samples import SampleForm, load_tokenizer, pretrained, samples
+
+TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+"""
+MEDIAN_WORDS, SPREAD = 450, 1.0  # of documents, which then have FineWeb-Edu's lengths
+LENGTH, ROWS = 2048, 8
+ASKED = {
+    "dataset_path": None,
+    "text_column": "text",
+    "messages_column": None,
+    "chat_template": None,
+    "chat_template_args": (),
+}
+
+
+def make_rows(folder: Path, count: int) -> None:
+    """Writes documents of random words, and each as a conversation; half of them in each file."""
+    chance = np.random.default_rng(0)
+    words = " ".join(demo._paragraphs()).split()
+    lengths = chance.lognormal(np.log(MEDIAN_WORDS), SPREAD, count).astype(int) + 8
+    texts = [" ".join(chance.choice(words, n)) for n in lengths]
+    for number in range(2):
+        rows = [{"text": text, "messages": turns_of(text)} for text in texts[number::2]]
+        path = folder / f"{number}.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=500)
+
+
+def turns_of(text: str) -> list[dict[str, str]]:
+    """The text in turns of about 100 words."""
+    words = text.split()
+    return [
+        {"role": ("user", "assistant")[n % 2], "content": " ".join(words[at : at + 100])}
+        for n, at in enumerate(range(0, len(words), 100))
+    ]
+
+
+def make_tokenizer(folder: Path) -> None:
+    demo.write_tokenizer(folder, demo._paragraphs())
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens([AddedToken(marker, normalized=False) for marker in (START, END)])
+    path.write_text(tokenizer.to_str())
+    (folder / "config.json").write_text("{}")
+
+
+def measure(asked: dict[str, Any], tokenizer: Tokenizer, template: Any, split: bool) -> float:
+    """Tokens per second."""
+    form = row_form(asked, template, 2**20)
+    data = open_dataset(asked, form.columns, [])
+    began, tokens = time.perf_counter(), 0
+    documents = data.documents(form, Worker(), False, asked.get("shuffle_documents"))
+    for batch in pack(samples(documents, tokenizer, SampleForm(LENGTH, split)), ROWS, LENGTH):
+        tokens += batch.num_tokens
+    return tokens / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--documents", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        make_rows(folder, asked.documents)
+        if asked.tokenizer is None:
+            make_tokenizer(folder)
+        own = asked.tokenizer or folder
+        files = [path for path in own.iterdir() if path.suffix in (".json", ".txt")]
+        tokenizer = load_tokenizer(files, str(own), 2**20)
+        name = "tokenizer.json" if (own / "tokenizer.json").exists() else "vocab.json"
+        template = ChatTemplate(pretrained(own / name), TEMPLATE, "", {})
+        text = {**ASKED, "dataset_path": str(folder / "*.parquet")}
+        both = [(str(folder / "0.parquet"), 0.7), (str(folder / "1.parquet"), 0.3)]
+        kinds = {
+            "text": (text, None, False),
+            "chat": ({**text, "messages_column": "messages"}, template, False),
+            "mixture": ({**text, "dataset_path": None, "mix": both}, None, False),
+            "shuffled": ({**text, "shuffle_documents": 1}, None, False),
+            "split": (text, None, True),
+        }
+        found: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for _ in range(asked.rounds):
+            for kind, (flags, own_template, split) in kinds.items():
+                found[kind].append(measure(flags, tokenizer, own_template, split))
+                print(f"{kind}: {found[kind][-1]:,.0f} tokens/s", flush=True)
+        medians = {kind: statistics.median(each) for kind, each in found.items()}
+        ratios = {kind: round(each / medians["text"], 2) for kind, each in medians.items()}
+        print(json.dumps({"tokens_per_second": medians, "of_text": ratios}))
+
+
+if __name__ == "__main__":
+    main()

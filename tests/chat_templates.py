@@ -1,0 +1,113 @@
+"""Chat templates, written for these tests after those of Qwen2.5, Qwen3 and Qwen3.5, and one with
+generation tags; and a tokenizer that knows their markers."""
+
+import json
+
+from tokenizers import AddedToken, Tokenizer
+
+TOOLS = """\
+{{ '<|im_start|>system\n' }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
+{{- '# Tools\n\nYou may call functions:\n<tools>' }}
+{%- for tool in tools %}{{ '\n' }}{{ tool | tojson }}{% endfor %}
+{{- '\n</tools><|im_end|>\n' }}
+"""
+TOOL_MESSAGE = """\
+{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}
+{{- '<|im_start|>user' }}{% endif %}
+{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{% endif %}
+"""
+CALLS = """\
+{%- for call in message.tool_calls or [] %}
+{%- set call = call.function if call.function is defined else call %}
+{{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
+{{- (call.arguments if call.arguments is string else call.arguments | tojson) + '}\n</tool_call>' }}
+{%- endfor %}
+"""
+# Qwen3.5 writes the arguments as tags, and takes them as an object alone.
+TAGGED_CALLS = """\
+{%- for call in message.tool_calls or [] %}
+{%- set call = call.function if call.function is defined else call %}
+{{- '\n<tool_call>\n<function=' + call.name + '>\n' }}
+{%- for name, value in call.arguments | items %}
+{{- '<parameter=' + name + '>\n' }}
+{{- value if value is string else value | tojson }}{{ '\n</parameter>\n' }}
+{%- endfor %}
+{{- '</function>\n</tool_call>' }}
+{%- endfor %}
+"""
+LAST_QUESTION = """\
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+"""
+# Thinking before the last question is left out; after it, it is always there, if only empty.
+THINKING = """\
+{%- set content, thinking = message.content or '', '' %}
+{%- if message.reasoning_content is string %}{% set thinking = message.reasoning_content %}
+{%- elif '</think>' in content %}
+{%- set thinking = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\n') %}
+{%- endif %}
+{{- '<|im_start|>assistant\n' }}
+{%- if loop.index0 > ns.last %}
+{{- '<think>\n' + thinking.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+{%- else %}{{ content }}{% endif %}
+"""
+SYSTEM = """\
+{%- if messages[0].role == 'system' %}
+{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+"""
+
+
+def _template(system, assistant, calls):
+    return f"""\
+{LAST_QUESTION}
+{{%- if tools %}}{TOOLS}{{% else %}}{system}{{% endif %}}
+{{%- for message in messages %}}
+{{%- if message.role == 'tool' %}}{TOOL_MESSAGE}
+{{%- elif message.role == 'assistant' %}}{assistant}{calls}{{{{ '<|im_end|>\\n' }}}}
+{{%- elif message.role == 'user' or not loop.first %}}
+{{{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}}}
+{{%- endif %}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}{{{{ '<|im_start|>assistant\\n' }}}}{{% endif %}}
+"""
+
+
+PLAIN = "{{- '<|im_start|>assistant\n' + (message.content or '') }}"
+QWEN2_5 = _template(
+    SYSTEM + "{%- else %}{{ '<|im_start|>system\nYou are a test.<|im_end|>\n' }}{% endif %}",
+    PLAIN,
+    CALLS,
+)
+QWEN3 = _template(SYSTEM + "{%- endif %}", THINKING, CALLS)
+QWEN3_5 = _template(SYSTEM + "{%- endif %}", THINKING, TAGGED_CALLS)
+# What is between the tags is what transformers' own mask has.
+TAGGED = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.role == 'assistant' %}
+{%- generation %}{{ (message.content or '') + '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{ message.content + '<|im_end|>' }}{% endif %}
+{{- '\n' }}
+{%- endfor %}
+"""
+TEMPLATES = {"qwen2.5": QWEN2_5, "qwen3": QWEN3, "qwen3.5": QWEN3_5}
+MARKERS = ["<|im_start|>", "<|im_end|>"]
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+
+
+def add_markers(model, template=None):
+    """Adds the markers to the tokenizer in a model's folder, and a template of its own."""
+    path = model / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens([AddedToken(marker, normalized=False) for marker in MARKERS])
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
+    path.write_text(tokenizer.to_str())
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    if template is not None:
+        settings["chat_template"] = template
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))

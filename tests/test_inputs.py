@@ -1,0 +1,330 @@
+"""Every kind of input: each row once, exact continuation, budgets, repair and verification."""
+
+import json
+import random
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from chat_templates import QWEN3, add_markers
+from command_line import assert_refused, main
+from conftest import inputs_with
+from pods import Pod
+from small_runs import Source, content, set_status
+from test_chat import VOCABULARY, conversation
+from test_killed import forget, killed_at
+
+from activation_extraction.cli.config import parse_args
+from activation_extraction.common.errors import StorageError
+from activation_extraction.dataset.dataset import ActivationDataset
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.run import demo
+from activation_extraction.run.host_text import (
+    HostText,
+    load_text_files,
+    open_dataset,
+    row_form,
+)
+from activation_extraction.store.identity import Identity
+from activation_extraction.text import samples as text_samples
+from activation_extraction.text import shuffle
+from activation_extraction.text.batch import Worker
+from activation_extraction.text.samples import samples
+
+LENGTH = 24  # as of small_runs
+# Each file has its own rows: their names begin with it.
+CASES = {
+    "text": ["--dataset_path", "{}/texts"],
+    "chat": ["--dataset_path", "{}/chat.jsonl", "--messages_column", "messages"],
+    "roles": [
+        *("--dataset_path", "{}/chat.jsonl", "--messages_column", "messages"),
+        *("--roles", "assistant", "tool", "--keep_columns", "label", "--long_documents", "split"),
+    ],
+    "turns": [
+        *("--dataset_path", "{}/chat.jsonl", "--messages_column", "messages"),
+        *("--long_documents", "split", "--positions", "last_of_turn"),
+    ],
+    "token ids": [
+        *("--dataset_path", "{}/ids.parquet", "--ids_column", "input_ids"),
+        *("--mask_column", "loss_mask"),
+    ],
+    "split": ["--dataset_path", "{}/long.jsonl", "--long_documents", "split"],
+    "overlap": [
+        *("--dataset_path", "{}/long.jsonl", "--long_documents", "split", "--overlap", "5"),
+    ],
+    "shuffled": ["--dataset_path", "{}/texts", "--shuffle_documents", "3"],
+    "shuffled row groups": ["--dataset_path", "{}/ids.parquet", "--shuffle_documents", "1"]
+    + ["--ids_column", "input_ids"],
+    "mixture": [
+        *("--mix", "{}/texts=0.7", "{}/long.jsonl=.3", "--long_documents", "split"),
+        *("--shuffle_documents", "5", "--keep_columns", "id"),
+    ],
+    "budget": ["--dataset_path", "{}/long.jsonl", "--max_tokens", "301"],
+    "budget of roles": [
+        *("--dataset_path", "{}/chat.jsonl", "--messages_column", "messages"),
+        *("--roles", "user", "--max_tokens", "101", "--long_documents", "split"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def data(demo_inputs, tmp_path_factory):
+    """A model whose tokenizer knows the markers, and small files of every kind."""
+    folder, chance = tmp_path_factory.mktemp("data"), random.Random(0)
+    inputs_with({**demo.MODEL_CONFIG, "vocab_size": VOCABULARY}, demo_inputs, folder)
+    add_markers(folder / "model", QWEN3)
+
+    def write(name, rows):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def words(least, most):
+        return " ".join(f"word{chance.randint(0, 9)}" for _ in range(chance.randint(least, most)))
+
+    for name, count in (("a", 13), ("b", 1), ("c", 20)):
+        rows = [{"text": words(0, 9), "id": f"{name}{n}"} for n in range(count)]
+        write(f"texts/{name}.jsonl", rows)
+    write("long.jsonl", [{"text": words(1, 60), "id": f"long{n}"} for n in range(12)])
+    chats = [{**conversation(chance), "label": n % 3, "id": f"chat{n}"} for n in range(15)]
+    write("chat.jsonl", chats)
+    sizes = [chance.randint(1, 40) for _ in range(30)]
+    table = {
+        "input_ids": [[chance.randrange(VOCABULARY) for _ in range(n)] for n in sizes],
+        "loss_mask": [[chance.randint(0, 1) for _ in range(n)] for n in sizes],
+        "id": [f"ids{n}" for n in range(30)],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(table), folder / "ids.parquet", row_group_size=9)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """So that small data has several chunks, and several blocks."""
+    monkeypatch.setattr(text_samples, "CHUNK_ROWS", 5)
+    monkeypatch.setattr(shuffle, "BLOCK_ROWS", 4)
+
+
+def flags_of(case, data):
+    own = [flag.format(data) for flag in CASES[case]]
+    return [*own, "--model_path", str(data / "model"), "--max_seq_length", str(LENGTH)]
+
+
+def text_of(case, data, worker=None, **changes):
+    """What a run with these flags reads."""
+    config = parse_args([*flags_of(case, data), *(f"--{k}={v}" for k, v in changes.items())])
+    checkpoint = Checkpoint(config.model_path)
+    tokenizer, template = load_text_files(vars(config), checkpoint, VOCABULARY)
+    rows = row_form(vars(config), template, VOCABULARY)
+    dataset = open_dataset(vars(config), rows.columns, [])
+    return HostText(config, dataset, rows, tokenizer, worker or Worker())
+
+
+def read(text, start=None):
+    limits = {"max_samples": text.max_samples, "max_tokens": text.max_tokens}
+    return list(samples(text._documents(), text.tokenizer, text.form, start=start, **limits))
+
+
+def plain(sample):
+    """All that is known of a sample, to compare."""
+    arrays = sample.token_ids, sample.kept_positions, *sample.labels.values()
+    others = sample.sample_idx, sample.text_preview, sample.doc_id, sample.row, sample.cut
+    cursors = sample.cursor.to_json(), sample.next_cursor.to_json()
+    return *(array.tolist() for array in arrays), *others, sample.columns, *cursors
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_samples_continue_at_every_cursor(case, data):
+    text = text_of(case, data)
+    every = read(text)
+    whole = [plain(sample) for sample in every]
+    assert len(whole) > 5
+    for number, sample in enumerate(every):
+        for start, at in ((sample.cursor, number), (sample.next_cursor, number + 1)):
+            start = type(start).from_json(json.loads(json.dumps(start.to_json())))
+            assert [plain(each) for each in read(text, start)] == whole[at:]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "budget" not in case])
+def test_every_row_and_index_is_there_once_on_any_machines_and_hosts(case, data):
+    """A machine's rows are those that it has with one host."""
+    alone = sorted(str(sample.row | {"share": 0}) for sample in read(text_of(case, data)))
+    for machines, hosts in ((1, [3]), (3, [1, 2, 4]), (2, [5, 1])):
+        found, indices = [], []
+        for machine, count in enumerate(hosts[:machines]):
+            workers = [Worker(machine, machines, host, count) for host in range(count)]
+            every = [sample for w in workers for sample in read(text_of(case, data, w))]
+            one = read(text_of(case, data, Worker(machine, machines)))
+            rows = [sorted(str(s.row | {"share": 0}) for s in each) for each in (every, one)]
+            assert rows[0] == rows[1]
+            found += rows[0]
+            if len(set(hosts)) == 1:
+                indices += [sample.sample_idx for sample in every]
+        assert sorted(found) == alone and len(set(indices)) == len(indices)
+
+
+@pytest.fixture
+def case():
+    return "text"
+
+
+@pytest.fixture
+def source(case, data):
+    """What `run` of small_runs reads."""
+    text = text_of(case, data)
+    config = text.config
+    identity = Identity(
+        "tiny",
+        positions=config.positions,
+        roles=config.roles,
+        mask_column=config.mask_column or "",
+        overlap=config.overlap,
+    )
+    return Source(text._documents, text.tokenizer, text.form, identity)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_killed_before_every_change(case, data, run, tmp_path, monkeypatch, capsys):
+    """Exhaustive, as in test_killed: the same command continues, and the bytes are the same."""
+    limits = {"max_tokens": text_of(case, data).max_tokens, "shard_size_gb": 8e-6}
+    run(tmp_path / "whole", **limits)
+    whole = content(tmp_path / "whole")
+    event, finished = 0, False
+    while not finished:
+        event += 1
+        folder = tmp_path / f"{event}"
+        with killed_at(event, folder, monkeypatch):
+            try:
+                run(folder, **limits)
+                finished = True
+            except (BaseException, StorageError) as error:
+                assert type(error).__name__ in ("Killed", "StorageError"), error
+        run(folder, **limits)
+        assert content(folder) == whole, event
+        forget(folder)
+    assert event > 10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case,shard_format", [(case, ("pickle", "safetensors")[n % 2]) for n, case in enumerate(CASES)]
+)
+def test_a_run_is_continued_repaired_and_verified(case, shard_format, data, tmp_path, capsys):
+    """The bytes are the same each time, and recomputed activations agree."""
+    flags = [*flags_of(case, data), "--batch_size", 2, "--layers_to_extract", 1, "--dtype"]
+    flags += ["float32", "--shard_size_gb", 3e-5, "--no_data_parallel"]
+    flags += ["--shard_format", shard_format, "--output_dir", tmp_path / "out"]
+    assert main(*flags) == 0
+    whole = content(tmp_path / "out")
+    shards = len(list((tmp_path / "out").glob("shard_*.json")))
+    assert shards > 1
+    for path in (tmp_path / "out").glob("shard_*"):  # as if killed after the first one
+        if int(path.name[6:10]) > 1:
+            path.unlink()
+    set_status(tmp_path / "out", "running")
+    assert main(*flags) == 0
+    assert content(tmp_path / "out") == whole
+    for path in (tmp_path / "out").glob("shard_0001.[ps]*"):
+        path.write_bytes(path.read_bytes()[:-9])
+    assert main(*flags, "--repair") == 0
+    assert content(tmp_path / "out") == whole
+    capsys.readouterr()
+    verify = "--verify", "--output_dir", tmp_path / "out", "--model_path", data / "model"
+    assert main(*verify, "--verify_samples", 20) == 0
+    assert "recomputed; 0 problems\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shard_format", ["pickle", "safetensors"])
+def test_a_budget_is_exact_and_may_grow(shard_format, data, tmp_path, capsys):
+    """Over two hosts that do not share it evenly, too. More than there is ends short, and says
+    so; --status shows how much is done."""
+    flags = [*flags_of("budget", data)[:2], *flags_of("budget", data)[4:]]
+    flags += ["--layers_to_extract", 1, "--shard_size_gb", 3e-5, "--shard_format", shard_format]
+    flags += ["--batch_size", 2, "--no_data_parallel"]
+
+    def run(folder, most, *more):
+        assert main(*flags, "--max_tokens", most, "--output_dir", tmp_path / folder, *more) == 0
+        return ActivationDataset(tmp_path / folder)
+
+    for most in (1, 24, 101, 202, 203):
+        assert run("grown", most).tokens == most
+        assert main("--status", "--output_dir", tmp_path / "grown") == 0
+        assert "100.0%" in capsys.readouterr().out
+    run("at once", 203)
+    assert content(tmp_path / "grown") == content(tmp_path / "at once")
+    assert main(*flags, "--max_tokens", 50, "--output_dir", tmp_path / "grown") == 2
+    assert "already holds 203 tokens, more than the 50" in capsys.readouterr().err
+    total = run("all", 10**6).tokens
+    assert f"short: the data ended after {total:,} tokens" in capsys.readouterr().out
+
+
+def test_a_mixture_keeps_its_proportions_and_knows_its_sources(data):
+    """At every moment; a source that is used up ends, and the other goes on."""
+    found = read(text_of("mixture", data))
+    sources = [sample.row["source"] for sample in found if sample.row["piece"] == 0]
+    names = f"{data}/texts", f"{data}/long.jsonl"
+    ends = max(n for n, each in enumerate(sources) if each == names[0])
+    for count in range(1, ends):
+        assert abs(sources[:count].count(names[0]) - 0.7 * count) <= 1
+    assert sources.count(names[1]) == 12
+
+
+def test_bad_flags_are_refused(data, tmp_path, capsys):
+    for flags, why in (
+        (["--mix", f"{data}/texts"], "is not SOURCE=WEIGHT with a positive weight"),
+        (["--mix", f"{data}/texts=0"], "is not SOURCE=WEIGHT with a positive weight"),
+        (["--mix", f"{data}/texts=1", f"{data}/texts=2"], "--mix: names a source twice"),
+        (["--mix", f"{data}/none.jsonl=1", f"{data}/texts=2"], "none.jsonl"),
+        (["--mix", f"{data}/texts=1", "--dataset_path", "x"], "cannot be used together"),
+        (["--overlap", "3"], "--overlap: needs --long_documents"),
+        (["--long_documents", "split", "--overlap", "2048"], "expected less than --max_seq_length"),
+        (["--keep_columns", "tokens"], "the table of samples has a column of this name"),
+    ):
+        assert_refused(capsys, tmp_path, ["--model_path", str(data / "model"), *flags], why)
+
+
+def test_another_order_of_the_documents_has_the_same_documents(data):
+    """A seed decides it; other seeds give other ones."""
+    orders = []
+    for seed in (3, 4):
+        every = read(text_of("shuffled", data, shuffle_documents=seed))
+        orders.append([sample.doc_id for sample in every])
+    plain_order = [sample.doc_id for sample in read(text_of("text", data))]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(plain_order)
+    assert len({tuple(order) for order in (*orders, plain_order)}) == 3
+
+
+def test_a_long_document_is_whole_in_its_pieces(data):
+    rows = [json.loads(line) for line in (data / "long.jsonl").read_text().splitlines()]
+    for overlap in (0, 1, 23):
+        text = text_of("split", data, overlap=overlap)
+        found = {row["id"]: [] for row in rows}
+        for sample in read(text):
+            positions = sample.kept_positions
+            stored = sample.token_ids[positions].tolist()
+            found[sample.doc_id] += zip(positions + sample.row["start"], stored, strict=True)
+            assert len(sample.token_ids) <= LENGTH and sample.cut == 0
+        for row in rows:
+            ids = text.tokenizer.encode(row["text"], add_special_tokens=False).ids
+            assert found[row["id"]] == list(enumerate(ids))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["roles", "mixture", "budget of roles"])
+def test_two_hosts_store_what_one_stores(case, data, tmp_path, capsys):
+    """Each sample with the same tokens; a budget is shared, and exact in all."""
+    flags = [*flags_of(case, data), "--batch_size", 2, "--layers_to_extract", 1]
+    assert main(*flags, "--output_dir", tmp_path / "one") == 0
+    pod = Pod(tmp_path, 2, 1, *flags, "--output_dir", tmp_path / "two")
+    assert pod.wait() == [0, 0], [pod.text(host) for host in range(2)]
+    one, two = (ActivationDataset(tmp_path / name) for name in ("one", "two"))
+    if "budget" in case:
+        assert one.tokens == two.tokens == 101
+        return
+    tokens = [
+        {str(sample.row | {"share": 0}): sample.token_ids.tolist() for sample in each}
+        for each in (one, two)
+    ]
+    assert tokens[0] == tokens[1]
+    assert main("--verify", "--output_dir", tmp_path / "two") == 0
