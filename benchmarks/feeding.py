@@ -101,7 +101,7 @@ def main() -> None:
         template = ChatTemplate(pretrained(own / name), TEMPLATE, "", {})
         text = {**ASKED, "dataset_path": str(folder / "*.parquet")}
         both = [(str(folder / "0.parquet"), 0.7), (str(folder / "1.parquet"), 0.3)]
-        kinds = {
+        kinds: dict[str, tuple[dict[str, Any], Any, bool]] = {
             "text": (text, None, False),
             "chat": ({**text, "messages_column": "messages"}, template, False),
             "mixture": ({**text, "dataset_path": None, "mix": both}, None, False),
