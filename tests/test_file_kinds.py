@@ -210,7 +210,7 @@ DAMAGED = {
     "too many digits": ("a.json", b'[{"text": ' + b"1" * 5000 + b"}]", "not JSON: Exceeds"),
     "quote without end": ("a.csv", b'text\nx\n"y\nz\n', f"end of data{BEHIND}row 0 (from 0)"),
     "text behind a quote": ("a.csv", b'text\nx\n"y"z\n', "',' expected after"),
-    "a name twice": ("a.csv", b"text,id,text\nx,y,z\n", "the header names 'text' twice"),
+    "a name twice": ("a.csv", b"text,id,text\nx,y,z\n", "the header names 'text' 2 times"),
     "no name": ("a.csv", b"text,,id\nx,y,z\n", "column 2 has no name in the header"),
     "UTF-16": ("a.csv", "text\nx".encode("utf-16"), "the header is not UTF-8"),
     "huge field": ("a.csv", b'text\nx\n"' + b"y\n" * 5000, f"field limit (9999){BEHIND}row 0"),
@@ -218,7 +218,7 @@ DAMAGED = {
     "huge element": (
         "a.json",
         b'[{"text": "x"}, {"text": "' + b"y" * 50_000,
-        "Unterminated string",
+        "9,999 characters or more, or is not JSON: Unterminated",
     ),
     "no arrow": ("a.arrow", b"text,id\n", "a.arrow: "),
     "empty arrow": ("a.arrow", b"", "a.arrow: "),

@@ -12,6 +12,7 @@ import json
 import re
 import traceback
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -165,7 +166,7 @@ def _numbered(url: str, name: str, number: int, read: Callable[[], dict[str, Any
 
 
 def _text_of(url: str) -> Any:
-    """The text of a file, to open. Bytes that are not UTF-8 become lone surrogates."""
+    """Opens a file for its text, in which bytes that are not UTF-8 are lone surrogates."""
     return fsspec.open(url, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
@@ -212,7 +213,12 @@ def _elements(text: TextIO) -> Iterator[tuple[Any, str]]:
             if end == len(buffer):  # a number may go on
                 raise json.JSONDecodeError("the array does not end", buffer, end)
         except json.JSONDecodeError as error:
-            more = text.read(max(PIECE, len(buffer) - at)) if len(buffer) - at < LONGEST else ""
+            size = len(buffer) - at
+            if size >= LONGEST:
+                raise DamagedFileError(
+                    f"a row has {LONGEST:,} characters or more, or is not JSON: {error.msg}"
+                ) from error
+            more = text.read(max(PIECE, size))
             if not more:
                 raise DamagedFileError(f"not a JSON array: {error.msg}") from error
             buffer, at = buffer[at:] + more, 0
@@ -235,8 +241,9 @@ def _below_header(url: str, name: str) -> Iterator[FileRow]:
         header = next(rows, [])
         if "" in header:
             raise DamagedFileError(f"column {header.index('') + 1} has no name in the header")
-        if twice := [column for n, column in enumerate(header) if column in header[:n]]:
-            raise DamagedFileError(f"the header names {twice[0]!r} twice")
+        column, times = next(iter(Counter(header).most_common(1)), ("", 0))
+        if times > 1:
+            raise DamagedFileError(f"the header names {column!r} {times} times")
         if not _is_utf8(header):
             raise DamagedFileError("the header is not UTF-8")
         for number, fields in enumerate(rows):
