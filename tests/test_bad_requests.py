@@ -77,7 +77,11 @@ BAD_REQUESTS = """\
 --dataset_path '' | argument --dataset_path: is empty
 --dataset_path {}/none | none: no such file or folder
 --dataset_path {}/notes | has no files that end in .jsonl
---dataset_path {}/x.csv | has no files that end in .jsonl, .jsonl.gz, .parquet
+--dataset_path {}/x.txt | \
+ no files that end in .jsonl, .jsonl.gz, .jsonl.zst, .json, .csv, .parquet, .arrow
+--dataset_path {}/several | both CSV and JSON Lines; choose one of them, \
+ for example with a glob such as FOLDER/*.csv
+--dataset_path {}/gap.csv | column 1
 --dataset_path {}/both | both Parquet and JSON Lines
 --dataset_path nope://x | --dataset_path nope://x
 --dataset_path simplecache::nope://b/m | \
@@ -114,7 +118,11 @@ BAD_REQUESTS = """\
 """
 FILES = {
     "file": "",
-    "x.csv": "a",
+    "x.txt": "a",
+    "several/a.jsonl": "{}",
+    "several/b.csv": "",
+    "several/c.json": "",
+    "gap.csv": ",text\n0,a\n",
     "notes/x": "a",
     "both/a.jsonl": "{}",
     "both/b.parquet": "",

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import datasets
 import fsspec
 import pytest
 from command_line import main
@@ -86,6 +87,21 @@ def test_a_file_that_has_grown_gives_its_new_rows(extract, tmp_path, check):
         assert extract("out") == 0
         assert len(recorded(tmp_path / "out")) == 1
     assert extract("whole") == 0
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert check(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("kind", ["csv", "saved"])
+def test_other_kinds_are_continued_in_the_same_way(extract, tmp_path, check, kind):
+    """What `datasets` puts beside its data is not on record."""
+    rows = datasets.Dataset.from_list([json.loads(row) for row in rows_of(range(40)).splitlines()])
+    if kind == "csv":
+        rows.to_csv(tmp_path / "data/a.csv")
+    else:
+        rows.save_to_disk(tmp_path / "data")
+    assert extract("out", "--max_samples", 20) == 0
+    assert len(recorded(tmp_path / "out")) == 1
+    assert extract("out") == 0 and extract("whole") == 0
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert check(tmp_path / "out") == []
 

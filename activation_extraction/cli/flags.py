@@ -151,8 +151,9 @@ class Config:
     )
     dataset_split: str = flag("its split", DATASET[2], metavar="NAME")
     dataset_path: str | None = flag(
-        "your own files instead of a hub data set: .jsonl, .jsonl.gz or .parquet; a file, a folder "
-        "or a glob; a local path or a URL such as gs://bucket/folder",
+        "your own files instead of a hub data set: .jsonl, .jsonl.gz, .jsonl.zst, .json (an array "
+        "of objects), .csv (with a header), .parquet, .arrow or what save_to_disk of `datasets` "
+        "has written; a file, a folder or a glob; a local path or a URL such as gs://bucket/folder",
         excludes=("dataset_name", "dataset_config", "dataset_split"),
         metavar="PATH",
     )

@@ -21,9 +21,9 @@ from activation_extraction.common.log import log
 from activation_extraction.common.retries import hub_requests
 from activation_extraction.common.visible import counted
 from activation_extraction.text.batch import Worker
+from activation_extraction.text.file_rows import FileRow
 from activation_extraction.text.rows import ColumnError, Content, DocId, RowForm, UnusableRowError
 from activation_extraction.text.shuffle import ShuffledRows
-from activation_extraction.text.sources import FileRow
 
 # With fewer pieces per share than this, Parquet files are split into row groups, for even shares.
 PIECES_PER_SHARE = 16

@@ -15,7 +15,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from activation_extraction.text.sources import FileRow
+from activation_extraction.text.file_rows import FileRow
 
 BLOCK_ROWS = 1024
 

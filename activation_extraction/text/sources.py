@@ -1,22 +1,18 @@
-"""Opens a data set as a stream of rows: JSON Lines or Parquet files, or a data set on the hub.
+"""Opens a data set as a stream of rows: files of one kind, or a data set on the hub.
 
-Files may be in a local folder or at a URL. Each row of a file comes with its position, for messages
-about it; documents.py gives a row of a hub data set its number.
+Files may be in a local folder or at a URL; file_rows.py reads them. Each row of a file comes with
+its position, for messages about it; documents.py gives a row of a hub data set its number.
 """
 
-import gzip
-import json
 import os
 import re
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,7 @@ import pyarrow.parquet
 from fsspec.core import url_to_fs
 from huggingface_hub import HfApi, constants
 
-from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.retries import (
     hub_requests,
@@ -36,30 +32,31 @@ from activation_extraction.common.retries import (
     unwritable_cache,
 )
 from activation_extraction.common.visible import plain_url
-from activation_extraction.text.rows import Columns, UnusableRowError
+from activation_extraction.text.file_rows import (
+    FileRow,
+    arrow_rows,
+    csv_rows,
+    json_lines,
+    json_rows,
+    parquet_rows,
+)
+from activation_extraction.text.rows import Columns
 
-PARQUET = (".parquet",)
-JSON_LINES = (".jsonl", ".jsonl.gz")
+JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+# A kind of files and how their names end.
+KINDS = {
+    "JSON Lines": JSON_LINES,
+    "JSON": (".json",),
+    "CSV": (".csv",),
+    "Parquet": (".parquet",),
+    "Arrow": (".arrow",),
+}
+# What `datasets` writes beside the data in its folders, which each have the first of these.
+BESIDE_DATA = ("dataset_info.json", "state.json", "cache-*.arrow")
+SPLITS = "/dataset_dict.json"  # in a folder of such folders, one per split
 READERS = 32  # files whose sizes or footers are read at the same time
 # What stores say of a file's content: Google Cloud Storage, S3, Azure and HTTP servers.
 VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "content_md5", "generation")
-REPLACE = (
-    "replace the damaged file by an intact one; if its size changes, the run cannot continue and "
-    "needs --overwrite"
-)
-DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, pyarrow.ArrowException)
-
-
-@dataclass(frozen=True)
-class FileRow:
-    """A row of a file. `read` returns its columns, or raises UnusableRowError.
-
-    where: its position, for messages. row: the same as it is stored with a sample.
-    """
-
-    where: str
-    row: dict[str, Any]
-    read: Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -82,9 +79,9 @@ class TextFile:
 
 
 def list_files(path: str) -> list[TextFile]:
-    """Lists JSON Lines and Parquet files: a file, a folder with its subfolders, a glob, or a URL.
+    """Lists the files of a data set: a file, a folder with its subfolders, a glob, or a URL.
 
-    They are sorted. Raises InputError if there is none.
+    They are sorted. Raises InputError if there is none, or if a folder holds several splits.
     """
     with _refusing(path), ThreadPoolExecutor(READERS) as pool:
         fs, root = url_to_fs(path)
@@ -96,9 +93,12 @@ def list_files(path: str) -> list[TextFile]:
             found = fs.find(root)
         # Below the folder that was asked for, hidden files are left-overs of editors and notebooks.
         visible = [name for name in found if "/." not in name.removeprefix(root)]
-        known = sorted(name for name in visible if plain_url(name).endswith(PARQUET + JSON_LINES))
+        known = sorted(name for name in visible if kind_of(name))
+        if found != [root]:
+            _refuse_splits(path, fs, known)
+            known = _without_metadata(known)
         if not known:
-            kinds = ", ".join(JSON_LINES + PARQUET)
+            kinds = ", ".join(end for ends in KINDS.values() for end in ends)
             exists = found or fs.isdir(root)
             what = f"has no files that end in {kinds}" if exists else "no such file or folder"
             raise InputError(f"--dataset_path {path}: {what}")
@@ -113,14 +113,53 @@ def is_path(source: str) -> bool:
     return "://" in source or any(c in source for c in "*?[") or os.path.exists(source)
 
 
+def kind_of(url: str) -> str | None:
+    """Returns which of KINDS a file is by its name; None: it is no data."""
+    name = plain_url(url)
+    return next((kind for kind, ends in KINDS.items() if name.endswith(ends)), None)
+
+
+def _refuse_splits(path: str, fs: Any, names: Sequence[str]) -> None:
+    """Raises InputError if `datasets` has saved several splits there: they are not one data set."""
+    arrow = [name for name in names if kind_of(name) == "Arrow"]
+    for folder in (name.removesuffix(SPLITS) for name in names if name.endswith(SPLITS)):
+        inside = [
+            name.removeprefix(f"{folder}/") for name in arrow if name.startswith(f"{folder}/")
+        ]
+        splits = sorted({name.split("/")[0] for name in inside})
+        if len(splits) > 1:
+            where = folder if _is_local(fs) else fs.unstrip_protocol(folder)
+            raise InputError(
+                f"--dataset_path {path}: holds several splits of a data set ({', '.join(splits)}); "
+                f"choose one of them, such as {where}/{splits[0]}"
+            )
+
+
+def _without_metadata(names: Sequence[str]) -> list[str]:
+    """The files without what `datasets` adds, and without JSON beside data of another kind."""
+    parts = {name: name.rpartition("/") for name in names}
+    saved = {folder for folder, _, last in parts.values() if last == BESIDE_DATA[0]}
+    data = [
+        name
+        for name, (folder, _, last) in parts.items()
+        if not name.endswith(SPLITS)
+        and not (folder in saved and any(fnmatch(last, pattern) for pattern in BESIDE_DATA))
+    ]
+    return [name for name in data if kind_of(name) != "JSON"] or data
+
+
 def _describe(fs: Any, folder: str, path: str) -> TextFile:
     found = fs.info(path)
     relative = plain_url(path).partition(folder)[2].lstrip("/")
     name = os.fsencode(relative).decode(errors="backslashreplace")
-    if "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol):
+    if _is_local(fs):
         return TextFile(path, name, found["size"], modified(found["mtime"]))
     version = next((f"{key} {found[key]}" for key in VERSIONS if found.get(key)), "")
     return TextFile(fs.unstrip_protocol(path), name, found["size"], version)
+
+
+def _is_local(fs: Any) -> bool:
+    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
 
 
 def modified(mtime: float) -> str:
@@ -133,29 +172,46 @@ def open_files(
 ) -> datasets.IterableDataset:
     """Opens the files of `path`. files: in the order in which they are read; None: as listed.
 
-    Only the needed columns of Parquet files are read. Raises InputError if there are files of both
-    kinds, or if a file is not what its name says.
+    Only the needed columns of Parquet and Arrow files are read. Raises InputError if there are
+    files of several kinds, or if a Parquet file is not what its name says.
     """
     files = list_files(path) if files is None else files
-    parquet = [plain_url(file.url).endswith(PARQUET) for file in files]
-    if any(parquet) and not all(parquet):
+    kinds = [kind for kind in reversed(KINDS) if kind in {kind_of(file.url) for file in files}]
+    if len(kinds) > 1:
         raise InputError(
-            f"--dataset_path {path}: holds both Parquet and JSON Lines; choose one of "
-            "them, for example with a glob such as FOLDER/*.parquet"
+            f"--dataset_path {path}: holds both {kinds[0]} and {kinds[1]}; choose one of "
+            f"them, for example with a glob such as FOLDER/*{KINDS[kinds[0]][0]}"
         )
+    pieces: dict[str, Any] = {
+        "urls": [file.url for file in files],
+        "names": [file.name for file in files],
+    }
     with _refusing(path), _writable_cache():
-        if not any(parquet):
-            lines = {"urls": [file.url for file in files], "names": [file.name for file in files]}
-            return datasets.IterableDataset.from_generator(json_lines, gen_kwargs=lines)
-        with ThreadPoolExecutor(READERS) as pool:
-            counts = pool.map(_row_groups, [file.url for file in files])
-            pairs = zip(files, counts, strict=True)
-            groups = [(file.url, file.name, n) for file, count in pairs for n in range(count)]
-        if not groups:
-            raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
-        urls, names, numbers = map(list, zip(*groups, strict=True))
-        pieces = {"urls": urls, "names": names, "groups": numbers, "wanted": columns}
-        return datasets.IterableDataset.from_generator(parquet_rows, gen_kwargs=pieces)
+        if kinds == ["Parquet"]:
+            return _open_row_groups(path, files, columns)
+        if kinds == ["Arrow"]:
+            pieces["wanted"] = columns
+        readers: dict[str, Callable[..., Iterator[FileRow]]] = {
+            "JSON Lines": json_lines,
+            "JSON": json_rows,
+            "CSV": csv_rows,
+            "Arrow": arrow_rows,
+        }
+        return datasets.IterableDataset.from_generator(readers[kinds[0]], gen_kwargs=pieces)
+
+
+def _open_row_groups(
+    path: str, files: Sequence[TextFile], wanted: Columns
+) -> datasets.IterableDataset:
+    with ThreadPoolExecutor(READERS) as pool:
+        counts = pool.map(_row_groups, [file.url for file in files])
+        pairs = zip(files, counts, strict=True)
+        groups = [(file.url, file.name, n) for file, count in pairs for n in range(count)]
+    if not groups:
+        raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
+    urls, names, numbers = map(list, zip(*groups, strict=True))
+    pieces = {"urls": urls, "names": names, "groups": numbers, "wanted": wanted}
+    return datasets.IterableDataset.from_generator(parquet_rows, gen_kwargs=pieces)
 
 
 def _row_groups(url: str) -> int:
@@ -201,67 +257,6 @@ def _writable_cache() -> Iterator[None]:
                 datasets.config.HF_DATASETS_CACHE = cache
     else:
         yield
-
-
-def parquet_rows(
-    urls: list[str], names: list[str], groups: list[int], wanted: Columns
-) -> Iterator[FileRow]:
-    """Yields the rows of row groups: group `groups[i]` of file `urls[i]`, called `names[i]`.
-
-    Rows and row groups are counted from 0.
-    """
-    for (url, name), pairs in groupby(zip(urls, names, groups, strict=True), itemgetter(0, 1)):
-        with _naming(url), fsspec.open(url, "rb") as file:
-            parquet = pyarrow.parquet.ParquetFile(file)
-            columns = wanted.among(parquet.schema_arrow.names)
-            for *_, group in pairs:
-                number = 0
-                for batch in parquet.iter_batches(256, row_groups=[group], columns=columns):
-                    for at in range(batch.num_rows):
-                        where = f"{url} row group {group} row {number} (both from 0)"
-                        row = {"file": name, "row_group": group, "row": number}
-                        yield FileRow(where, row, partial(_arrow_row, batch.slice(at, 1)))
-                        number += 1
-
-
-def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
-    try:
-        return batch.to_pylist()[0]
-    except UnicodeDecodeError as error:
-        raise UnusableRowError(f"not UTF-8: {error}") from error
-
-
-def json_lines(urls: list[str], names: list[str]) -> Iterator[FileRow]:
-    """Yields the lines of files, except blank ones; lines are counted from 1."""
-    for url, name in zip(urls, names, strict=True):
-        compression = "gzip" if plain_url(url).endswith(".gz") else None
-        with _naming(url), fsspec.open(url, "rb", compression=compression) as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    row = {"file": name, "line": number}
-                    yield FileRow(f"{url} line {number}", row, partial(_json_object, line))
-
-
-def _json_object(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.rstrip(b"\r\n"))
-    except json.JSONDecodeError as error:  # its text adds a line number of its own
-        raise UnusableRowError(f"not JSON: {error.msg}, column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        raise UnusableRowError(f"not JSON: {one_line(error)}") from error
-    if not isinstance(row, dict):
-        raise UnusableRowError(f"expected a JSON object, found {type(row).__name__}")
-    return row
-
-
-@contextmanager
-def _naming(url: str) -> Iterator[None]:
-    """Adds the file's name to whatever a file system or a file format raises inside the block."""
-    try:
-        yield
-    except Exception as error:
-        remedy = REPLACE if isinstance(error, DAMAGE) else None
-        raise RunError(f"{url}: {one_line(error)}", remedy=remedy) from error
 
 
 def open_hub_dataset(

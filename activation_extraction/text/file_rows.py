@@ -1,0 +1,311 @@
+"""Reads the rows of files: JSON Lines, JSON arrays, CSV, Parquet and Arrow, here or at a URL.
+
+Each row comes with its position in its file. A row that cannot be used says so when it is read, and
+the rows behind it follow; a file that cannot be read on ends the run. All but one row, or one batch
+of rows of Parquet or Arrow, stays in its file, however large that is.
+"""
+
+import csv
+import gzip
+import io
+import json
+import re
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, TextIO
+
+import fsspec
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+
+from activation_extraction.common.errors import RunError, one_line
+from activation_extraction.common.visible import plain_url
+from activation_extraction.text.rows import Columns, UnusableRowError
+
+LONGEST = 2**27  # characters of a field or line of CSV, or of an element of a JSON array
+PIECE = 2**16  # characters or bytes that are read at a time
+BLANK = r"[ \t\r\n]*"
+OPENING = re.compile(rf"{BLANK}\[{BLANK}(\])?")  # what comes before the first element of an array
+BETWEEN = re.compile(rf"{BLANK}(?:,{BLANK}|(\]))")  # before the next one
+MAGIC = b"ARROW1"  # begins an IPC file; a stream has none
+AS_BYTES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+REPLACE = (
+    "replace the damaged file by an intact one; if its size changes, the run cannot continue and "
+    "needs --overwrite"
+)
+
+
+class DamagedFileError(Exception):
+    """A file cannot be read on. The message says why."""
+
+
+DAMAGE = (
+    *(EOFError, UnicodeError, gzip.BadGzipFile, zlib.error, csv.Error, pyarrow.ArrowException),
+    DamagedFileError,
+)
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """A row of a file. `read` returns its columns, or raises UnusableRowError.
+
+    where: its position, for messages. row: the same as it is stored with a sample.
+    """
+
+    where: str
+    row: dict[str, Any]
+    read: Callable[[], dict[str, Any]]
+
+
+def json_lines(urls: list[str], names: list[str]) -> Iterator[FileRow]:
+    """Yields the lines of files, except blank ones; lines are counted from 1."""
+    for url, name in zip(urls, names, strict=True):
+        yield from _naming(url, _lines(url, name))
+
+
+def json_rows(urls: list[str], names: list[str]) -> Iterator[FileRow]:
+    """Yields the elements of JSON arrays, counted from 0. Other files are read as JSON Lines."""
+    for url, name in zip(urls, names, strict=True):
+        yield from _naming(url, _elements_or_lines(url, name))
+
+
+def csv_rows(urls: list[str], names: list[str]) -> Iterator[FileRow]:
+    """Yields the rows of CSV files below their headers, except blank ones, counted from 0."""
+    for url, name in zip(urls, names, strict=True):
+        yield from _naming(url, _below_header(url, name))
+
+
+def arrow_rows(urls: list[str], names: list[str], wanted: Columns) -> Iterator[FileRow]:
+    """Yields the rows of Arrow IPC files and streams, counted from 0."""
+    for url, name in zip(urls, names, strict=True):
+        yield from _naming(url, _rows_of_batches(url, name, wanted))
+
+
+def parquet_rows(
+    urls: list[str], names: list[str], groups: list[int], wanted: Columns
+) -> Iterator[FileRow]:
+    """Yields the rows of row groups: group `groups[i]` of file `urls[i]`, called `names[i]`.
+
+    Rows and row groups are counted from 0.
+    """
+    for (url, name), pairs in groupby(zip(urls, names, groups, strict=True), itemgetter(0, 1)):
+        numbers = [group for *_, group in pairs]
+        yield from _naming(url, _rows_of_groups(url, name, numbers, wanted))
+
+
+def _naming(url: str, rows: Iterable[FileRow]) -> Iterator[FileRow]:
+    """Yields the rows. Adds the file's name to whatever is raised, and which row was the last."""
+    last = None
+    try:
+        for row in rows:
+            yield row
+            last = row.where
+    except Exception as error:
+        so_far = f"; the last row before: {last.removeprefix(url).lstrip()}" if last else ""
+        raise RunError(
+            f"{url}: {one_line(error)}{so_far}", remedy=REPLACE if _is_damage(error) else None
+        ) from error
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether a file is to blame. OSErrors are those of file systems, but pyarrow has its own."""
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return isinstance(error, DAMAGE) or (isinstance(error, OSError) and "pyarrow" in raised_in)
+
+
+def _lines(url: str, name: str) -> Iterator[FileRow]:
+    with _decompressed(url) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                row = {"file": name, "line": number}
+                yield FileRow(f"{url} line {number}", row, partial(_json_object, line))
+
+
+@contextmanager
+def _decompressed(url: str) -> Iterator[Iterable[bytes]]:
+    """Opens a file for its lines. pyarrow brings what reads zstd; fsspec would need a package."""
+    compressed = plain_url(url)
+    with fsspec.open(url, "rb", compression="gzip" if compressed.endswith(".gz") else None) as file:
+        if not compressed.endswith(".zst"):
+            yield file
+        else:
+            with pyarrow.CompressedInputStream(file, "zstd") as content:
+                yield io.BufferedReader(content, PIECE)
+
+
+def _json_object(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.rstrip(b"\r\n"))
+    except json.JSONDecodeError as error:  # its text adds a line number of its own
+        raise UnusableRowError(f"not JSON: {error.msg}, column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise UnusableRowError(f"not JSON: {one_line(error)}") from error
+    return _object(row)
+
+
+def _object(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise UnusableRowError(f"expected a JSON object, found {type(row).__name__}")
+    return row
+
+
+def _numbered(url: str, name: str, number: int, read: Callable[[], dict[str, Any]]) -> FileRow:
+    return FileRow(f"{url} row {number} (from 0)", {"file": name, "row": number}, read)
+
+
+def _text_of(url: str) -> Any:
+    """Opens a file for its text, in which bytes that are not UTF-8 are lone surrogates."""
+    return fsspec.open(url, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _is_utf8(texts: Iterable[str]) -> bool:
+    try:
+        "".join(texts).encode()
+        return True
+    except UnicodeEncodeError:
+        return False
+
+
+def _elements_or_lines(url: str, name: str) -> Iterator[FileRow]:
+    with _text_of(url) as text:
+        array = text.read(PIECE).lstrip(" \t\r\n").startswith("[")
+    if not array:
+        yield from _lines(url, name)
+        return
+    with _text_of(url) as text:
+        for number, (value, source) in enumerate(_elements(text)):
+            yield _numbered(url, name, number, partial(_element, value, source))
+
+
+def _element(value: Any, source: str) -> dict[str, Any]:
+    if not _is_utf8([source]):
+        raise UnusableRowError("not UTF-8")
+    return _object(value)
+
+
+def _elements(text: TextIO) -> Iterator[tuple[Any, str]]:
+    """Yields each element of a JSON array and its source. Raises DamagedFileError where it ends.
+
+    Whatever cannot be understood may only be cut off, so it is tried again with more of the text.
+    """
+    decode = json.JSONDecoder().raw_decode
+    buffer, at, before = "", 0, OPENING
+    while True:
+        try:
+            found = before.match(buffer, at)
+            if not found:
+                raise json.JSONDecodeError("expected a comma or the end of the array", buffer, at)
+            if found[1]:
+                break
+            value, end = decode(buffer, found.end())
+            if end == len(buffer):  # a number may go on
+                raise json.JSONDecodeError("the array does not end", buffer, end)
+        except json.JSONDecodeError as error:
+            size = len(buffer) - at
+            if size >= LONGEST:
+                raise DamagedFileError(
+                    f"a row has {LONGEST:,} characters or more, or is not JSON: {error.msg}"
+                ) from error
+            more = text.read(max(PIECE, size))
+            if not more:
+                raise DamagedFileError(f"not a JSON array: {error.msg}") from error
+            buffer, at = buffer[at:] + more, 0
+        except (ValueError, RecursionError) as error:
+            raise DamagedFileError(f"not JSON: {one_line(error)}") from error
+        else:
+            yield value, buffer[found.end() : end]
+            at, before = end, BETWEEN
+    behind = buffer[found.end() :]
+    while behind:
+        if behind.strip(" \t\r\n"):
+            raise DamagedFileError("there is more behind the array; expected one array")
+        behind = text.read(PIECE)
+
+
+def _below_header(url: str, name: str) -> Iterator[FileRow]:
+    csv.field_size_limit(LONGEST)  # for the whole process; it is 131,072 otherwise
+    with _text_of(url) as text:
+        rows = filter(None, csv.reader(_limited(text), strict=True))
+        header = next(rows, [])
+        if "" in header:
+            raise DamagedFileError(f"column {header.index('') + 1} has no name in the header")
+        column, times = next(iter(Counter(header).most_common(1)), ("", 0))
+        if times > 1:
+            raise DamagedFileError(f"the header names {column!r} {times} times")
+        if not _is_utf8(header):
+            raise DamagedFileError("the header is not UTF-8")
+        for number, fields in enumerate(rows):
+            yield _numbered(url, name, number, partial(_csv_row, header, fields))
+
+
+def _limited(lines: TextIO) -> Iterator[str]:
+    """Yields lines. A file without any end of a line must not fill the memory."""
+    while line := lines.readline(LONGEST):
+        if len(line) == LONGEST:
+            raise DamagedFileError(f"a line has {LONGEST:,} characters or more")
+        yield line
+
+
+def _csv_row(header: list[str], fields: list[str]) -> dict[str, Any]:
+    if len(fields) != len(header):
+        raise UnusableRowError(
+            f"expected {len(header)} fields as in the header, found {len(fields)}"
+        )
+    if not _is_utf8(fields):
+        raise UnusableRowError("not UTF-8")
+    return dict(zip(header, fields, strict=True))
+
+
+def _rows_of_batches(url: str, name: str, wanted: Columns) -> Iterator[FileRow]:
+    number = 0
+    for batch in _batches(url, wanted):
+        for at in range(batch.num_rows):
+            yield _numbered(url, name, number, partial(_arrow_row, batch.slice(at, 1)))
+            number += 1
+
+
+def _batches(url: str, wanted: Columns) -> Iterator[pyarrow.RecordBatch]:
+    """Yields the batches of an Arrow file, with the needed columns only."""
+    with fsspec.open(url, "rb") as file:
+        is_stream = file.read(len(MAGIC)) != MAGIC
+        open_arrow = pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file
+        file.seek(0)
+        names = open_arrow(file).schema.names
+        fields = [names.index(column) for column in wanted.among(names)]
+        file.seek(0)
+        arrow = open_arrow(file, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
+        batches = arrow if is_stream else map(arrow.get_batch, range(arrow.num_record_batches))
+        for batch in batches:
+            for column in batch.columns:  # damage must not crash the process; bad text may pass
+                as_bytes = AS_BYTES.get(column.type)
+                (column.view(as_bytes) if as_bytes else column).validate(full=True)
+            yield batch
+
+
+def _rows_of_groups(url: str, name: str, groups: list[int], wanted: Columns) -> Iterator[FileRow]:
+    with fsspec.open(url, "rb") as file:
+        parquet = pyarrow.parquet.ParquetFile(file)
+        columns = wanted.among(parquet.schema_arrow.names)
+        for group in groups:
+            number = 0
+            for batch in parquet.iter_batches(256, row_groups=[group], columns=columns):
+                for at in range(batch.num_rows):
+                    where = f"{url} row group {group} row {number} (both from 0)"
+                    row = {"file": name, "row_group": group, "row": number}
+                    yield FileRow(where, row, partial(_arrow_row, batch.slice(at, 1)))
+                    number += 1
+
+
+def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
+    try:
+        return batch.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        raise UnusableRowError(f"not UTF-8: {error}") from error

@@ -1,0 +1,319 @@
+"""Every kind of file gives the same rows: all of them once, and exactly from any of them on.
+
+A row that cannot be used is named, or skipped; so is a file that is damaged, which ends the run.
+"""
+
+import csv
+import gzip
+import io
+import json
+import tracemalloc
+
+import datasets
+import fsspec
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+from small_runs import Killed, content, stream_of
+
+from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.text import file_rows
+from activation_extraction.text.batch import Worker
+from activation_extraction.text.sources import list_files
+
+
+def rows_of(numbers):
+    """Rows whose texts have what CSV has to quote."""
+    return [{"text": f'a "text",\r\nnumber {n}: é\n', "id": f"id {n}"} for n in numbers]
+
+
+def as_lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def as_zstd(rows):
+    """Two frames, as of files that were put together."""
+    frames = []
+    for part in (rows[:3], rows[3:]):
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+            stream.write(as_lines(part))
+        frames.append(sink.getvalue().to_pybytes())
+    return b"".join(frames)
+
+
+def as_csv(rows):
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, ["other", *rows[0]], restval="x")
+    writer.writeheader()
+    writer.writerows(rows)
+    return b"\xef\xbb\xbf" + text.getvalue().encode()
+
+
+def as_arrow(rows, new=pyarrow.ipc.new_file, batch=4):
+    rows = [{"other": {"a": [b"\xff"]}, **row} for row in rows]
+    table, sink = pyarrow.Table.from_pylist(rows), io.BytesIO()
+    with new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=batch)
+    return sink.getvalue()
+
+
+def as_parquet(rows):
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink, row_group_size=4)
+    return sink.getvalue()
+
+
+# What a file is -> how its name ends, and how its content is made.
+KINDS = {
+    "lines": (".jsonl", as_lines),
+    "gzip": (".jsonl.gz", lambda rows: gzip.compress(as_lines(rows))),
+    "zstd": (".jsonl.zst", as_zstd),
+    "array": (".json", lambda rows: json.dumps(rows, indent=1, ensure_ascii=False).encode()),
+    "lines in .json": (".json", as_lines),
+    "csv": (".csv", as_csv),
+    "parquet": (".parquet", as_parquet),
+    "arrow": (".arrow", as_arrow),
+    "arrow stream": (".arrow", lambda rows: as_arrow(rows, pyarrow.ipc.new_stream)),
+}
+POSITIONS = {".json": "row", ".csv": "row", ".arrow": "row"}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(params=["here", "url"])
+def place(request, tmp_path):
+    """A folder on this machine, or a URL."""
+    return str(tmp_path / "data") if request.param == "here" else f"memory://{tmp_path.name}/data"
+
+
+def write(place, kind, *files, folder=""):
+    end, content_of = KINDS[kind]
+    for number, rows in enumerate(files):
+        with fsspec.open(f"{place}{folder}/{number}{end}", "wb", auto_mkdir=True) as file:
+            file.write(content_of(rows))
+
+
+def found(stream):
+    return [(document.text, document.doc_id, document.row) for document in stream]
+
+
+@every_kind
+def test_a_row_has_its_text_its_id_and_its_position(place, kind):
+    write(place, kind, rows_of(range(6)), rows_of(range(6, 9)))
+    every = found(stream_of(place))
+    assert [(text, doc_id) for text, doc_id, _ in every] == [
+        (row["text"], row["id"]) for row in rows_of(range(9))
+    ]
+    end = KINDS[kind][0]
+    if kind == "parquet":
+        last = {"row_group": 0, "row": 2}
+    else:
+        last = {"line": 3} if "lines" in kind or ".jsonl" in end else {"row": 2}
+    assert every[-1][-1] == {"file": f"1{end}", **last}
+    assert len({str(row) for *_, row in every}) == 9
+
+
+@every_kind
+@pytest.mark.parametrize("worker", [Worker(), Worker(1, 2, 1, 2)])
+def test_continuing_at_every_row(place, kind, worker, monkeypatch):
+    monkeypatch.setattr(file_rows, "PIECE", 50)
+    write(place, kind, rows_of(range(11)), rows_of(range(11, 19)))
+    stream = stream_of(place, worker)
+    every, states = [], [stream.state()]
+    for document in stream:
+        every.append((document.text, document.doc_id, document.row))
+        states.append(json.loads(json.dumps(stream.state())))
+    assert len(every) > 3
+    for n, state in enumerate(states):
+        if n:
+            again = stream_of(place, worker)
+            again.restore(state)
+            assert found(again) == every[n:]
+
+
+@every_kind
+@pytest.mark.parametrize("files", [1, 3])
+def test_two_machines_with_two_hosts_have_every_row_once(place, kind, files):
+    write(place, kind, *(rows_of(range(9 * n, 9 * n + 9)) for n in range(files)))
+    workers = [Worker(machine, 2, host, 2) for machine in range(2) for host in range(2)]
+    parts = [found(stream_of(place, worker)) for worker in workers]
+    ids = [doc_id for part in parts for _, doc_id, _ in part]
+    assert sorted(ids) == sorted(row["id"] for row in rows_of(range(9 * files)))
+
+
+class TestKilled:
+    """Runs of all but the model, killed after a few samples."""
+
+    @pytest.fixture(params=["zstd", "array", "csv", "arrow"])
+    def rows(self, request, tmp_path):
+        end, content_of = KINDS[request.param]
+        path = tmp_path / f"rows{end}"
+        path.write_bytes(content_of([{"text": "x" * (n % 17), "id": n} for n in range(40)]))
+        return path
+
+    def test_the_bytes_are_those_of_a_whole_run(self, run, whole, tmp_path):
+        for first in range(1, 30, 4):
+            folder = tmp_path / f"killed_{first}"
+            with pytest.raises(Killed):
+                run(folder, kill_after=first)
+            run(folder)
+            assert content(folder) == whole
+
+
+BAD_ROWS = {
+    "too few fields": ("a.csv", b"text,id\ngood,1\nbad\n\ngood,2\n", "row 1 (from 0): expected 2 "),
+    "too many": ("a.csv", b'text\ngood\n"bad\n",1\ngood', "fields as in the header, found 2"),
+    "csv not UTF-8": ("a.csv", b"text\r\ngood\r\nbad\xff\r\ngood", "row 1 (from 0): not UTF-8"),
+    "no object": ("a.json", b'[{"text": "good"}, ["bad"], {"text": "good"}]', "found list"),
+    "a number": ("a.json", b'[{"text": "good"},23,{"text": "good"}]', "found int"),
+    "array not UTF-8": (
+        "a.json",
+        b'[{"text": "good"}, {"text": "\xff"}, {"text": "good"}]',
+        "row 1 (from 0): not UTF-8",
+    ),
+    "arrow not UTF-8": (
+        "a.arrow",
+        as_arrow([{"text": "good"}, {"text": "bad"}, {"text": "good"}]).replace(b"bad", b"b\xffd"),
+        "row 1 (from 0): not UTF-8",
+    ),
+}
+
+
+@pytest.mark.parametrize("piece", [3, 2**16])
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_row_that_cannot_be_used_is_named_or_skipped(tmp_path, monkeypatch, case, piece):
+    monkeypatch.setattr(file_rows, "PIECE", piece)
+    name, data, told = BAD_ROWS[case]
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(RunError) as caught:
+        list(stream_of(tmp_path))
+    assert f"a row cannot be used: {tmp_path / name} row 1 (from 0): " in str(caught.value)
+    assert told in str(caught.value)
+    stream = stream_of(tmp_path, skip=True)
+    assert [document.text for document in stream if document] == ["good", "good"]
+    assert stream.skipped_rows == 1
+
+
+ROWS = rows_of(range(3000))
+BEHIND = "; the last row before: "
+DAMAGED = {
+    "zstd cut off": ("a.jsonl.zst", as_zstd(ROWS)[:-9], "Truncated", BEHIND + "line "),
+    "no zstd": ("a.jsonl.zst", b"text", "ZSTD decompress failed"),
+    "gzip cut off": ("a.jsonl.gz", gzip.compress(as_lines(ROWS))[:-99], BEHIND + "line "),
+    "array cut off": ("a.json", b'[{"text": "x"}, {"text": "x"', f"{BEHIND}row 0 (from 0)"),
+    "array without end": ("a.json", b'[{"text": "x"}, 5', f"{BEHIND}row 0 (from 0)"),
+    "no comma": ("a.json", b'[{"text": "x"} {"text": "y"}]', "expected a comma"),
+    "a comma too many": ("a.json", b'[{"text": "x"},]', "Expecting value"),
+    "two arrays": ("a.json", b'[{"text": "x"}]\n\n[{"text": "y"}]', "there is more behind"),
+    "too deep": ("a.json", b'[{"text": "x"},' + b"[" * 100_000, f"{BEHIND}row 0 (from 0)"),
+    "too many digits": ("a.json", b'[{"text": ' + b"1" * 5000 + b"}]", "not JSON: Exceeds"),
+    "quote without end": ("a.csv", b'text\nx\n"y\nz\n', f"end of data{BEHIND}row 0 (from 0)"),
+    "text behind a quote": ("a.csv", b'text\nx\n"y"z\n', "',' expected after"),
+    "a name twice": ("a.csv", b"text,id,text\nx,y,z\n", "the header names 'text' 2 times"),
+    "no name": ("a.csv", b"text,,id\nx,y,z\n", "column 2 has no name in the header"),
+    "UTF-16": ("a.csv", "text\nx".encode("utf-16"), "the header is not UTF-8"),
+    "huge field": ("a.csv", b'text\nx\n"' + b"y\n" * 5000, f"field limit (9999){BEHIND}row 0"),
+    "huge line": ("a.csv", b"text\nx\n" + b"y" * 10_000, f"9,999 characters or more{BEHIND}row 0"),
+    "huge element": (
+        "a.json",
+        b'[{"text": "x"}, {"text": "' + b"y" * 50_000,
+        "9,999 characters or more, or is not JSON: Unterminated",
+    ),
+    "no arrow": ("a.arrow", b"text,id\n", "a.arrow: "),
+    "empty arrow": ("a.arrow", b"", "a.arrow: "),
+    "arrow file cut off": ("a.arrow", as_arrow(ROWS)[:-9], "a.arrow: Not an Arrow file"),
+    "stream cut off": (
+        "a.arrow",
+        as_arrow(ROWS, pyarrow.ipc.new_stream)[:-99],
+        f"{BEHIND}row 2995 (from 0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_file_ends_the_run(tmp_path, monkeypatch, case):
+    """Whether rows are skipped or not: which rows it should have is not known."""
+    monkeypatch.setattr(file_rows, "LONGEST", 9999)
+    name, data, *told = DAMAGED[case]
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(RunError) as caught:
+        list(stream_of(tmp_path, skip=True))
+    message = str(caught.value)
+    assert message.startswith(f"reading the data set failed: {tmp_path / name}: ")
+    assert all(part in message for part in told), message
+    assert "replace the damaged file" in caught.value.remedy
+
+
+def test_a_file_system_that_fails_is_not_damage(tmp_path, monkeypatch):
+    write(str(tmp_path), "arrow", rows_of(range(3)))
+    rows = stream_of(tmp_path)
+
+    def gone(*_):
+        raise OSError("Forbidden")
+
+    monkeypatch.setattr(fsspec.implementations.local.LocalFileOpener, "read", gone)
+    with pytest.raises(RunError, match="Forbidden") as caught:
+        list(rows)
+    assert caught.value.remedy is None
+
+
+def test_a_missing_column_is_named_with_those_there(tmp_path):
+    for kind in ("csv", "array", "arrow"):
+        write(str(tmp_path / kind), kind, rows_of(range(3)))
+        with pytest.raises(RunError, match="no such column.*the columns are (other, )?text, id"):
+            list(stream_of(tmp_path / kind, column="body"))
+
+
+@pytest.mark.parametrize("kind", ["zstd", "array", "csv", "arrow", "arrow stream"])
+def test_memory_does_not_grow_with_the_file(tmp_path, kind):
+    write(str(tmp_path), kind, [{"text": "x" * 5000, "id": str(n)} for n in range(1000)])
+    rows = iter(stream_of(tmp_path))
+    next(rows)
+    tracemalloc.start()
+    assert sum(1 for _ in rows) == 999
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1e6  # the file has 5 MB
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Writes what `datasets` writes: each split, or one alone."""
+
+    def write(*splits):
+        made = {name: datasets.Dataset.from_list(rows_of(range(5))) for name in splits}
+        whole = datasets.DatasetDict(made) if splits else datasets.Dataset.from_list(rows_of([7]))
+        whole.save_to_disk(tmp_path / "data")
+        return tmp_path / "data"
+
+    return write
+
+
+def test_folders_that_datasets_has_saved(saved, place):
+    folder = saved()
+    (folder / "cache-1f.arrow").write_bytes(as_arrow(rows_of([8])))  # of a `map` over them
+    if "memory:" in place:
+        fsspec.filesystem("memory").put(str(folder), place, recursive=True)
+    assert [doc_id for _, doc_id, _ in found(stream_of(place))] == ["id 7"]
+
+
+def test_splits_are_not_mixed(saved):
+    folder = saved("train", "test")
+    told = rf"splits of a data set \(test, train\); choose one of them, such as {folder}/test$"
+    with pytest.raises(InputError, match=told):
+        list_files(str(folder))
+    assert len(found(stream_of(folder / "train"))) == 5
+
+
+def test_one_split_is_a_data_set(saved):
+    assert len(found(stream_of(saved("train")))) == 5
+
+
+def test_json_beside_other_data_is_none(tmp_path):
+    """Folders have it for other purposes. A run that began before it was read goes on."""
+    write(str(tmp_path), "lines", rows_of(range(3)))
+    (tmp_path / "config.json").write_text("{}")
+    for asked in (tmp_path, tmp_path / "*"):
+        assert [file.name for file in list_files(str(asked))] == ["0.jsonl"]
+    assert [file.name for file in list_files(str(tmp_path / "*.json"))] == ["config.json"]
