@@ -60,7 +60,8 @@ class Sample:
     """One tokenised document. `cursor` continues at this sample, `next_cursor` after it.
 
     row: the row of the data set that it comes from (see `Document`). cut: how many tokens of the
-    document were left out at its end.
+    document were left out at its end. columns: those of the row that are kept, as JSON values.
+    labels: int32 (tokens,) each, by name: "role" (a number in ROLES) and "turn".
     """
 
     sample_idx: int
@@ -71,6 +72,8 @@ class Sample:
     next_cursor: Cursor
     row: Mapping[str, Any] | None = None
     cut: int = 0
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class Placed(NamedTuple):
