@@ -20,7 +20,6 @@ from activation_extraction.common.visible import counted
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.labels import wrong_role
 from activation_extraction.store.metadata import Stored
 from activation_extraction.store.pickle_file import ContentError
 from activation_extraction.store.shard import SampleRow, Shard, with_table
@@ -188,8 +187,6 @@ def _check_row(row: SampleRow, identity: Identity, vocabulary: int) -> Iterator[
     for name, values in row.labels.items():
         if (values.dtype, values.shape) != (np.int32, positions.shape):
             yield f"{name} of dtype {values.dtype}, shape {values.shape}"
-    if problem := wrong_role(row.labels):
-        yield problem
     if identity.every_token:
         if not np.array_equal(positions, np.arange(len(positions))):
             yield "its positions do not count from 0"

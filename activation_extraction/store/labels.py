@@ -26,11 +26,15 @@ def as_labels(given: Mapping[str, Any]) -> dict[str, np.ndarray]:
     }
 
 
-def check_labels(labels: Mapping[str, np.ndarray], tokens: int, names: Sequence[str]) -> None:
-    """Raises ValueError for labels of so many tokens that cannot be stored. names: the due ones."""
-    if list(labels) != list(names) or not set(names) <= set(LABELS):
-        due = ", ".join(name for name in names if name in LABELS) or "none"
-        raise ValueError(f"labels {', '.join(labels) or 'none'}: expected {due}, of {LABELS}")
+def check_labels(labels: Mapping[str, np.ndarray], tokens: int, due: Sequence[str] | None) -> None:
+    """Raises ValueError for labels of so many tokens that cannot be stored.
+
+    due: the names that the samples before have; None for the first sample.
+    """
+    names = [name for name in LABELS if name in labels] if due is None else list(due)
+    if list(labels) != names:
+        expected = ", ".join(LABELS if due is None else names) or "none"
+        raise ValueError(f"labels {', '.join(labels) or 'none'}: expected {expected}")
     for name, values in labels.items():
         if (values.dtype, values.shape) != (np.int32, (tokens,)):
             found = f"dtype {values.dtype}, shape {values.shape}"

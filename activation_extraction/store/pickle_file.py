@@ -16,7 +16,7 @@ import numpy as np
 from isal import igzip
 
 from activation_extraction.common.errors import RunError, one_line
-from activation_extraction.store.labels import LABELS
+from activation_extraction.store.labels import LABELS, wrong_role
 from activation_extraction.store.safe_unpickler import unpickle
 from activation_extraction.store.sealed_json import LARGEST_COUNT, MOST_PARTS, SCALARS
 from activation_extraction.store.shard import DocId, Key, SampleRow, Shard
@@ -232,9 +232,10 @@ def _check_possible(record: Record) -> None:
         problem = f"token ids of dtype {ids.dtype}, shape {ids.shape}"
     elif positions is not None and (positions.ndim != 1 or positions.dtype != np.int32):
         problem = f"positions of dtype {positions.dtype}, shape {positions.shape}"
-    for name, values in _labels_of(record).items():
+    for name, values in (labels := _labels_of(record)).items():
         if values.ndim != 1 or values.dtype != np.int32:
             problem = f"{name} of dtype {values.dtype}, shape {values.shape}"
+    problem = problem or wrong_role(labels)
     if problem is not None:
         raise ValueError(f"sample {index!r:.40}: {problem}")
 

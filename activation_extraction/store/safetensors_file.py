@@ -207,10 +207,10 @@ class SafetensorsFile:
             raise RunError(f"{self._where}: has hooks {hooks}, its JSON others")
         if not follow_each_other(self.offsets, self.tensors["position"].shape[0]):
             raise RunError(f"{self._where}: is damaged: its samples do not follow each other")
-        labels = _labels(self.tensors)
+        labels = self.labels(0, self.tensors["position"].shape[0])
+        whole = {name: self.whole(name) for name in ("token_ids", "position", *hooks)}
         parts = {
-            name: np.split(self.whole(name), self.offsets[1:-1])
-            for name in ("token_ids", "position", *labels, *hooks)
+            name: np.split(each, self.offsets[1:-1]) for name, each in (whole | labels).items()
         }
         of_samples = self.sample_idx.tolist(), parts["token_ids"], parts["position"]
         rows = [

@@ -18,7 +18,6 @@ from activation_extraction.common.errors import RunError
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SAFETENSORS, format_of
-from activation_extraction.store.labels import wrong_role
 from activation_extraction.store.patience import scratch_folder
 from activation_extraction.store.pickle_file import ContentError, read_pickle
 from activation_extraction.store.safetensors_file import SafetensorsFile
@@ -119,8 +118,6 @@ class PickledShard:
         self.offsets = shard.offsets
         self._tokens = _joined(ids), _joined(shard.positions)
         self._labels = {name: _joined(parts) for name, parts in labels.items()}
-        if problem := wrong_role(self._labels):
-            raise RunError(f"{where}: {problem}")
 
     def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns token ids and positions of tokens `start` to `stop`, int32."""

@@ -114,7 +114,7 @@ class ActivationStorage:
         )
         self._follow(StoragePlan() if options.overwrite else self._planner.look())
         self._incomplete: dict[int, tuple[SampleRow, dict[Key, np.ndarray]]] = {}
-        self._labels: list[str] | None = None  # of all samples, which the first one decides
+        self._labels: list[str] | None = None  # the names that all samples have
         self._state = State.FOUND
 
     def _follow(self, plan: StoragePlan) -> None:
@@ -265,7 +265,7 @@ class ActivationStorage:
         (see SampleRow) is taken from its first hook. Raises KeyError for an unknown hook, and
         ValueError for a sample that is out of order, given twice or not two-dimensional, that
         follows a complete extraction, that lacks the token ids which safetensors need, or whose
-        labels are no int32 numbers, as many as tokens, or others than those of the first sample.
+        labels are not one int32 number per token, or not those of the samples before it.
         """
         self.open()
         if layer_idx not in self._names:
@@ -302,12 +302,11 @@ class ActivationStorage:
             raise ValueError(f"sample {sample_idx}: given twice or out of order")
         if self._cutter.done:
             raise ValueError(f"sample {sample_idx}: {self.folder} holds a complete extraction")
-        names = list(sample.labels) if self._labels is None else self._labels
         try:
-            check_labels(sample.labels, len(sample.positions), names)
+            check_labels(sample.labels, len(sample.positions), self._labels)
         except ValueError as error:
             raise ValueError(f"sample {sample_idx}: {error}") from None
-        self._labels = names
+        self._labels = list(sample.labels)
 
     @property
     def bytes_waiting(self) -> int:
