@@ -413,7 +413,10 @@ def test_pieces_that_are_missing(copy, tmp_path):
         dataset.document(3)
     with pytest.raises(ValueError, match="sample 2: is piece 1000000000000000 of its document, of"):
         dataset.document(2)
-    assert len(change(piece="0").document(2).token_ids) == LENGTH  # a row of something else
+    for strange in ({"piece": "0"}, {"piece": -1}, {"start": 2**70}, {"start": None}):
+        assert len(change(**{"piece": 0, "start": 0} | strange).document(2).token_ids) == LENGTH
+    with pytest.raises(OSError, match="sample 4: the pieces of its document overlap"):
+        change(start=2**40).document(2)
     with pytest.raises(IndexError, match="sample 99: the dataset has"):
         dataset.document(99)
     going_on = ActivationDataset(make(tmp_path / "on", "pickle", 3, 1, finish=False))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.dataset.token_batch import ByHook
+from activation_extraction.store.sealed_json import COUNT
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,21 @@ def pieces_of(
     missing before this one.
     """
 
-    def piece_of(row: Mapping[str, Any] | None) -> tuple[Any, Any, dict[str, Any]]:
-        rest = dict(row or {})
-        return rest.pop("piece", None), rest.pop("start", None), rest
+    def piece_of(index: int) -> tuple[int, int, dict[str, Any]] | None:
+        """Its number, its start, and the row without them."""
+        row = dict(row_of(index) or {})
+        piece, start = row.pop("piece", None), row.pop("start", None)
+        return (piece, start, row) if COUNT.fits(piece) and COUNT.fits(start) else None
 
-    piece, start, document = piece_of(row_of(index))
-    if type(piece) is not int or type(start) is not int:
+    if (own := piece_of(index)) is None:
         return index, []
+    piece, _, row = own
     first, starts = index - piece, list[int]()
     while first + len(starts) in samples:
-        number, start, rest = piece_of(row_of(first + len(starts)))
-        if (number, rest) != (len(starts), document) or type(start) is not int:
+        found = piece_of(first + len(starts))
+        if found is None or (found[0], found[2]) != (len(starts), row):
             break
-        starts.append(start)
+        starts.append(found[1])
     if piece >= len(starts):
         raise ValueError(
             f"sample {index}: is piece {piece} of its document, of which piece {len(starts)} is "
@@ -78,7 +81,8 @@ def joined(pieces: Sequence[SampleActivations], starts: Sequence[int]) -> Sample
     """
 
     def whole(parts: Sequence[np.ndarray | None]) -> Any:
-        return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
+        found = [part for part in parts if part is not None]
+        return np.concatenate(found) if len(found) == len(parts) else None
 
     first, last = pieces[0], pieces[-1]
     at = [

@@ -117,7 +117,8 @@ def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
         }
         if chosen:
             made["positions"] = row.positions
-        return {**made, **row.labels}  # type: ignore[typeddict-item]
+        labels: Any = row.labels
+        return {**made, **labels}
 
     return {
         key: [record(names[key], *each) for each in zip(shard.samples, slices, strict=True)]
@@ -131,8 +132,8 @@ def positions_of(record: Record) -> np.ndarray:
     return np.asarray(record.get("positions", every), np.int32)
 
 
-def _labels_of(record: Record) -> dict[str, np.ndarray]:
-    return {name: record[name] for name in LABELS if name in record}  # type: ignore[literal-required]
+def _labels_of(record: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: record[name] for name in LABELS if name in record}
 
 
 def read_records(path: Path, limit: int) -> Records:
