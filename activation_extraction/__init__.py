@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from activation_extraction.dataset.batches import Batches
-    from activation_extraction.dataset.dataset import ActivationDataset, SampleActivations
+    from activation_extraction.dataset.dataset import ActivationDataset
+    from activation_extraction.dataset.sample_activations import SampleActivations
     from activation_extraction.dataset.token_batch import TokenBatch
     from activation_extraction.store.identity import StorageOptions
     from activation_extraction.store.statistics import HookStatistics
@@ -35,7 +36,7 @@ HOMES = {
     "ActivationStorage": "store.storage",
     "Batches": "dataset.batches",
     "HookStatistics": "store.statistics",
-    "SampleActivations": "dataset.dataset",
+    "SampleActivations": "dataset.sample_activations",
     "StorageOptions": "store.identity",
     "TokenBatch": "dataset.token_batch",
 }

@@ -272,6 +272,8 @@ def test_every_difference_between_two_shards_is_seen():
         replace(row, positions=row.positions[::-1]),
         replace(row, text_preview="b"),
         replace(row, doc_id=1),
+        replace(row, columns={"a": 1}),
+        replace(row, labels={"role": row.positions}),
     ]
     changed = [replace(shard, samples=[shard.samples[0], other]) for other in others]
     first, second = shard.slices[3]

@@ -3,6 +3,6 @@
 DEFAULT_LAYERS = range(10, 24)  # clipped to the model's depth
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "model")
 SHARD_FORMATS = ("pickle", "safetensors")
-# What a token of a conversation belongs to; a shard stores the number. "template" is what the chat
-# template adds between the turns.
+# What a token of a conversation belongs to; "template" is what the chat template adds between the
+# turns. A role is stored as its index here, so the order stays.
 ROLES = ("template", "system", "user", "assistant", "thinking", "tool")

@@ -1,28 +1,27 @@
 """Batches of tokens: an iterator with an exact state, which can be copied to other processes.
 
 A TokenSource has the tokens of a run in chunks, and says which of them a worker reads, in which
-order. Batches are shuffled in bounded memory by windows of tokens out of many shards. A window is
-filled with the tokens of consecutive chunks, permuted and sliced. A thread fills one window while
-the one before it is in use: both together are the buffer, and their memory is used again by the
-windows that follow. Where a window begins and how many tokens were taken from it says exactly where
-an iteration stands, so nothing has to be stored to restore it.
+order. Batches are shuffled in bounded memory by windows of tokens out of many shards (windows.py).
 """
 
 import hashlib
 import json
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
-from operator import itemgetter
-from typing import Any, NamedTuple
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
+from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import RunError
+from activation_extraction.common.visible import counted
 from activation_extraction.dataset.open_shards import OpenShards
 from activation_extraction.dataset.token_batch import ByHook, TokenBatch, copy_rows, empty_batch
+from activation_extraction.dataset.windows import Block, Chunk, Plan, Position, Window, Windows
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.shard_reader import ShardReader, read_by_ranges
 
@@ -45,48 +44,68 @@ class BatchOptions:
     dtype: str | None
     worker: int
     workers: int
+    roles: tuple[str, ...] | None = None
+    where: str | None = None  # a digest of the mask
+    doc_ids: bool = False
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens `start` to `stop` of shard number `shard`."""
-
-    shard: int
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-class Block(NamedTuple):
-    """Tokens that were read. rows: the numbers of those that pass the filters, ascending."""
-
-    tokens: TokenBatch
-    rows: np.ndarray
+def as_mask(mask: Any, samples: int) -> np.ndarray:
+    """Returns a mask over so many samples as an array. Raises ValueError for anything else."""
+    found = values = np.asarray(mask)
+    if found.dtype == object or not found.size:  # of pandas or pyarrow, where null is possible
+        values = np.array([v for v in found.flat if isinstance(v, bool | np.bool_)], bool)
+    if values.dtype != bool or not values.shape == found.shape == (samples,):
+        raise ValueError(
+            f"where: {found.dtype}, shape {found.shape}: expected true or false, never null, for "
+            f"each of {counted(samples, 'sample')}"
+        )
+    return values
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What one worker reads, and how. requests: how many chunks are read at the same time."""
-
-    chunks: Sequence[Chunk]
-    read: Callable[[Chunk], Block]
-    requests: int
+def digest_of_mask(mask: np.ndarray) -> str:
+    """Returns the SHA-256 of a mask."""
+    return hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)
 class TokenSource:
-    """What batches are made of: the shards of a run. local: whether they are files here."""
+    """What batches are made of: the shards of a run. local: whether they are files here. mask: bool
+    (samples,), the samples that are wanted; None for all."""
 
     shards: OpenShards
     local: bool
+    mask: np.ndarray | None = None
 
     @cached_property
     def fingerprint(self) -> str:
         """A digest of what is stored."""
         files = "".join(f"{folder}/{commit.sha256}\n" for folder, commit in self.shards.shards)
         return hashlib.sha256(files.encode()).hexdigest()
+
+    @cached_property
+    def _doc_ids(self) -> tuple[np.ndarray, np.ndarray]:
+        """Every `sample_idx`, ascending, and the `doc_id` of each."""
+        rows = sorted(self.shards.rows(), key=attrgetter("sample_idx"))
+        doc_ids = np.empty(len(rows), object)
+        doc_ids[:] = [row.doc_id for row in rows]
+        return np.array([row.sample_idx for row in rows], np.int64), doc_ids
+
+    def doc_ids(self, sample_idx: np.ndarray) -> np.ndarray:
+        """Returns the `doc_id` of samples, as objects. Raises OSError."""
+        indices, doc_ids = self._doc_ids
+        found = np.searchsorted(indices, sample_idx).clip(max=len(indices) - 1)
+        if (indices[found] != sample_idx).any():
+            raise OSError(f"{self.shards.url}: a table of samples is of others than its shard")
+        return doc_ids[found]
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """The number of samples before each shard."""
+        return [0, *accumulate(commit.count for commit in self._commits)]
+
+    def _mask_of(self, shard: int) -> np.ndarray | None:
+        """Which samples of a shard are wanted; None for all."""
+        return None if self.mask is None else self.mask[slice(*self._firsts[shard : shard + 2])]
 
     @property
     def _commits(self) -> list[Commit]:
@@ -98,7 +117,11 @@ class TokenSource:
         Workers share chunks, or whole pickles, which they then read in chunks as well.
         """
         size, seed = self._chunk_size(options), options.shuffle
-        chunks = [Chunk(number, 0, commit.tokens) for number, commit in enumerate(self._commits)]
+        chunks = [
+            Chunk(number, 0, commit.tokens)
+            for number, commit in enumerate(self._commits)
+            if (mask := self._mask_of(number)) is None or mask.any()
+        ]
         by_ranges = all(map(read_by_ranges, self._commits))
         if by_ranges:
             chunks = _cut(chunks, size)
@@ -121,26 +144,47 @@ class TokenSource:
     def _read(
         self, options: BatchOptions, opened: Callable[[int], ShardReader], chunk: Chunk
     ) -> Block:
-        """The tokens of a chunk. Activations are views of the file where that is possible."""
+        """The tokens of a chunk that may be wanted, from the first to the last of them.
+
+        Activations are views of the file where that is possible.
+        """
         reader, span = opened(chunk.shard), (chunk.start, chunk.stop)
         try:
             token_ids, position = reader.tokens(*span)
+            labels = reader.labels(*span)
             samples = np.searchsorted(reader.offsets, np.arange(*span), "right") - 1
-            rows = {hook: reader.rows(hook, *span) for hook in options.hooks}
+            wanted = position >= options.skip_first
+            if (mask := self._mask_of(chunk.shard)) is not None:
+                wanted &= mask[samples]
+            if options.roles is not None:
+                if "role" not in labels:
+                    folder, commit = self.shards.shards[chunk.shard]
+                    raise RunError(f"{self.shards.url}: {folder}/{commit.file} has no roles")
+                wanted &= np.isin(labels["role"], [ROLES.index(role) for role in options.roles])
+            rows = np.flatnonzero(wanted)
+            first, stop = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+            span = chunk.start + first, chunk.start + stop
+            activations = {hook: reader.rows(hook, *span) for hook in options.hooks}
         except RunError as error:
             raise OSError(str(error)) from error
-        activations = ByHook(rows, self.shards.hooks.aliases)
-        tokens = TokenBatch(activations, token_ids, reader.sample_idx[samples], position)
-        return Block(tokens, np.flatnonzero(_passing(tokens, options)))
+        within = slice(first, stop)
+        tokens = TokenBatch(
+            ByHook(activations, self.shards.hooks.aliases),
+            token_ids[within],
+            reader.sample_idx[samples[within]],
+            position[within],
+            **{name: values[within] for name, values in labels.items()},
+        )
+        rows = rows - first
+        return Block(tokens, rows[_small(tokens, options.max_norm)[rows]])
 
 
-def _passing(tokens: TokenBatch, options: BatchOptions) -> np.ndarray:
-    """Whether each token passes the filters."""
-    passing = tokens.position >= options.skip_first
-    for hook, limit in options.max_norm.items():
-        norms = np.linalg.norm(tokens[hook].astype(np.float32), axis=1)
-        passing = passing & (norms <= limit)
-    return passing
+def _small(tokens: TokenBatch, max_norm: Mapping[str, float]) -> np.ndarray:
+    """Whether the norms of each token are within the limits."""
+    small = np.ones(len(tokens), bool)
+    for hook, limit in max_norm.items():
+        small &= np.linalg.norm(tokens[hook].astype(np.float32), axis=1) <= limit
+    return small
 
 
 def _shuffled(chunks: list[Chunk], seed: int | None, within: Chunk | None = None) -> list[Chunk]:
@@ -165,101 +209,6 @@ def _cut(chunks: Sequence[Chunk], size: int) -> list[Chunk]:
         for chunk in chunks
         for at in range(chunk.start, chunk.stop, size)
     ]
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where an iteration stands.
-
-    window: number of the window in use; chunk and row: where it begins; taken: tokens handed out of
-    it. `row` counts the tokens of the chunk that are left after filtering.
-    """
-
-    window: int = 0
-    chunk: int = 0
-    row: int = 0
-    taken: int = 0
-
-
-class Window(NamedTuple):
-    """Tokens of a run. order: the rows of `memory`, as they are handed out. end: where the next
-    window begins."""
-
-    memory: TokenBatch
-    order: np.ndarray
-    end: Position
-
-
-class _Windows:
-    """Windows of `most` tokens; the last one may be shorter. seed: for shuffling; None keeps the
-    order.
-
-    A thread fills a window, others read its chunks. A window's memory is used again when the next
-    but one is asked for.
-    """
-
-    def __init__(self, plan: Plan, most: int, seed: int | None) -> None:
-        self._plan = plan
-        self._most = min(most, sum(map(len, plan.chunks)))
-        self._seed = seed
-        self._stopped = False
-        self._reading: dict[int, Future[Block]] = {}
-        self._memory: list[TokenBatch] = []
-
-    def beginning(self, begin: Position) -> Generator[Window, None, None]:
-        """Yields the windows from `begin` on.
-
-        No thread outlives the filling of a window, which ends early when the generator is closed or
-        collected, or the program ends.
-        """
-        try:
-            upcoming = self._start(begin)
-            while (window := upcoming.result()) is not None:
-                upcoming = self._start(window.end)
-                yield window
-        finally:  # without a lock: the garbage collector may come here, in any thread
-            self._stopped = True
-            self._reading, self._memory = {}, []  # an error may keep this object for a while
-
-    def _start(self, begin: Position) -> Future[Window | None]:
-        pool = ThreadPoolExecutor(1, "read-ahead")
-        window = pool.submit(self._fill, begin)
-        pool.shutdown(wait=False)  # when the window is filled
-        return window
-
-    def _fill(self, begin: Position) -> Window | None:
-        """The window that begins there; None if no tokens are left."""
-        chunk, row, filled = begin.chunk, begin.row, 0
-        with ThreadPoolExecutor(self._plan.requests, "read-ahead") as pool:
-            while filled < self._most and chunk < len(self._plan.chunks) and not self._stopped:
-                tokens, rows = self._read(chunk, pool)
-                wanted = rows[row : row + self._most - filled]
-                span = slice(filled, filled + len(wanted))
-                if not self._memory:
-                    self._memory = [empty_batch(tokens, self._most) for _ in range(2)]
-                memory = self._memory[begin.window % 2]
-                copy_rows(tokens, wanted, memory.map(itemgetter(span)))
-                filled, row = span.stop, row + len(wanted)
-                if row >= len(rows):
-                    chunk, row = chunk + 1, 0
-        if not filled:
-            return None
-        if self._seed is None:
-            order = np.arange(filled)
-        else:
-            order = np.random.default_rng([self._seed, begin.window]).permutation(filled)
-        return Window(memory, order, Position(begin.window + 1, chunk, row))
-
-    def _read(self, chunk: int, pool: ThreadPoolExecutor) -> Block:
-        """A chunk. Some of those that follow are read meanwhile.
-
-        When the program ends, the pool raises RuntimeError, which ends the filling.
-        """
-        self._reading.pop(chunk - 1, None)
-        for number in range(chunk, min(chunk + self._plan.requests, len(self._plan.chunks))):
-            if number not in self._reading:
-                self._reading[number] = pool.submit(self._plan.read, self._plan.chunks[number])
-        return self._reading[chunk].result()
 
 
 class Batches(Iterator[TokenBatch]):
@@ -302,6 +251,7 @@ class Batches(Iterator[TokenBatch]):
         """Everything on which the order of the tokens depends."""
         part, parts = _loader_worker()
         options = json.loads(json.dumps(asdict(self._options)))
+        del options["doc_ids"]
         return {"data": self._source.fingerprint, **options, "part": part, "parts": parts}
 
     def again(self) -> "Batches":
@@ -347,6 +297,8 @@ class Batches(Iterator[TokenBatch]):
         rows = window.order[taken : taken + self._options.size]
         batch = empty_batch(window.memory, len(rows), self._options.dtype)
         copy_rows(window.memory, rows, batch)
+        if self._options.doc_ids:
+            batch = replace(batch, doc_id=self._source.doc_ids(batch.sample_idx))
         taken += len(batch)
         if taken < len(window.order):
             self._position = replace(self._position, taken=taken)
@@ -360,7 +312,7 @@ class Batches(Iterator[TokenBatch]):
         if self._windows is None:
             plan = self._source.plan(options, *_loader_worker())
             most = options.buffer // 2 // options.size * options.size
-            self._windows = _Windows(plan, most, options.shuffle).beginning(self._position)
+            self._windows = Windows(plan, most, options.shuffle).beginning(self._position)
         try:
             return next(self._windows)
         except BaseException:

@@ -6,18 +6,25 @@ needed.
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted
-from activation_extraction.dataset.batches import Batches, BatchOptions, TokenSource
+from activation_extraction.dataset.batches import (
+    Batches,
+    BatchOptions,
+    TokenSource,
+    as_mask,
+    digest_of_mask,
+)
 from activation_extraction.dataset.folders import expected_names, read_folders
 from activation_extraction.dataset.open_shards import OpenShards
+from activation_extraction.dataset.sample_activations import SampleActivations, joined, pieces_of
 from activation_extraction.dataset.token_batch import ByHook, recorded_aliases
 from activation_extraction.store.commit import METADATA, MOST_PER_BYTE
 from activation_extraction.store.folder import Folder
@@ -29,29 +36,6 @@ if TYPE_CHECKING:
     import pyarrow
 
 BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer, whichever is less
-
-
-@dataclass(frozen=True)
-class SampleActivations:
-    """One sample: activations by hook, (tokens, width), and what the run stored with it.
-
-    row: of the data set, where the sample comes from: {"file", "line"} of JSON Lines, counted from
-    1; {"file", "row_group", "row"} of Parquet, from 0; {"row"} of a hub data set, from 0, with
-    {"share"} if it counts only one share of the data. cut: how many tokens of the document were
-    left out at its end.
-    """
-
-    activations: ByHook[np.ndarray]
-    token_ids: np.ndarray
-    position: np.ndarray
-    sample_idx: int
-    text_preview: str
-    doc_id: Any
-    row: Mapping[str, Any] | None
-    cut: int
-
-    def __getitem__(self, hook: str) -> np.ndarray:
-        return self.activations[hook]
 
 
 class ActivationDataset(Sequence[SampleActivations]):
@@ -72,9 +56,10 @@ class ActivationDataset(Sequence[SampleActivations]):
         self.url = root.url
         every = [stored.metadata for stored in folders.values() if stored.metadata is not None]
         self.metadata: dict[str, Any] = every[0]
-        self.complete: bool = set(folders) == set(expected_names(folders)) and all(
-            metadata["status"] == "complete" for metadata in every
-        )
+        self._going_on = {
+            name for name, s in folders.items() if s.metadata and s.metadata["status"] != "complete"
+        }
+        self.complete: bool = set(folders) == set(expected_names(folders)) and not self._going_on
         described = self.metadata.get("hooks", ())
         aliases = recorded_aliases(described)
         recorded = ByHook({hook["name"]: hook for hook in described}, aliases)
@@ -142,10 +127,11 @@ class ActivationDataset(Sequence[SampleActivations]):
     @cached_property
     def samples(self) -> "pyarrow.Table":
         """A table of all samples, in their order: sample_idx, tokens (how many are stored), doc_id,
-        row, cut and text_preview, as in SampleActivations. No activation is read for it.
+        row, cut and text_preview, as in SampleActivations, and each column that the run kept, under
+        its own name. No activation is read for it.
 
-        `samples.to_pandas()` makes a frame of it. Needs pyarrow. Raises OSError for a table that is
-        damaged.
+        Values of several types become texts. `samples.to_pandas()` makes a frame of it. Needs
+        pyarrow. Raises OSError for a table that is damaged.
         """
         return self._shards.samples()
 
@@ -164,15 +150,49 @@ class ActivationDataset(Sequence[SampleActivations]):
     def __getitem__(self, index: int | slice) -> SampleActivations | list[SampleActivations]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        return self._sample(*self._place(index))
+
+    def __iter__(self) -> Iterator[SampleActivations]:
+        return (self[index] for index in range(len(self)))
+
+    def document(self, index: int) -> SampleActivations:
+        """Returns the whole document that sample `index` belongs to, every token of it once.
+
+        Where a run splits long documents, a sample is a piece of one. The pieces are joined, and
+        `position` counts from the start of the document; sample_idx, row and the like are those of
+        the first piece. Any other sample is returned as it is. A run that ended within a document,
+        because of --max_samples, has the start of it.
+
+        Raises ValueError where pieces are missing, or may be because the run still goes on.
+        """
+        shard, number = self._place(index)
+        folder = self._shards.shards[shard][0]
+        shards = [n for n, (name, _) in enumerate(self._shards.shards) if name == folder]
+        of_host = range(
+            self._ends[shards[0]] - self._commits[shards[0]].count, self._ends[shards[-1]]
+        )
+        first, starts = pieces_of(index % len(self), of_host, self._row)
+        if not starts:
+            return self._sample(shard, number)
+        if first + len(starts) == of_host.stop and folder in self._going_on:
+            raise ValueError(
+                f"sample {index}: its document may have pieces that are not stored yet; the run "
+                "goes on"
+            )
+        return joined([self[first + piece] for piece in range(len(starts))], starts)
+
+    def _row(self, index: int) -> Mapping[str, Any] | None:
+        """The row of the data set that a sample comes from."""
+        shard, number = self._place(index)
+        return self._shards.table(shard)[number].row
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The number of a sample's shard, and its own number there. Raises IndexError."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index}: the dataset has {counted(len(self), 'sample')}")
         index %= len(self)
         shard = bisect_right(self._ends, index)
-        first = self._ends[shard] - self._commits[shard].count
-        return self._sample(shard, index - first)
-
-    def __iter__(self) -> Iterator[SampleActivations]:
-        return (self[index] for index in range(len(self)))
+        return shard, index - self._ends[shard] + self._commits[shard].count
 
     def batches(
         self,
@@ -185,6 +205,9 @@ class ActivationDataset(Sequence[SampleActivations]):
         dtype: Any = None,
         worker: int = 0,
         workers: int = 1,
+        where: Any = None,
+        roles: Sequence[str] | None = None,
+        doc_ids: bool = False,
     ) -> Batches:
         """Returns all tokens, in batches of `size`: one pass over the data.
 
@@ -199,7 +222,10 @@ class ActivationDataset(Sequence[SampleActivations]):
         max_norm: leave out tokens with a larger norm at any hook, or at the hooks that it names.
         dtype: of the result, by default as stored. worker, workers: read only one of so many
         shares, which do not overlap; the workers of a PyTorch DataLoader divide it further by
-        themselves.
+        themselves. where: only tokens of these samples: a boolean for each row of `samples`, as an
+        array or a list, or a function that gets that table and returns them, such as
+        `lambda table: pyarrow.compute.equal(table["split"], "test")`. roles: only tokens of these
+        roles in a conversation, such as ["assistant"]. doc_ids: whether batches have `doc_id`.
 
         Raises ValueError for arguments that make no sense.
         """
@@ -219,6 +245,9 @@ class ActivationDataset(Sequence[SampleActivations]):
             raise ValueError(f"worker {worker}: expected 0 to {workers - 1}, of {workers} workers")
         if isinstance(shuffle, bool) or (shuffle is not None and shuffle < 0):
             raise ValueError(f"shuffle {shuffle}: expected a seed, 0 or larger, or None")
+        mask = None
+        if where is not None:
+            mask = as_mask(where(self.samples) if callable(where) else where, len(self))
         options = BatchOptions(
             size=size,
             hooks=tuple(names),
@@ -229,8 +258,21 @@ class ActivationDataset(Sequence[SampleActivations]):
             dtype=None if dtype is None else _dtype(dtype).name,
             worker=worker,
             workers=workers,
+            roles=None if roles is None else self._known_roles(roles),
+            where=None if mask is None else digest_of_mask(mask),
+            doc_ids=doc_ids,
         )
-        return Batches(TokenSource(self._shards, self._local), options)
+        return Batches(TokenSource(self._shards, self._local, mask), options)
+
+    def _known_roles(self, roles: Sequence[str]) -> tuple[str, ...]:
+        """The roles that are asked for, in the order of ROLES. Raises ValueError."""
+        asked = [roles] if isinstance(roles, str) else list(roles)
+        for role in asked:
+            if role not in ROLES:
+                raise ValueError(f"roles: no role is called {role!r}; there are {', '.join(ROLES)}")
+        if self._commits and "role" not in self._shards.get(0).labels(0, 0):
+            raise ValueError(f"roles: {self.url} has no roles; runs of conversations have them")
+        return tuple(role for role in ROLES if role in asked)
 
     def _sample(self, shard: int, number: int) -> SampleActivations:
         try:
@@ -238,6 +280,7 @@ class ActivationDataset(Sequence[SampleActivations]):
             span = [int(offset) for offset in reader.offsets[number : number + 2]]
             row = self._shards.table(shard)[number]
             token_ids, position = reader.tokens(*span)
+            labels = {name: np.array(each) for name, each in reader.labels(*span).items()}
             stored = int(reader.sample_idx[number]), span[1] - span[0]
             if (row.sample_idx, row.tokens) != stored:
                 where = self._commits[shard].table_file
@@ -254,6 +297,8 @@ class ActivationDataset(Sequence[SampleActivations]):
             doc_id=row.doc_id,
             row=row.row,
             cut=row.cut,
+            columns=row.columns,
+            **labels,
         )
 
 

@@ -86,18 +86,28 @@ class OpenShards:
         )
 
     def samples(self) -> "pyarrow.Table":
-        """Returns a table of all samples, with the fields of `TableRow`.
+        """Returns a table of all samples, with the fields of `TableRow` and the columns of the run,
+        unless they have the name of a field.
 
-        Ids, or rows, become texts where they are of several types.
+        Ids, rows, or values of a column become texts where they are of several types.
         """
         try:
             import pyarrow
         except ImportError as error:
             raise ImportError("the table of samples needs pyarrow: pip install pyarrow") from error
-        with ThreadPoolExecutor(READERS) as pool:
-            rows = [row for rows in pool.map(self.table, range(len(self.shards))) for row in rows]
-        columns = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
+        rows = self.rows()
+        kept = dict.fromkeys(name for row in rows for name in row.columns)
+        if len(kept) > MOST_PARTS:
+            raise OSError(f"{self.url}: has {len(kept)} columns; expected at most {MOST_PARTS}")
+        columns = {_text(name): [row.columns.get(name) for row in rows] for name in kept}
+        fixed = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
+        columns = fixed | {name: columns[name] for name in columns if name not in fixed}
         return pyarrow.table({name: _column(values) for name, values in columns.items()})
+
+    def rows(self) -> list[TableRow]:
+        """Returns the rows of the tables of all shards."""
+        with ThreadPoolExecutor(READERS) as pool:
+            return [row for rows in pool.map(self.table, range(len(self.shards))) for row in rows]
 
     def sums(self, hook: str) -> Sums:
         """Returns the sums of all shards at a hook, merged in their order: always with the same
@@ -160,15 +170,28 @@ def _column(values: Sequence[Any]) -> Any:
     """An array of pyarrow. Values become texts where they have no type in common, or none there."""
     import pyarrow
 
-    names = {name for value in values if isinstance(value, dict) for name in value}
-    kinds = (None, pyarrow.uint64()) if len(names) <= MOST_PARTS else ()
+    parts: set[tuple[Any, ...]] = set()
+    for value in values:
+        _add_parts(value, (), parts)
+    kinds = (None, pyarrow.uint64()) if len(parts) <= MOST_PARTS else ()
     for kind in kinds:
         with suppress(pyarrow.ArrowException, ValueError, OverflowError):
             return pyarrow.array(values, kind)
     return pyarrow.array([None if value is None else _text(value) for value in values])
 
 
+def _add_parts(value: Any, path: tuple[Any, ...], parts: set[tuple[Any, ...]]) -> None:
+    """Adds the paths of all that is in a value, until they are too many: pyarrow has room for each
+    of them in every row."""
+    if isinstance(value, dict | list) and len(parts) <= MOST_PARTS:
+        for name, part in (
+            value.items() if isinstance(value, dict) else ((0, each) for each in value)
+        ):
+            parts.add((*path, name))
+            _add_parts(part, (*path, name), parts)
+
+
 def _text(value: Any) -> str:
     """Text that has no form in UTF-8 gets question marks there."""
-    text = json.dumps(value) if isinstance(value, dict) else str(value)
+    text = json.dumps(value) if isinstance(value, dict | list) else str(value)
     return text.encode(errors="replace").decode()

@@ -71,13 +71,19 @@ class TokenBatch:
     """Some tokens; row t of every array belongs to the same token.
 
     activations: hook, by any of its names -> (size, width). token_ids, position: int32 (size,);
-    the position counts from 0 within the sample. sample_idx: int64 (size,).
+    the position counts from 0 within the sample. sample_idx: int64 (size,). role, turn: int32
+    (size,), None where the run has none; a role is an index in common.choices.ROLES. doc_id: None,
+    or a NumPy array of objects (size,) where batches are asked for it; it stays what it is when the
+    others become tensors.
     """
 
     activations: ByHook[Any]
     token_ids: Any
     sample_idx: Any
     position: Any
+    role: Any = None
+    turn: Any = None
+    doc_id: Any = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -100,8 +106,15 @@ class TokenBatch:
 
     @property
     def arrays(self) -> list[Any]:
-        """The activations of every hook, and the three arrays that all hooks share."""
-        return [*self.activations.values(), self.token_ids, self.sample_idx, self.position]
+        """The activations of every hook, and the arrays that all hooks share, but `doc_id`."""
+        shared = self.token_ids, self.sample_idx, self.position, *self.labels.values()
+        return [*self.activations.values(), *shared]
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """The labels of tokens that the run has, by name."""
+        labels = {"role": self.role, "turn": self.turn}
+        return {name: values for name, values in labels.items() if values is not None}
 
     def torch(self) -> "TokenBatch":
         """Returns the same as PyTorch tensors, in the same memory."""
@@ -117,12 +130,14 @@ class TokenBatch:
         return replace(self.map(jax.device_put), sample_idx=self.sample_idx)
 
     def map(self, convert: Callable[[np.ndarray], Any]) -> "TokenBatch":
-        """Returns `convert` applied to every array."""
+        """Returns `convert` applied to every array but `doc_id`."""
         return TokenBatch(
             self.activations.map(convert),
             convert(self.token_ids),
             convert(self.sample_idx),
             convert(self.position),
+            **{name: convert(values) for name, values in self.labels.items()},
+            doc_id=self.doc_id,
         )
 
 

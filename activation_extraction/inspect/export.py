@@ -289,6 +289,7 @@ def _read(folder: Folder, commit: Commit, scratch: Path) -> Shard:
     for sample, *values in zip(shard.samples, *shard.slices.values(), strict=True):
         if sample.token_ids is not None:
             values.append(sample.token_ids)
+        values += sample.labels.values()
         if any(len(each) != len(sample.positions) for each in values):
             what = f"sample {sample.sample_idx}: its arrays have different numbers of tokens"
             raise RunError(f"{folder.url}/{commit.file}: {what}")

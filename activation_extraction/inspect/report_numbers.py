@@ -16,7 +16,8 @@ from functools import partial
 import numpy as np
 from tqdm import tqdm
 
-from activation_extraction.dataset.dataset import ActivationDataset, SampleActivations
+from activation_extraction.dataset.dataset import ActivationDataset
+from activation_extraction.dataset.sample_activations import SampleActivations
 from activation_extraction.dataset.token_batch import ByHook
 from activation_extraction.store.commit import Commit, numbers_of
 from activation_extraction.store.shard_reader import read_by_ranges

@@ -172,7 +172,7 @@ def _check_samples(
 
 
 def _check_row(row: SampleRow, identity: Identity, vocabulary: int) -> Iterator[str]:
-    """What is wrong with the token ids and positions of a sample."""
+    """What is wrong with the token ids, positions and labels of a sample."""
     ids, positions, longest = np.asarray(row.token_ids), row.positions, identity.max_seq_length
     if ids.dtype != np.int32 or ids.ndim != 1:
         yield f"token ids of dtype {ids.dtype}, shape {ids.shape}"
@@ -184,6 +184,9 @@ def _check_row(row: SampleRow, identity: Identity, vocabulary: int) -> Iterator[
         yield "token ids outside the vocabulary"
     elif np.isin(ids, identity.drop_token_ids).any():
         yield "token ids that the run drops"
+    for name, values in row.labels.items():
+        if (values.dtype, values.shape) != (np.int32, positions.shape):
+            yield f"{name} of dtype {values.dtype}, shape {values.shape}"
     if identity.every_token:
         if not np.array_equal(positions, np.arange(len(positions))):
             yield "its positions do not count from 0"
@@ -212,10 +215,11 @@ def _check_hook(
 
 
 def _origins(samples: Sequence[SampleRow]) -> Origins:
+    """Where samples come from. Of the pieces of a document, the first one stands for its id."""
     return Origins(
         np.array([sample.sample_idx for sample in samples], np.int64),
         _digests(sample.row for sample in samples),
-        _digests(sample.doc_id for sample in samples),
+        _digests(None if (sample.row or {}).get("piece") else sample.doc_id for sample in samples),
     )
 
 

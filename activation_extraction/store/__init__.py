@@ -39,12 +39,23 @@ The table of samples has a line of JSON per sample, in the order of the shard:
   doc_id, text_preview              the `id` of its row; the first 200 characters
   row                               which row it comes from, such as {"file": "a.jsonl", "line": 7}
   cut                               how many tokens were left out at the end of its document
+  columns                           other columns of its row, JSON values by name; only if there are
+
+The row of a sample of a mixture has the `source`, too. Where long documents are split, a sample is
+a piece of one. The pieces follow each other on one host, and their rows are equal but for `piece`,
+counted from 0, and `start`, the position in the document of the first token of the piece. A stored
+token has the position `start` + its own in the document. Every token is stored once: those at the
+start of a piece that only repeat the piece before are left out.
 
 A safetensors shard has the samples one after the other: `sample_idx` and `sample_offsets` (int64;
 sample i has the tokens from offset i to offset i + 1), one value per token under a name of its own
 (`token_ids`, `position`: int32), and one tensor (tokens, width) per hook under its full name. Every
 tensor is one range of bytes. A pickle is a dict from key to a list of records, one per sample
 (pickle_file.py); gzip members follow each other, so it has to be read to its end.
+
+A run of conversations has two more values per token, int32: `role`, counted from 0 among template,
+system, user, assistant, thinking and tool, and `turn`, the number of the turn. In safetensors they
+follow `position`, in pickles they are fields of every record.
 
 Readers ignore values per token, and fields of a record or of the table, that they do not know:
 later versions may add some. All other changes get another `format_version`. In a bucket, a JSON

@@ -16,6 +16,7 @@ import numpy as np
 from isal import igzip
 
 from activation_extraction.common.errors import RunError, one_line
+from activation_extraction.store.labels import LABELS, wrong_role
 from activation_extraction.store.safe_unpickler import unpickle
 from activation_extraction.store.sealed_json import LARGEST_COUNT, MOST_PARTS, SCALARS
 from activation_extraction.store.shard import DocId, Key, SampleRow, Shard
@@ -35,6 +36,8 @@ class Record(TypedDict):
     token_ids: np.ndarray | None  # int32 (tokens,)
     doc_id: DocId
     positions: NotRequired[np.ndarray]  # int32 (tokens,), where a run keeps some tokens only
+    role: NotRequired[np.ndarray]  # int32 (tokens,), where a run has labels: one field for each
+    turn: NotRequired[np.ndarray]
 
 
 Records = dict[Key, list[Record]]
@@ -48,6 +51,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "token_ids": (np.ndarray, type(None)),
     "doc_id": (str, int, float, type(None)),
     "positions": (np.ndarray,),
+    **dict.fromkeys(LABELS, (np.ndarray,)),
 }
 
 
@@ -111,7 +115,10 @@ def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
             "token_ids": row.token_ids,
             "doc_id": row.doc_id,
         }
-        return {**made, "positions": row.positions} if chosen else made
+        if chosen:
+            made["positions"] = row.positions
+        labels: Any = row.labels
+        return {**made, **labels}
 
     return {
         key: [record(names[key], *each) for each in zip(shard.samples, slices, strict=True)]
@@ -123,6 +130,10 @@ def positions_of(record: Record) -> np.ndarray:
     """Returns the position of every token of a record, int32."""
     every = np.arange(len(record["activation"]), dtype=np.int32)
     return np.asarray(record.get("positions", every), np.int32)
+
+
+def _labels_of(record: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: record[name] for name in LABELS if name in record}
 
 
 def read_records(path: Path, limit: int) -> Records:
@@ -196,6 +207,7 @@ def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
                 positions=positions_of(record),
                 text_preview=record["text_preview"],
                 doc_id=record["doc_id"],
+                labels=_labels_of(record),
             )
             for record in next(iter(records.values()), [])
         ]
@@ -221,6 +233,10 @@ def _check_possible(record: Record) -> None:
         problem = f"token ids of dtype {ids.dtype}, shape {ids.shape}"
     elif positions is not None and (positions.ndim != 1 or positions.dtype != np.int32):
         problem = f"positions of dtype {positions.dtype}, shape {positions.shape}"
+    for name, values in (labels := _labels_of(record)).items():
+        if values.ndim != 1 or values.dtype != np.int32:
+            problem = f"{name} of dtype {values.dtype}, shape {values.shape}"
+    problem = problem or wrong_role(labels)
     if problem is not None:
         raise ValueError(f"sample {index!r:.40}: {problem}")
 
@@ -231,6 +247,8 @@ def _problems(
     """Where records disagree with the samples, or with the names of the hooks."""
     indices = [row.sample_idx for row in samples]
     firsts = next(iter(records.values()), [])
+    if any(list(row.labels) != list(samples[0].labels) for row in samples):
+        yield "its samples differ in the labels of their tokens"
     for key, each in records.items():
         if [record["sample_idx"] for record in each] != indices:
             yield f"hook {key}: its samples are not those of the first hook"
@@ -253,3 +271,9 @@ def _problems(
                 same = positions is not None or len(row.positions) == shape[0]
             if not same:
                 yield f"{where}: its positions are not those of the first hook"
+            labels = _labels_of(record)
+            if list(labels) != list(row.labels) or not all(
+                labels[name] is values or np.array_equal(labels[name], values)
+                for name, values in row.labels.items()
+            ):
+                yield f"{where}: the labels of its tokens are not those of the first hook"

@@ -1,10 +1,11 @@
 """The safetensors form of a shard: one contiguous tensor per hook.
 
 So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
-The file holds, in this order, `sample_idx` and `sample_offsets` (int64), `token_ids` and `position`
-(int32), and a tensor (tokens, width) per hook under the hook's full name. Its bytes depend only on
-the content. The layout of such files is described at https://huggingface.co/docs/safetensors: 8
-bytes with the length of the header, the header as JSON, and the tensors.
+The file holds, in this order, `sample_idx` and `sample_offsets` (int64), `token_ids`, `position`
+and labels (int32), and a tensor (tokens, width) per hook under the hook's full name. Its bytes
+depend only on the content. The layout of such files is described at
+https://huggingface.co/docs/safetensors: 8 bytes with the length of the header, the header as JSON,
+and the tensors.
 """
 
 import json
@@ -19,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from activation_extraction.common.errors import RunError
+from activation_extraction.store.labels import LABELS, wrong_role
 from activation_extraction.store.shard import Key, SampleRow, Shard, follow_each_other
 
 DTYPES: dict[str, np.dtype] = {
@@ -89,6 +91,8 @@ def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryvie
         "token_ids": [np.asarray(sample.token_ids, np.int32) for sample in shard.samples],
         "position": [np.asarray(sample.positions, np.int32) for sample in shard.samples],
     }
+    for name in shard.samples[0].labels:
+        table[name] = [sample.labels[name] for sample in shard.samples]
     tensors = table | {names[key]: slices for key, slices in shard.slices.items()}
     layout = {
         name: (parts[0].dtype, (sum(map(len, parts)), *parts[0].shape[1:]))
@@ -122,7 +126,7 @@ def _check_layout(tensors: Mapping[str, Tensor], size: int) -> None:
     end = max(tensor.end for tensor in tensors.values())
     if end != size:
         raise ValueError(f"{size} bytes, its tensors end at {end}")
-    for name, dtype in TABLE.items():
+    for name, dtype in (TABLE | dict.fromkeys(_labels(tensors), np.dtype(np.int32))).items():
         if tensors[name].dtype != dtype:
             raise ValueError(f"{name} is {tensors[name].dtype}, expected {dtype}")
     (samples,), (tokens,) = tensors["sample_idx"].shape, tensors["token_ids"].shape
@@ -133,6 +137,11 @@ def _check_layout(tensors: Mapping[str, Tensor], size: int) -> None:
     for name, shape in shapes.items():  # a value, or a hook, of every token
         if not 1 <= len(shape) <= 2 or shape[0] != tokens:
             raise ValueError(f"{name} has shape {shape}")
+
+
+def _labels(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The labels of tokens that a file has; a hook may have such a name, too."""
+    return [name for name in LABELS if name in tensors and len(tensors[name].shape) == 1]
 
 
 class SafetensorsFile:
@@ -171,6 +180,12 @@ class SafetensorsFile:
     def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         return self.rows("token_ids", start, stop), self.rows("position", start, stop)
 
+    def labels(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        labels = {name: self.rows(name, start, stop) for name in _labels(self.tensors)}
+        if problem := wrong_role(labels):
+            raise RunError(f"{self._where}: {problem}")
+        return labels
+
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
         """Returns a tensor from row `start` to row `stop`."""
         tensor = self.tensors[hook]
@@ -192,10 +207,14 @@ class SafetensorsFile:
             raise RunError(f"{self._where}: has hooks {hooks}, its JSON others")
         if not follow_each_other(self.offsets, self.tensors["position"].shape[0]):
             raise RunError(f"{self._where}: is damaged: its samples do not follow each other")
+        labels = self.labels(0, self.tensors["position"].shape[0])
+        whole = {name: self.whole(name) for name in ("token_ids", "position", *hooks)}
         parts = {
-            name: np.split(self.whole(name), self.offsets[1:-1])
-            for name in ("token_ids", "position", *hooks)
+            name: np.split(each, self.offsets[1:-1]) for name, each in (whole | labels).items()
         }
         of_samples = self.sample_idx.tolist(), parts["token_ids"], parts["position"]
-        rows = [SampleRow(*of_sample) for of_sample in zip(*of_samples, strict=True)]
+        rows = [
+            SampleRow(*of_sample, labels={name: parts[name][number] for name in labels})
+            for number, of_sample in enumerate(zip(*of_samples, strict=True))
+        ]
         return Shard(rows, {key: parts[name] for key, name in names.items()})

@@ -10,7 +10,7 @@ import io
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import eq
 from typing import Annotated, Any
 
@@ -47,6 +47,24 @@ FLAT = Kind(
 )
 
 
+def _is_json(value: Any, levels: int = MOST_PARTS) -> bool:
+    """Returns whether this is a JSON value of at most so many levels."""
+    if type(value) in SCALARS:
+        return True
+    if not levels or type(value) not in (dict, list, tuple):
+        return False
+    if type(value) is dict and not all(type(name) is str for name in value):
+        return False
+    parts = value.values() if type(value) is dict else value
+    return all(_is_json(each, levels - 1) for each in parts)
+
+
+COLUMNS = Kind(
+    f"an object of at most {MOST_PARTS} JSON values",
+    lambda value: type(value) is dict and len(value) <= MOST_PARTS and _is_json(value),
+)
+
+
 @dataclass(frozen=True)
 class SampleRow:
     """What a shard knows of one sample.
@@ -55,7 +73,8 @@ class SampleRow:
     start of its sample. token_ids: None if the caller gave none. The rest is in the table of
     samples; until that is read, text_preview is None, except in pickles, which have it and doc_id
     themselves. doc_id: the `id` of the row in the data set, and row: which row that is. cut: how
-    many tokens were left out at the end of its document.
+    many tokens were left out at the end of its document. columns: other columns of the row, JSON
+    values by name. labels: of every token (see labels.py).
     """
 
     sample_idx: int
@@ -65,6 +84,8 @@ class SampleRow:
     doc_id: DocId = None
     row: Mapping[str, Any] | None = None
     cut: int = 0
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,7 +136,8 @@ def same_content(one: Shard, other: Shard) -> bool:
 
     def plain(row: SampleRow) -> tuple[Any, ...]:
         texts = row.sample_idx, row.text_preview, repr(row.doc_id), row.row, row.cut
-        return *texts, _bits(row.token_ids), _bits(row.positions)
+        labels = [(name, _bits(values)) for name, values in row.labels.items()]
+        return *texts, repr(row.columns), _bits(row.token_ids), _bits(row.positions), labels
 
     return (
         len(one.samples) == len(other.samples)
@@ -142,6 +164,7 @@ class TableRow:
     row: Annotated[Mapping[str, Any] | None, optional(FLAT)]
     cut: Count
     text_preview: Text
+    columns: Annotated[Mapping[str, Any], COLUMNS] = field(default_factory=dict)
 
 
 TABLE_ROW = kinds_of(TableRow)
@@ -165,18 +188,21 @@ def _line(sample: SampleRow) -> bytes:
         "cut": sample.cut,
         "text_preview": sample.text_preview or "",
     }
+    if sample.columns:
+        content["columns"] = sample.columns
     for name, kind in TABLE_ROW.items():
-        if not kind.fits(content[name]):
+        if name in content and not kind.fits(content[name]):
             found = f"{type(content[name]).__name__} {ascii(content[name]):.80}"
             raise StorageError(
                 f"sample {sample.sample_idx}: its {name} is {found}, expected {kind.words}"
             )
     line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
     if len(line) > LONGEST_LINE:
+        columns, fewer = (", columns", " or keep fewer columns") if sample.columns else ("", "")
         raise StorageError(
-            f"sample {sample.sample_idx}: its id, row and text preview take {len(line):,} bytes; "
-            f"there is room for {LONGEST_LINE:,}",
-            remedy="shorten the row's id, and start anew with --overwrite",
+            f"sample {sample.sample_idx}: its id, row{columns} and text preview take "
+            f"{len(line):,} bytes; there is room for {LONGEST_LINE:,}",
+            remedy=f"shorten the row's id{fewer}, and start anew with --overwrite",
         )
     return line
 
@@ -195,6 +221,7 @@ def unpack_table(data: bytes, count: int, where: str) -> list[TableRow]:
                 content = json.loads(line)
                 if type(content) is not dict:
                     raise ValueError("a line that is not an object")
+                content.setdefault("columns", {})
                 check_fields(content, TABLE_ROW, f"{where}: line {len(rows) + 1}")
                 rows.append(TableRow(**{name: content[name] for name in TABLE_ROW}))
         if len(rows) < count:
@@ -217,6 +244,7 @@ def with_table(shard: Shard, table: Sequence[TableRow], where: str) -> Shard:
         texts = [(each.text_preview, repr(each.doc_id)) for each in (sample, row)]
         if not same or (sample.text_preview is not None and texts[0] != texts[1]):
             raise RunError(f"{where}: says something else of sample {sample.sample_idx}")
-        own = {name: getattr(row, name) for name in ("text_preview", "doc_id", "row", "cut")}
+        names = "text_preview", "doc_id", "row", "cut", "columns"
+        own = {name: getattr(row, name) for name in names}
         samples.append(replace(sample, **own))
     return replace(shard, samples=samples)

@@ -103,6 +103,7 @@ class PickledShard:
                 expected = hook.dtype, (len(row.positions), hook.width)
                 _expect(where, name, (values.dtype, values.shape), expected)
         ids: list[np.ndarray] = []
+        labels: dict[str, list[np.ndarray]] = {name: [] for name in shard.samples[0].labels}
         for row in shard.samples:
             at, own = f"{where}: sample {row.sample_idx}", row.token_ids
             if own is None:
@@ -110,14 +111,22 @@ class PickledShard:
             form = np.dtype(np.int32), (len(row.positions),)
             _expect(at, "token ids", (own.dtype, own.shape), form)
             ids.append(own)
+            for name, values in row.labels.items():
+                _expect(at, name, (values.dtype, values.shape), form)
+                labels[name].append(values)
         self.sample_idx = np.array([row.sample_idx for row in shard.samples], np.int64)
         self.offsets = shard.offsets
         self._tokens = _joined(ids), _joined(shard.positions)
+        self._labels = {name: _joined(parts) for name, parts in labels.items()}
 
     def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns token ids and positions of tokens `start` to `stop`, int32."""
         token_ids, positions = self._tokens
         return token_ids[start:stop], positions[start:stop]
+
+    def labels(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Returns the labels of tokens `start` to `stop`, int32, by the names that the run has."""
+        return {name: values[start:stop] for name, values in self._labels.items()}
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
         """Returns tokens `start` to `stop` of the shard at this hook: (stop - start, width)."""

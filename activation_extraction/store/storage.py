@@ -20,6 +20,7 @@ from activation_extraction.store.commit import Outline, Totals
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SAFETENSORS, chosen_format
 from activation_extraction.store.identity import Identity, StorageOptions
+from activation_extraction.store.labels import as_labels, check_labels
 from activation_extraction.store.local_files import check_output_dir
 from activation_extraction.store.metadata import check_own
 from activation_extraction.store.ownership import Ownership
@@ -113,6 +114,7 @@ class ActivationStorage:
         )
         self._follow(StoragePlan() if options.overwrite else self._planner.look())
         self._incomplete: dict[int, tuple[SampleRow, dict[Key, np.ndarray]]] = {}
+        self._labels: list[str] | None = None  # the names that all samples have
         self._state = State.FOUND
 
     def _follow(self, plan: StoragePlan) -> None:
@@ -235,9 +237,10 @@ class ActivationStorage:
                 return added
             if self._cutter.wants(sample.sample_idx):
                 ids = sample.token_ids[positions]
-                own = sample.text_preview, sample.doc_id, sample.row, sample.cut
-                row = SampleRow(sample.sample_idx, ids, positions, *own)
-                self._check_next(sample.sample_idx)
+                own = sample.text_preview, sample.doc_id, sample.row, sample.cut, sample.columns
+                labels = {name: values[positions] for name, values in sample.labels.items()}
+                row = SampleRow(sample.sample_idx, ids, positions, *own, labels)
+                self._check_next(row)
                 slices = {key: activations[key][where] for key in self._names}
                 self._cutter.add(row, slices, batch.cursor, batch.next_cursor)
                 added += 1
@@ -253,13 +256,16 @@ class ActivationStorage:
         doc_id: DocId = None,
         row: Mapping[str, Any] | None = None,
         cut: int = 0,
+        columns: Mapping[str, Any] | None = None,
+        labels: Mapping[str, Any] | None = None,
     ) -> None:
         """Adds one sample's activation (tokens, width) at one hook.
 
         The array is kept, not copied, until its shard is written. What else is known of the sample
         (see SampleRow) is taken from its first hook. Raises KeyError for an unknown hook, and
         ValueError for a sample that is out of order, given twice or not two-dimensional, that
-        follows a complete extraction, or that lacks the token ids which safetensors need.
+        follows a complete extraction, that lacks the token ids which safetensors need, or whose
+        labels are not one int32 number per token, or not those of the samples before it.
         """
         self.open()
         if layer_idx not in self._names:
@@ -272,11 +278,13 @@ class ActivationStorage:
             )
         if token_ids is None and self.format is SAFETENSORS:
             raise ValueError(f"sample {sample_idx}: has no token ids, and safetensors need them")
-        self._check_next(sample_idx)
         ids = None if token_ids is None else np.asarray(token_ids, np.int32)
         positions = np.arange(len(activation), dtype=np.int32)
-        sample = SampleRow(int(sample_idx), ids, positions, text_preview, doc_id, row, cut)
-        sample, slices = self._incomplete.setdefault(sample.sample_idx, (sample, {}))
+        known = text_preview, doc_id, row, cut, columns or {}, as_labels(labels or {})
+        sample = SampleRow(int(sample_idx), ids, positions, *known)
+        sample, slices = self._incomplete.get(sample.sample_idx, (sample, {}))
+        self._check_next(sample)
+        self._incomplete[sample.sample_idx] = sample, slices
         if layer_idx in slices:
             raise ValueError(
                 f"sample {sample_idx}, hook {layer_idx!r}: given twice or out of order"
@@ -287,12 +295,18 @@ class ActivationStorage:
             self._writer.take(sum(each.nbytes for each in slices.values()))
             self._cutter.add(sample, slices)
 
-    def _check_next(self, sample_idx: int) -> None:
+    def _check_next(self, sample: SampleRow) -> None:
         """Raises ValueError for a sample that cannot follow those that are stored."""
+        sample_idx = sample.sample_idx
         if sample_idx <= self._cutter.last_sample:
             raise ValueError(f"sample {sample_idx}: given twice or out of order")
         if self._cutter.done:
             raise ValueError(f"sample {sample_idx}: {self.folder} holds a complete extraction")
+        try:
+            check_labels(sample.labels, len(sample.positions), self._labels)
+        except ValueError as error:
+            raise ValueError(f"sample {sample_idx}: {error}") from None
+        self._labels = list(sample.labels)
 
     @property
     def bytes_waiting(self) -> int:

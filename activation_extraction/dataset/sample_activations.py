@@ -1,0 +1,103 @@
+"""SampleActivations: one sample with its activations, or a document that is joined from pieces."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from activation_extraction.dataset.token_batch import ByHook
+from activation_extraction.store.sealed_json import COUNT
+
+
+@dataclass(frozen=True)
+class SampleActivations:
+    """One sample: activations by hook, (tokens, width), and what the run stored with it.
+
+    row: of the data set, where the sample comes from: {"file", "line"} of JSON Lines, counted from
+    1; {"file", "row_group", "row"} of Parquet, from 0; {"row"} of a hub data set, from 0, with
+    {"share"} if it counts only one share of the data. In a mixture it has the {"source"}, too. The
+    pieces of a long document have the same row but for {"piece", "start"}: the number of the piece,
+    from 0, and the position in the document of its first token. cut: how many tokens of the
+    document were left out at its end. columns: those that the run kept, by name.
+    role, turn: int32 (tokens,), None where the run has none; a role is an index in
+    `activation_extraction.common.choices.ROLES`.
+    """
+
+    activations: ByHook[np.ndarray]
+    token_ids: np.ndarray
+    position: np.ndarray
+    sample_idx: int
+    text_preview: str
+    doc_id: Any
+    row: Mapping[str, Any] | None
+    cut: int
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    role: np.ndarray | None = None
+    turn: np.ndarray | None = None
+
+    def __getitem__(self, hook: str) -> np.ndarray:
+        return self.activations[hook]
+
+
+def pieces_of(
+    index: int, samples: range, row_of: Callable[[int], Mapping[str, Any] | None]
+) -> tuple[int, list[int]]:
+    """Returns the first sample of the document of a sample, and where each of its pieces starts;
+    none if the sample is no piece of one.
+
+    samples: those of its host. row_of: gives the row of each. Raises ValueError for a piece that is
+    missing before this one.
+    """
+
+    def piece_of(index: int) -> tuple[int, int, dict[str, Any]] | None:
+        """Its number, its start, and the row without them."""
+        row = dict(row_of(index) or {})
+        piece, start = row.pop("piece", None), row.pop("start", None)
+        return (piece, start, row) if COUNT.fits(piece) and COUNT.fits(start) else None
+
+    if (own := piece_of(index)) is None:
+        return index, []
+    piece, _, row = own
+    first, starts = index - piece, list[int]()
+    while first + len(starts) in samples:
+        found = piece_of(first + len(starts))
+        if found is None or (found[0], found[2]) != (len(starts), row):
+            break
+        starts.append(found[1])
+    if piece >= len(starts):
+        raise ValueError(
+            f"sample {index}: is piece {piece} of its document, of which piece {len(starts)} is "
+            "missing"
+        )
+    return first, starts
+
+
+def joined(pieces: Sequence[SampleActivations], starts: Sequence[int]) -> SampleActivations:
+    """Returns a document as one sample, with the position of every token in the document.
+
+    pieces: all of them, in their order. starts: where in the document each begins. Raises OSError
+    where their tokens do not follow each other.
+    """
+
+    def whole(parts: Sequence[np.ndarray | None]) -> Any:
+        found = [part for part in parts if part is not None]
+        return np.concatenate(found) if len(found) == len(parts) else None
+
+    first, last = pieces[0], pieces[-1]
+    at = [
+        start + piece.position.astype(np.int64) for start, piece in zip(starts, pieces, strict=True)
+    ]
+    position = np.concatenate(at)
+    if (np.diff(position) <= 0).any() or (position >= 2**31).any():
+        raise OSError(f"sample {first.sample_idx}: the pieces of its document overlap")
+    values = {hook: whole([piece[hook] for piece in pieces]) for hook in first.activations}
+    return replace(
+        first,
+        activations=ByHook(values, first.activations.aliases),
+        token_ids=whole([piece.token_ids for piece in pieces]),
+        position=position.astype(np.int32),
+        cut=last.cut,
+        role=whole([piece.role for piece in pieces]),
+        turn=whole([piece.turn for piece in pieces]),
+    )

@@ -1,0 +1,52 @@
+"""Labels: what is known of every token of a sample, such as its role in a conversation.
+
+They are int32 arrays (tokens,), under the names in LABELS. A run has some of them, or none: all of
+its samples have the same ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from activation_extraction.common.choices import ROLES
+
+LABELS = ("role", "turn")
+
+
+def as_labels(given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns labels in the order of LABELS, as int32 where they are whole numbers that fit."""
+    arrays = {name: np.asarray(values) for name, values in sorted(given.items())}
+    return {
+        name: values.astype(np.int32)
+        if not values.size
+        or (values.dtype.kind in "iu" and (values == values.astype(np.int32)).all())
+        else values
+        for name, values in arrays.items()
+    }
+
+
+def check_labels(labels: Mapping[str, np.ndarray], tokens: int, due: Sequence[str] | None) -> None:
+    """Raises ValueError for labels of so many tokens that cannot be stored.
+
+    due: the names that the samples before have; None for the first sample.
+    """
+    names = [name for name in LABELS if name in labels] if due is None else list(due)
+    if list(labels) != names:
+        expected = ", ".join(LABELS if due is None else names) or "none"
+        raise ValueError(f"labels {', '.join(labels) or 'none'}: expected {expected}")
+    for name, values in labels.items():
+        if (values.dtype, values.shape) != (np.int32, (tokens,)):
+            found = f"dtype {values.dtype}, shape {values.shape}"
+            raise ValueError(f"{name} of {found}: expected int32, ({tokens},)")
+    if problem := wrong_role(labels):
+        raise ValueError(problem)
+
+
+def wrong_role(labels: Mapping[str, np.ndarray]) -> str | None:
+    """Returns what is wrong with the roles of tokens; None if all is well."""
+    roles = labels.get("role", np.zeros(0, np.int32))
+    if not roles.size or (roles.min() >= 0 and roles.max() < len(ROLES)):
+        return None
+    wrong = roles.min() if roles.min() < 0 else roles.max()
+    return f"role {wrong}: expected 0 to {len(ROLES) - 1}"

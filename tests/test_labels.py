@@ -1,0 +1,492 @@
+"""What a run knows beside activations: columns of the rows, the role and turn of every token, and
+the document of a piece. All of it is stored, read back, and chosen from."""
+
+import gzip
+import json
+import pickle
+import re
+import shutil
+
+import numpy as np
+import pandas
+import pyarrow
+import pyarrow.compute
+import pytest
+from extractions import HIDDEN, HOOKS, change_table, load, open_part, replace_shard, shard_file
+from runs_to_read import FORMATS, agree, assert_same
+from safetensors.numpy import load_file
+from storages import open_storage
+from torch.utils.data import DataLoader
+
+from activation_extraction import ActivationDataset
+from activation_extraction.common.choices import ROLES
+from activation_extraction.common.errors import RunError, StorageError
+from activation_extraction.dataset.open_shards import OpenShards
+from activation_extraction.inspect.export import export
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.safetensors_file import header
+from activation_extraction.text.batch import Batch, Cursor, Placed, Sample, Worker
+
+NAMES = ("token_ids", "role", "turn")
+LENGTH, OVERLAP, FIRST = 10, 2, next(iter(HOOKS.values()))
+LENGTHS = (4, 25, 10, 11, 34, 1)  # of documents; one with more than LENGTH tokens has pieces
+IDENTITY = {"positions": "first:10"}  # the context of a piece is not stored
+
+
+def document(number):
+    """All that is known of a document: its arrays by name, hooks among them, and its columns."""
+    chance, length = np.random.default_rng(number), LENGTHS[number % len(LENGTHS)]
+    arrays = {name: chance.integers(0, 6, length, np.int32) for name in NAMES}
+    values = np.stack([np.full(length, number), np.arange(length)], 1).repeat(HIDDEN // 2, 1)
+    arrays |= {hook: (values + key).astype(np.float32) for key, hook in HOOKS.items()}
+    columns = {"split": "test" if number % 3 else "train", "mixed": [number, "ä", None][number % 3]}
+    return arrays, columns | ({"tags": [{"a": number}]} if number % 2 else {})
+
+
+def samples(worker, count):
+    """The pieces of documents, and all arrays of each."""
+    index = 0
+    for number in range(count):
+        name = 2 * number + worker.host
+        arrays, columns = document(name)
+        length = len(arrays["token_ids"])
+        for piece, start in enumerate(range(0, max(length - OVERLAP, 1), LENGTH - OVERLAP)):
+            row = {"file": "a.jsonl", "line": name} | (
+                {"piece": piece, "start": start} if length > LENGTH else {}
+            )
+            own = {each: values[start : start + LENGTH] for each, values in arrays.items()}
+            labels = {label: own[label] for label in ("role", "turn")}
+            here, after = Cursor(index), Cursor(index + 1)
+            made = (
+                worker.sample_idx(index),
+                own["token_ids"],
+                "text",
+                f"id-{name}",
+                here,
+                after,
+                row,
+            )
+            yield Sample(*made, columns=columns, labels=labels), own
+            index += 1
+
+
+def make(root, shard_format, count=12, hosts=2, finish=True, **options):
+    identity = IDENTITY | {"shard_format": shard_format}
+    for host in range(hosts):
+        part, worker = (0, host, 1, hosts), Worker(0, 1, host, hosts)
+        with open_part(
+            root, *part, identity=identity, shard_format=shard_format, **options
+        ) as storage:
+            for sample, own in samples(worker, count):
+                blank = np.zeros((1, LENGTH), np.int32)
+                kept = np.arange(LENGTH)[None] < len(sample.token_ids)
+                if (sample.row or {}).get("piece"):
+                    kept[0, :OVERLAP] = False
+                batch = Batch(blank, blank, blank, (Placed(sample, 0, 0),), kept)
+                keep = kept[0, : len(sample.token_ids)]
+                storage.add_batch(batch, {key: own[hook][keep] for key, hook in HOOKS.items()})
+            storage.finalize(complete=finish)
+    return root
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def run(request, tmp_path_factory):
+    return make(tmp_path_factory.mktemp("run"), request.param)
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "copy")
+
+
+def tokens_of(batches):
+    """document and position -> what is known of each token, from batches or samples."""
+    found = {}
+    for batch in batches:
+        for n, where in enumerate(batch[FIRST]):
+            number, position = int(where[0]) - 3, int(where[-1]) - 3
+            assert (number, position) not in found
+            found[number, position] = (
+                *(int(getattr(batch, name)[n]) for name in NAMES),
+                None if getattr(batch, "doc_id", None) is None else batch.doc_id[n],
+            )
+    return found
+
+
+def expected(wanted=lambda number, position, role: True, doc_ids=False):
+    found = {}
+    for number in range(24):
+        arrays, _ = document(number)
+        for position, token in enumerate(zip(*(arrays[n] for n in NAMES), strict=True)):
+            if wanted(number, position, ROLES[token[1]]):
+                known = f"id-{number}" if doc_ids else None
+                found[number, position] = (*map(int, token), known)
+    return found
+
+
+def check_documents(dataset):
+    """Each sample leads to its whole document, and knows its columns."""
+    seen = set()
+    for index, sample in enumerate(dataset):
+        number, start = sample.row["line"], sample.row.get("start", 0)
+        arrays, columns = document(number)
+        whole = dataset.document(index)
+        found = {n: getattr(whole, n) for n in NAMES} | whole.activations
+        assert_same(found, arrays)
+        assert_same({"": whole.position}, {"": np.arange(len(whole.token_ids), dtype=np.int32)})
+        assert (whole.doc_id, whole.columns, sample.columns) == (f"id-{number}", columns, columns)
+        assert whole.row.get("piece", 0) == whole.row.get("start", 0) == 0
+        assert_same({"": sample.role}, {"": arrays["role"][start + sample.position]})
+        seen.add(number)
+    assert seen == set(range(24))
+
+
+@pytest.mark.parametrize("stopped", [0, 1, 3, 5])
+@pytest.mark.parametrize("shard_format", FORMATS)
+def test_a_run_that_continues_stores_the_same_bytes(shard_format, stopped, tmp_path):
+    for name, counts in (("one", [6]), ("two", [stopped, 6])):
+        for count in counts:
+            make(tmp_path / name, shard_format, count, 1, finish=count == 6)
+    names = [path.name for path in (tmp_path / "one").glob("shard_*[!n]")]
+    assert len(names) > 9
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_everything_is_read_back(run, check):
+    dataset = ActivationDataset(run)
+    check_documents(dataset)
+    assert tokens_of(dataset.batches(16)) == expected()
+    shuffled = dataset.batches(16, shuffle=0, buffer=64, doc_ids=True)
+    assert tokens_of(shuffled) == expected(doc_ids=True)
+    assert check(run) == []
+
+
+@pytest.mark.parametrize("shard_format", FORMATS)
+def test_from_a_bucket(shard_format, tmp_path, bucket, monkeypatch):
+    remote = Folder("gs://bucket/run/")
+    make(tmp_path, shard_format, 12, 1, remote=remote)
+    local = make(tmp_path / "local", shard_format, 12, 1)
+    dataset, expected = ActivationDataset("gs://bucket/run"), ActivationDataset(local)
+    whole, own = dataset.document(4), expected.document(2)
+    assert whole.token_ids.tolist() == own.token_ids.tolist() and len(whole.token_ids) == 34
+    roles = dict(roles=["user"], where=lambda table: pyarrow.compute.equal(table["split"], "test"))
+    found = [b.token_ids.tolist() for b in dataset.batches(16, **roles)]
+    assert found == [b.token_ids.tolist() for b in expected.batches(16, **roles)] != []
+    monkeypatch.setattr(OpenShards, "open", None)
+    assert ActivationDataset("gs://bucket/run").samples == expected.samples
+
+
+def test_the_table_of_samples_has_the_columns(run, monkeypatch):
+    monkeypatch.setattr(OpenShards, "open", None)  # no activation is read
+    table = ActivationDataset(run).samples
+    rows = [row for host in range(2) for row, _ in samples(Worker(0, 1, host, 2), 12)]
+    assert table.column_names[6:] == ["split", "mixed", "tags"]
+    assert table["split"].to_pylist() == [row.columns["split"] for row in rows]
+    assert table["tags"].to_pylist() == [row.columns.get("tags") for row in rows]
+    mixed = [row.columns["mixed"] for row in rows]
+    assert table["mixed"].to_pylist() == [None if v is None else str(v) for v in mixed]
+    assert table["row"].to_pylist() == [
+        {"piece": None, "start": None} | dict(row.row) for row in rows
+    ]
+    assert set(table.to_pandas()["split"]) == {"train", "test"}
+
+
+def is_test(table):
+    return pyarrow.compute.equal(table["split"], "test")
+
+
+MASKS = {
+    "function": is_test,
+    "pyarrow": lambda table: is_test(table).combine_chunks(),
+    "list": lambda table: is_test(table).to_pylist(),
+    "NumPy": lambda table: np.array(is_test(table)),
+    "pandas": lambda table: table.to_pandas()["split"] == "test",
+    "nullable": lambda table: pandas.array(is_test(table).to_pylist(), dtype="boolean"),
+}
+
+
+@pytest.mark.parametrize("shuffle", [None, 3])
+@pytest.mark.parametrize("kind", MASKS)
+def test_only_tokens_of_these_samples(run, kind, shuffle):
+    dataset, function = ActivationDataset(run), MASKS[kind]
+    where = function if kind == "function" else function(dataset.samples)
+    due = expected(lambda number, position, role: number % 3)
+    assert tokens_of(dataset.batches(16, where=where, shuffle=shuffle)) == due
+    later = dataset.batches(16, where=where, shuffle=shuffle, skip_first=LENGTH, max_norm=1e9)
+    assert list(later) == []
+
+
+@pytest.mark.parametrize("roles", [["assistant"], ["tool", "user"], "thinking", ROLES])
+def test_only_tokens_of_these_roles(run, roles):
+    dataset = ActivationDataset(run)
+    due = expected(lambda number, position, role: role in roles)
+    for options in ({}, dict(shuffle=1, buffer=40), dict(shuffle=1, max_norm=1e9)):
+        assert tokens_of(dataset.batches(16, roles=roles, **options)) == due
+    shares = [dataset.batches(16, roles=roles, worker=n, workers=3) for n in range(3)]
+    assert tokens_of(batch for share in shares for batch in share) == due
+    test = {key: value for key, value in due.items() if key[0] % 3}
+    assert tokens_of(dataset.batches(16, roles=roles, where=is_test)) == test
+    assert list(dataset.batches(16, where=[False] * len(dataset))) == []
+
+
+def test_restored_at_every_step_and_no_other_choice(run):
+    dataset = ActivationDataset(run)
+    options = dict(shuffle=2, buffer=40, roles=["user", "tool"], where=is_test)
+    batches = dataset.batches(8, **options)
+    states, due = [batches.state()], []
+    for batch in batches:
+        due.append(batch.token_ids.tolist())
+        states.append(batches.state())
+    assert len(due) > 5
+    continued = ActivationDataset(run).batches(8, **options, doc_ids=True)
+    for number, state in enumerate(states):
+        continued.restore(json.loads(json.dumps(state)))
+        assert [batch.token_ids.tolist() for batch in continued] == due[number:]
+    flipped = options | {"where": [True] * (len(dataset) - 1) + [False]}
+    for other, named in ((flipped, "where"), (options | {"roles": ["user"]}, "roles")):
+        with pytest.raises(ValueError, match=f"of other batches: its {named} is "):
+            dataset.batches(8, **other).restore(states[2])
+    old = dataset.batches(8).state()
+    assert old.pop("where") is old.pop("roles") is None  # as an earlier version wrote it
+    dataset.batches(8, doc_ids=True).restore(old)
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX has threads in this process
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_in_other_processes_and_as_tensors(run):
+    dataset = ActivationDataset(run)
+    options = dict(where=lambda table: is_test(table).to_pylist(), roles=["user"], doc_ids=True)
+    due = expected(lambda number, _, role: number % 3 and role == "user", doc_ids=True)
+    batches = dataset.batches(8, shuffle=0, **options)
+    assert tokens_of(pickle.loads(pickle.dumps(batches))) == due  # but not the function
+    loader = DataLoader(
+        batches.torch(), batch_size=None, num_workers=2, multiprocessing_context="fork"
+    )
+    assert tokens_of(loader) == due
+    batch = next(dataset.batches(8, **options))
+    for moved in (batch.torch(), batch.jax(), batch.to("cpu"), batch.map(np.copy)):
+        assert moved.doc_id is batch.doc_id
+        assert moved.role.tolist() == batch.role.tolist() and type(moved.turn) is type(
+            moved.position
+        )
+
+
+@pytest.mark.parametrize(
+    "options,named",
+    [
+        (dict(where=[True]), r"where: bool, shape \(1,\): expected true or false, never null, for"),
+        (dict(where=lambda table: table["cut"]), "where: int64, shape"),
+        (dict(where=lambda table: table["split"]), "where: object, shape"),
+        (
+            dict(where=lambda table: [*is_test(table).to_pylist()[:-1], None]),
+            "where: object, shape",
+        ),
+        (dict(where=True), "where: bool, shape"),
+        (dict(roles=["user", "critic"]), "roles: no role is called 'critic'; there are template, "),
+    ],
+)
+def test_choices_that_make_no_sense(run, options, named):
+    with pytest.raises(ValueError, match=named):
+        ActivationDataset(run).batches(8, **options)
+
+
+def add(storage, number, tokens=3, **known):
+    values = np.zeros((tokens, 2), np.float32)
+    storage.add_activation(0, values, number, "", np.zeros(tokens, np.int32), **known)
+
+
+@pytest.mark.parametrize("shard_format", FORMATS)
+def test_a_program_of_ones_own_stores_them_too(tmp_path, shard_format):
+    rows = [{"file": "a", "piece": n % 2, "start": 3 * (n % 2)} for n in range(4)]
+    with open_storage(tmp_path / "run", {0: "h"}, shard_format=shard_format) as storage:
+        for number, row in enumerate(rows):
+            labels = {"turn": range(3), "role": [3, 1, 0]}
+            add(storage, number, row=row, columns={"cut": 7, "n": number}, labels=labels)
+    dataset = ActivationDataset(tmp_path / "run")
+    assert dataset[1].columns == {"cut": 7, "n": 1} and dataset[1].turn.tolist() == [0, 1, 2]
+    assert dataset.samples["cut"].to_pylist() == [0] * 4  # the fixed ones win
+    assert dataset.samples["n"].to_pylist() == [0, 1, 2, 3]
+    assert dataset.document(-1).position.tolist() == [*range(6)]
+    assert dataset.document(-1).columns["n"] == 2
+    with open_storage(tmp_path / "plain", {0: "h"}, shard_format=shard_format) as storage:
+        add(storage, 0)
+    plain = ActivationDataset(tmp_path / "plain")
+    assert plain[0].role is plain[0].turn is next(plain.batches(1)).role is None
+    assert plain[0].columns == {} and plain.document(0).position.tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="roles: .*plain has no roles"):
+        plain.batches(1, roles=["user"])
+
+
+@pytest.mark.parametrize(
+    "labels,told",
+    [
+        ({"role": [0, 1]}, r"role of dtype int32, shape \(2,\): expected int32, \(3,\)"),
+        ({"role": [0, 1, 2**31]}, "role of dtype int64"),
+        ({"role": [0.0, 1.0, 2.0]}, "role of dtype float64"),
+        ({"role": [0, 1, len(ROLES)]}, f"role {len(ROLES)}: expected 0 to {len(ROLES) - 1}"),
+        ({"role": [0, 1, -1]}, "role -1: expected 0 to"),
+        ({"mood": [0, 1, 2]}, "labels mood: expected "),
+        ({}, "labels none: expected role"),
+        ({"role": [0] * 3, "turn": [0] * 3}, "labels role, turn: expected role"),
+    ],
+)
+def test_labels_that_cannot_be_stored(tmp_path, labels, told):
+    with open_storage(tmp_path, {0: "h"}) as storage:
+        if labels.keys() != {"mood"}:
+            add(storage, 0, labels={"role": np.zeros(3, np.uint8)})
+        with pytest.raises(ValueError, match=f"^sample 1: {told}"):
+            add(storage, 1, labels=labels)
+        add(storage, 2, tokens=0, labels={"role": []})
+
+
+@pytest.mark.parametrize(
+    "columns,told",
+    [
+        (
+            {"image": b"x"},
+            "its columns is dict {'image': b'x'}, expected an object of at most 64 JSON",
+        ),
+        ({"a": {1: 2}}, "its columns is dict"),
+        ({str(n): n for n in range(65)}, "its columns is dict"),
+        ({"a": "x" * 2**20}, "its id, row, columns and text preview take 1,048,"),
+    ],
+)
+def test_columns_that_cannot_be_stored(tmp_path, columns, told):
+    with pytest.raises(StorageError, match=f"^sample 0: {told}"):
+        with open_storage(tmp_path, {0: "h"}) as storage:
+            add(storage, 0, columns=columns)
+    assert not list(tmp_path.glob("shard_*"))
+
+
+def deep(levels):
+    value: list = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("columns", [7, [1], {str(n): n for n in range(65)}, {"a": deep(64)}])
+def test_columns_of_a_stranger_are_refused(copy, columns):
+    folder = copy / "machine_000_host_00"
+    change_table(folder, 1, lambda rows: rows[0].update(columns=columns))
+    with pytest.raises(OSError, match="samples.jsonl.gz: line 1: columns is "):
+        print(ActivationDataset(copy).samples)
+
+
+def test_many_or_strange_columns_of_a_stranger_take_little_room(copy):
+    folder = copy / "machine_000_host_00"
+    strange = {
+        "\ud800": [1, {"\ud800": None}],
+        "deep": deep(60),
+        "wide": [{str(n): n} for n in range(99)],
+    }
+    change_table(folder, 1, lambda rows: rows[0].update(columns=strange))
+    table = ActivationDataset(copy).samples
+    assert table["?"][0].as_py() == '[1, {"\\ud800": null}]'
+    assert table["wide"].type == pyarrow.string() and table["deep"][0].as_py() == deep(60)
+    change_table(
+        folder,
+        1,
+        lambda rows: [
+            row.update(columns={f"{n} {i}": 0 for i in range(40)}) for n, row in enumerate(rows)
+        ],
+    )
+    with pytest.raises(OSError, match="has [0-9]+ columns; expected at most 64"):
+        print(ActivationDataset(copy).samples)
+
+
+def test_pieces_that_are_missing(copy, tmp_path):
+    """The third sample of the first host is the first of four pieces."""
+
+    def change(**changes):
+        folder = copy / "machine_000_host_00"
+        change_table(folder, 1, lambda rows: rows[2]["row"].update(changes))
+        return ActivationDataset(copy)
+
+    with pytest.raises(OSError, match="sample 4: the pieces of its document overlap"):
+        change(start=1).document(3)
+    dataset = change(start=0, piece=10**15)
+    with pytest.raises(
+        ValueError, match="sample 3: is piece 1 of its document, of which piece 0 is"
+    ):
+        dataset.document(3)
+    with pytest.raises(ValueError, match="sample 2: is piece 1000000000000000 of its document, of"):
+        dataset.document(2)
+    for strange in ({"piece": "0"}, {"piece": -1}, {"start": 2**70}, {"start": None}):
+        assert len(change(**{"piece": 0, "start": 0} | strange).document(2).token_ids) == LENGTH
+    with pytest.raises(OSError, match="sample 4: the pieces of its document overlap"):
+        change(start=2**40).document(2)
+    with pytest.raises(IndexError, match="sample 99: the dataset has"):
+        dataset.document(99)
+    going_on = ActivationDataset(make(tmp_path / "on", "pickle", 3, 1, finish=False))
+    assert [len(going_on.document(n).token_ids) for n in (0, 1)] == [4, 10]
+    with pytest.raises(ValueError, match="sample 4: its document may have pieces that are not st"):
+        going_on.document(4)
+    assert (
+        len(ActivationDataset(make(tmp_path / "done", "pickle", 3, 1)).document(4).token_ids) == 34
+    )
+
+
+def rewrite(path, change):
+    """Changes the labels of every sample of a shard, by name; its JSON agrees."""
+    if path.suffix == ".safetensors":
+        data, tensors = path.read_bytes(), load_file(path)
+        size = int.from_bytes(data[:8], "little")
+        order = [name for name in json.loads(data[8 : 8 + size]) if name != "__metadata__"]
+        change(tensors)
+        tensors = {name: tensors[name] for name in order if name in tensors}
+        layout = {name: (values.dtype, values.shape) for name, values in tensors.items()}
+        values = b"".join(values.tobytes() for values in tensors.values())
+        path.write_bytes(header(layout, {"format": "2"}) + values)
+        agree(path)
+    else:
+        records = load(path.parent, 1)
+        for record in (record for each in records.values() for record in each):
+            change(record)
+        replace_shard(path.parent, 1, gzip.compress(pickle.dumps(records, 4)))
+
+
+WRONG = {
+    "dtype": lambda labels: labels.update(role=labels["role"].astype(np.int64)),
+    "length": lambda labels: labels.update(role=labels["role"][:-1]),
+    "too large": lambda labels: labels.update(role=labels["role"] + np.int32(6)),
+    "negative": lambda labels: labels.update(role=labels["role"] - np.int32(6)),
+}
+ONE = {
+    "one hook": lambda record: record["hook"] == FIRST and record.pop("role"),
+    "other values": lambda r: r["hook"] == FIRST and r.update(role=np.zeros_like(r["role"])),
+    "one sample": lambda record: record["sample_idx"] == 2 and record.pop("turn"),
+    "no array": lambda record: record.update(role=[0] * len(record["role"])),
+}
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, *ONE])
+def test_wrong_labels_are_refused_by_every_reader(copy, wrong, check, tmp_path):
+    path = shard_file(copy / "machine_000_host_00", 1)
+    if wrong in ONE and path.suffix == ".safetensors":
+        return  # it has one array for all samples and hooks
+    rewrite(path, (WRONG | ONE)[wrong])
+    dataset = ActivationDataset(copy)
+    for read in (lambda: dataset[0], lambda: next(dataset.batches(8))):
+        with pytest.raises(OSError, match=r"shard_0001.*(role|labels)"):
+            print(read())
+    problems = check(copy)
+    assert any(re.search(r"shard_0001.*(role|labels)", problem) for problem in problems)
+    with pytest.raises(RunError, match=r"shard_0001.*(role|labels|its arrays)"):
+        export(Folder(str(copy)), "safetensors", str(tmp_path / "export"), None)
+
+
+def test_shards_that_differ_in_their_labels(copy):
+    path = shard_file(copy / "machine_000_host_00", 1)
+    rewrite(path, lambda labels: labels.pop("turn"))
+    with pytest.raises(OSError, match="the shards of the run differ in the labels of their tokens"):
+        list(ActivationDataset(copy).batches(8))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_export_has_them(run, form, tmp_path, check):
+    export(Folder(str(run)), form, str(tmp_path / "export"), None)
+    check_documents(ActivationDataset(tmp_path / "export"))
+    assert check(tmp_path / "export") == []
+    export(Folder(str(run)), "memmap", str(tmp_path / "memmap"), None)  # without them
