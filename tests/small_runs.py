@@ -89,7 +89,7 @@ def run(byte_tokenizer, rows, shard_format):
             start = place.cursor
             batches = pack(samples(stream, byte_tokenizer, 24, max_samples, start=start), 2, 32)
             place.open()
-            place.record({"found": place.found_samples})
+            place.record({"found": place.plan.samples})
             for batch in batches:
                 left = None if kill_after is None else kill_after - place._cutter.last_sample - 1
                 if left is not None and left < len(batch.samples):

@@ -38,10 +38,10 @@ def test_what_another_process_stored_meanwhile_is_continued(
 
     def late(storage):
         monkeypatch.setattr(ActivationStorage, "open", original)
-        before = storage.found_samples
+        before = storage.plan.samples
         run(folder if place == "local" else tmp_path / "other", interrupt_after=20, **bucket)
         original(storage)
-        assert 0 < before < storage.found_samples < DOCUMENTS
+        assert 0 < before < storage.plan.samples < DOCUMENTS
 
     monkeypatch.setattr(ActivationStorage, "open", late)
     run(folder, **bucket)

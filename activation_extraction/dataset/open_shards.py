@@ -14,7 +14,7 @@ from activation_extraction.common.errors import RunError
 from activation_extraction.dataset.token_batch import ByHook
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.sealed_json import MOST_PARTS
+from activation_extraction.store.sealed_json import MAX_FIELDS
 from activation_extraction.store.shard import TableRow
 from activation_extraction.store.shard_reader import (
     ShardReader,
@@ -161,7 +161,7 @@ def _column(values: Sequence[Any]) -> Any:
     import pyarrow
 
     names = {name for value in values if isinstance(value, dict) for name in value}
-    kinds = (None, pyarrow.uint64()) if len(names) <= MOST_PARTS else ()
+    kinds = (None, pyarrow.uint64()) if len(names) <= MAX_FIELDS else ()
     for kind in kinds:
         with suppress(pyarrow.ArrowException, ValueError, OverflowError):
             return pyarrow.array(values, kind)
