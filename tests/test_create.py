@@ -47,7 +47,7 @@ def test_what_is_there_already_is_left_alone(bucket):
     create(folder)
     create(folder)  # as after a lost answer
     for other in (b"CONTENT", b"longer content"):
-        with pytest.raises(ObjectExistsError, match="shard_0001.npz: is there already"):
+        with pytest.raises(ObjectExistsError, match="shard_0001.npz: exists already"):
             create(folder, other)
     assert bucket.objects() == {NAME: b"content"} and folder.retries == 0
 

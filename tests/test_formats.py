@@ -237,9 +237,9 @@ def test_a_table_of_other_samples_is_refused(tmp_path):
     rows = unpack_table(pack_table(shard.samples), 2, "")
     assert same_content(with_table(shard, rows, ""), shard)
     for changes in ({"sample_idx": 7}, {"tokens": 4}, {"doc_id": "other"}, {"text_preview": ""}):
-        with pytest.raises(RunError, match="table: says something else of sample 1"):
+        with pytest.raises(RunError, match="table: disagrees with the shard about sample 1"):
             with_table(shard, [rows[0], replace(rows[1], **changes)], "table")
-    with pytest.raises(RunError, match="table: is of 1 sample, not 2"):
+    with pytest.raises(RunError, match="table: lists 1 sample, not 2"):
         with_table(shard, rows[:1], "table")
     extract(tmp_path)
     tokens = [0, 20, 10]

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,8 +259,8 @@ class RunCopy:
         slices = {key: shard.slices[key] for key in keys}
         shard = replace(shard, slices=slices, some_tokens=not self._identity.every_token)
         path = self.folder / self._format.file_name(commit.number)
-        outdated = partial((self.folder / commit.name).unlink, missing_ok=True)
-        written = write_shard(path, shard, keys, self._format, outdated)
+        (self.folder / commit.name).unlink(missing_ok=True)  # of an earlier copy that is damaged
+        written = write_shard(path, shard, keys, self._format)
         sums = {keys[key]: sums_of(shard.slices[key], shard.positions) for key in keys}
         made = replace(
             commit,

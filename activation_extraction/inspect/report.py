@@ -128,6 +128,6 @@ def _intervals(root: Folder, folders: dict[str, Stored]) -> list[report_numbers.
     for name, stored in folders.items():
         if size := stored.files.get(METRICS, 0):
             data = root.child(name).read(METRICS, start=-min(size, max_bytes)) or b""
-            # The first interval is wrong if its line was cut, or the one before it was not read.
+            # If lines before it were left out, the first interval seems to cover them too.
             result += report_numbers.intervals(data)[size > max_bytes :]
     return result

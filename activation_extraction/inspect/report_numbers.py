@@ -92,7 +92,7 @@ def read_sample(dataset: ActivationDataset, commits: Sequence[Commit]) -> TokenS
         bar = tqdm(results, "reading", len(numbers), unit=" samples", disable=None)
         samples, kept, norms = zip(*bar, strict=True)
     if not any(len(sample.token_ids) for sample in samples):
-        raise ValueError(f"{dataset.url}: no token is in the shards that were looked at")
+        raise ValueError(f"{dataset.url}: the sampled shards hold no tokens")
     return TokenSample(
         [replace(sample, activations=ByHook({})) for sample in samples],
         np.repeat(np.arange(len(samples)), [len(sample.token_ids) for sample in samples]),

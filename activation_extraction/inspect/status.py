@@ -210,18 +210,18 @@ def aggregate(folders: dict[str, Stored], hosts: list[HostState]) -> dict[str, A
 def _hooks_of(folders: Iterable[Stored]) -> list[dict[str, Any]]:
     """Returns every hook with its statistics over all folders."""
     statistics: dict[str, Statistics] = {}
-    facts: dict[str, Any] = {}
+    heads: dict[str, Any] = {}
     for stored in folders:
         hooks = list((stored.metadata or {}).get("hooks", ()))
         hooks += [hook for commit in stored.in_order for hook in commit.hooks]
         names = {hook["key"]: hook["name"] for hook in hooks}
         for hook in hooks:
-            of_hook = {key: hook[key] for key in ("key", "name", "width") if key in hook}
-            facts.setdefault(hook["name"], of_hook)
+            head = {key: hook[key] for key in ("key", "name", "width") if key in hook}
+            heads.setdefault(hook["name"], head)
         for key, of_folder in stored.totals.statistics.items():
             before = statistics.get(names[key], Statistics())
             statistics[names[key]] = before.merge(of_folder)
-    return [{**facts[name], **statistics[name].to_json()} for name in statistics]
+    return [{**heads[name], **statistics[name].to_json()} for name in statistics]
 
 
 def _print_table(hosts: list[HostState], total: dict[str, Any]) -> None:

@@ -232,10 +232,10 @@ def _check_one_run(folders: dict[str, Stored], names: Iterable[str]) -> Iterator
         shared = identity.shared
         common = common or shared
         if hosts.setdefault(identity.machine, identity.num_hosts) != identity.num_hosts:
-            yield f"{name}: is of another run: its num_hosts differs"
+            yield f"{name}: belongs to another run: its num_hosts differs"
         for key in common:
             if shared[key] != common[key]:
-                yield f"{name}: is of another run: its {key} differs"
+                yield f"{name}: belongs to another run: its {key} differs"
 
 
 def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterator[str]:
@@ -281,7 +281,7 @@ def _check_sequence(name: str, stored: Stored, worker: Worker) -> Iterator[str]:
         if commit.number != number:
             break
         if commit.run != stored.run:
-            yield f"{where}: is of another run"
+            yield f"{where}: belongs to another run"
         if commit.first != upcoming:
             word = "is missing" if commit.first > upcoming else "is stored twice"
             yield f"{where}: sample {min(upcoming, commit.first)} {word}"

@@ -127,7 +127,7 @@ def check_shard(
     except (RunError, OSError) as error:
         problems = [f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")]
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
-        problems = [f"{where}: its content is not as it should be: {error!r:.200}"]
+        problems = [f"{where}: its content is malformed: {error!r:.200}"]
     return CheckedShard(commit, problems, [])
 
 

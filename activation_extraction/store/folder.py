@@ -329,7 +329,9 @@ class Folder(Retrying):
         self._retry(f"uploading {name}", send, has_timeout=True)
 
     def _taken(self, name: str) -> ObjectExistsError:
-        return ObjectExistsError(f"{self.url}/{name}: is there already", final=True)
+        return ObjectExistsError(
+            f"{self.url}/{name}: exists already, with other content", final=True
+        )
 
     def try_writing(self) -> None:
         """Writes a small file and deletes it again."""

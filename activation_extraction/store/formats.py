@@ -150,18 +150,13 @@ def format_of(file: str) -> ShardFormat | None:
 
 
 def write_shard(
-    path: Path,
-    shard: Shard,
-    names: Mapping[Key, str],
-    shard_format: ShardFormat,
-    before_publishing: Callable[[], object] = lambda: None,
+    path: Path, shard: Shard, names: Mapping[Key, str], shard_format: ShardFormat
 ) -> Packed:
     """Writes a shard to a local file, which appears once it is complete. Raises OSError."""
     threads = Threads(2)
     with AtomicFile(path) as file, threads.pool:
         packed = shard_format.write(shard, names, threads, [file.write])
         file.finish()
-        before_publishing()
         file.publish()
     return packed
 

@@ -1,15 +1,14 @@
 """Identity: the settings that decide the content of a run's shards. StorageOptions: how shards are
 stored.
 
-A run that continues must have the same identity; its batch size, mesh, devices and folders may
-change. A field can be marked as different on each host of a run (`per_host`), or as one that a run
-that continues may turn on (`may_turn_on`).
+A run that continues must have the same identity, but its batch size, mesh, devices and folders may
+change.
 """
 
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,11 +29,8 @@ from activation_extraction.store.sealed_json import (
 )
 
 MAX_MACHINES, MAX_HOSTS = 100_000, 10_000  # --status and --verify name all of them
-PER_HOST, MAY_TURN_ON = MARKS = "per_host", "may_turn_on"
-
-
-def _marked(mark: str, default: Any) -> Any:
-    return field(default=default, metadata={mark: True})
+PER_HOST = {"num_hosts", "machine", "host"}  # fields that differ between the hosts of a run
+MAY_TURN_ON = {"skip_bad_rows"}  # fields that a run that continues may turn on
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ class Identity:
     data: Text = ""
     data_revision: Text = ""
     text_column: Text = "text"
-    skip_bad_rows: Flag = _marked(MAY_TURN_ON, False)  # changes nothing that is stored already
+    skip_bad_rows: Flag = False
     max_seq_length: Annotated[int, integer(0, MAX_WIDTH)] = 0  # 0: not recorded
     hooks: Annotated[tuple[str, ...], list_of(TEXT)] = ()
     keyed_by: Annotated[str | list[str], any_of(TEXT, list_of(TEXT))] = "layer"
@@ -74,9 +70,9 @@ class Identity:
     positions: Text = "all"
     drop_token_ids: Annotated[tuple[int, ...], list_of(COUNT)] = ()
     total_machines: Annotated[int, integer(1, MAX_MACHINES)] = 1
-    num_hosts: Annotated[int, integer(1, MAX_HOSTS)] = _marked(PER_HOST, 1)
-    machine: Annotated[int, integer(0, MAX_MACHINES - 1)] = _marked(PER_HOST, 0)
-    host: Annotated[int, integer(0, MAX_HOSTS - 1)] = _marked(PER_HOST, 0)
+    num_hosts: Annotated[int, integer(1, MAX_HOSTS)] = 1
+    machine: Annotated[int, integer(0, MAX_MACHINES - 1)] = 0
+    host: Annotated[int, integer(0, MAX_HOSTS - 1)] = 0
 
     @property
     def run(self) -> str:
@@ -92,7 +88,7 @@ class Identity:
     def shared(self) -> dict[str, Any]:
         """The fields that are the same on all hosts of a run, as JSON."""
         content = self.to_json()
-        return {name: content[name] for name in content if name not in _marked_fields(*MARKS)}
+        return {name: content[name] for name in content if name not in PER_HOST | MAY_TURN_ON}
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as metadata.json records them."""
@@ -119,25 +115,19 @@ class Identity:
         """Returns the first field in which `stored` differs; None if this run may continue it."""
         for name in (each.name for each in fields(self)):
             now, before = getattr(self, name), getattr(stored, name)
-            if now != before and not (name in _marked_fields(MAY_TURN_ON) and now):
+            if now != before and not (name in MAY_TURN_ON and now):
                 return Difference(name, before, now)
         return None
 
     def compare_shared(self, stored: "Identity") -> Difference | None:
         """Like `compare`, but ignores the fields that may differ between the hosts of a run."""
-        marked = {name: getattr(stored, name) for name in _marked_fields(*MARKS)}
-        return replace(self, **marked).compare(stored)
-
-
-def _marked_fields(*marks: str) -> set[str]:
-    """Returns the names of the fields that have any of these marks."""
-    return {each.name for each in fields(Identity) if not each.metadata.keys().isdisjoint(marks)}
+        ignored: Any = {name: getattr(stored, name) for name in PER_HOST | MAY_TURN_ON}
+        return replace(self, **ignored).compare(stored)
 
 
 def run_of(recorded: Mapping[str, Any]) -> str:
     """Returns the digest of those fields of a recorded identity that never change."""
-    turned_on = _marked_fields(MAY_TURN_ON)
-    return digest_of({name: value for name, value in recorded.items() if name not in turned_on})
+    return digest_of({name: value for name, value in recorded.items() if name not in MAY_TURN_ON})
 
 
 GIGABYTE = 10**9

@@ -178,8 +178,8 @@ def own_files(names: Iterable[str]) -> list[str]:
 
     If files are deleted in this order, the remaining ones never look like a whole extraction.
     """
-    own = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
-    return sorted(own, key=lambda name: not name.endswith(".json"))
+    matching = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
+    return sorted(matching, key=lambda name: not name.endswith(".json"))
 
 
 def read_stored(folder: Folder, brief: bool = False) -> Stored:
@@ -188,17 +188,19 @@ def read_stored(folder: Folder, brief: bool = False) -> Stored:
     brief: skips, in a bucket, the JSON files that are covered by an outline. metadata.json is then
     read before the folder is listed, so the listing must have every file that the outline counts.
     """
-    early = folder.read_sealed(METADATA) if brief and not folder.local else None
+    first_read = folder.read_sealed(METADATA) if brief and not folder.local else None
     listing = folder.listing()
     files = {name: entry.size for name, entry in listing.items()}
-    versions = {n: e.version for n, e in listing.items() if is_commit(n) and e.version is not None}
+    versions = {
+        name: entry.version
+        for name, entry in listing.items()
+        if is_commit(name) and entry.version is not None
+    }
     names = [name for name in own_files(files) if name.endswith(".json") and name[0] != "."]
-    brief_metadata = None
-    if early is not None:
-        brief_metadata = _valid_outline(early, f"{folder.url}/{METADATA}", files)
-    metadata, outline = brief_metadata or (None, Outline())
+    metadata, outline = _valid_outline(first_read, f"{folder.url}/{METADATA}", files)
+    has_outline = metadata is not None
     commits: dict[int, Commit] = {}
-    if brief_metadata is not None:
+    if has_outline:
         commits = {commit.number: commit for commit in outline.fitting_partial(files)}
         covered = {METADATA, *map(commit_name, [*range(1, outline.shards + 1), *commits])}
         names = [name for name in names if name not in covered]
@@ -221,7 +223,7 @@ def read_stored(folder: Folder, brief: bool = False) -> Stored:
         commits,
         files,
         damaged,
-        dict(outline.metrics) if brief_metadata else _last_metrics(folder, files),
+        dict(outline.metrics) if has_outline else _last_metrics(folder, files),
         folder.url,
         folder.local,
         versions=versions,
@@ -230,22 +232,23 @@ def read_stored(folder: Folder, brief: bool = False) -> Stored:
 
 
 def _valid_outline(
-    data: bytes, where: str, files: Mapping[str, int]
-) -> tuple[dict[str, Any], Outline] | None:
-    """Returns the metadata and its outline; None if they are damaged or disagree with the files."""
+    data: bytes | None, where: str, files: Mapping[str, int]
+) -> tuple[dict[str, Any] | None, Outline]:
+    """Returns the metadata and its outline; None and an empty outline if they are missing or
+    damaged, or if they disagree with the files."""
     with suppress(DamagedError, KeyError, TypeError, AttributeError):
-        metadata = _read_metadata(data, where)
-        outline = Outline.from_json(metadata["outline"], where)
+        metadata = None if data is None else _read_metadata(data, where)
+        outline = Outline() if metadata is None else Outline.from_json(metadata["outline"], where)
         if outline.fits(files):
             return metadata, outline
-    return None
+    return None, Outline()
 
 
 def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
     content = unseal(data, where)
     if CLAIM in content:
         raise DamagedError(
-            f"{where}: --overwrite has begun to delete what is here and did not end; start it again"
+            f"{where}: --overwrite began to delete this extraction and did not finish; run it again"
         )
     if content.get("format_version") != FORMAT_VERSION:
         raise DamagedError(f"{where}: {OTHER_VERSION}")

@@ -161,7 +161,7 @@ def _malformed(records: Any) -> str | None:
         return "expected a dict of lists of records"
     all_records = [record for each in lists for record in each]
     if len({id(record) for record in all_records}) != len(all_records):
-        return "the same record stands in several places"
+        return "the same record occurs several times"
     if not all(type(record) is dict and len(record) <= MAX_FIELDS for record in all_records):
         return f"expected records, dicts of at most {MAX_FIELDS} fields"
     for name, value in (item for record in all_records for item in record.items()):
@@ -246,7 +246,7 @@ def _contradictions(
             shape, recorded = record["activation"].shape, tuple(record["shape"])
             where = f"hook {key}, sample {row.sample_idx}"
             if record.get("hook", names[key]) != names[key]:
-                yield f"{where}: is of hook {record['hook']!r:.80}, expected {names[key]}"
+                yield f"{where}: names hook {record['hook']!r:.80}, expected {names[key]}"
             if recorded != shape:
                 yield f"{where}: shape {shape}, its record says {recorded}"
             if record["token_ids"] is not row.token_ids and not np.array_equal(

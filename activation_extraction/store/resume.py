@@ -188,12 +188,12 @@ def plan_rest(where: str, stored: Stored, max_samples: int | None, more_rows: bo
         if commit.number != number:
             raise InputError(
                 f"{where}: shard {number} is missing, but shard {commit.number} is there; --repair "
-                "makes the missing one again"
+                "computes the missing one again"
             )
         if not stored.has(commit):
             raise InputError(
                 f"{where}: shard {number} has a JSON, but its file is missing or has another size "
-                "(--verify says which); --repair makes it again"
+                "(--verify says which); --repair computes it again"
             )
     plan = StoragePlan(commits, ranges=(), outline=stored.outline)
     count, metadata = plan.samples, stored.metadata or {}
@@ -220,7 +220,7 @@ def check_identity(where: str, stored: Stored, identity: Identity) -> None:
         check_same_run(where, stored, identity)
     elif any(name.startswith("shard_") for name in own_files(stored.files)):
         raise InputError(
-            f"{where}: already holds shards, but no {METADATA}; --repair makes it again; or "
+            f"{where}: already holds shards, but no {METADATA}; --repair writes it again; or "
             "give another folder"
         )
 

@@ -191,7 +191,7 @@ class SafetensorsFile:
         """
         hooks = [name for name, tensor in self.tensors.items() if len(tensor.shape) == 2]
         if hooks != list(names.values()):
-            raise RunError(f"{self._where}: has hooks {hooks}, its JSON others")
+            raise RunError(f"{self._where}: has hooks {hooks}, its JSON names others")
         if not are_valid_offsets(self.offsets, self.tensors["position"].shape[0]):
             raise RunError(f"{self._where}: is damaged: its samples do not follow each other")
         parts = {

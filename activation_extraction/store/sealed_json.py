@@ -92,7 +92,7 @@ def list_of(kind: Kind) -> Kind:
     def fits(value: Any) -> bool:
         return type(value) in (list, tuple) and all(map(kind.fits, value))
 
-    return Kind(f"a list of which each is {kind.words}", fits)
+    return Kind(f"a list, in which every item is {kind.words}", fits)
 
 
 def object_of(fields: Mapping[str, Kind], needed: Collection[str] = ()) -> Kind:

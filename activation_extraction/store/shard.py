@@ -207,13 +207,13 @@ def with_table(shard: Shard, table: Sequence[TableRow], where: str) -> Shard:
     where: names the table's file in messages.
     """
     if len(shard.samples) != len(table):
-        raise RunError(f"{where}: is of {counted(len(table), 'sample')}, not {len(shard.samples)}")
+        raise RunError(f"{where}: lists {counted(len(table), 'sample')}, not {len(shard.samples)}")
     samples = []
     for sample, row in zip(shard.samples, table, strict=True):
         same = (sample.sample_idx, len(sample.positions)) == (row.sample_idx, row.tokens)
         texts = [(each.text_preview, repr(each.doc_id)) for each in (sample, row)]
         if not same or (sample.text_preview is not None and texts[0] != texts[1]):
-            raise RunError(f"{where}: says something else of sample {sample.sample_idx}")
+            raise RunError(f"{where}: disagrees with the shard about sample {sample.sample_idx}")
         values = {name: getattr(row, name) for name in ("text_preview", "doc_id", "row", "cut")}
         samples.append(replace(sample, **values))
     return replace(shard, samples=samples)

@@ -295,7 +295,7 @@ def _array(data: bytes, shape: tuple[int, ...], dtype: str, where: str) -> np.nd
     header = {"descr": dtype, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(expected, header)
     if data[:8] != expected.getvalue()[:8]:
-        raise ValueError(f"{where} is of an unknown version")
+        raise ValueError(f"{where} has an unknown version")
     if data[10:end].split() != expected.getvalue()[10:].split():
         raise ValueError(f"{where} is {data[10:end].strip()!r:.200}, expected {header}")
     return np.frombuffer(data, dtype, offset=end).reshape(shape).copy()
