@@ -99,7 +99,7 @@ def claim_of(owner: str) -> bytes:
 
 @dataclass(frozen=True)
 class Commit:
-    """One shard, as its JSON describes it.
+    """A committed shard, as its JSON describes it.
 
     first, last, count: the range and number of its samples. tokens: how many tokens are stored.
     cut_samples: how many samples are cut at their end; cut_tokens: how many tokens that left out.
@@ -314,7 +314,7 @@ class Outline:
         ) and all(name in files for n in numbers for name in names_beside(n))
 
     def fitting_partial(self, files: Mapping[str, int]) -> list[Commit]:
-        """Returns a list of the partial shard, or an empty one if a listing lacks its files."""
+        """Returns the partial shard in a list, or an empty list if the listing lacks its files."""
         commit = self.partial
         if commit is None or files.get(commit.file) != commit.bytes:
             return []

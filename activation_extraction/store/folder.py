@@ -58,7 +58,7 @@ class FileEntry:
 
 
 class Folder(Retrying):
-    """One folder. patience: for how many seconds without progress a failing request is retried.
+    """A folder. patience: for how many seconds without progress a failing request is retried.
 
     flag: the flag that sets the patience, for messages. on_progress: is called whenever there is
     progress. `given` is the URL as it was given; `url` lacks its secrets, and is the one to print

@@ -24,7 +24,7 @@ MAX_NUMBER_BITS = 14_000  # Python does not print longer numbers
 
 
 class Record(TypedDict):
-    """One sample at one hook."""
+    """A sample at one hook."""
 
     sample_idx: int
     hook: str  # its full name, such as blocks.12.hook_mlp_out

@@ -33,12 +33,11 @@ FLAGS_REMEDY = "give the same flags as before, another folder, or --overwrite to
 
 @dataclass(frozen=True)
 class ShardRange:
-    """The numbers of shards to store, from `first` to `last`; None if they go on to the end of the
-    data.
+    """Shards to store, with the numbers from `first` to `last`.
 
-    before: the shard before the range; None at the beginning of the data. until: the first
-    `sample_idx` after the range. partial: whether the last shard of the range is cut before it is
-    full.
+    last: None if the shards go on to the end of the data. before: the shard before the range; None
+    at the beginning of the data. until: the first `sample_idx` after the range. partial: whether
+    the last shard of the range is cut before it is full.
     """
 
     first: int = 1

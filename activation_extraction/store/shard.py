@@ -81,7 +81,7 @@ class Shard:
 
     @property
     def needs_positions(self) -> bool:
-        """Whether positions have to be stored: they need not just count the tokens of a sample."""
+        """Whether positions have to be stored, because they need not be 0, 1, 2 and so on."""
         return self.some_tokens or not all(
             np.array_equal(sample.positions, np.arange(len(sample.positions)))
             for sample in self.samples

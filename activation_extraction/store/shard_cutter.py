@@ -76,9 +76,9 @@ class ShardCutter:
     ) -> None:
         """Adds the next sample. slices: its activations (tokens, width) by the key of the hook.
 
-        here, after: where a run continues that still lacks this sample, and where one continues
-        that has its whole batch. A sample without tokens counts as one token, so that a shard of
-        such samples is cut, too.
+        here: where a run continues if this sample is not stored. after: where it continues if all
+        samples of the batch are stored. A sample without tokens counts as one token, so that a
+        shard of such samples is cut, too.
         """
         size = sum(max(len(each), 1) * each.itemsize * each.shape[1] for each in slices.values())
         if self._pending.samples and self._bytes + size > self._limit:

@@ -51,8 +51,8 @@ class ActivationStorage:
 
     A stored extraction with the same `identity` is continued: `cursor` says where, and samples that
     are stored already are skipped. A `planner` may decide otherwise, for a repair. The constructor
-    only reads. `open` is the first to write; entering the context calls it, or else the first
-    sample does.
+    only reads. Nothing is written before `open`, which is called on entering the context, or by
+    the first sample.
 
     remote: a folder in a bucket. Shards are then stored there, from memory, and locally only with
     `keep_local`; metadata.json and metrics.jsonl are in both folders. facts: more facts for
