@@ -248,7 +248,7 @@ def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
     content = unseal(data, where)
     if CLAIM in content:
         raise DamagedError(
-            f"{where}: --overwrite has begun to delete what is here and did not finish; start it again"
+            f"{where}: --overwrite has begun to delete what is here and did not end; start it again"
         )
     if content.get("format_version") != FORMAT_VERSION:
         raise DamagedError(f"{where}: {OTHER_VERSION}")
