@@ -116,7 +116,7 @@ def run(config: Config) -> int:
             remedy="start anew with another choice and --overwrite",
         )
     if config.repair and complete:
-        return verify(job.storage.place, None, 0)
+        return verify(job.storage.destination, None, 0)
     return 0 if complete else 128 + (signaled or signal.SIGTERM)
 
 
@@ -162,7 +162,7 @@ def start_together(job: Job, overwrite: bool, watchdog: Watchdog) -> tuple[Step,
             log.info(
                 "another process has written to %s in the meantime; stored there: %s",
                 job.where,
-                counted(storage.found_samples, "sample"),
+                counted(storage.plan.samples, "sample"),
             )
             job = job.with_text_reopened(watchdog)
     except Exception as error:  # whatever it is, the other hosts must not wait for this one

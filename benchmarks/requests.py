@@ -60,9 +60,9 @@ def folder_files(shards: int, outline: bool) -> dict[str, bytes]:
             for key in HOOKS:
                 storage.add_activation(key, np.ones((1, 4), np.float32), sample, "")
         storage.finalize(complete=False)
-    stored = read_stored(storage.place)
-    shard = storage.place.read(stored.commits[1].file) or b""
-    beside = [storage.place.read(name) or b"" for name in names_beside(1)]
+    stored = read_stored(storage.destination)
+    shard = storage.destination.read(stored.commits[1].file) or b""
+    beside = [storage.destination.read(name) or b"" for name in names_beside(1)]
     metadata = dict(stored.metadata or {})
     files: dict[str, bytes] = {}
     found = Outline()

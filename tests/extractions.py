@@ -166,7 +166,7 @@ def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> 
     def statistics(content: dict, shards: list) -> None:
         for hook in content["hooks"]:
             records = [record for shard in shards for record in shard[hook["key"]]]
-            hook |= merge_all(Statistics.of(r["activation"]) for r in records).to_json()
+            hook |= merge_all(Statistics.from_array(r["activation"]) for r in records).to_json()
 
     edit(folder / f"shard_{number:04d}.json", lambda content: statistics(content, [shard]))
     write_sums(folder, number, shard)

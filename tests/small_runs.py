@@ -114,7 +114,7 @@ def run(source, shard_format):
             )
             batches = pack(found, 2, 32)
             place.open()
-            place.record({"found": place.found_samples})
+            place.record({"found": place.plan.samples})
             for batch in batches:
                 left = None if kill_after is None else kill_after - place._cutter.last_sample - 1
                 if left is not None and left < len(batch.samples):

@@ -9,9 +9,9 @@ import google_crc32c
 import pytest
 
 from activation_extraction.store import patience
-from activation_extraction.store.folder import Folder, TakenError
-from activation_extraction.store.object_store import ObjectStore, RequestError, in_python
-from activation_extraction.store.patience import FolderError, time_for
+from activation_extraction.store.folder import Folder, ObjectExistsError
+from activation_extraction.store.object_store import ObjectStore, RequestError, as_os_error
+from activation_extraction.store.patience import FolderError, timeout_for
 from activation_extraction.store.shard_writer import SHARDS_AT_ONCE
 
 NAME = "run/shard_0001.npz"
@@ -20,7 +20,7 @@ NAME = "run/shard_0001.npz"
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
     monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(patience, "MAX_PAUSE", 0.01)
 
 
 def create(folder, data=b"content", name="shard_0001.npz"):
@@ -47,7 +47,7 @@ def test_what_is_there_already_is_left_alone(bucket):
     create(folder)
     create(folder)  # as after a lost answer
     for other in (b"CONTENT", b"longer content"):
-        with pytest.raises(TakenError, match="shard_0001.npz: is there already"):
+        with pytest.raises(ObjectExistsError, match="shard_0001.npz: exists already"):
             create(folder, other)
     assert bucket.objects() == {NAME: b"content"} and folder.retries == 0
 
@@ -86,7 +86,7 @@ def test_what_arrives_damaged_is_deleted_and_sent_again(bucket, monkeypatch):
 
 def test_what_somebody_else_has_put_in_its_place_is_not_deleted(bucket, monkeypatch):
     damage(monkeypatch, after=lambda: bucket.put(NAME, b"of another"))
-    with pytest.raises(TakenError):
+    with pytest.raises(ObjectExistsError):
         create(Folder("gs://bucket/run", patience=20))
     assert bucket.objects() == {NAME: b"of another"}
 
@@ -153,7 +153,7 @@ def test_python_goes_on_while_a_slow_server_takes_an_object(bucket):
 
 def test_a_long_request_beats(bucket, monkeypatch):
     """So that nobody ends a run because a slow upload makes no other sign of life."""
-    monkeypatch.setattr(patience, "BEAT", 0.001)
+    monkeypatch.setattr(patience, "HEARTBEAT", 0.001)
     beaten = threading.Event()
     bucket.before = lambda method, _: method == "PUT" and beaten.wait(60)
     create(Folder("gs://bucket/run", 10, beaten.set))
@@ -162,13 +162,13 @@ def test_a_long_request_beats(bucket, monkeypatch):
 
 def test_the_time_for_a_request_follows_the_size_of_its_object():
     """At 16 Mbit/s, shared by all that are uploaded; small objects have the patience alone."""
-    assert time_for(1, 300) == time_for(30_000_000, 300) == 300
-    assert time_for(1_000_000_000, 300) >= SHARDS_AT_ONCE * 1e9 / 2e6
+    assert timeout_for(1, 300) == timeout_for(30_000_000, 300) == 300
+    assert timeout_for(1_000_000_000, 300) >= SHARDS_AT_ONCE * 1e9 / 2e6
 
 
 def test_a_slow_upload_is_not_cut_and_when_it_fails_is_sent_again(bucket, monkeypatch):
     """It takes longer than the patience, which is for silence only."""
-    monkeypatch.setattr(patience, "SLOWEST", 0.1)  # 80 s for 7 bytes
+    monkeypatch.setattr(patience, "MIN_BYTES_PER_SECOND", 0.1)  # 80 s for 7 bytes
     faults = ["503"]
 
     def choose():
@@ -189,10 +189,10 @@ def test_an_error_shows_no_more_than_the_code_and_the_message():
         "status code: {}: <Error><Code>{}</Code><Message>why</Message><StringToSign>AWS4 secret"
         "</StringToSign></Error>\n\nDebug source:\nGeneric {{ secret TimedOut }}"
     )
-    refused = in_python(Exception(text.format("403 Forbidden", "SignatureDoesNotMatch")))
+    refused = as_os_error(Exception(text.format("403 Forbidden", "SignatureDoesNotMatch")))
     assert isinstance(refused, RequestError) and refused.code == 403
     assert str(refused) == "SignatureDoesNotMatch: why"
-    assert in_python(Exception(text.format("400 Bad Request", "BadDigest"))).code == 0
+    assert as_os_error(Exception(text.format("400 Bad Request", "BadDigest"))).code == 0
 
 
 @pytest.mark.parametrize("url", ["memory://{}/folder", "{}/folder"])

@@ -99,7 +99,9 @@ def test_statistics_and_metadata_are_those_of_the_json_files(run, monkeypatch):
     monkeypatch.setattr(open_shards, "open_shard", None)
     assert list(dataset.statistics) == list(WIDTHS)[1:]
     for hook, found in dataset.statistics.items():
-        parts = (Statistics.of(activation_of(index, hook, run.dtype)) for index in run.indices)
+        parts = (
+            Statistics.from_array(activation_of(index, hook, run.dtype)) for index in run.indices
+        )
         for what, value in merge_all(parts).to_json().items():
             assert getattr(found, what) == pytest.approx(value, rel=1e-9)
     assert dataset.tokenizer_path == "some/model"

@@ -93,12 +93,12 @@ def test_what_is_large_may_take_longer_on_a_slow_line(tmp_path, monkeypatch):
     store.write("file", b"content")
     limits = []
 
-    def in_time(seconds, action):
+    def with_timeout(seconds, action):
         limits.append(seconds)
         return action()
 
-    monkeypatch.setattr(patience, "in_time", in_time)
-    monkeypatch.setattr(patience, "SLOWEST", 0.1)  # 80 s for 7 bytes
+    monkeypatch.setattr(patience, "with_timeout", with_timeout)
+    monkeypatch.setattr(patience, "MIN_BYTES_PER_SECOND", 0.1)  # 80 s for 7 bytes
     assert store.read("file") == store.fetch("file", tmp_path).read_bytes() == b"content"
     assert store.read("file", 0, 7) == store.read("file", -7) == b"content"
     assert limits == [20, 20, 80, 80, 80]

@@ -23,7 +23,7 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import FORMATS, SAFETENSORS, format_of, write_shard
 from activation_extraction.store.metadata import own_files
 from activation_extraction.store.shard import (
-    LONGEST_LINE,
+    MAX_LINE_BYTES,
     SampleRow,
     Shard,
     TableRow,
@@ -138,7 +138,7 @@ def test_a_sample_of_which_too_much_is_known_is_named(tmp_path, shard_format):
     """The shards before it are stored."""
     with pytest.raises(StorageError, match="^sample 2: its id, row and text preview take 1,048,"):
         with open_storage(tmp_path, {0: "h"}, shard_format=shard_format, shard_size_gb=1e-9) as s:
-            for number, length in enumerate((0, LONGEST_LINE - 200, LONGEST_LINE, 0)):
+            for number, length in enumerate((0, MAX_LINE_BYTES - 200, MAX_LINE_BYTES, 0)):
                 values, ids = np.zeros((1, 2), np.float32), np.zeros(1, np.int32)
                 s.add_activation(0, values, number, "text", ids, "x" * length)
     assert len(list(tmp_path.glob("shard_*.json"))) == 2
@@ -189,7 +189,7 @@ WRONG_LINES = {
     "no JSON": b"{",
     "deep": b"[" * 10**5,
     "a line too many": b"\n".join([json.dumps(LINE).encode()] * 3),
-    "a long line": b"{" + b" " * LONGEST_LINE + json.dumps(LINE).encode()[1:],
+    "a long line": b"{" + b" " * MAX_LINE_BYTES + json.dumps(LINE).encode()[1:],
     "missing": json.dumps({**LINE, "row": None} | {"cut": None}).encode(),
     "many digits": b'{"sample_idx": ' + b"9" * 5000 + b"}",
     "a deep row": json.dumps(LINE | {"row": {"a": [1]}}).encode(),
@@ -237,9 +237,9 @@ def test_a_table_of_other_samples_is_refused(tmp_path):
     rows = unpack_table(pack_table(shard.samples), 2, "")
     assert same_content(with_table(shard, rows, ""), shard)
     for changes in ({"sample_idx": 7}, {"tokens": 4}, {"doc_id": "other"}, {"text_preview": ""}):
-        with pytest.raises(RunError, match="table: says something else of sample 1"):
+        with pytest.raises(RunError, match="table: disagrees with the shard about sample 1"):
             with_table(shard, [rows[0], replace(rows[1], **changes)], "table")
-    with pytest.raises(RunError, match="table: is of 1 sample, not 2"):
+    with pytest.raises(RunError, match="table: lists 1 sample, not 2"):
         with_table(shard, rows[:1], "table")
     extract(tmp_path)
     tokens = [0, 20, 10]

@@ -221,7 +221,7 @@ def test_a_repair_does_not_count_up_to_a_huge_number(number, tmp_path):
     planner = RepairPlanner(Folder(str(tmp_path)), None, storage._identity, True, {})
     tracemalloc.start()
     try:
-        plan = planner.look()
+        plan = planner.plan()
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -297,7 +297,7 @@ def test_a_shard_that_is_read_and_written_again_keeps_its_positions(few, whole, 
     names = {hook: hook for hook in HOOKS}
     for folder in (few, whole):
         shard = read_pickle(folder / "shard_0001.pkl.gz", names, 10**9)
-        assert not shard.chosen
+        assert not shard.some_tokens
         with open(tmp_path / "again.pkl", "wb") as file:
             file.writelines(pickle_pieces(shard, names))
         found = read_records(tmp_path / "again.pkl", 10**9)

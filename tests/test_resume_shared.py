@@ -37,10 +37,10 @@ def test_what_another_process_stored_meanwhile_is_continued(run, whole, tmp_path
 
     def late(storage):
         monkeypatch.setattr(ActivationStorage, "open", original)
-        before = storage.found_samples
+        before = storage.plan.samples
         run(tmp_path / "other", interrupt_after=20, remote=Folder(url))
         original(storage)
-        assert 0 < before < storage.found_samples < DOCUMENTS
+        assert 0 < before < storage.plan.samples < DOCUMENTS
 
     monkeypatch.setattr(ActivationStorage, "open", late)
     run(folder, remote=Folder(url))
@@ -85,8 +85,8 @@ def test_a_shard_that_is_lost_in_the_bucket_is_for_repair(run, whole, tmp_path, 
     assert content(copied(url, tmp_path / "copy")) == whole
     assert content(folder) == (whole if keep_local else {})
     for lost, told in (
-        ("shard_0003.json", "shard 3 is missing, but shard 4 is there; --repair makes"),
-        ("shard_0002.pkl.gz", "shard 2 has a JSON, but its file is missing .* --repair makes"),
+        ("shard_0003.json", "shard 3 is missing, but shard 4 is there; --repair computes"),
+        ("shard_0002.pkl.gz", "shard 2 has a JSON, but its file is missing .* --repair computes"),
     ):
         memory.rm(f"{url}/{lost}")
         with pytest.raises(InputError, match=f"{url}: {told}"):

@@ -100,13 +100,13 @@ def pauses(monkeypatch):
 def test_a_bucket_that_cannot_be_reached_is_said_at_once(monkeypatch, lines, pauses):
     """Long before gcsfs, which tries by itself, gives the first request up."""
     said_after = []
-    original = Folder._say
+    original = Folder._warn
 
     def say(store, what, reason):
         said_after.append(len(pauses))
         original(store, what, reason)
 
-    monkeypatch.setattr(Folder, "_say", say)
+    monkeypatch.setattr(Folder, "_warn", say)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(FolderError, match="kept failing for"):
         Folder("gs://bucket/run", patience=30).try_writing()

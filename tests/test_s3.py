@@ -6,7 +6,7 @@ import fsspec
 import pytest
 from silent_server import LONGEST, silent_server
 
-from activation_extraction.store.folder import Folder, TakenError
+from activation_extraction.store.folder import Folder, ObjectExistsError
 from activation_extraction.store.patience import FolderError
 
 WHY = "tests/requirements-s3.txt is not installed"
@@ -54,7 +54,7 @@ def test_a_shard_goes_from_memory_in_one_request(folder):
     parts = [memoryview(b"x" * 10), memoryview(b"y")]
     create(parts)
     create(parts)  # as after a lost answer
-    with pytest.raises(TakenError):
+    with pytest.raises(ObjectExistsError):
         create([memoryview(b"z" * 11)])
     assert folder.read("new") == b"x" * 10 + b"y" and folder.retries == 0
     with pytest.raises(FolderError, match="no such bucket: elsewhere"):

@@ -249,7 +249,7 @@ def test_a_bucket(tmp_path, capsys):
 def test_a_bucket_that_is_silent_is_told_with_the_flag_only_if_that_decided(
     bucket, monkeypatch, capsys, own, told
 ):
-    monkeypatch.setattr(look, "LOOKING", own)
+    monkeypatch.setattr(look, "STATUS_PATIENCE", own)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

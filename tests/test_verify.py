@@ -186,7 +186,7 @@ def test_a_shard_of_another_run(tmp_path, check):
     extract(tmp_path / "a")
     extract(tmp_path / "b", identity={"model_digest": "2" * 64})
     copy_shard(tmp_path / "b", 2, tmp_path / "a", 2)
-    assert "shard_0002.json: is of another run" in check(tmp_path / "a")
+    assert "shard_0002.json: belongs to another run" in check(tmp_path / "a")
 
 
 def test_a_shard_of_another_machine(tmp_path, check):
@@ -194,7 +194,7 @@ def test_a_shard_of_another_machine(tmp_path, check):
         extract(tmp_path, machine, 0, 2, 1)
     copy_shard(tmp_path / "machine_001", 2, tmp_path / "machine_000", 2)
     found = check(tmp_path)
-    assert "machine_000/shard_0002.json: is of another run" in found
+    assert "machine_000/shard_0002.json: belongs to another run" in found
     assert "machine_000/shard_0002.json: sample 6 is missing" in found
 
 
@@ -206,7 +206,9 @@ def test_machines_are_missing_or_swapped_or_of_other_runs(tmp_path, check):
     assert check(tmp_path) == ["machine_001_host_01: holds the shards of machine_001_host_00"]
     shutil.rmtree(tmp_path / "machine_001_host_01")
     extract(tmp_path, 1, 1, 3, 2, count=7, identity={"data_revision": "3" * 64})
-    assert check(tmp_path) == ["machine_001_host_01: is of another run: its data_revision differs"]
+    assert check(tmp_path) == [
+        "machine_001_host_01: belongs to another run: its data_revision differs"
+    ]
 
 
 def test_an_unfinished_run(tmp_path, check):

@@ -42,7 +42,7 @@ WRONG_JSONS = {
     ),
     "no machines": (
         change_nested("metadata.json", lambda c: c["identity"].pop("total_machines")),
-        "shard_0001.json: is of another run",
+        "shard_0001.json: belongs to another run",
     ),
     "no model": (change_nested("metadata.json", lambda c: c.pop("model")), "'model'"),
     "another version": (change("metadata.json", format_version=1), "written by another version"),
@@ -143,7 +143,7 @@ WRONG_RECORDS = {
     ),
     "hook": (
         lambda r: r.update(hook="blocks.3.hook_mlp_out"),
-        "sample 7: is of hook 'blocks.3.hook_mlp_out', expected blocks.3.hook_resid_post",
+        "sample 7: names hook 'blocks.3.hook_mlp_out', expected blocks.3.hook_resid_post",
     ),
     "order": (lambda r: r.update(sample_idx=8), "its samples are not those of its JSON"),
     "text for a number": (lambda r: r.update(shape="x"), "sample 7: shape"),

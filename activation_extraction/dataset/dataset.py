@@ -26,9 +26,10 @@ from activation_extraction.dataset.folders import expected_names, read_folders
 from activation_extraction.dataset.open_shards import OpenShards
 from activation_extraction.dataset.sample_activations import SampleActivations, joined, pieces_of
 from activation_extraction.dataset.token_batch import ByHook, recorded_aliases
-from activation_extraction.store.commit import METADATA, MOST_PER_BYTE
+from activation_extraction.store.commit import METADATA
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import Stored, gaps, identity_of
+from activation_extraction.store.shard import MAX_GZIP_RATIO
 from activation_extraction.store.shard_reader import StoredHook, read_by_ranges
 from activation_extraction.store.statistics import HookStatistics, Statistics
 
@@ -341,7 +342,7 @@ def _check_sizes(url: str, shards: OpenShards) -> None:
     """Raises ValueError if a shard's file is too small for its tokens at the recorded widths."""
     row = shards.row_bytes(list(shards.hooks))
     for folder, commit in shards.shards:
-        most = commit.bytes * (1 if read_by_ranges(commit) else MOST_PER_BYTE)
+        most = commit.bytes * (1 if read_by_ranges(commit) else MAX_GZIP_RATIO)
         if commit.tokens * row > most:
             where = "/".join(filter(None, (url, folder, commit.file)))
             raise ValueError(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.store.folder import Folder, local_path
-from activation_extraction.store.identity import MOST_HOSTS
+from activation_extraction.store.identity import MAX_HOSTS
 from activation_extraction.store.local_files import is_locked, running_system
 from activation_extraction.store.metadata import Stored, own_files, read_stored
 
@@ -124,5 +124,5 @@ def expected_names(folders: dict[str, Stored]) -> list[str]:
 def _least_hosts(folders: Iterable[HostFolder]) -> int:
     """The least number of hosts of a machine that left these folders; 1 when there are none."""
     numbers = [folder.host for folder in folders if folder.host is not None]
-    known = [number for number in numbers if number < MOST_HOSTS]
+    known = [number for number in numbers if number < MAX_HOSTS]
     return max(*known, 1) + 1 if known else 1

@@ -14,7 +14,7 @@ from activation_extraction.common.errors import RunError
 from activation_extraction.dataset.token_batch import ByHook
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.sealed_json import MOST_PARTS
+from activation_extraction.store.sealed_json import MAX_FIELDS
 from activation_extraction.store.shard import TableRow
 from activation_extraction.store.shard_reader import (
     ShardReader,
@@ -97,8 +97,8 @@ class OpenShards:
             raise ImportError("the table of samples needs pyarrow: pip install pyarrow") from error
         rows = self.rows()
         kept = dict.fromkeys(name for row in rows for name in row.columns)
-        if len(kept) > MOST_PARTS:
-            raise OSError(f"{self.url}: has {len(kept)} columns; expected at most {MOST_PARTS}")
+        if len(kept) > MAX_FIELDS:
+            raise OSError(f"{self.url}: has {len(kept)} columns; expected at most {MAX_FIELDS}")
         columns = {_text(name): [row.columns.get(name) for row in rows] for name in kept}
         fixed = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
         columns = fixed | {name: columns[name] for name in columns if name not in fixed}
@@ -173,7 +173,7 @@ def _column(values: Sequence[Any]) -> Any:
     parts: set[tuple[Any, ...]] = set()
     for value in values:
         _add_parts(value, (), parts)
-    kinds = (None, pyarrow.uint64()) if len(parts) <= MOST_PARTS else ()
+    kinds = (None, pyarrow.uint64()) if len(parts) <= MAX_FIELDS else ()
     for kind in kinds:
         with suppress(pyarrow.ArrowException, ValueError, OverflowError):
             return pyarrow.array(values, kind)
@@ -183,7 +183,7 @@ def _column(values: Sequence[Any]) -> Any:
 def _add_parts(value: Any, path: tuple[Any, ...], parts: set[tuple[Any, ...]]) -> None:
     """Adds the paths of all that is in a value, until they are too many: pyarrow has room for each
     of them in every row."""
-    if isinstance(value, dict | list) and len(parts) <= MOST_PARTS:
+    if isinstance(value, dict | list) and len(parts) <= MAX_FIELDS:
         for name, part in (
             value.items() if isinstance(value, dict) else ((0, each) for each in value)
         ):

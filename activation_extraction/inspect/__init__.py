@@ -1,6 +1,6 @@
-"""Looks at the output of a run: its status, its soundness, its content.
+"""Looks at the output of a run, for the flags --status, --verify, --report and --export.
 
-look.py does what a flag asks for: status.py finds the state of each folder, adds the states up and
-prints them; verify.py checks the folders, report.py describes them and export.py converts them.
-This folder imports no JAX and never runs pickled code.
+look.py starts what a flag asks for: status.py prints the state of every host, verify.py checks the
+files, report.py describes the activations, and export.py converts them. This folder imports no JAX
+and never runs pickled code.
 """

@@ -1,8 +1,8 @@
-"""--export: copies a finished run to a local folder, in bounded memory, in another format.
+"""--export: copies a finished run to a local folder in another format, in bounded memory.
 
 `pickle` and `safetensors` make a run like its source, with the same folders, samples and shards;
-the other formats are in export_tokens.py. An export that was killed continues: whatever is counted
-is complete, and everything is read back.
+the other formats are in export_tokens.py. An export that was killed continues after its last
+complete file. Every file is read back.
 """
 
 import hashlib
@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from activation_extraction.store.formats import (
     write_shard,
 )
 from activation_extraction.store.local_files import lock_folder, running_system, unlock, write_bytes
-from activation_extraction.store.metadata import NOTHING, Stored, read_stored
+from activation_extraction.store.metadata import EMPTY_TOTALS, Stored, read_stored
 from activation_extraction.store.patience import scratch_folder
 from activation_extraction.store.pickle_file import ContentError
 from activation_extraction.store.sealed_json import seal
@@ -48,10 +47,11 @@ from activation_extraction.store.statistics import pack_sums, sums_of
 def export(
     root: Folder, form: str, target: str, patterns: Sequence[str] | None, compress: bool = True
 ) -> None:
-    """Exports the run at `root` to the folder `target`, and says how to read it.
+    """Exports the run at `root` to the folder `target`, and prints how to read it.
 
-    patterns: names or globs of the hooks; None: all. compress: of pickles. Raises InputError for
-    what cannot be exported, and RunError for what fails on the way: the same call then continues.
+    patterns: names or globs of the hooks; None means all. compress: whether to gzip pickles. Raises
+    InputError for a run that cannot be exported, and RunError if anything fails on the way; the
+    same call then continues.
     """
     folders = read_folders(root)
     for host in host_states(folders):
@@ -64,16 +64,17 @@ def export(
         raise InputError(one_line(error)) from error
     except OSError as error:
         raise RunError(one_line(error)) from error
-    hooks = _chosen(dataset, patterns)
+    hooks = _choose_hooks(dataset, patterns)
     if "://" in target:
         raise InputError(f"--export_dir {target}: is a URL; expected a local folder")
     if form in SHARD_FORMATS:
-        made, known = chosen_format(form, compress), set(folders) - {""}
-        others = set(os.listdir(target)) - known if known and os.path.isdir(target) else set()
+        names = set(folders) - {""}
+        others = set(os.listdir(target)) - names if names and os.path.isdir(target) else set()
         for other in sorted(others):
             raise InputError(f"--export_dir {target}: holds {other}; expected an empty folder")
+        shard_format = chosen_format(form, compress)
         copies = [
-            RunCopy(root.child(name), stored, Path(target), name, made, hooks)
+            RunCopy(root.child(name), stored, Path(target, name), shard_format, hooks)
             for name, stored in folders.items()
         ]
         _write(copies)
@@ -83,43 +84,42 @@ def export(
             *("read it with:", *(f"  {line}" for line in lines_of_dataset(target))),
         )
     else:
-        every = [commit for stored in folders.values() for commit in stored.in_order]
-        tokens = TokenExport(dataset, form, _digest(every), hooks, Path(target))
+        commits = [commit for stored in folders.values() for commit in stored.in_order]
+        tokens = TokenExport(dataset, form, _digest(commits), hooks, Path(target))
         _write([tokens])
         tokens.say_summary()
 
 
-def _chosen(dataset: ActivationDataset, patterns: Sequence[str] | None) -> dict[str, int]:
-    """Name -> width of the hooks to export."""
+def _choose_hooks(dataset: ActivationDataset, patterns: Sequence[str] | None) -> dict[str, int]:
+    """Returns the widths of the hooks to export, by name."""
     hooks = dataset.hooks
     try:
-        wanted = hooks if patterns is None else hooks.matching(patterns)
+        chosen = hooks if patterns is None else hooks.matching(patterns)
     except KeyError as error:
-        known = ", ".join(hooks)
         raise InputError(
-            f"--hook_names {error.args[0]}: no such hook; the run has {known}"
+            f"--hook_names {error.args[0]}: no such hook; the run has {', '.join(hooks)}"
         ) from None
-    return {name: width for name, width in hooks.items() if name in wanted}
+    return {name: width for name, width in hooks.items() if name in chosen}
 
 
 def _digest(commits: Sequence[Commit]) -> str:
-    """Digest of shards."""
+    """Returns a digest of the content of several shards."""
     return hashlib.sha256("".join(commit.sha256 for commit in commits).encode()).hexdigest()
 
 
-def _write(parts: "Sequence[TokenExport] | Sequence[RunCopy]") -> None:
-    """Writes the folders of an export, each of which may be there in part."""
-    total, unit = sum(part.size for part in parts), parts[0].unit
+def _write(exports: "Sequence[TokenExport | RunCopy]") -> None:
+    """Writes the folders of an export, or what is left of them."""
+    total, unit = sum(export.size for export in exports), exports[0].unit
     with tqdm(total=total, unit=unit, unit_scale=True, desc="exporting", disable=None) as bar:
-        for part in parts:
-            with _locked(part.folder):
+        for export in exports:
+            with _locked(export.folder):
                 try:
-                    if part.take_up():
-                        bar.update(part.size)
+                    if export.resume():
+                        bar.update(export.size)
                         continue
-                    bar.update(part.size - part.left)
-                    _check_space(part.folder, part.needed)
-                    for size in part.write():
+                    bar.update(export.size - export.left)
+                    _check_space(export.folder, export.bytes_needed)
+                    for size in export.write():
                         bar.update(size)
                 except OSError as error:
                     remedy = "to continue, run the same command again"
@@ -128,7 +128,7 @@ def _write(parts: "Sequence[TokenExport] | Sequence[RunCopy]") -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Inside the block no other process may write to the folder, which is made if necessary."""
+    """Locks the folder while the block runs, and creates it if necessary."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)
@@ -144,7 +144,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    """Raises InputError when the disk of `folder` has less room than `needed` bytes."""
+    """Raises InputError if the disk of `folder` has less free space than `needed` bytes."""
     if needed > (free := shutil.disk_usage(folder).free):
         raise InputError(
             f"--export_dir {folder}: has {free / 1e9:,.1f} GB free, needs {needed / 1e9:,.1f} GB"
@@ -154,7 +154,8 @@ def _check_space(folder: Path, needed: int) -> None:
 class RunCopy:
     """A copy of one folder of a finished run in another format. A shard with a JSON is complete.
 
-    size: in bytes of the source. hooks: name -> width of those to copy.
+    folder: where the copy goes. size: the bytes of the source. hooks: the widths of the hooks to
+    copy, by name.
     """
 
     unit = "B"
@@ -163,22 +164,21 @@ class RunCopy:
         self,
         source: Folder,
         stored: Stored,
-        target: Path,
-        name: str,
+        folder: Path,
         shard_format: ShardFormat,
         hooks: Mapping[str, int],
     ) -> None:
         identity = stored.identity
         assert identity is not None
-        self.folder, self.size = target / name, sum(commit.bytes for commit in stored.in_order)
+        self.folder, self.size = folder, sum(commit.bytes for commit in stored.in_order)
         self._source, self._stored, self._format, self._hooks = source, stored, shard_format, hooks
-        self._found = Stored()
-        keyed_by, chosen = identity.keyed_by, [hook in hooks for hook in identity.hooks]
+        self._copied = Stored()
+        keyed_by = identity.keyed_by
         if isinstance(keyed_by, list):
-            keyed_by = [key for key, kept in zip(keyed_by, chosen, strict=True) if kept]
-        form = "safetensors" if shard_format is SAFETENSORS else "pickle"
+            pairs = zip(keyed_by, identity.hooks, strict=True)
+            keyed_by = [key for key, hook in pairs if hook in hooks]
         self._changes: dict[str, Any] = {
-            "shard_format": form,
+            "shard_format": "safetensors" if shard_format is SAFETENSORS else "pickle",
             "compress_shards": shard_format.compressed,
         }
         names = tuple(hook for hook in identity.hooks if hook in hooks)
@@ -186,27 +186,27 @@ class RunCopy:
         self._itemsize = np.dtype(identity.activation_dtype).itemsize
         self._copy_of = _digest(stored.in_order)
 
-    def take_up(self) -> bool:
-        """Finds what is there already; returns whether it is all.
+    def resume(self) -> bool:
+        """Finds out what was copied already, and returns whether that is everything.
 
-        Raises InputError when the folder holds anything else.
+        Raises InputError if the folder holds anything else.
         """
-        self._found = found = read_stored(Folder(str(self.folder)))
+        self._copied = copied = read_stored(Folder(str(self.folder)))
         where = f"--export_dir {self.folder}"
-        for why in found.damaged.values():
-            raise InputError(f"{why}; delete {self.folder} and export again")
-        if found.metadata is None:
-            if any(not name.startswith(".") for name in found.files):
+        for reason in copied.damaged.values():
+            raise InputError(f"{reason}; delete {self.folder} and export again")
+        if copied.metadata is None:
+            if any(not name.startswith(".") for name in copied.files):
                 raise InputError(f"{where}: holds other files; expected an empty folder")
             return False
-        if (found.metadata.get("copy_of"), found.identity) != (self._copy_of, self._identity):
+        if (copied.metadata.get("copy_of"), copied.identity) != (self._copy_of, self._identity):
             raise InputError(f"{where}: holds another run; expected an empty folder")
-        return not self._missing and found.metadata["status"] == "complete"
+        return not self._missing and copied.metadata["status"] == "complete"
 
     @property
     def _missing(self) -> list[Commit]:
-        done = {number for number, commit in self._found.commits.items() if self._found.has(commit)}
-        return [commit for commit in self._stored.in_order if commit.number not in done]
+        copied = {commit.number for commit in self._copied.in_order if self._copied.has(commit)}
+        return [commit for commit in self._stored.in_order if commit.number not in copied]
 
     @property
     def left(self) -> int:
@@ -214,13 +214,13 @@ class RunCopy:
         return sum(commit.bytes for commit in self._missing)
 
     @property
-    def needed(self) -> int:
-        """How many bytes the activations that are left take."""
-        each = sum(self._hooks.values()) * self._itemsize
-        return each * sum(commit.tokens for commit in self._missing)
+    def bytes_needed(self) -> int:
+        """The bytes of the activations that are left to copy, before compression."""
+        token_bytes = sum(self._hooks.values()) * self._itemsize
+        return token_bytes * sum(commit.tokens for commit in self._missing)
 
     def write(self) -> Iterator[int]:
-        """Copies the shards that are left, and yields the bytes of each when it is complete."""
+        """Copies the shards that are left, and yields the bytes of each source after its copy."""
         missing, before = self._missing, self._stored.metadata or {}
         content = {
             **before,
@@ -233,9 +233,10 @@ class RunCopy:
             "configuration": {**before.get("configuration", {}), **self._changes},
             "copy_of": self._copy_of,
         }
-        running = {**content, "status": "running", **NOTHING}
+        running = {**content, "status": "running", **EMPTY_TOTALS}
         write_bytes(self.folder / METADATA, seal(running))
-        size = sum(c.bytes for n, c in self._found.commits.items() if self._found.has(c))
+        copied = self._copied
+        size = sum(commit.bytes for commit in copied.in_order if copied.has(commit))
         for commit in missing:
             size += self._copy_shard(commit).bytes
             yield commit.bytes
@@ -249,17 +250,17 @@ class RunCopy:
             with scratch_folder() as scratch:
                 shard = _read(self._source, commit, scratch)
         except RunError as error:
-            at = f"{self._source.url}/{commit.file}: " if isinstance(error, ContentError) else ""
-            raise RunError(f"{at}{error}", remedy="run --verify on the run") from error
+            where = f"{self._source.url}/{commit.file}: " if isinstance(error, ContentError) else ""
+            raise RunError(f"{where}{error}", remedy="run --verify on the run") from error
         if self._format is SAFETENSORS and any(row.token_ids is None for row in shard.samples):
             raise InputError("--export safetensors: the run has no token ids")
         hooks = [hook for hook in commit.hooks if hook["name"] in self._hooks]
         keys = {hook["key"]: hook["name"] for hook in hooks}
         slices = {key: shard.slices[key] for key in keys}
-        shard = replace(shard, slices=slices, chosen=not self._identity.every_token)
+        shard = replace(shard, slices=slices, some_tokens=not self._identity.every_token)
         path = self.folder / self._format.file_name(commit.number)
-        outdated = partial((self.folder / commit.name).unlink, missing_ok=True)
-        written = write_shard(path, shard, keys, self._format, outdated)
+        (self.folder / commit.name).unlink(missing_ok=True)  # of an earlier copy that is damaged
+        written = write_shard(path, shard, keys, self._format)
         sums = {keys[key]: sums_of(shard.slices[key], shard.positions) for key in keys}
         made = replace(
             commit,
@@ -283,7 +284,7 @@ class RunCopy:
 
 
 def _read(folder: Folder, commit: Commit, scratch: Path) -> Shard:
-    """A shard and its table of samples. Raises RunError if either is not what it should be."""
+    """Reads a shard and its table of samples. Raises RunError if either is damaged."""
     table = read_table(folder, commit)
     shard = with_table(read_shard(folder, commit, scratch), table, commit.table_file)
     for sample, *values in zip(shard.samples, *shard.slices.values(), strict=True):
@@ -291,6 +292,6 @@ def _read(folder: Folder, commit: Commit, scratch: Path) -> Shard:
             values.append(sample.token_ids)
         values += sample.labels.values()
         if any(len(each) != len(sample.positions) for each in values):
-            what = f"sample {sample.sample_idx}: its arrays have different numbers of tokens"
-            raise RunError(f"{folder.url}/{commit.file}: {what}")
+            problem = f"sample {sample.sample_idx}: its arrays have different numbers of tokens"
+            raise RunError(f"{folder.url}/{commit.file}: {problem}")
     return shard

@@ -1,8 +1,8 @@
-"""The files that trainers of autoencoders read, one class per layout, cut into chunks of tokens.
+"""Exports a run to files that trainers of autoencoders read, in chunks of tokens.
 
-`export.json` in the folder says which chunks are complete and where the reading of the run goes on.
-Every file is written atomically and read back. At the end the statistics of what was exported are
-compared with those of the run.
+There is one class per file layout. `export.json` in the folder records which chunks are complete
+and where the export continues. Every file is written atomically and read back. At the end, the
+statistics of the exported activations are compared with those of the run.
 """
 
 import hashlib
@@ -29,16 +29,16 @@ from activation_extraction.store.sealed_json import seal, unseal
 from activation_extraction.store.statistics import Statistics
 
 STATE = "export.json"
-CHUNK_BYTES = 256 * 2**20  # of all hooks together; four times that is in memory
+CHUNK_BYTES = 256 * 2**20  # of all hooks together; four times as much is in memory
 COMPARED = ("mean", "variance", "mean_norm", "max_norm")
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What an export holds. Exports with the same contents have the same files.
+    """The contents of an export. Exports with equal contents have equal files.
 
-    source: digest of the run's shards. hooks: name -> width. tokens: of every hook; per_chunk: of
-    every chunk but the last.
+    source: digest of the run's shards. hooks: the widths by name. tokens: how many there are in
+    all; per_chunk: how many are in every chunk but the last.
     """
 
     form: str
@@ -64,14 +64,14 @@ class Contents:
 class Llamascopium:
     """Llamascopium's cached activations, for its target `activations-1d`.
 
-    For each hook a folder of chunks. Nothing is padded: every token is real, so both masks are 1.
+    There is a folder of chunks for each hook. There is no padding, so both masks are 1.
     """
 
     folder: Path
     contents: Contents
 
     def path(self, hook: str, chunk: int) -> Path:
-        """Returns the file of a chunk of a hook."""
+        """Returns the path of a chunk of a hook."""
         return self.folder / hook / f"chunk-{chunk:08d}.safetensors"
 
     def size(self, hook: str, chunk: int) -> int:
@@ -80,21 +80,21 @@ class Llamascopium:
         return len(self._header(tokens, hook)) + tokens * (self.contents.row_bytes(hook) + 16)
 
     def write(self, chunk: int, batch: TokenBatch) -> None:
-        """Writes all files of a chunk. Raises OSError, and RunError for a file that is not what
-        was written to it."""
+        """Writes all files of a chunk. Raises OSError, and RunError if a file differs from what was
+        written to it."""
         ones, token_ids = np.ones(len(batch), np.int32), batch.token_ids.astype(np.int64)
         for hook, values in batch.activations.items():
             head = self._header(len(batch), hook)
             _store(self.path(hook, chunk), head, token_ids, ones, ones, values)
 
     def finish(self) -> None:
-        """Writes what describes all chunks. May be called again."""
+        """Writes the files that describe all chunks. It may be called again."""
 
     def clean_up(self) -> None:
-        """Deletes what only an unfinished export needs."""
+        """Deletes files that only an unfinished export needs."""
 
     def how_to_read(self, hook: str) -> str:
-        """Returns a line of Python for the trainer."""
+        """Returns a line of Python with which the trainer reads a hook."""
         return f"ActivationFactoryActivationsSource(path={str(self.folder)!r}, name={hook!r})"
 
     def _header(self, tokens: int, hook: str) -> bytes:
@@ -111,16 +111,16 @@ class Llamascopium:
 
 @dataclass(frozen=True)
 class Memmap:
-    """The activation cache of jkminder's dictionary_learning, with which crosscoders are trained.
+    """The activation cache of jkminder's dictionary_learning, from which crosscoders are trained.
 
-    For each hook a folder: config.json, and per chunk `shard_i.memmap` with `shard_i.meta`. Beside
-    the folders: tokens.pt, and sequence_ranges.pt, where each sample starts and where the last one
-    ends. The methods are those of Llamascopium.
+    Each hook has a folder with config.json, and with `shard_i.memmap` and `shard_i.meta` per chunk.
+    Beside these folders are tokens.pt, and sequence_ranges.pt with the start of each sample and the
+    end of the last one. The methods are those of Llamascopium.
     """
 
     folder: Path
     contents: Contents
-    TABLE = ".table_*.bin"  # of each chunk: its token ids, then its sample indices, int64
+    TABLE = ".table_*.bin"  # for each chunk: its token ids, then its sample indices, int64
 
     def path(self, hook: str, chunk: int) -> Path:
         return self.folder / hook / f"shard_{chunk}.memmap"
@@ -164,12 +164,12 @@ class Memmap:
         return f"ActivationCache({str(self.folder)!r}, {hook!r})"
 
     def _tables(self) -> Iterator[list[np.ndarray]]:
-        """The token ids and the sample indices of every chunk."""
+        """Yields the token ids and the sample indices of every chunk."""
         for path in sorted(self.folder.glob(self.TABLE)):
             yield np.split(np.fromfile(path, np.int64), 2)
 
     def _starts(self) -> Iterator[int]:
-        """The first token of every sample."""
+        """Yields the number of the first token of every sample."""
         first, before = 0, None
         for _, sample_idx in self._tables():
             if sample_idx[0] != before:
@@ -208,10 +208,10 @@ def _store_with(path: Path, write: Callable[[Any], object]) -> None:
 
 
 def write_tensor(file: Any, count: int, parts: Iterable[np.ndarray]) -> None:
-    """Writes `count` int64 values, which come in parts, for torch.load(path, weights_only=True).
+    """Writes `count` int64 values, given in parts, for torch.load(path, weights_only=True).
 
-    Such a file is a ZIP archive, not compressed: a pickle that names the tensor's dtype and shape,
-    and its values (see torch/serialization.py). This needs no PyTorch.
+    Such a file is an uncompressed ZIP archive of a pickle, which has the tensor's dtype and shape,
+    and of the tensor's values (see torch/serialization.py). PyTorch is not needed.
     """
     contents: dict[str, Iterable[Any]] = {
         "data.pkl": [_pickle(count)],
@@ -221,7 +221,7 @@ def write_tensor(file: Any, count: int, parts: Iterable[np.ndarray]) -> None:
     }
     with zipfile.ZipFile(_Appending(file), "w", zipfile.ZIP_STORED) as archive:
         for name, pieces in contents.items():
-            # Dated 1980: the bytes depend on the values alone. The folder may have any name.
+            # ZipInfo dates it 1980, so the bytes depend on the values alone. Any folder name works.
             with archive.open(zipfile.ZipInfo(f"tensor/{name}"), "w", force_zip64=True) as entry:
                 for piece in pieces:
                     entry.write(piece)
@@ -259,10 +259,7 @@ def _pickle(count: int) -> bytes:
 
 
 class TokenExport:
-    """An export of tokens to a folder, of which a part may be there already.
-
-    size: in tokens.
-    """
+    """An export of tokens to a folder, which may have been begun already. size: in tokens."""
 
     unit = " tokens"
 
@@ -274,7 +271,8 @@ class TokenExport:
         hooks: dict[str, int],
         folder: Path,
     ) -> None:
-        """source, hooks: see Contents. Raises InputError if there are no tokens."""
+        """Prepares an export. source, hooks: see Contents. Raises InputError if there are no
+        tokens."""
         if not dataset.tokens:
             raise InputError(f"--export: {dataset.url} holds no tokens")
         self.folder, self.size, self._dataset = folder, dataset.tokens, dataset
@@ -282,8 +280,8 @@ class TokenExport:
         per_chunk = CHUNK_BYTES // sum(map(one_by_one.row_bytes, hooks))
         self._contents = replace(one_by_one, per_chunk=max(1, per_chunk))
         self._files = FORMATS[form](folder, self._contents)
-        # How many chunks are complete, and whether all else is, too; the state of the batches; the
-        # statistics of what is exported, by hook.
+        # How many chunks are complete; whether the whole export is; the state of the batches; the
+        # statistics of the exported activations, by hook.
         self._progress: dict[str, Any] = {
             "chunks": 0,
             "finished": False,
@@ -291,12 +289,12 @@ class TokenExport:
             "statistics": {},
         }
 
-    def take_up(self) -> bool:
-        """Finds what is there already; returns whether it is all.
+    def resume(self) -> bool:
+        """Finds out what was exported already, and returns whether that is everything.
 
-        Raises InputError when the folder holds anything else.
+        Raises InputError if the folder holds anything else.
         """
-        path, again = self.folder / STATE, f"delete {self.folder} and export again"
+        path, remedy = self.folder / STATE, f"delete {self.folder} and export again"
         if not path.exists():
             if any(name != f".{STATE}.tmp" for name in os.listdir(self.folder)):
                 raise InputError(
@@ -307,19 +305,19 @@ class TokenExport:
         try:
             state = unseal(path.read_bytes(), str(path))
         except RunError as error:
-            raise InputError(f"{path}: is damaged; {again}") from error
-        for name, wanted in asdict(self._contents).items():
-            if (found := state["contents"].get(name)) != wanted:
-                what = f"{name} {found}, not {wanted}" if name != "source" else "other shards"
+            raise InputError(f"{path}: is damaged; {remedy}") from error
+        for name, expected in asdict(self._contents).items():
+            if (value := state["contents"].get(name)) != expected:
+                content = f"{name} {value}, not {expected}" if name != "source" else "other shards"
                 raise InputError(
-                    f"--export_dir {self.folder}: holds another export, with {what:.200}"
+                    f"--export_dir {self.folder}: holds another export, with {content:.200}"
                 )
         self._progress = state["progress"]
         for chunk in range(self._progress["chunks"]):
             for hook in self._contents.hooks:
                 path = self._files.path(hook, chunk)
                 if not path.exists() or path.stat().st_size != self._files.size(hook, chunk):
-                    raise InputError(f"{path}: is missing or has another size; {again}")
+                    raise InputError(f"{path}: is missing or has another size; {remedy}")
         if self._progress["finished"]:
             self._files.clean_up()
         return self._progress["finished"]
@@ -330,16 +328,16 @@ class TokenExport:
         return max(self.size - self._progress["chunks"] * self._contents.per_chunk, 0)
 
     @property
-    def needed(self) -> int:
-        """How many bytes the files that are left take, at most."""
-        each = sum(map(self._contents.row_bytes, self._contents.hooks))
-        return self.left * (each + 16 * len(self._contents.hooks))
+    def bytes_needed(self) -> int:
+        """The most bytes that the files that are left can have."""
+        token_bytes = sum(map(self._contents.row_bytes, self._contents.hooks))
+        return self.left * (token_bytes + 16 * len(self._contents.hooks))
 
     def write(self) -> Iterator[int]:
-        """Writes what is left, and yields the tokens of each chunk when it is complete."""
-        contents, progress, most = self._contents, self._progress, self._contents.per_chunk
+        """Writes the chunks that are left, and yields the number of tokens after each."""
+        contents, progress, per_chunk = self._contents, self._progress, self._contents.per_chunk
         statistics = progress["statistics"]
-        batches = self._dataset.batches(most, list(contents.hooks), buffer=2 * most)
+        batches = self._dataset.batches(per_chunk, list(contents.hooks), buffer=2 * per_chunk)
         if progress["reading"] is not None:
             batches.restore(progress["reading"])
         try:
@@ -347,10 +345,10 @@ class TokenExport:
                 batch = next(batches)
                 self._files.write(chunk, batch)
                 for hook, values in batch.activations.items():
-                    found = Statistics.of(values)
+                    merged = Statistics.from_array(values)
                     if hook in statistics:
-                        found = Statistics.from_json(statistics[hook]).merge(found)
-                    statistics[hook] = found.to_json()
+                        merged = Statistics.from_json(statistics[hook]).merge(merged)
+                    statistics[hook] = merged.to_json()
                 progress |= {"chunks": chunk + 1, "reading": batches.state()}
                 self._record()
                 yield len(batch)
@@ -367,12 +365,12 @@ class TokenExport:
         write_bytes(self.folder / STATE, seal(state))
 
     def _compare(self) -> None:
-        """Compares what was exported with the run's own statistics. Raises RunError."""
+        """Raises RunError unless the exported activations have the statistics of the run."""
         for hook in self._contents.hooks:
-            found = Statistics.from_json(self._progress["statistics"][hook])
+            exported = Statistics.from_json(self._progress["statistics"][hook])
             recorded = self._dataset.statistics[hook]
             for name in COMPARED:
-                value, expected = getattr(found, name), getattr(recorded, name)
+                value, expected = getattr(exported, name), getattr(recorded, name)
                 if not math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9):
                     raise RunError(
                         f"{self.folder}: {hook}: the {name} of what was exported is {value}, the "
@@ -381,7 +379,7 @@ class TokenExport:
                     )
 
     def say_summary(self) -> None:
-        """Says what was exported, and how to read it."""
+        """Prints what was exported, and how to read it."""
         contents, hook = self._contents, next(iter(self._contents.hooks))
         size = contents.tokens * sum(map(contents.row_bytes, contents.hooks))
         say(

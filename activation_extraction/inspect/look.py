@@ -1,4 +1,4 @@
-"""--status, --verify, --report, --export: the flags that look at what is stored. No JAX."""
+"""Starts --status, --verify, --report or --export: the flags that look at a stored run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,17 +10,14 @@ from activation_extraction.inspect.report import show_report
 from activation_extraction.inspect.status import show_status
 from activation_extraction.inspect.verify import Recompute, verify
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.patience import LOOKING, UPLOAD_TIMEOUT, FolderError
+from activation_extraction.store.patience import STATUS_PATIENCE, UPLOAD_TIMEOUT, FolderError
 
 
 def look(config: Config, load: Callable[[dict[str, Any]], Recompute] | None = None) -> int:
-    """Does what the flag asks for; returns the exit status.
-
-    load: how --verify gets the function that recomputes samples, see `verify`.
-    """
+    """Does what the flag asks for, and returns the exit status. load: see `verify`."""
     try:
-        if config.status and config.upload_timeout > LOOKING:
-            root = Folder(config.location, LOOKING)
+        if config.status and config.upload_timeout > STATUS_PATIENCE:
+            root = Folder(config.location, STATUS_PATIENCE)
         else:
             root = Folder(config.location, config.upload_timeout, flag=UPLOAD_TIMEOUT)
         if config.status:
@@ -28,10 +25,8 @@ def look(config: Config, load: Callable[[dict[str, Any]], Recompute] | None = No
         if config.report is not None:
             return show_report(root, config.report)
         if config.export is not None and config.export_dir is not None:
-            export(
-                *(root, config.export, config.export_dir),
-                *(config.hook_names, config.compress_shards),
-            )
+            patterns, compress = config.hook_names, config.compress_shards
+            export(root, config.export, config.export_dir, patterns, compress)
             return 0
         return verify(root, load, config.verify_samples)
     except FolderError as error:

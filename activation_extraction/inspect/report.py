@@ -1,7 +1,7 @@
-"""--report: one HTML file about a run, from a sample of its shards. Needs matplotlib and Jinja2.
+"""--report: writes an HTML file about a run, from a sample of its shards.
 
 It works while the run goes on, from a local folder or a bucket, and runs no pickled code. The page
-is report.jinja, which escapes whatever it is given.
+is made from report.jinja, where every value is escaped. It needs matplotlib and Jinja2.
 """
 
 import os
@@ -26,14 +26,15 @@ from activation_extraction.store.metadata import Stored, identity_of
 from activation_extraction.store.patience import reason_of
 
 NAME = "report.html"
-METRICS_BYTES = 16 * 2**20  # of all hosts, from the end of each one's
+METRICS_BYTES = 16 * 2**20  # how much is read from the ends of all hosts' metrics together
 
 
 def show_report(root: Folder, file: str) -> int:
-    """Writes the report and prints its path; returns the exit status.
+    """Writes the report, prints its path, and returns the exit status.
 
-    file: where to; "" means report.html, beside metadata.json of a local folder, else in the
-    working directory. Raises InputError, also when nothing is stored or a library is missing.
+    file: the path; "" means report.html, which goes beside metadata.json if the run is local, or
+    else into the working directory. Raises InputError, also if nothing is stored or a library is
+    missing.
     """
     folders = read_folders(root)
     target = Path(file or (root.fetch(NAME, Path()) if root.local else NAME)).expanduser()
@@ -70,7 +71,7 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
         dataset=dataset,
         identity=identity_of(dataset.metadata, METADATA),
         folders=folders.values(),
-        parts=host_states(folders),
+        hosts=host_states(folders),
         problems=[problem for stored in folders.values() for problem in problems_of(stored)],
         sample=sample,
         buckets=list(buckets),
@@ -82,7 +83,7 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
 
 
 def _template() -> Any:
-    """Returns report.jinja, in which every value is made visible, then escaped."""
+    """Returns report.jinja, whose values are first made visible and then escaped."""
     from jinja2 import Environment, PackageLoader
     from markupsafe import Markup
 
@@ -99,14 +100,15 @@ def _template() -> Any:
 
 
 def find_tokenizer(dataset: ActivationDataset) -> Callable[[np.ndarray], str] | None:
-    """Finds the tokenizer in the model's folder or the hub's local cache, to decode token ids."""
-    told, files = dataset.metadata, ("tokenizer.json", "vocab.json", "merges.txt")
+    """Returns a function that decodes token ids, if the tokenizer is in the model's folder or in
+    the hub's local cache; None otherwise."""
+    metadata, files = dataset.metadata, ("tokenizer.json", "vocab.json", "merges.txt")
     try:
         from huggingface_hub import try_to_load_from_cache
         from tokenizers import Tokenizer, decoders, models
 
         model = dataset.tokenizer_path
-        commit = told.get("model_commit") or told["configuration"].get("model_revision")
+        commit = metadata.get("model_commit") or metadata["configuration"].get("model_revision")
         paths: list[Any] = [str(Path(model).expanduser() / name) for name in files]
         if not any(map(os.path.isfile, paths)):
             paths = [try_to_load_from_cache(model, name, revision=commit) for name in files]
@@ -115,16 +117,17 @@ def find_tokenizer(dataset: ActivationDataset) -> Callable[[np.ndarray], str] | 
         else:
             tokenizer = Tokenizer(models.BPE.from_file(*paths[1:]))
             tokenizer.decoder = decoders.ByteLevel()
-    except Exception:  # not installed, not there or damaged: the report shows ids instead
+    except Exception:  # not installed, missing or damaged: the report shows ids instead
         return None
     return lambda ids: tokenizer.decode(ids.clip(0).tolist(), skip_special_tokens=False)
 
 
 def _intervals(root: Folder, folders: dict[str, Stored]) -> list[report_numbers.Interval]:
     """Returns the intervals of all hosts, from the ends of their metrics."""
-    found, most = [], METRICS_BYTES // len(folders)
+    result, max_bytes = [], METRICS_BYTES // len(folders)
     for name, stored in folders.items():
         if size := stored.files.get(METRICS, 0):
-            data = root.child(name).read(METRICS, start=-min(size, most)) or b""
-            found += report_numbers.intervals(data)[size > most :]  # the first may stand for more
-    return found
+            data = root.child(name).read(METRICS, start=-min(size, max_bytes)) or b""
+            # If lines before it were left out, the first interval seems to cover them too.
+            result += report_numbers.intervals(data)[size > max_bytes :]
+    return result

@@ -1,4 +1,4 @@
-"""The drawings of a report. Each is an SVG image that holds no text of what was stored."""
+"""Draws the charts of a report as SVG images, which contain no text from the stored data."""
 
 import io
 from base64 import b64encode
@@ -22,11 +22,11 @@ STYLE: dict[Any, Any] = {
     **{"figure.facecolor": "none", "axes.facecolor": "none", "figure.figsize": (6.0, 3.5)},
 }
 BLUE, RED, GREY = "#1f5fbf", "#c2410c", "#5a6573"
-LOG_FROM = 20.0  # a larger ratio of the largest to the smallest value is drawn on a log scale
+LOG_FROM = 20.0  # if the largest value is more times the smallest one, the scale is logarithmic
 
 
 def _image(draw: Callable[..., None]) -> Callable[..., str]:
-    """Makes of a function that draws on axes one that returns the drawing, as a URL."""
+    """Turns a function that draws on axes into one that returns the image as a data URL."""
 
     def image(*content: Any) -> str:
         with matplotlib.rc_context(STYLE):
@@ -43,7 +43,7 @@ def _image(draw: Callable[..., None]) -> Callable[..., str]:
 
 @_image
 def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
-    """Hooks of one kind: quantiles of the norms, and the largest one."""
+    """Draws quantiles of the norms, and the largest norm, for hooks of one kind."""
     layers, levels = [hook.layer for hook in hooks], np.transpose([hook.norms for hook in hooks])
     axes.vlines(layers, levels[0], levels[4], color=BLUE, linewidth=1.2, alpha=0.55)
     axes.vlines(layers, levels[1], levels[3], color=BLUE, linewidth=4.5, alpha=0.55)
@@ -55,7 +55,7 @@ def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
 
 @_image
 def norms_by_position(axes: Axes, hooks: Sequence[HookReport], starts: Sequence[int]) -> None:
-    """Hooks of one kind: the median norm by position, a line for each hook."""
+    """Draws the median norm by position, with a line for each hook of one kind."""
     for color, hook in zip(_colors(axes, hooks), hooks, strict=True):
         axes.plot(hook.by_position, ".-", color=color)
     axes.set(xlabel="position in the document", ylabel="median norm")
@@ -65,7 +65,7 @@ def norms_by_position(axes: Axes, hooks: Sequence[HookReport], starts: Sequence[
 
 @_image
 def variance_explained(axes: Axes, hooks: Sequence[HookReport]) -> None:
-    """Hooks of one kind: the share of the variance that the first n directions have."""
+    """Draws the share of the variance in the first n directions, for hooks of one kind."""
     for color, hook in zip(_colors(axes, hooks), hooks, strict=True):
         at = np.unique(np.geomspace(1, len(hook.shares), 40).round().astype(int))
         axes.plot(at, np.cumsum(hook.shares)[at - 1], color=color)
@@ -77,7 +77,7 @@ def variance_explained(axes: Axes, hooks: Sequence[HookReport]) -> None:
 
 @_image
 def directions_needed(axes: Axes, hooks: Sequence[HookReport]) -> None:
-    """Hooks of one kind: how many directions it takes, by layer."""
+    """Draws how many directions have certain shares of the variance, for hooks of one kind."""
     for number, (share, color) in enumerate(zip(SHARES, (RED, BLUE, GREY), strict=True)):
         needed = [hook.directions[number] for hook in hooks]
         axes.plot([h.layer for h in hooks], needed, ".-", color=color, label=f"{share:.0%}")
@@ -87,7 +87,7 @@ def directions_needed(axes: Axes, hooks: Sequence[HookReport]) -> None:
 
 @_image
 def document_lengths(axes: Axes, lengths: Sequence[int], row: int, mean: float) -> None:
-    """A histogram, with the mean of the whole run. row: the largest length."""
+    """Draws a histogram of lengths up to `row`, and the mean of the whole run."""
     axes.hist(lengths, min(max(len(lengths) // 5, 8), 40), range=(0, row), color=BLUE, alpha=0.75)
     axes.axvline(mean, color=RED)
     axes.set(xlabel="tokens per document", ylabel="documents", xlim=(0, row))
@@ -97,7 +97,7 @@ def document_lengths(axes: Axes, lengths: Sequence[int], row: int, mean: float) 
 def throughput_over_time(
     axes: Axes, edges: np.ndarray, rates: np.ndarray, pauses: np.ndarray
 ) -> None:
-    """Tokens per second of all hosts together, with a line where a pause is left out."""
+    """Draws the tokens per second of all hosts together, with a line where a pause is left out."""
     factor, unit = (3600, "hours") if edges[-1] >= 7200 else (60, "minutes")
     axes.stairs(rates, edges / factor, color=BLUE, fill=True, alpha=0.3)
     for pause in pauses:
@@ -110,7 +110,7 @@ def _label(hooks: Sequence[HookReport]) -> str:
 
 
 def _colors(axes: Axes, hooks: Sequence[HookReport]) -> Any:
-    """Returns a colour for each hook, which a bar at the side explains."""
+    """Returns a colour for each hook, and draws a bar at the side that explains them."""
     colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(hooks)))
     ends = Normalize(hooks[0].layer - 0.5, hooks[-1].layer + 0.5)
     scale, ticks = ScalarMappable(ends, ListedColormap(colors)), MaxNLocator(6, integer=True)
@@ -119,7 +119,7 @@ def _colors(axes: Axes, hooks: Sequence[HookReport]) -> Any:
 
 
 def _norm_scale(axes: Axes, norms: np.ndarray) -> None:
-    """Draws norms from 0, or on a log scale where they are very different."""
+    """Makes the scale of norms start at 0, or logarithmic if they are very different."""
     axes.set_ylim(bottom=0)
     if 0 < LOG_FROM * norms.min() < norms.max():
         axes.set(yscale="log", ylim=(norms.min() / 1.2, norms.max() * 1.2))

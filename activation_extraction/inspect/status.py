@@ -1,6 +1,6 @@
-"""--status: the state of every host of a run, from its JSON files alone, and the totals.
+"""--status: prints the progress and speed of every host of a run, and the totals.
 
-It prints how far each host is and how fast, and writes the totals to the output.
+It reads only JSON files, and can write the totals to the output.
 """
 
 import json
@@ -22,23 +22,23 @@ from activation_extraction.store.patience import reason_of
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.statistics import Statistics
 
-SILENCE = 900.0  # seconds without a commit before a run can be called silent
-RECENT = 20  # the last shards, which show how fast a host is now
+SILENCE = 900.0  # seconds without a commit before a run counts as silent
+RECENT = 20  # how many shards the current speed of a host is computed from
 SUMS = ("shards", "samples", "tokens", "bytes")
 
 
 @dataclass(frozen=True)
 class HostState:
-    """One host of a run. Times are Unix seconds; None means that it cannot be known.
+    """The state of one host of a run. Times are Unix seconds; None means unknown.
 
-    state: "complete", "running", "killed" (its metadata says running and no process holds its
-    folder), "silent" (it says running, no lock can be seen, and nothing has been written for a long
-    time), "interrupted", "failed", "not started" or "damaged" (files are unreadable or missing).
-    tokens_per_second: over the last shards, counting only the time in which a run was at work.
+    state: "complete", "running", "killed" (the metadata says running, but no process has locked the
+    folder), "silent" (the metadata says running, locks are not visible, and nothing has been
+    written for a long time), "interrupted", "failed", "not started" or "damaged" (files are
+    unreadable or missing). tokens_per_second: over the last shards, without pauses between runs.
     utilisation: share of the devices' peak FLOP/s, from metrics.jsonl. waited: for how many seconds
-    computing waited because the memory for shards was full, by what the oldest of them waited for.
-    share: how much is done of --max_samples or --max_tokens, the nearer of both. last_sign: when
-    the run last wrote anything.
+    computing waited because the memory for shards was full, by the phase of the oldest shard.
+    last_sign: when the run last wrote anything. share: how much is done of --max_samples or
+    --max_tokens, whichever is nearer.
     """
 
     name: str
@@ -59,9 +59,9 @@ class HostState:
 
 
 def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
-    """Prints the state of every host and the totals; if asked, writes the totals to the output.
+    """Prints the state of every host and the totals. Returns 1 if files are damaged or missing.
 
-    as_json: as one object. Returns the exit status: 1 when anything stored is damaged or missing.
+    write: whether to write the totals to the output. as_json: prints one JSON object instead.
     """
     folders = read_folders(root, brief=True)
     hosts = host_states(folders)
@@ -71,9 +71,8 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
         say(json.dumps({**total, "problems": problems}))
     else:
         _print_table(hosts, total)
-        waiting = [host.name for host in hosts if host.state == "not started"]
-        if waiting:
-            say(f"not started: {', '.join(waiting)}")
+        if not_started := [host.name for host in hosts if host.state == "not started"]:
+            say(f"not started: {', '.join(not_started)}")
         for problem in problems:
             say(f"damaged: {problem}")
     if write:
@@ -97,36 +96,36 @@ def host_states(folders: dict[str, Stored]) -> list[HostState]:
 
 def _host_state(name: str, stored: Stored) -> HostState:
     commits = [*stored.outline.recent, *stored.in_order]
-    metadata, totals, pace, sign, end = stored.metadata, stored.totals, None, None, None
-    share: float | None = None
+    metadata, totals = stored.metadata, stored.totals
+    pace = last_sign = expected_end = share = None
     state = "damaged" if stored.files else "not started"
     if metadata is not None:
         pace = _pace(commits)
-        sign = max([metadata["written"], *(commit.committed for commit in commits)])
-        state = _state(stored, metadata, pace, sign)
+        last_sign = max([metadata["written"], *(commit.committed for commit in commits)])
+        state = _state(stored, metadata, pace, last_sign)
         limits = {name: metadata.get(f"max_{name}") for name in ("samples", "tokens")}
-        most = {name: limit for name, limit in limits.items() if limit is not None}
-        if most:
-            share = max(getattr(totals, name) / (limit or 1) for name, limit in most.items())
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        if given:
+            share = max(getattr(totals, name) / (limit or 1) for name, limit in given.items())
             share = 1.0 if state == "complete" else share
         if state == "running" and pace is not None:
-            left = [(limit - getattr(totals, name), name) for name, limit in most.items()]
+            left = [(limit - getattr(totals, name), name) for name, limit in given.items()]
             seconds = [n / getattr(pace, name) for n, name in left if getattr(pace, name)]
-            end = sign + min(seconds) if seconds else None
-    waited = {key: re.fullmatch("waited_([a-z]+)_seconds", key) for key in stored.metrics}
-    place = HostFolder.parse(name) or HostFolder(0)
+            expected_end = last_sign + min(seconds) if seconds else None
+    phases = {key: re.fullmatch("waited_([a-z]+)_seconds", key) for key in stored.metrics}
+    folder = HostFolder.parse(name) or HostFolder(0)
     return HostState(
         name=name,
-        machine=place.machine,
-        host=place.host or 0,
+        machine=folder.machine,
+        host=folder.host or 0,
         state=state,
-        **{what: getattr(totals, what) for what in SUMS},
+        **{field: getattr(totals, field) for field in SUMS},
         last_commit=commits[-1].committed if commits else None,
-        last_sign=sign,
+        last_sign=last_sign,
         tokens_per_second=None if pace is None else pace.tokens,
         utilisation=stored.metrics.get("model_flops_utilisation"),
-        waited={found[1]: stored.metrics[key] for key, found in waited.items() if found},
-        expected_end=end,
+        waited={match[1]: stored.metrics[key] for key, match in phases.items() if match},
+        expected_end=expected_end,
         share=share,
     )
 
@@ -140,10 +139,10 @@ class Pace(NamedTuple):
 
 
 def _pace(commits: list[Commit]) -> Pace | None:
-    """The pace of the last shards; None when they do not show it.
+    """Returns the pace of the last shards; None if they do not show it.
 
-    A shard's time starts at the commit before it, or at the start of its own run if that is later.
-    So the pause between two runs does not count.
+    A shard's time starts at the previous commit, or at the start of its own run if that is later.
+    So a pause between two runs does not count.
     """
     seconds = tokens = samples = shards = 0.0
     before: Commit | None = None
@@ -159,7 +158,7 @@ def _pace(commits: list[Commit]) -> Pace | None:
     return Pace(tokens / seconds, samples / seconds, seconds / shards) if shards else None
 
 
-def _state(stored: Stored, metadata: dict[str, Any], pace: Pace | None, sign: float) -> str:
+def _state(stored: Stored, metadata: dict[str, Any], pace: Pace | None, last_sign: float) -> str:
     if problems_of(stored):
         return "damaged"
     if metadata["status"] != "running":
@@ -167,24 +166,24 @@ def _state(stored: Stored, metadata: dict[str, Any], pace: Pace | None, sign: fl
     if stored.locked is not None:
         return "running" if stored.locked else "killed"
     patience = max(SILENCE, 5 * pace.seconds_per_shard if pace is not None else 0)
-    return "silent" if time.time() - sign > patience else "running"
+    return "silent" if time.time() - last_sign > patience else "running"
 
 
 def problems_of(stored: Stored) -> list[str]:
-    """Lists what is damaged or missing in a folder, as far as its JSONs and file names show."""
+    """Returns what is damaged or missing in a folder, as far as its JSONs and file names show."""
     problems = list(stored.damaged.values())
     if stored.metadata is None and METADATA not in stored.damaged:
         problems.append(f"{stored.url}/{METADATA}: is missing")
     without_json, without_file, incomplete = stored.missing()
-    unread = sorted({number_of(name) for name in stored.damaged if name != METADATA})
-    lost = [
+    unreadable = sorted({number_of(name) for name in stored.damaged if name != METADATA})
+    missing = [
         part
         for gap in without_json
-        for part in gaps([gap.start - 1, *(n for n in unread if n in gap), gap.stop])
+        for part in gaps([gap.start - 1, *(n for n in unreadable if n in gap), gap.stop])
     ]
-    if lost:
-        named = ", ".join("-".join(map(str, sorted({gap[0], gap[-1]}))) for gap in lost)
-        problems.append(f"{stored.url}: shards are missing: {named}")
+    if missing:
+        numbers = ", ".join("-".join(map(str, sorted({gap[0], gap[-1]}))) for gap in missing)
+        problems.append(f"{stored.url}: shards are missing: {numbers}")
     if without_file:
         numbers = ranges(without_file)
         problems.append(f"{stored.url}: shard files are missing or cut short: {numbers}")
@@ -195,7 +194,7 @@ def problems_of(stored: Stored) -> list[str]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Writes ascending numbers in short, such as 1-3, 7."""
+    """Abbreviates ascending numbers, as in 1-3, 7."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -206,12 +205,12 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def aggregate(folders: dict[str, Stored], hosts: list[HostState]) -> dict[str, Any]:
-    """Returns the totals over all hosts, as aggregated_metadata.json holds them."""
+    """Returns the totals over all hosts, as aggregated_metadata.json records them."""
     complete = all(host.state == "complete" for host in hosts)
     return {
         "format_version": FORMAT_VERSION,
         "status": "complete" if complete else "incomplete",
-        **{what: sum(getattr(host, what) for host in hosts) for what in SUMS},
+        **{field: sum(getattr(host, field) for host in hosts) for field in SUMS},
         "hooks": _hooks_of(folders.values()),
         "parts": [asdict(host) for host in hosts],
         "written": round(time.time(), 3),
@@ -219,7 +218,7 @@ def aggregate(folders: dict[str, Stored], hosts: list[HostState]) -> dict[str, A
 
 
 def _hooks_of(folders: Iterable[Stored]) -> list[dict[str, Any]]:
-    """Every hook with its statistics over all folders."""
+    """Returns every hook with its statistics over all folders."""
     statistics: dict[str, Statistics] = {}
     heads: dict[str, Any] = {}
     for stored in folders:
@@ -229,9 +228,9 @@ def _hooks_of(folders: Iterable[Stored]) -> list[dict[str, Any]]:
         for hook in hooks:
             head = {key: hook[key] for key in ("key", "name", "width") if key in hook}
             heads.setdefault(hook["name"], head)
-        for key, found in stored.totals.statistics.items():
+        for key, of_folder in stored.totals.statistics.items():
             before = statistics.get(names[key], Statistics())
-            statistics[names[key]] = before.merge(found)
+            statistics[names[key]] = before.merge(of_folder)
     return [{**heads[name], **statistics[name].to_json()} for name in statistics]
 
 
@@ -245,7 +244,7 @@ def _print_table(hosts: list[HostState], total: dict[str, Any]) -> None:
 
 
 def _sum(hosts: list[HostState], total: dict[str, Any]) -> HostState:
-    """The last row of the table. The run ends when its last host does."""
+    """Returns the last row of the table. A run ends when its last host ends."""
     running = [host for host in hosts if host.state == "running"]
     rates = [host.tokens_per_second for host in running if host.tokens_per_second is not None]
     ends = [host.expected_end for host in running if host.expected_end is not None]
@@ -255,7 +254,7 @@ def _sum(hosts: list[HostState], total: dict[str, Any]) -> HostState:
         machine=0,
         host=0,
         state=total["status"],
-        **{what: total[what] for what in SUMS},
+        **{field: total[field] for field in SUMS},
         last_commit=max(commits, default=None),
         tokens_per_second=sum(rates) if rates else None,
         expected_end=max(ends) if ends and len(ends) == len(running) else None,
@@ -271,15 +270,15 @@ def _share_of(hosts: list[HostState]) -> float | None:
 
 
 def _row(host: HostState) -> dict[str, str]:
-    """The cells of a host, by column; empty where a value is unknown."""
+    """Returns the cells of a host by column; they are empty where a value is unknown."""
     now, state, waited = time.time(), host.state, ""
     if host.state == "silent" and host.last_sign is not None:
         state = f"silent for {_duration(now - host.last_sign)}"
     if (seconds := sum(host.waited.values())) >= 1:
         waited = f"{_duration(seconds)} ({max(host.waited, key=lambda name: host.waited[name])})"
 
-    def known(value: float | None, words: Callable[[float], str]) -> str:
-        return "" if value is None else words(value)
+    def known(value: float | None, written: Callable[[float], str]) -> str:
+        return "" if value is None else written(value)
 
     return {
         "machine": str(host.machine),

@@ -1,7 +1,7 @@
-"""--verify: whether everything that a run stored is in order.
+"""--verify: checks everything that a run has stored.
 
-It checks the files against their JSON files, checks that every sample is stored exactly once, and
-recomputes a few samples. It lists everything that is wrong instead of stopping at the first.
+It compares the files with their JSON files, checks that every sample is stored exactly once, and
+recomputes a few samples. It lists all problems instead of stopping at the first.
 """
 
 import random
@@ -17,13 +17,13 @@ from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.folders import HostFolder, expected_names, read_folders
 from activation_extraction.inspect.verify_shard import (
     NO_ORIGINS,
-    Checked,
-    Chosen,
+    CheckedShard,
+    ChosenSample,
     Origins,
     check_shard,
-    differing,
+    equal_pairs,
     file_path,
-    repeated,
+    statistics_problems,
     worker_of,
 )
 from activation_extraction.store.commit import METADATA, Commit, Totals, commit_name
@@ -35,25 +35,26 @@ from activation_extraction.store.patience import scratch_folder
 from activation_extraction.store.statistics import Statistics
 from activation_extraction.text.batch import Worker
 
-WORKERS = 4  # shards read at the same time; each is unpacked in memory
-SHOWN = 5  # pairs of samples with the same row
+WORKERS = 4  # how many shards are read at the same time; each is unpacked in memory
+SHOWN = 5  # how many pairs of samples with the same row are listed
 
 
 class Recompute(NamedTuple):
-    """Computes stored samples again. platform: on which it does so, as JAX names it.
+    """Recomputes stored samples. platform: JAX's name of the platform that it uses.
 
-    activations: of each sample, name of a hook -> (tokens, width); or why there are none.
+    activations: returns, for each sample, its activations (tokens, width) by the name of the hook,
+    or the reason why it cannot be recomputed.
     """
 
     platform: str
-    activations: Callable[[list[Chosen]], list[dict[str, np.ndarray] | str]]
+    activations: Callable[[list[ChosenSample]], list[dict[str, np.ndarray] | str]]
 
 
 def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, count: int) -> int:
-    """Checks everything and prints what is wrong. Returns the exit status: 0 when nothing is.
+    """Checks everything, prints all problems, and returns the exit status: 0 if there are none.
 
-    load: takes the metadata and returns what recomputes samples; that gets `count` random ones.
-    Raises InputError when there is no extraction, and whatever `load` raises.
+    load: returns a Recompute for a run, given its metadata. count: how many random samples are
+    recomputed. Raises InputError if there is no extraction, and whatever `load` raises.
     """
     folders = read_folders(root)
     metadata = next((stored.metadata for stored in folders.values() if stored.metadata), None)
@@ -64,8 +65,8 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     problems = list(check_folders(folders))
     checked = list(check_shards(root, folders, count if recompute is not None else 0))
     problems += [problem for shard in checked for problem in shard.problems]
-    every = [shard.origins for shard in checked if shard.origins is not None]
-    origins = Origins(*map(np.concatenate, zip(NO_ORIGINS, *every, strict=True)))
+    per_shard = [shard.origins for shard in checked if shard.origins is not None]
+    origins = Origins(*map(np.concatenate, zip(NO_ORIGINS, *per_shard, strict=True)))
     problems += rows_stored_twice(origins)
     recomputed = "nothing recomputed (give --model_path)"
     if recompute is not None:
@@ -84,10 +85,12 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     return 1 if problems else 0
 
 
-def check_shards(root: Folder, folders: dict[str, Stored], count: int = 0) -> Iterator[Checked]:
-    """Reads every shard, several at the same time, and yields them in order.
+def check_shards(
+    root: Folder, folders: dict[str, Stored], count: int = 0
+) -> Iterator[CheckedShard]:
+    """Checks every shard, several at the same time, and yields the results in order.
 
-    `count` random samples are chosen in all.
+    count: how many random samples are chosen, over all shards.
     """
     shards = [(name, commit) for name in folders for commit in folders[name].in_order]
     total = sum(commit.bytes for _, commit in shards)
@@ -109,7 +112,7 @@ def check_shards(root: Folder, folders: dict[str, Stored], count: int = 0) -> It
 
 
 def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
-    """Positions of random samples in each shard, `count` in all; every sample is as likely."""
+    """Picks `count` random samples with equal probability, and returns their positions by shard."""
     total = sum(commit.count for _, commit in shards)
     numbers = sorted(random.sample(range(total), min(count, total)))
     picks, first = [], 0
@@ -119,27 +122,29 @@ def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
     return picks
 
 
-# How far recomputed activations may be from the stored ones, relative to the norm of a sample at a
-# hook: what computing them differs by ...
-COMPUTED = {  # by the dtype of the model, and whether the platform is the one of the run
-    # The products have the highest precision, on every platform; sums are added up in another order
-    # with another mesh or packing. Measured on a CPU: 2e-6 after 12 layers.
+# How much recomputed activations may differ from the stored ones, relative to the norm of a sample
+# at a hook. This is the error of the computation, by the dtype of the model and by whether the
+# platform is the one of the run.
+COMPUTED = {
+    # Products have the highest precision on every platform, but another mesh or packing changes the
+    # order in which they are summed. On a CPU, 2e-6 was measured after 12 layers.
     ("float32", True): 1e-3,
-    # Another platform also has other functions, such as exp and rsqrt.
+    # Functions such as exp and rsqrt differ between platforms.
     ("float32", False): 2e-3,
-    # Each value is rounded to 8 bits, to the other side if the sum before it differs, and later
-    # layers carry that on. Measured on a CPU: 1.6e-2 after 12 layers. The functions of another
-    # platform differ by less than one such rounding.
+    # Each value is rounded to 8 bits, and may be rounded to the other side if the sum before it
+    # differs; later layers propagate the difference. On a CPU, 1.6e-2 was measured after 12 layers.
+    # The functions of two platforms differ by less than one such rounding.
     ("bfloat16", True): 5e-2,
     ("bfloat16", False): 5e-2,
 }
-# ... and what rounding both to the stored dtype adds: 0.4 of a unit in the last place (the RMS of
-# two roundings), which is at most 2**-10 and 2**-7 of a value.
+# This is the error of rounding both to the stored dtype: 0.4 of a unit in the last place (the RMS
+# of two roundings), which is at most 2**-10 or 2**-7 of a value.
 STORED = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def tolerance(identity: Identity, same_platform: bool) -> float:
-    """Returns the largest relative error that is rounding. Raises InputError for other dtypes."""
+    """Returns the largest relative error that rounding explains. Raises InputError for other
+    dtypes."""
     dtype, stored = identity.dtype, identity.activation_dtype
     if (dtype, same_platform) not in COMPUTED or stored not in STORED:
         raise InputError(
@@ -150,9 +155,9 @@ def tolerance(identity: Identity, same_platform: bool) -> float:
 
 
 def _compare(
-    hooks: tuple[str, ...], chosen: list[Chosen], recompute: Recompute, allowed: float
+    hooks: tuple[str, ...], chosen: list[ChosenSample], recompute: Recompute, allowed: float
 ) -> Iterator[str]:
-    """Recomputes the chosen samples and reports those that differ by more than is allowed."""
+    """Recomputes the chosen samples, and yields those that differ by more than is allowed."""
     for sample, activations in zip(chosen, recompute.activations(chosen), strict=True):
         if isinstance(activations, str):
             yield f"{sample.where}: cannot be recomputed: {activations}"
@@ -168,8 +173,9 @@ def _compare(
 
 
 def rows_stored_twice(origins: Origins) -> Iterator[str]:
-    """Yields a line for the first few pairs of samples of the same row, and how many there are."""
-    pairs = repeated(origins.sample_idx, origins.rows)
+    """Yields a line for each of the first few pairs of samples of the same row, and the number of
+    pairs."""
+    pairs = equal_pairs(origins.sample_idx, origins.rows)
     for one, other in pairs[:SHOWN]:
         yield (
             f"samples {one} and {other}: come from the same row of the data set, which is stored "
@@ -180,8 +186,8 @@ def rows_stored_twice(origins: Origins) -> Iterator[str]:
 
 
 def ids_that_recur(origins: Origins) -> Iterator[str]:
-    """Yields a line about document ids that several samples have, if there are any."""
-    pairs = repeated(origins.sample_idx, origins.ids)
+    """Yields a line about document ids that occur in several samples, if there are any."""
+    pairs = equal_pairs(origins.sample_idx, origins.ids)
     for one, other in pairs[:1]:
         yield (
             f"note: {counted(len(pairs), 'sample')} with the doc_id of an earlier one, such as "
@@ -190,7 +196,7 @@ def ids_that_recur(origins: Origins) -> Iterator[str]:
 
 
 def check_folders(folders: dict[str, Stored]) -> Iterator[str]:
-    """Yields all that is wrong, as far as the JSON files and the names of the files show."""
+    """Yields all problems that the JSON files and the names of the files show."""
     expected = expected_names(folders)
     yield from (f"{name}: is missing" for name in expected if name not in folders)
     readable: list[str] = []
@@ -212,28 +218,28 @@ def check_folders(folders: dict[str, Stored]) -> Iterator[str]:
 
 
 def _check_one_run(folders: dict[str, Stored], names: Iterable[str]) -> Iterator[str]:
-    """Whether all these folders are of the run that the first one is of."""
+    """Yields how these folders differ from the run that the first one belongs to."""
     common: dict[str, Any] = {}
-    hosts: dict[int, int] = {}  # of every machine
-    digests: dict[tuple[str, int], str] = {}  # of files of the data set, by name and size
+    hosts: dict[int, int] = {}  # the number of hosts of every machine
+    digests: dict[tuple[str, int], str] = {}  # digests of the data set's files, by name and size
     for name in names:
         for file in (folders[name].metadata or {}).get("data_files", ()):
-            known, digest = (file["name"], file["bytes"]), file["digest"]
-            if digest and digests.setdefault(known, digest) != digest:
+            name_and_size, digest = (file["name"], file["bytes"]), file["digest"]
+            if digest and digests.setdefault(name_and_size, digest) != digest:
                 yield f"{name}: has read a file {file['name']} with other content than others have"
         identity = folders[name].identity
         assert identity is not None
         shared = identity.shared
         common = common or shared
         if hosts.setdefault(identity.machine, identity.num_hosts) != identity.num_hosts:
-            yield f"{name}: is of another run: its num_hosts differs"
+            yield f"{name}: belongs to another run: its num_hosts differs"
         for key in common:
             if shared[key] != common[key]:
-                yield f"{name}: is of another run: its {key} differs"
+                yield f"{name}: belongs to another run: its {key} differs"
 
 
 def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterator[str]:
-    """Everything that is wrong in one folder. Raises KeyError where its metadata lacks a field."""
+    """Yields all problems of one folder. Raises KeyError if its metadata lacks a field."""
     identity = stored.identity
     assert identity is not None
     where = file_path(name, METADATA)
@@ -247,10 +253,11 @@ def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterat
         if commit.partial:
             yield f"{file_path(name, commit.name)}: is partial, and not the last one"
     if metadata["status"] == "complete":
-        yield from (f"{where}: {problem}" for problem in wrong_totals(stored.in_order, metadata))
+        yield from (f"{where}: {problem}" for problem in total_problems(stored.in_order, metadata))
         for hook in metadata["hooks"]:
-            found = stored.totals.statistics.get(hook["key"], Statistics())
-            yield from (f"{where}: hook {hook['key']}: {what}" for what in differing(found, hook))
+            statistics = stored.totals.statistics.get(hook["key"], Statistics())
+            for problem in statistics_problems(statistics, hook):
+                yield f"{where}: hook {hook['key']}: {problem}"
     committed = {commit.file for commit in stored.in_order}
     for file in stored.files:
         if SHARD_FILE.fullmatch(file) and file not in committed:
@@ -258,7 +265,7 @@ def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterat
 
 
 def _gaps(name: str, stored: Stored) -> Iterator[str]:
-    """The shards without a JSON before others that have one."""
+    """Yields the shards that lack a JSON although a later shard has one."""
     for gap in gaps([0, *sorted(stored.commits)]):
         first, last = file_path(name, commit_name(gap.start)), commit_name(gap.stop - 1)
         several = gap.stop - gap.start > 1
@@ -266,15 +273,15 @@ def _gaps(name: str, stored: Stored) -> Iterator[str]:
 
 
 def _check_sequence(name: str, stored: Stored, worker: Worker) -> Iterator[str]:
-    """Whether the shards follow each other, without a gap and without a sample stored twice."""
+    """Yields where samples are missing or stored twice between one shard and the next."""
     upcoming = worker.sample_idx(0)
-    position = 0  # of the cursor
+    position = 0  # how many samples come before the cursor
     for number, commit in enumerate(stored.in_order, start=1):
         where = file_path(name, commit.name)
         if commit.number != number:
             break
         if commit.run != stored.run:
-            yield f"{where}: is of another run"
+            yield f"{where}: belongs to another run"
         if commit.first != upcoming:
             word = "is missing" if commit.first > upcoming else "is stored twice"
             yield f"{where}: sample {min(upcoming, commit.first)} {word}"
@@ -288,11 +295,11 @@ def _check_sequence(name: str, stored: Stored, worker: Worker) -> Iterator[str]:
                 yield f"{where}: its cursor does not follow from the one before"
 
 
-def wrong_totals(commits: Iterable[Commit], metadata: dict[str, Any]) -> Iterator[str]:
-    """Yields the totals in the metadata of a finished host that are not those of its shards."""
+def total_problems(commits: Iterable[Commit], metadata: dict[str, Any]) -> Iterator[str]:
+    """Yields the totals in the metadata of a finished host that differ from those of its shards."""
     totals = Totals()
     for commit in commits:
         totals.add(commit)
-    for what in ("shards", "samples", "tokens", "bytes"):
-        if metadata[what] != (total := getattr(totals, what)):
-            yield f"has {counted(metadata[what], what.removesuffix('s'))}, there are {total}"
+    for field in ("shards", "samples", "tokens", "bytes"):
+        if metadata[field] != (total := getattr(totals, field)):
+            yield f"has {counted(metadata[field], field.removesuffix('s'))}, there are {total}"

@@ -1,7 +1,7 @@
-"""What a shard holds: its bytes, records and statistics, compared with its JSON file.
+"""Checks a shard: compares its bytes, samples and statistics with its JSON file.
 
-Of the rows and ids that its samples come from only digests are kept, 40 bytes a sample, to find
-those that occur more than once in the run.
+It also returns digests of the rows and ids of the samples, 40 bytes per sample, from which rows
+that occur more than once in the run are found.
 """
 
 import hashlib
@@ -27,15 +27,15 @@ from activation_extraction.store.shard_reader import read_shard, read_sums, read
 from activation_extraction.store.statistics import Statistics, Sums, sums_of
 from activation_extraction.text.batch import Cursor, Worker
 
-DIGEST = np.dtype([("high", "<u8"), ("low", "<u8")])  # 0 where a sample has no row or no id
+DIGEST = np.dtype([("high", "<u8"), ("low", "<u8")])  # 0 if a sample has no row or no id
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenSample:
     """A stored sample that is to be recomputed. activations: in the order of the hooks.
 
-    worker: the host that stored it; shard: in which of its shards. start: where in the data that
-    begins, None for the beginning of the data.
+    worker: the host that stored it. shard: the number of its shard. start: where in the data the
+    shard begins; None at the beginning of the data.
     """
 
     where: str
@@ -47,7 +47,7 @@ class Chosen:
 
 
 class Origins(NamedTuple):
-    """Where samples come from: `sample_idx`, and DIGESTs of rows and ids; shape (samples,) each."""
+    """The origins of samples. rows, ids: DIGESTs of their rows and ids; shape (samples,) each."""
 
     sample_idx: np.ndarray
     rows: np.ndarray
@@ -57,18 +57,18 @@ class Origins(NamedTuple):
 NO_ORIGINS = Origins(np.zeros(0, np.int64), np.zeros(0, DIGEST), np.zeros(0, DIGEST))
 
 
-class Checked(NamedTuple):
-    """A shard that has been read: what is wrong with it, those of its samples that are to be
-    recomputed, and where all of them come from (None if it cannot be read)."""
+class CheckedShard(NamedTuple):
+    """The result of checking a shard. chosen: the samples that are to be recomputed. origins: None
+    if the shard cannot be read."""
 
     commit: Commit
     problems: list[str]
-    chosen: list[Chosen]
+    chosen: list[ChosenSample]
     origins: Origins | None = None
 
 
 def file_path(folder: str, name: str) -> str:
-    """Returns a file's path in the output. folder: its folder's name, "" for the output itself."""
+    """Returns the path of a file in the output. folder: its folder; "" is the output itself."""
     return f"{folder}/{name}" if folder else name
 
 
@@ -76,43 +76,42 @@ def worker_of(identity: Identity) -> Worker:
     return Worker(identity.machine, identity.total_machines, identity.host, identity.num_hosts)
 
 
-def differing(found: Statistics, recorded: dict[str, Any]) -> Iterator[str]:
-    """Yields how statistics differ from those that a JSON file records."""
+def statistics_problems(computed: Statistics, recorded: dict[str, Any]) -> Iterator[str]:
+    """Yields how computed statistics differ from those that a JSON file records."""
     expected = Statistics.from_json(recorded)
-    for what, value in found.to_json().items():
-        if not isclose(value, getattr(expected, what), rel_tol=1e-6, abs_tol=1e-9):
-            yield f"its {what} is {value}, its JSON says {getattr(expected, what)}"
+    for name, value in computed.to_json().items():
+        if not isclose(value, getattr(expected, name), rel_tol=1e-6, abs_tol=1e-9):
+            yield f"its {name} is {value}, its JSON says {getattr(expected, name)}"
 
 
 def check_shard(
     store: Folder, folder: str, stored: Stored, commit: Commit, wanted: list[int], scratch: Path
-) -> Checked:
-    """Reads a shard. wanted: the positions of the samples to be recomputed. scratch: a folder for
-    downloads.
+) -> CheckedShard:
+    """Checks a shard. wanted: the positions in the shard of the samples to recompute. scratch: a
+    folder for downloads.
     """
     where, identity = file_path(folder, commit.file), stored.identity
     if problem := _check_size(store, stored, commit):
-        return Checked(commit, [f"{where}: {problem}"], [])
+        return CheckedShard(commit, [f"{where}: {problem}"], [])
     if identity is None:
-        return Checked(commit, [], [])
+        return CheckedShard(commit, [], [])
     if tuple(commit.names.values()) != identity.hooks:
-        return Checked(commit, [f"{where}: has other hooks than its run"], [])
-    own = scratch / (folder or "all")
-    own.mkdir(exist_ok=True)
+        return CheckedShard(commit, [f"{where}: has other hooks than its run"], [])
+    downloads = scratch / (folder or "all")
+    downloads.mkdir(exist_ok=True)
     try:
-        shard, problems, sums = read_shard(store, commit, own), [], None
+        shard, problems, sums = read_shard(store, commit, downloads), [], None
         try:
             sums = read_sums(store, commit, {h["name"]: h["width"] for h in commit.hooks})
         except RunError as error:
             problems.append(f"{where}: {error}")
-        metadata = stored.metadata or {}
-        found = _check_samples(shard, identity, metadata, commit, sums)
-        problems += [f"{where}: {problem}" for problem in found]
+        of_samples = _check_samples(shard, identity, stored.metadata or {}, commit, sums)
+        problems += [f"{where}: {problem}" for problem in of_samples]
         if not problems:
             shard = with_table(shard, read_table(store, commit), commit.table_file)
         before = stored.commits.get(commit.number - 1)
         chosen = [
-            Chosen(
+            ChosenSample(
                 where=f"{where}: sample {shard.samples[i].sample_idx}",
                 row=shard.samples[i],
                 activations=[slices[i] for slices in shard.slices.values()],
@@ -122,18 +121,18 @@ def check_shard(
             )
             for i in (wanted if not problems else ())
         ]
-        return Checked(commit, problems, chosen, _origins(shard.samples))
+        return CheckedShard(commit, problems, chosen, _origins(shard.samples))
     except ContentError as error:
         problems = [f"{where}: {problem}" for problem in error.problems]
     except (RunError, OSError) as error:
         problems = [f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")]
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
-        problems = [f"{where}: its content is not as it should be: {error!r:.200}"]
-    return Checked(commit, problems, [])
+        problems = [f"{where}: its content is malformed: {error!r:.200}"]
+    return CheckedShard(commit, problems, [])
 
 
 def _check_size(store: Folder, stored: Stored, commit: Commit) -> str | None:
-    """What is wrong with the file as it is listed."""
+    """Returns what is wrong with the size of the shard's file; None if nothing is."""
     size = stored.files.get(commit.file)
     if size is None:
         moved = (stored.metadata or {}).get("remote")
@@ -149,13 +148,13 @@ def _check_samples(
     commit: Commit,
     sums: dict[str, Sums] | None,
 ) -> Iterator[str]:
-    """What is wrong with the samples of a shard, and with their activations.
+    """Yields what is wrong with the samples of a shard, and with their activations.
 
-    sums: those that are stored, by hook.
+    sums: the stored sums by hook; None if they cannot be read.
     """
-    indices = range(commit.first, commit.last + 1, worker_of(identity).stride)
-    found = [row.sample_idx for row in shard.samples]
-    if len(found) != len(indices) or any(map(ne, found, indices)):
+    expected = range(commit.first, commit.last + 1, worker_of(identity).stride)
+    indices = [row.sample_idx for row in shard.samples]
+    if len(indices) != len(expected) or any(map(ne, indices, expected)):
         yield "its samples are not those of its JSON"
         return
     if shard.tokens != commit.tokens:
@@ -172,7 +171,7 @@ def _check_samples(
 
 
 def _check_row(row: SampleRow, identity: Identity, vocabulary: int) -> Iterator[str]:
-    """What is wrong with the token ids, positions and labels of a sample."""
+    """Yields what is wrong with the token ids, positions and labels of a sample."""
     ids, positions, longest = np.asarray(row.token_ids), row.positions, identity.max_seq_length
     if ids.dtype != np.int32 or ids.ndim != 1:
         yield f"token ids of dtype {ids.dtype}, shape {ids.shape}"
@@ -197,7 +196,7 @@ def _check_row(row: SampleRow, identity: Identity, vocabulary: int) -> Iterator[
 def _check_hook(
     shard: Shard, dtype: str, hook: dict[str, Any], recorded: Sums | None
 ) -> Iterator[str]:
-    """What is wrong with the activations at one hook. hook: as the commit describes it."""
+    """Yields what is wrong with the activations at one hook. hook: its entry in the commit."""
     name, slices = f"hook {hook['key']}", shard.slices[hook["key"]]
     sound = True
     for row, activation in zip(shard.samples, slices, strict=True):
@@ -209,7 +208,7 @@ def _check_hook(
         sound &= activation.shape == shape and str(activation.dtype) == dtype
     if sound:
         sums = sums_of(slices, shard.positions)
-        yield from (f"{name}: {problem}" for problem in differing(sums.statistics, hook))
+        yield from (f"{name}: {problem}" for problem in statistics_problems(sums.statistics, hook))
         if recorded is not None and not recorded.close_to(sums):
             yield f"{name}: its statistics of every dimension are not those of its activations"
 
@@ -233,8 +232,8 @@ def _digests(values: Iterable[Any]) -> np.ndarray:
     return np.frombuffer(b"".join(map(digest, values)), DIGEST)
 
 
-def repeated(sample_idx: np.ndarray, digests: np.ndarray) -> np.ndarray:
-    """Returns the `sample_idx` of pairs with the same digest, (pairs, 2), in ascending order."""
+def equal_pairs(sample_idx: np.ndarray, digests: np.ndarray) -> np.ndarray:
+    """Returns the `sample_idx` of pairs with equal digests, (pairs, 2), in ascending order."""
     order = np.lexsort((digests["low"], digests["high"]))
     values = digests[order]
     same = (values[1:] == values[:-1]) & (values[1:] != np.zeros((), DIGEST))

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.log import log
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.safetensors_file import LARGEST_HEADER, Tensor
+from activation_extraction.store.safetensors_file import MAX_HEADER_BYTES, Tensor
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 FIRST_BYTES = 2**17  # of a remote file, read at once; most headers are shorter
@@ -86,7 +86,7 @@ class RemoteFile:
     def header(self) -> dict[str, Tensor]:
         start = self._fetch(0, min(FIRST_BYTES, self._size))
         length = _header_length(start[:8])
-        if not 0 < length <= min(self._size - 8, LARGEST_HEADER):
+        if not 0 < length <= min(self._size - 8, MAX_HEADER_BYTES):
             raise InputError(
                 f"{self.where}: not a complete safetensors file: has {self._size:,} bytes, its "
                 f"header would have {length:,}"

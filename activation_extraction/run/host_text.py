@@ -321,7 +321,7 @@ class HostText:
                 first = batches.peek()
         except RunError as error:
             raise with_remedy(error) from error
-        if first is None and self.worker == Worker() and not storage.found_samples:
+        if first is None and self.worker == Worker() and not storage.plan.samples:
             raise InputError("the data set is empty: no row has text; expected at least one")
         return documents, batches
 

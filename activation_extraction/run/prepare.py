@@ -40,8 +40,8 @@ from activation_extraction.run.run_folders import RunFolders, check_siblings, fi
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.local_files import check_free_disk, check_output_dir
-from activation_extraction.store.metadata import metadata_in
-from activation_extraction.store.resume import OPTIONS
+from activation_extraction.store.metadata import read_metadata
+from activation_extraction.store.resume import FLAGS_REMEDY
 from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
@@ -71,7 +71,7 @@ class Job:
     @property
     def where(self) -> str:
         """The URL or path of the output, for messages."""
-        return self.storage.place.url
+        return self.storage.destination.url
 
     def with_text_reopened(self, watchdog: Watchdog) -> "Job":
         """Returns the same job, with the batches that are still not stored."""
@@ -122,22 +122,22 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def prepare_output(config: Config, host: Host, beat: Callable[[], None]) -> Output:
+def prepare_output(config: Config, host: Host, on_progress: Callable[[], None]) -> Output:
     """Checks where the output goes, and chooses the model's commit. Raises InputError.
 
-    beat: called whenever an upload makes progress.
+    on_progress: called whenever an upload makes progress.
     """
     worker = Worker(config.machine_id, config.total_machines, host.id, host.count)
     folders = RunFolders(worker, Path(config.output_dir), config.bucket_url, config.upload_timeout)
     check_output_dir(folders.folder)
     check_free_disk(folders.folder, config.min_free_gb)
     use_compilation_cache(config.compilation_cache, folders.local, host.several)
-    remote = folders.open_bucket(beat)
+    remote = folders.open_bucket(on_progress)
     folders.check_stale_folders(config.overwrite)
     roots = [] if config.overwrite else folders.roots
     earlier = [found for root in roots if (found := find_metadata(root)) is not None]
     places = [] if config.overwrite else [Folder(str(folders.folder)), *filter(None, (remote,))]
-    own = [metadata for metadata in map(metadata_in, places) if metadata is not None]
+    own = [metadata for metadata in map(read_metadata, places) if metadata is not None]
     commit = None
     if not config.demo:
         where, metadata = earlier[0] if earlier else ("", {})
@@ -165,7 +165,7 @@ def choose_commit(
     if recorded and commit != recorded:
         raise InputError(
             f"--model_revision {revision}: is commit {commit}, but {where} holds an extraction "
-            f"with commit {recorded}; {OPTIONS}"
+            f"with commit {recorded}; {FLAGS_REMEDY}"
         )
     return (RECORDED if recorded else NEW), commit
 

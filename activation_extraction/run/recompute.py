@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect.verify import Recompute
-from activation_extraction.inspect.verify_shard import Chosen
+from activation_extraction.inspect.verify_shard import ChosenSample
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.family import Families
@@ -81,7 +81,7 @@ def load_again(
             texts = _open_texts(metadata, forward.checkpoint, vocabulary, dataset_path)
         step = compile_step(forward)
 
-    def recompute(chosen: list[Chosen]) -> list[dict[str, np.ndarray] | str]:
+    def recompute(chosen: list[ChosenSample]) -> list[dict[str, np.ndarray] | str]:
         stored = [np.asarray(sample.row.token_ids) for sample in chosen]
         whole = stored if texts is None else texts.whole(chosen)
         computed = _compute(forward, step, [ids for ids in whole if ids is not None])
@@ -123,9 +123,9 @@ class _Texts:
     limits: Mapping[str, int | None]
     shuffle: int | None
 
-    def whole(self, chosen: Sequence[Chosen]) -> list[np.ndarray | None]:
+    def whole(self, chosen: Sequence[ChosenSample]) -> list[np.ndarray | None]:
         """All token ids of every sample; None where the kept ones are not those that are stored."""
-        groups: dict[Any, list[Chosen]] = defaultdict(list)
+        groups: dict[Any, list[ChosenSample]] = defaultdict(list)
         for sample in chosen:
             groups[sample.worker, sample.shard].append(sample)
         token_ids: dict[int, np.ndarray] = {}
@@ -133,7 +133,7 @@ class _Texts:
             token_ids |= self._read(group)
         return [token_ids.get(sample.row.sample_idx) for sample in chosen]
 
-    def _read(self, group: Sequence[Chosen]) -> dict[int, np.ndarray]:
+    def _read(self, group: Sequence[ChosenSample]) -> dict[int, np.ndarray]:
         """Token ids by `sample_idx`, of samples of one shard."""
         identity, wanted = self.identity, {sample.row.sample_idx: sample.row for sample in group}
         worker, start = group[0].worker, group[0].start

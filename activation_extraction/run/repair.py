@@ -11,16 +11,16 @@ from typing import Any
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
-from activation_extraction.inspect.verify import check_shards, wrong_totals
+from activation_extraction.inspect.verify import check_shards, total_problems
 from activation_extraction.store.commit import FORMAT_VERSION, METADATA, Commit, number_of
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import (
-    NOTHING,
+    EMPTY_TOTALS,
     Stored,
     gaps,
     own_files,
-    owner_of,
+    read_owner,
     read_stored,
 )
 from activation_extraction.store.resume import (
@@ -32,7 +32,7 @@ from activation_extraction.store.resume import (
 )
 
 # What a rebuilt metadata.json says at first; the next run without --repair continues from there.
-REBUILT = {"status": "interrupted", **NOTHING}
+REBUILT = {"status": "interrupted", **EMPTY_TOTALS}
 
 
 def find_gaps(stored: Stored, good: set[int], stride: int) -> tuple[ShardRange, ...]:
@@ -76,9 +76,9 @@ class RepairPlanner:
         """The folder to repair."""
         return self.remote or self.folder
 
-    def look(self) -> StoragePlan:
+    def plan(self) -> StoragePlan:
         """Reads every shard to find the damaged ones."""
-        self._owner = owner_of(self.target)
+        self._owner = read_owner(self.target)
         self._found = found = read_stored(self.target)
         stored = found if found.metadata is not None else self._with_new_metadata(found)
         check_same_run(self.target.url, stored, self.identity)
@@ -91,23 +91,23 @@ class RepairPlanner:
         obsolete = tuple(self._unknown(ranges))
         # A repair that was killed leaves a complete run with wrong totals.
         finished = found.metadata is not None and found.metadata["status"] == "complete"
-        miscounted = finished and any(wrong_totals(commits, found.metadata or {}))
+        miscounted = finished and any(total_problems(commits, found.metadata or {}))
         return StoragePlan(
             commits,
             ranges,
             obsolete=obsolete,
-            settled=not (ranges or obsolete or miscounted) and found.metadata is not None,
+            up_to_date=not (ranges or obsolete or miscounted) and found.metadata is not None,
             recorded=REBUILT if found.metadata is None else found.metadata,
             expected=stored.commits,
             versions=stored.versions,
             owner=self._owner,
         )
 
-    def look_again(self, plan: StoragePlan) -> StoragePlan:
+    def plan_again(self, plan: StoragePlan) -> StoragePlan:
         """Raises InputError if another process has changed the folder since it was checked."""
         now = read_stored(self.target)
         unchanged = (now.metadata, now.commits) == (self._found.metadata, self._found.commits)
-        if not unchanged or owner_of(self.target) != self._owner:
+        if not unchanged or read_owner(self.target) != self._owner:
             raise InputError(
                 f"{self.target.url}: another process has written to it during the check; "
                 "start --repair again once that process has ended"

@@ -13,7 +13,7 @@ from activation_extraction.dataset.folders import HostFolder, host_folders
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.local_files import check_output_dir
-from activation_extraction.store.metadata import AGGREGATE, identity_of, metadata_in, own_files
+from activation_extraction.store.metadata import AGGREGATE, identity_of, own_files, read_metadata
 from activation_extraction.store.ownership import Ownership
 from activation_extraction.store.patience import UPLOAD_TIMEOUT, FolderError
 from activation_extraction.store.resume import check_version, refuse_difference
@@ -46,15 +46,15 @@ class RunFolders:
             roots.append(Folder(self.bucket_url, self.upload_timeout, flag=UPLOAD_TIMEOUT))
         return roots
 
-    def open_bucket(self, beat: Callable[[], None]) -> Folder | None:
+    def open_bucket(self, on_progress: Callable[[], None]) -> Folder | None:
         """Returns the worker's folder in the bucket, after a trial upload.
 
-        beat: called whenever an upload makes progress. Raises InputError if the upload fails.
+        on_progress: is called whenever an upload makes progress. Raises InputError if it fails.
         """
         if self.bucket_url is None:
             return None
         try:
-            root = Folder(self.bucket_url, self.upload_timeout, beat, UPLOAD_TIMEOUT)
+            root = Folder(self.bucket_url, self.upload_timeout, on_progress, UPLOAD_TIMEOUT)
             folder = root.child(folder_name(self.worker, in_bucket=True))
             folder.try_writing()
         except FolderError as error:
@@ -120,7 +120,7 @@ def folder_name(worker: Worker, in_bucket: bool) -> str:
 def find_metadata(root: Folder) -> tuple[str, dict[str, Any]] | None:
     """Returns the URL and the metadata of a folder of this output that has any; None without."""
     for folder in (root, *map(root.child, host_folders(root.folders()))):
-        metadata = metadata_in(folder)
+        metadata = read_metadata(folder)
         if metadata is not None:
             return folder.url, metadata
     return None

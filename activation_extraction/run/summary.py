@@ -26,7 +26,7 @@ def progress_of(job: Job, log_every: int) -> Progress:
     return Progress(
         job.text.max_samples,
         job.text.max_tokens,
-        (job.storage.found_samples, job.storage.found_tokens),
+        (job.storage.plan.samples, job.storage.plan.tokens),
         log_every,
         chips=devices,
         peak_flops=peak_flops(devices),
@@ -74,7 +74,7 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         )
     if job.host.id != 0 and not verbose:
         return
-    if new := totals.tokens - storage.found_tokens:
+    if new := totals.tokens - storage.plan.tokens:
         say(_where_the_time_went(job, clock, new))
     if totals.shards:
         say("read it with:", *(f"  {line}" for line in _how_to_read(job)))

@@ -1,11 +1,11 @@
-"""Stores activations so that every sample is there once, whatever dies meanwhile.
+"""Stores activations so that every sample is there exactly once, whatever process is killed.
 
-A library of its own, of which the extraction is a client: it knows no model, and imports no JAX.
-Begin with storage.py. What is stored has the form below, in a local folder and in a bucket alike;
-`format_version` in all JSONs is 4.
+This is a library of its own, which the extraction uses: it knows no model and imports no JAX. Begin
+with storage.py. The format, which is the same in a local folder and in a bucket, is described
+below; `format_version` in all JSONs is 4.
 
     machine_000/                    or machine_000_host_00/ if a machine has several hosts; a single
-                                    machine with one host writes to its output folder itself
+                                    machine with one host writes straight to its output folder
       metadata.json                 the run: `status` (running, interrupted, failed or complete),
                                     `identity` (what may not change), totals, hooks, data files
       metrics.jsonl                 speed over time; nothing depends on it
@@ -15,29 +15,32 @@ Begin with storage.py. What is stored has the form below, in a local folder and 
       shard_0001.json               commits the shard
 
 Shards are numbered from 1, without gaps, in at least four digits. A shard without its JSON does not
-exist. The JSON is written last, and after that of the shard before it, so what is stored is always
-a prefix of the host's samples. Only the last shard may be `partial`: a run that continues makes it
-again, and replaces its files.
+exist. A shard's JSON is written after its other files and after the JSON of the previous shard, so
+what is stored is always a prefix of the host's samples. Only the last shard may be `partial`: a run
+that continues computes it again and replaces its files.
 
 The JSON of a shard:
-  file, bytes, sha256, unpacked     of the activations; unpacked is their size before gzip
+  file, bytes, sha256, unpacked     the file of activations; unpacked is its size before gzip
   table, statistics                 sha256 of the two smaller files
-  samples                           {first, last, count}: ascending `sample_idx`
-  tokens, cut_samples, cut_tokens   how many are stored; how many were cut, and what was left out
-  empty_samples                     how many keep no token
-  hooks                             for each: key (what pickles call it), name, width, dtype (of
-                                    NumPy, or bfloat16), scale (null; a reader refuses all else) and
-                                    statistics
+  samples                           {first, last, count} of the ascending `sample_idx`
+  tokens, cut_samples, cut_tokens   how many tokens are stored; how many samples were cut at their
+                                    end, and how many tokens that left out
+  empty_samples                     how many samples keep no token
+  hooks                             for each: key (what pickles call it), name, width, dtype (a
+                                    NumPy dtype, or bfloat16), scale (null; a reader refuses
+                                    anything else) and statistics
   cursor                            where in the data the next shard begins; null: at the start
   run                               digest of the run's identity, the same in all shards
-  partial, began, committed         see above; two Unix times in seconds
-All JSONs carry a `checksum`: the SHA-256 of their content without it, as Python's json.dumps writes
-it with sort_keys and without ensure_ascii.
+  partial                           whether the shard was cut before it was full
+  began, committed                  when its process began to store, and when it was committed;
+                                    Unix times in seconds
+Every JSON carries a `checksum`: the SHA-256 of its content without the checksum, as Python's
+json.dumps writes it with sort_keys=True and ensure_ascii=False.
 
 The table of samples has a line of JSON per sample, in the order of the shard:
   sample_idx, tokens                its number in the whole run; how many of its tokens are stored
-  doc_id, text_preview              the `id` of its row; the first 200 characters
-  row                               which row it comes from, such as {"file": "a.jsonl", "line": 7}
+  doc_id, text_preview              the `id` of its row; its first 200 characters
+  row                               the row it comes from, such as {"file": "a.jsonl", "line": 7}
   cut                               how many tokens were left out at the end of its document
   columns                           other columns of its row, JSON values by name; only if there are
 
@@ -47,17 +50,17 @@ counted from 0, and `start`, the position in the document of the first token of 
 token has the position `start` + its own in the document. Every token is stored once: those at the
 start of a piece that only repeat the piece before are left out.
 
-A safetensors shard has the samples one after the other: `sample_idx` and `sample_offsets` (int64;
-sample i has the tokens from offset i to offset i + 1), one value per token under a name of its own
-(`token_ids`, `position`: int32), and one tensor (tokens, width) per hook under its full name. Every
-tensor is one range of bytes. A pickle is a dict from key to a list of records, one per sample
-(pickle_file.py); gzip members follow each other, so it has to be read to its end.
+A safetensors shard concatenates its samples: `sample_idx` and `sample_offsets` (int64; sample i has
+the tokens from offset i to offset i + 1), tensors with one value per token (`token_ids` and
+`position`, int32), and one tensor (tokens, width) per hook under its full name. Every tensor is one
+contiguous range of bytes. A pickle is a dict from key to a list of records, one per sample
+(pickle_file.py); it consists of several gzip members, so it has to be read to its end.
 
-A run of conversations has two more values per token, int32: `role`, counted from 0 among template,
-system, user, assistant, thinking and tool, and `turn`, the number of the turn. In safetensors they
-follow `position`, in pickles they are fields of every record.
+A run of conversations has two more values per token, int32: `role`, the index in template, system,
+user, assistant, thinking, tool, and `turn`, the number of the turn from 0. In safetensors they
+follow `position`; in pickles they are fields of every record.
 
-Readers ignore values per token, and fields of a record or of the table, that they do not know:
-later versions may add some. All other changes get another `format_version`. In a bucket, a JSON
-with `claimed_by` only holds a place for a moment, and is no commit.
+Readers ignore per-token tensors, and fields of a record or of the table, that they do not know:
+later versions may add some. Any other change gets a new `format_version`. In a bucket, a JSON that
+has `claimed_by` is no commit: a process has only reserved its name.
 """

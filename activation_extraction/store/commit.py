@@ -1,9 +1,9 @@
-"""Commits: what the JSON of each shard says, and what they add up to.
+"""Commits: the content of each shard's JSON, and the totals over several shards.
 
-A shard without its JSON does not exist. This module also names a shard's files. metadata.json in a
-bucket carries an Outline, the sums over the first shards as of a recent commit, so that nobody has
-to read their JSONs. It holds only as long as a listing of the folder fits it. What is stored
-exactly once is decided by the JSONs alone.
+A shard without its JSON does not exist. This module also names a shard's files. In a bucket,
+metadata.json carries an Outline: the totals over the first shards as of a recent commit, so that
+readers need not open all of their JSONs. An outline is valid only while it agrees with a listing of
+the folder. The JSONs alone decide what is stored.
 """
 
 import re
@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from activation_extraction.common.visible import counted
 from activation_extraction.store.sealed_json import (
     COUNT,
-    LARGEST_COUNT,
-    LARGEST_WIDTH,
+    MAX_COUNT,
+    MAX_WIDTH,
     NUMBER,
     OBJECT,
     TEXT,
@@ -34,7 +34,7 @@ from activation_extraction.store.sealed_json import (
     optional,
     seal,
 )
-from activation_extraction.store.shard import Key
+from activation_extraction.store.shard import MAX_GZIP_RATIO, Key
 from activation_extraction.store.statistics import Statistics
 from activation_extraction.text.batch import Cursor
 
@@ -42,26 +42,25 @@ METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
 FORMAT_VERSION = 4
 OTHER_VERSION = "was written by another version of this program"
-CLAIM = "claimed_by"  # the only field of a JSON that holds the place of another one
-# A shard's number as we write it into names; shard_00001 is no file of ours.
-NUMBER_OF_A_SHARD = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
+CLAIM = "claimed_by"  # the only field of a JSON that reserves its name and commits nothing
+# A shard's number as this program writes it in file names; it never writes shard_00001.
+SHARD_NUMBER = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
 CURSOR = {
     **dict.fromkeys(("samples", "skip", "skipped_rows", "empty_rows", "tokens"), COUNT),
     "stream": OBJECT,
 }
 STATISTICS = kinds_of(Statistics)
 HOOK = {
-    "key": any_of(TEXT, integer(-LARGEST_COUNT, LARGEST_COUNT)),
+    "key": any_of(TEXT, integer(-MAX_COUNT, MAX_COUNT)),
     "name": TEXT,
     "aliases": list_of(TEXT),
-    "width": integer(1, LARGEST_WIDTH),
+    "width": integer(1, MAX_WIDTH),
     "dtype": TEXT,
     "scale": Kind("null: this version reads no others", lambda value: value is None),
     **STATISTICS,
 }
 HOOKS = list_of(object_of(HOOK, ("key", "name", "width", "dtype", "scale", *STATISTICS)))
-MOST_PER_BYTE = 1032  # samples, or values, that a byte of a file can hold: gzip's largest ratio
-RECENT = 21  # commits that show how fast a host is now
+RECENT = 21  # how many commits the current speed of a host is computed from
 
 
 def shard_name(number: int, suffix: str) -> str:
@@ -75,8 +74,7 @@ def commit_name(number: int) -> str:
 
 
 def names_beside(number: int) -> tuple[str, str]:
-    """Returns the names of the small files that a shard has beside its JSON and its own file: of
-    its statistics, and of its table of samples."""
+    """Returns the names of a shard's statistics file and of its table of samples."""
     return shard_name(number, ".npz"), shard_name(number, ".samples.jsonl.gz")
 
 
@@ -86,28 +84,32 @@ def number_of(name: str) -> int:
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns a line of metrics.jsonl without anything that is no number."""
+    """Returns the numbers in a line of metrics.jsonl, without its other values."""
     return {name: value for name, value in metrics.items() if NUMBER.fits(value)}
 
 
 def claim_of(owner: str) -> bytes:
-    """Returns a file in the place of a shard's JSON, which says who is to write it. It is no
-    commit. In the place of metadata.json, it says who deletes the extraction."""
+    """Returns the content of a claim, which names the process that has reserved a file's name.
+
+    A claim for a shard's JSON says who will write that JSON. A claim for metadata.json says who is
+    deleting the extraction.
+    """
     return seal({CLAIM: owner})
 
 
 @dataclass(frozen=True)
 class Commit:
-    """One shard, as its JSON describes it.
+    """A committed shard, as its JSON describes it.
 
-    first, last, count: its samples. tokens: the tokens of these samples. cut_samples: how many of
-    them are cut at their end; cut_tokens: how many tokens were left out there. empty_samples: how
-    many keep no token. hooks: for each hook its key, name, width, dtype, scale and statistics.
-    cursor: where a run continues after this shard. partial: the shard was cut before it was full,
-    because the data ended or the run was interrupted; a run that continues makes it again. run:
-    digest of the run's identity. committed: Unix time in seconds. began: when the process that
-    wrote it began to store. unpacked: bytes before compression. statistics: sha256 of the file with
-    the statistics of every dimension; table: of the one with the table of samples.
+    first, last, count: the range and number of its samples. tokens: how many tokens are stored.
+    cut_samples: how many samples are cut at their end; cut_tokens: how many tokens that left out.
+    empty_samples: how many samples keep no token. hooks: the key, name, width, dtype, scale and
+    statistics of each hook. cursor: where a run continues after this shard. partial: whether the
+    shard was cut before it was full, because the data ended or the run was interrupted; a run that
+    continues computes it again. run: digest of the run's identity. committed: Unix time in seconds.
+    began: when the process that wrote the shard began to store. unpacked: bytes before compression.
+    statistics, table: sha256 of the file with the statistics of every dimension, and of the table
+    of samples.
     """
 
     file: Text
@@ -132,7 +134,7 @@ class Commit:
 
     @property
     def number(self) -> int:
-        """The number of the shard; those of a folder are numbered from 1."""
+        """The number of the shard, counted from 1 in each folder."""
         return number_of(self.file)
 
     @property
@@ -157,7 +159,7 @@ class Commit:
 
     @property
     def names(self) -> dict[Key, str]:
-        """Key of each hook in the shard -> the hook's full name."""
+        """Maps the key of each hook in the shard to the hook's full name."""
         return {hook["key"]: hook["name"] for hook in self.hooks}
 
     @property
@@ -174,24 +176,24 @@ class Commit:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "Commit":
-        """The inverse of `to_json`. Raises DamagedError if fields are missing or unknown, or have
-        values that cannot be."""
+        """Reads what `to_json` returned. Raises DamagedError for missing, unknown or impossible
+        fields."""
         content = dict(content)
         try:
             if content.pop("format_version") != FORMAT_VERSION:
                 raise DamagedError(f"{where}: {OTHER_VERSION}")
             content |= content.pop("samples")
-            made = cls(**content)
+            commit = cls(**content)
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{where}: fields are missing or unknown: {error}") from error
         check_fields(content, COMMIT, where)
-        width = max((hook["width"] for hook in made.hooks), default=1)
-        if max(made.count, made.tokens * width) > MOST_PER_BYTE * made.bytes:
+        width = max((hook["width"] for hook in commit.hooks), default=1)
+        if max(commit.count, commit.tokens * width) > MAX_GZIP_RATIO * commit.bytes:
             raise DamagedError(
-                f"{where}: {counted(made.count, 'sample')} and {counted(made.tokens, 'token')} "
-                f"cannot be in {made.bytes} bytes"
+                f"{where}: {counted(commit.count, 'sample')} and {counted(commit.tokens, 'token')} "
+                f"cannot be in {commit.bytes} bytes"
             )
-        return made
+        return commit
 
 
 COMMIT = kinds_of(Commit)
@@ -199,10 +201,10 @@ COMMIT = kinds_of(Commit)
 
 @dataclass
 class Totals:
-    """Adds up what is committed, by earlier runs too, and this run's seconds in the background.
+    """The totals over all commits, also of earlier runs, and this run's seconds in the background.
 
-    cut_samples: those that are cut at their end; cut_tokens: how many tokens were left out there.
-    empty_samples: those of which no token is kept.
+    cut_samples: how many samples are cut at their end; cut_tokens: how many tokens that left out.
+    empty_samples: how many samples keep no token.
     """
 
     shards: Count = 0
@@ -219,7 +221,7 @@ class Totals:
     statistics: dict[Key, Statistics] = field(default_factory=dict)
 
     def add(self, commit: Commit) -> None:
-        """Counts a shard."""
+        """Adds a shard."""
         self.shards += 1
         self.samples += commit.count
         self.tokens += commit.tokens
@@ -232,23 +234,23 @@ class Totals:
         self.add_statistics(commit.hooks)
 
     def add_statistics(self, hooks: Iterable[Mapping[str, Any]]) -> None:
-        """Adds the statistics of some hooks, each with its key, as a commit has them."""
+        """Adds the statistics in the `hooks` of a commit."""
         for hook in hooks:
             before = self.statistics.get(hook["key"], Statistics())
             self.statistics[hook["key"]] = before.merge(Statistics.from_json(hook))
 
     def count_rows(self, skipped: int, empty: int) -> None:
-        """Takes note of how many rows are skipped, and empty, up to some point of the data."""
+        """Raises the counts of skipped and empty rows to those up to some point of the data."""
         self.skipped_rows = max(self.skipped_rows, skipped)
         self.empty_rows = max(self.empty_rows, empty)
 
     def copy(self) -> "Totals":
-        """Returns one that can be added to by itself."""
+        """Returns an independent copy."""
         return replace(self, statistics=dict(self.statistics))
 
     @property
     def counts(self) -> dict[str, int]:
-        """All but seconds and statistics, as metadata.json has them."""
+        """The counts that metadata.json records: all fields but seconds and statistics."""
         return {name: getattr(self, name) for name in COUNTS}
 
 
@@ -265,11 +267,11 @@ OUTLINE = {
 
 @dataclass
 class Outline:
-    """The shards from 1 on, up to the first partial one.
+    """A summary of the first shards, from shard 1 to the last one that is not partial.
 
-    json_bytes: size of their JSONs. recent: the last of their commits, without what they say of
-    hooks, and only the very last one with its cursor. partial: the shard behind them, if it is
-    partial. metrics: the last ones of the run.
+    json_bytes: the total size of their JSONs. recent: the last commits, without their hooks; only
+    the very last one has its cursor. partial: the next shard, if it is partial. metrics: the last
+    metrics of the run.
     """
 
     totals: Totals = field(default_factory=Totals)
@@ -283,7 +285,7 @@ class Outline:
         return self.totals.shards
 
     def add(self, commit: Commit) -> None:
-        """Takes in the shard that follows; any other one is left out."""
+        """Adds the next shard, and ignores any other one."""
         if commit.number != self.shards + 1:
             return
         if commit.partial:
@@ -291,22 +293,25 @@ class Outline:
             return
         self.totals.add(commit)
         self.json_bytes += commit.json_size
-        before = (replace(each, cursor=None) for each in self.recent)
-        self.recent = (*before, replace(commit, hooks=[]))[-RECENT:]
+        earlier = (replace(recent, cursor=None) for recent in self.recent)
+        self.recent = (*earlier, replace(commit, hooks=[]))[-RECENT:]
 
-    def whole(self) -> "Outline":
-        """Returns a copy that can be added to, without the partial shard, which is made again."""
+    def without_partial(self) -> "Outline":
+        """Returns an independent copy without the partial shard, which is computed again."""
         return replace(self, totals=self.totals.copy(), partial=None)
 
     def fits(self, files: Mapping[str, int]) -> bool:
-        """Returns whether a listing has these shards and the files beside them: all names, and the
-        sum of the sizes of shards and of JSONs."""
+        """Returns whether a listing agrees with this outline.
+
+        The listing has to name every file of these shards, and the sizes of all shards, and of all
+        JSONs, have to add up to the recorded totals.
+        """
         if self.shards > len(files):
             return False
         numbers = range(1, self.shards + 1)
         last = self.recent[-1].file if self.recent else ""
-        own = re.fullmatch(rf"shard_{NUMBER_OF_A_SHARD}(\..+)", last)
-        sizes = {".json": self.json_bytes, own[1] if own else "": self.totals.bytes}
+        match = re.fullmatch(rf"shard_{SHARD_NUMBER}(\..+)", last)
+        sizes = {".json": self.json_bytes, match[1] if match else "": self.totals.bytes}
         return all(
             sum(files.get(shard_name(n, suffix), 0) for n in numbers) == size
             and all(shard_name(n, suffix) in files for n in numbers)
@@ -314,7 +319,7 @@ class Outline:
         ) and all(name in files for n in numbers for name in names_beside(n))
 
     def fitting_partial(self, files: Mapping[str, int]) -> list[Commit]:
-        """Returns the partial shard, if a listing has it and the files beside it."""
+        """Returns the partial shard in a list, or an empty list if the listing lacks its files."""
         commit = self.partial
         if commit is None or files.get(commit.file) != commit.bytes:
             return []
@@ -323,7 +328,7 @@ class Outline:
         return [commit] if files.get(commit.name) == commit.json_size else []
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the outline as metadata.json carries it."""
+        """Returns the outline as metadata.json records it."""
         return {
             **self.totals.counts,
             "json_bytes": self.json_bytes,
@@ -335,7 +340,7 @@ class Outline:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "Outline":
-        """The inverse of `to_json`. Raises DamagedError or KeyError."""
+        """Reads what `to_json` returned. Raises DamagedError or KeyError."""
         check_fields(content, OUTLINE, where)
         totals = Totals(**{name: content.get(name, 0) for name in COUNTS})
         totals.add_statistics(content["hooks"])

@@ -1,9 +1,9 @@
-"""The formats of shard files: what they are called, and how a shard is written.
+"""The formats of shard files: their names, and how a shard is written.
 
-What is compressed is cut into blocks of the same size, but for the last one, which threads make
-into gzip members; members that follow each other are one gzip file. So the bytes depend on neither
-the number of threads nor their timing. They do depend on the version of isal, and may depend on the
-family of the processor, for which isal has code of its own.
+A compressed shard is cut into blocks of equal size (the last may be smaller). Threads compress each
+block to a gzip member, and the concatenated members are one gzip file. So the bytes depend on
+neither the number of threads nor their timing. They do depend on the version of isal, and may
+depend on the processor family, because isal has different code for some.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from isal import isal_zlib
 
-from activation_extraction.store.commit import NUMBER_OF_A_SHARD, shard_name
+from activation_extraction.store.commit import SHARD_NUMBER, shard_name
 from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.pickle_file import pickle_pieces
 from activation_extraction.store.safetensors_file import safetensors_pieces
@@ -31,15 +31,15 @@ U = TypeVar("U")
 
 
 class Threads:
-    """A pool of threads that compress, convert and add up blocks. count: of the threads."""
+    """A pool of `count` threads that compress, convert and sum blocks."""
 
     def __init__(self, count: int) -> None:
         self.pool = ThreadPoolExecutor(count, thread_name_prefix="store")
         self._ahead = 2 * count
 
     def in_order(self, function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
-        """Yields what a function returns for each item, in order. The threads call it, for a few
-        more items than have been asked for."""
+        """Yields the results of a function for all items, in order. The threads work a few items
+        ahead of what has been consumed."""
         waiting: deque[Future[U]] = deque()
         for item in items:
             waiting.append(self.pool.submit(function, item))
@@ -50,7 +50,7 @@ class Threads:
 
 
 def blocks_of(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Yields blocks of BLOCK_BYTES, cut and gathered from pieces; the last may be smaller."""
+    """Regroups pieces of bytes into blocks of BLOCK_BYTES; the last may be smaller."""
     block: list[memoryview] = []
     room = BLOCK_BYTES
     for piece in pieces:
@@ -64,20 +64,19 @@ def blocks_of(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def gzip_member(block: Sequence[memoryview]) -> list[bytes]:
-    """Returns a block as a gzip member, in pieces: to join them would hold the interpreter's
-    lock."""
+    """Compresses a block to a gzip member, returned in pieces: joining them would hold the GIL."""
     packer = isal_zlib.compressobj(COMPRESSION_LEVEL, isal_zlib.DEFLATED, GZIP)
     return [*map(packer.compress, block), packer.flush()]
 
 
 def gzipped(pieces: Iterable[memoryview], threads: Threads) -> Iterator[bytes | memoryview]:
-    """Yields pieces of bytes as gzip, which the threads compress."""
+    """Compresses pieces of bytes on the threads, and yields the gzip members in pieces."""
     for member in threads.in_order(gzip_member, blocks_of(pieces)):
         yield from member
 
 
 class Packed(NamedTuple):
-    """What a shard's JSON says of its file. unpacked: the bytes before compression."""
+    """The digest and sizes of a shard's file. unpacked: the bytes before compression."""
 
     sha256: str
     bytes: int
@@ -86,10 +85,10 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardFormat:
-    """One form of a shard file.
+    """A format of shard files.
 
-    pieces: shard, names of its hooks -> its bytes before compression. compressed: whether they are
-    gzipped.
+    pieces: returns the uncompressed bytes of a shard, given the full names of its hooks by key.
+    compressed: whether these bytes are gzipped.
     """
 
     suffix: str
@@ -103,7 +102,7 @@ class ShardFormat:
     def write(
         self, shard: Shard, names: Mapping[Key, str], threads: Threads, sinks: Sequence[Sink]
     ) -> Packed:
-        """Hands the bytes of a shard to each sink. names: key of each hook -> its full name."""
+        """Writes the bytes of a shard to every sink. names: the hooks' full names by key."""
         pieces = self.pieces(shard, names)
         digest, size = hashlib.sha256(), 0
         for data in gzipped(pieces, threads) if self.compressed else pieces:
@@ -114,11 +113,9 @@ class ShardFormat:
         return Packed(digest.hexdigest(), size, sum(piece.nbytes for piece in pieces))
 
     def how_to_read(self, shard: str, in_bucket: bool) -> tuple[str, ...]:
-        """Returns lines of Python that read a file without this program; none where it takes more
-        than a few.
+        """Returns lines of Python that read a pickle without this program; none for safetensors.
 
-        shard: its path or URL. The lines read the file to its end, because that is where gzip's
-        checksum is.
+        shard: its path or URL. The lines read the file to its end, where gzip's checksum is.
         """
         if self is SAFETENSORS:
             return ()
@@ -134,13 +131,13 @@ PICKLE = ShardFormat(".pkl", pickle_pieces)
 GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, compressed=True)
 SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces)
 FORMATS = (PICKLE, GZIP_PICKLE, SAFETENSORS)
-SUFFIXES = "|".join(re.escape(each.suffix) for each in FORMATS)
-SHARD_FILE = re.compile(rf"shard_{NUMBER_OF_A_SHARD}({SUFFIXES})")
+SUFFIXES = "|".join(re.escape(shard_format.suffix) for shard_format in FORMATS)
+SHARD_FILE = re.compile(rf"shard_{SHARD_NUMBER}({SUFFIXES})")
 
 
 def chosen_format(name: str, compress: bool) -> ShardFormat:
-    """Returns the format that --shard_format names. compress: of pickles; safetensors never are, as
-    ranges of them are read."""
+    """Returns the format that --shard_format names. compress: whether to gzip pickles; safetensors
+    are never compressed, because they are read by ranges."""
     if name == "safetensors":
         return SAFETENSORS
     return GZIP_PICKLE if compress else PICKLE
@@ -148,26 +145,18 @@ def chosen_format(name: str, compress: bool) -> ShardFormat:
 
 def format_of(file: str) -> ShardFormat | None:
     """Returns the format of a shard file, by its name; None for any other file."""
-    found = SHARD_FILE.fullmatch(file)
-    return next((each for each in FORMATS if found and each.suffix == found[1]), None)
+    match = SHARD_FILE.fullmatch(file)
+    return next((each for each in FORMATS if match and each.suffix == match[1]), None)
 
 
 def write_shard(
-    path: Path,
-    shard: Shard,
-    names: Mapping[Key, str],
-    shard_format: ShardFormat,
-    ready: Callable[[], object] = lambda: None,
+    path: Path, shard: Shard, names: Mapping[Key, str], shard_format: ShardFormat
 ) -> Packed:
-    """Writes a shard to a local file that appears when it is complete. Raises OSError.
-
-    ready: called just before the file appears.
-    """
+    """Writes a shard to a local file, which appears once it is complete. Raises OSError."""
     threads = Threads(2)
     with AtomicFile(path) as file, threads.pool:
         packed = shard_format.write(shard, names, threads, [file.write])
         file.finish()
-        ready()
         file.publish()
     return packed
 

@@ -1,20 +1,20 @@
-"""Identity: what decides the content of a run's shards, and so may not change when it continues;
-and StorageOptions: how they are stored.
+"""Identity: the settings that decide the content of a run's shards. StorageOptions: how shards are
+stored.
 
-Batch size, mesh, devices and folders may change. A mark on a field says that it differs between the
-hosts of one run (`per_host`), or that a run that continues may turn it on (`may_turn_on`).
+A run that continues must have the same identity, but its batch size, mesh, devices and folders may
+change.
 """
 
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from activation_extraction.store.sealed_json import (
     COUNT,
-    LARGEST_WIDTH,
+    MAX_WIDTH,
     TEXT,
     Count,
     DamagedError,
@@ -29,18 +29,18 @@ from activation_extraction.store.sealed_json import (
     list_of,
 )
 
-MOST_MACHINES, MOST_HOSTS = 100_000, 10_000  # --status and --verify name all of them
-PER_HOST, MAY_TURN_ON = MARKS = "per_host", "may_turn_on"
-LATER = "later"  # of a field that the first runs did not record
-
-
-def _marked(mark: str, default: Any) -> Any:
-    return field(default=default, metadata={mark: True})
+MAX_MACHINES, MAX_HOSTS = 100_000, 10_000  # --status and --verify name all of them
+PER_HOST = {"num_hosts", "machine", "host"}  # fields that differ between the hosts of a run
+MAY_TURN_ON = {"skip_bad_rows"}  # fields that a run that continues may turn on
+ADDED = {  # fields that the first runs do not record
+    *("id_column", "keep_columns", "messages_column", "chat_template", "ids_column"),
+    *("mask_column", "long_documents", "overlap", "shuffle_documents", "roles"),
+}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first field in which two identities differ: its value before, and now."""
+    """The name of a field in which two identities differ, and both of its values."""
 
     name: str
     before: Any
@@ -49,12 +49,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Identity:
-    """model_digest, tokenizer_digest: SHA-256 of the files. data: the data set, or "files".
-    data_revision: its commit on the hub, or a digest of the list of files. hooks: full names.
-    keyed_by: what the shards call a hook: "layer", "hook name", or a list of the names that were
-    asked for. positions, drop_token_ids, roles, mask_column, overlap: the tokens that are kept.
-    num_hosts: of this machine. chat_template: digest of the template and its arguments.
-    shuffle_documents: the seed, "" for none.
+    """The settings that decide the content of a run's shards.
+
+    model_digest, tokenizer_digest: SHA-256 of the files. data: the data set, or "files".
+    data_revision: the data set's commit on the hub, or a digest of the list of files. hooks: the
+    hooks' full names. keyed_by: the keys of the hooks in the shards: "layer", "hook name", or a
+    list of the requested names. positions, drop_token_ids, roles, mask_column, overlap: which
+    tokens are kept. num_hosts: the number of hosts of this machine. chat_template: digest of the
+    template and its arguments. shuffle_documents: the seed, "" for none.
     """
 
     model_digest: Text = ""
@@ -62,8 +64,8 @@ class Identity:
     data: Text = ""
     data_revision: Text = ""
     text_column: Text = "text"
-    skip_bad_rows: Flag = _marked(MAY_TURN_ON, False)  # changes nothing that is stored already
-    max_seq_length: Annotated[int, integer(0, LARGEST_WIDTH)] = 0  # 0: not recorded
+    skip_bad_rows: Flag = False
+    max_seq_length: Annotated[int, integer(0, MAX_WIDTH)] = 0  # 0: not recorded
     hooks: Annotated[tuple[str, ...], list_of(TEXT)] = ()
     keyed_by: Annotated[str | list[str], any_of(TEXT, list_of(TEXT))] = "layer"
     dtype: Text = ""
@@ -73,24 +75,24 @@ class Identity:
     compress_shards: Flag = True
     positions: Text = "all"
     drop_token_ids: Annotated[tuple[int, ...], list_of(COUNT)] = ()
-    total_machines: Annotated[int, integer(1, MOST_MACHINES)] = 1
-    num_hosts: Annotated[int, integer(1, MOST_HOSTS)] = _marked(PER_HOST, 1)
-    machine: Annotated[int, integer(0, MOST_MACHINES - 1)] = _marked(PER_HOST, 0)
-    host: Annotated[int, integer(0, MOST_HOSTS - 1)] = _marked(PER_HOST, 0)
-    id_column: Text = _marked(LATER, "")
-    keep_columns: Annotated[tuple[str, ...], list_of(TEXT)] = _marked(LATER, ())
-    messages_column: Text = _marked(LATER, "")
-    chat_template: Text = _marked(LATER, "")
-    ids_column: Text = _marked(LATER, "")
-    mask_column: Text = _marked(LATER, "")
-    long_documents: Text = _marked(LATER, "cut")
-    overlap: Count = _marked(LATER, 0)
-    shuffle_documents: Text = _marked(LATER, "")
-    roles: Annotated[tuple[str, ...], list_of(TEXT)] = _marked(LATER, ())
+    total_machines: Annotated[int, integer(1, MAX_MACHINES)] = 1
+    num_hosts: Annotated[int, integer(1, MAX_HOSTS)] = 1
+    machine: Annotated[int, integer(0, MAX_MACHINES - 1)] = 0
+    host: Annotated[int, integer(0, MAX_HOSTS - 1)] = 0
+    id_column: Text = ""
+    keep_columns: Annotated[tuple[str, ...], list_of(TEXT)] = ()
+    messages_column: Text = ""
+    chat_template: Text = ""
+    ids_column: Text = ""
+    mask_column: Text = ""
+    long_documents: Text = "cut"
+    overlap: Count = 0
+    shuffle_documents: Text = ""
+    roles: Annotated[tuple[str, ...], list_of(TEXT)] = ()
 
     @property
     def run(self) -> str:
-        """Digest of the fields that never change."""
+        """The digest of the fields that never change."""
         return run_of(self.to_json())
 
     @property
@@ -103,7 +105,7 @@ class Identity:
     def shared(self) -> dict[str, Any]:
         """The fields that are the same on all hosts of a run, as JSON."""
         content = self.to_json()
-        return {name: content[name] for name in content if name not in _marked_fields(*MARKS)}
+        return {name: content[name] for name in content if name not in PER_HOST | MAY_TURN_ON}
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as metadata.json records them."""
@@ -114,63 +116,63 @@ class Identity:
 
     @classmethod
     def from_json(cls, content: Any, where: str) -> "Identity":
-        """The inverse of `to_json`; a field that is not recorded gets its default.
+        """Reads what `to_json` returned; a field that is not recorded gets its default.
 
-        Raises DamagedError for fields that this version does not know; `where` names the file.
+        where: names the file in messages. Raises DamagedError for an unknown field or a bad value.
         """
         try:
             names = [each.name for each in fields(cls) if each.default == ()]
             tuples = {name: tuple(content.get(name, ())) for name in names}
-            made = cls(**{**content, **tuples})
+            identity = cls(**{**content, **tuples})
         except (TypeError, AttributeError) as error:
             raise DamagedError(f"{where}: its identity cannot be read: {error}") from error
-        check_fields(vars(made), kinds_of(cls), f"{where}: its identity")
-        return made
+        check_fields(vars(identity), kinds_of(cls), f"{where}: its identity")
+        return identity
 
     def compare(self, stored: "Identity") -> Difference | None:
         """Returns the first field in which `stored` differs; None if this run may continue it."""
-        for each in fields(self):
-            now, before = getattr(self, each.name), getattr(stored, each.name)
-            if now != before and not (each.name in _marked_fields(MAY_TURN_ON) and now):
-                return Difference(each.name, before, now)
+        for name in (each.name for each in fields(self)):
+            now, before = getattr(self, name), getattr(stored, name)
+            if now != before and not (name in MAY_TURN_ON and now):
+                return Difference(name, before, now)
         return None
 
     def compare_shared(self, stored: "Identity") -> Difference | None:
-        """Like `compare`, for what another host or machine of the same run has stored."""
-        own = {name: getattr(stored, name) for name in _marked_fields(*MARKS)}
-        return replace(self, **own).compare(stored)
-
-
-def _marked_fields(*marks: str) -> set[str]:
-    """The names of the fields that have any of these marks."""
-    return {each.name for each in fields(Identity) if not each.metadata.keys().isdisjoint(marks)}
+        """Like `compare`, but ignores the fields that may differ between the hosts of a run."""
+        ignored: Any = {name: getattr(stored, name) for name in PER_HOST | MAY_TURN_ON}
+        return replace(self, **ignored).compare(stored)
 
 
 def run_of(recorded: Mapping[str, Any]) -> str:
-    """Returns the digest of the fields of a recorded identity that never change."""
-    left_out = _marked_fields(MAY_TURN_ON) | {
+    """Returns the digest of those fields of a recorded identity that never change.
+
+    The first runs lack some fields. While these have their defaults, they do not count.
+    """
+    left_out = MAY_TURN_ON | {
         each.name
         for each in fields(Identity)
-        if LATER in each.metadata and recorded.get(each.name) in (each.default, [])
+        if each.name in ADDED and recorded.get(each.name) in (each.default, [])
     }
     return digest_of({name: value for name, value in recorded.items() if name not in left_out})
 
 
 GIGABYTE = 10**9
-MOST_WAITING = 16 * GIGABYTE
+MAX_WAITING_BYTES = 16 * GIGABYTE
 MEMORY = Path("/proc/meminfo")
-LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+CONTAINER = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """shard_size_gb: the activations of a shard before compression, in 10^9 bytes; a shard holds at
-    least one sample. shard_format: "pickle", which `compress` gzips, or "safetensors". max_samples,
-    max_tokens: the most samples, and tokens of them, to store. overwrite: delete what is stored
-    already, instead of continuing it. keep_local: with a bucket, write local shards as well.
-    threads: how many compress and add up; None: as many as there are cores. waiting_gb: the most
-    that may wait in memory to be stored; None: a quarter of the memory at hand, at most 16 GB, and
-    at least two shards.
+    """How activations are stored.
+
+    shard_size_gb: the size of a shard's activations before compression, in 10^9 bytes; a shard
+    holds at least one sample. shard_format: "pickle", which `compress` gzips, or "safetensors".
+    max_samples, max_tokens: the most samples, and tokens of them, to store. overwrite: deletes what
+    is stored already, instead of continuing it. keep_local: also writes local shards when there is
+    a bucket. threads: how many threads compress and sum; None means one for each core. waiting_gb:
+    how much may wait in memory to be stored; None means a quarter of the available memory, at most
+    16 GB, and at least two shards.
     """
 
     shard_size_gb: float = 1.0
@@ -197,7 +199,7 @@ class StorageOptions:
         """The most bytes that may wait in memory to be stored."""
         if self.waiting_gb is not None:
             return self.waiting_gb * GIGABYTE
-        return max(min(memory_at_hand() / 4, MOST_WAITING), 2 * self.shard_bytes)
+        return max(min(available_memory() / 4, MAX_WAITING_BYTES), 2 * self.shard_bytes)
 
     @property
     def writer_threads(self) -> int:
@@ -206,15 +208,15 @@ class StorageOptions:
         return self.threads or os.cpu_count() or 1
 
 
-def memory_at_hand() -> int:
-    """Returns the bytes of memory that this process can still have, as far as the system tells."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+def available_memory() -> int:
+    """Returns how many bytes of memory this process can still get, as far as the system says."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     if MEMORY.exists() and (
         available := re.search(r"MemAvailable: *([0-9]+) kB", MEMORY.read_text())
     ):
-        found.append(int(available[1]) * 1024)
-    if all(path.exists() for path in LIMITS):  # of a container
-        limit, used = (path.read_text().strip() for path in LIMITS)
+        limits.append(int(available[1]) * 1024)
+    if all(path.exists() for path in CONTAINER):
+        limit, used = (path.read_text().strip() for path in CONTAINER)
         if limit.isdecimal():
-            found.append(max(int(limit) - int(used), 0))
-    return min(found)
+            limits.append(max(int(limit) - int(used), 0))
+    return min(limits)

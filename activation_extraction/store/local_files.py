@@ -1,8 +1,7 @@
-"""Local files that are complete under their final names, whatever dies meanwhile, and the lock on a
-local folder: only one process at a time writes to it.
+"""Writes local files atomically, and locks a local folder so that only one process writes to it.
 
-Nothing is written through a symbolic link: who made the folder may have put one there, which leads
-to a file elsewhere.
+Nothing is written through a symbolic link, because somebody else may have put it into the folder,
+and it may point to a file elsewhere.
 """
 
 import errno
@@ -21,27 +20,27 @@ from typing import Any, Self
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.store.commit import METRICS
-from activation_extraction.store.patience import LINK
+from activation_extraction.store.patience import IS_A_LINK
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-WRITE_BEHIND = 32 * 2**20  # bytes after which the kernel is told to start writing to the disk
+WRITE_BEHIND = 32 * 2**20  # bytes after which the kernel is asked to start writing to the disk
 LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class AtomicFile:
-    """A file that appears under its name when it is complete; until then it has another name.
+    """A file that has a temporary name until it is complete.
 
-    It is written, synced to the disk with `finish`, and renamed with `publish`. Whenever the
-    process or the machine dies, the file is absent or whole. Leaving the context deletes what was
+    `finish` syncs it to the disk, and `publish` gives it its final name. Whenever the process or
+    the machine dies, the file is absent or complete. Leaving the context deletes a file that was
     not published. Methods raise OSError.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._temporary = path.with_name(f".{path.name}.tmp")
-        self._temporary.unlink(missing_ok=True)  # that of a process which was killed
+        self._temporary.unlink(missing_ok=True)  # a killed process may have left one
         self._file = os.fdopen(os.open(self._temporary, NEW, 0o666), "wb", buffering=0)
         self._size = self._handed_over = 0
 
@@ -53,8 +52,8 @@ class AtomicFile:
             left = left[self._file.write(left) :]
         if sys.platform == "linux" and self._size - self._handed_over >= WRITE_BEHIND:
             # The kernel starts writing these bytes to the disk, so that little is left to sync at
-            # the end. Each range is named only once: the second time, the kernel would drop it
-            # from memory, where it may be read soon.
+            # the end. No range is passed twice: the second time, the kernel would drop it from its
+            # cache, although it may be read soon.
             new = self._handed_over, self._size - self._handed_over
             os.posix_fadvise(self._file.fileno(), *new, os.POSIX_FADV_DONTNEED)
             self._handed_over = self._size
@@ -74,8 +73,8 @@ class AtomicFile:
             os.close(folder)
 
     def _is_ours(self) -> bool:
-        """Whether the temporary name still is that of the open file. Without locks, another process
-        may begin to write the same file."""
+        """Returns whether the temporary name still belongs to the open file: without locks, another
+        process may have begun to write the same file."""
         try:
             return os.path.samestat(os.lstat(self._temporary), os.fstat(self._file.fileno()))
         except FileNotFoundError:
@@ -91,7 +90,7 @@ class AtomicFile:
 
 
 class _Hashed:
-    """A file to write to, with the SHA-256 of what was written."""
+    """Passes what is written on to a file, and computes its SHA-256."""
 
     def __init__(self, file: AtomicFile) -> None:
         self._file = file
@@ -106,7 +105,7 @@ class _Hashed:
 
 
 def write_atomically(path: Path, write: Callable[[Any], object]) -> str:
-    """Runs `write(file)`, and returns the SHA-256 of the file that it makes. Raises OSError."""
+    """Calls `write(file)` to write a file, and returns the file's SHA-256. Raises OSError."""
     with AtomicFile(path) as file:
         hashed = _Hashed(file)
         write(hashed)
@@ -121,13 +120,13 @@ def write_bytes(path: Path, data: bytes) -> str:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Appends a line to a file, which need not exist. Raises OSError, also for a link."""
+    """Appends a line to a file, and creates it if necessary. Raises OSError, also for a link."""
     with os.fdopen(os.open(path, APPEND, 0o666), "a") as file:
         file.write(line + "\n")
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder itself if it exists, or else the nearest one above it that does."""
+    """Returns the folder if it exists, or else its nearest parent that does."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
@@ -143,7 +142,7 @@ def check_output_dir(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
         if (folder / METRICS).is_symlink():
-            raise InputError(f"{name}: {METRICS} {LINK}")
+            raise InputError(f"{name}: {METRICS} {IS_A_LINK}")
         if folder.exists():
             unlock(lock_folder(folder, fcntl.LOCK_SH))
     except (OSError, ValueError) as error:
@@ -152,7 +151,7 @@ def check_output_dir(folder: Path) -> None:
 
 
 def check_free_disk(folder: Path, gigabytes: float) -> None:
-    """Raises InputError if less than this is free on the disk where `folder` is or will be."""
+    """Raises InputError if the disk where `folder` is or will be has too little free space."""
     free = shutil.disk_usage(_nearest(folder)).free / 1e9
     if free < gigabytes:
         raise InputError(
@@ -162,11 +161,11 @@ def check_free_disk(folder: Path, gigabytes: float) -> None:
 
 
 def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int | None:
-    """Locks the folder until this process ends, however it ends, or the descriptor is closed.
+    """Locks the folder until this process ends in any way, or the descriptor is closed.
 
     Returns the descriptor; None, after a warning, if the file system has no locks. Raises RunError
-    if another process keeps a lock (`is_locked` takes one only for a moment). That
-    process may be an earlier start of this run that is about to end, so a retry makes sense.
+    if another process keeps its lock (`is_locked` takes one only for a moment). That process may be
+    an earlier start of this run that is about to end, so it makes sense to retry.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     for attempt in range(LOCK_ATTEMPTS):
@@ -192,34 +191,32 @@ def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int | None:
 
 
 def unlock(descriptor: int | None) -> None:
-    """Gives up what `lock_folder` returned."""
+    """Releases the lock that `lock_folder` returned."""
     if descriptor is not None:
         os.close(descriptor)
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Returns whether a process on this system has a lock on the folder; None if that cannot be
-    known."""
+    """Returns whether a process on this system has locked the folder; None if unknown."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
         return None
     try:
-        for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):  # the first does not disturb others that check
+        for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):  # a shared lock does not disturb other checks
             try:
                 fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 return kind == fcntl.LOCK_SH
         return False
-    except OSError:  # as in lock_folder
+    except OSError:  # a file system without locks
         return None
     finally:
         os.close(descriptor)
 
 
 def running_system() -> str:
-    """Returns an id that differs between machines and boots: a lock is visible only within one of
-    them."""
+    """Returns an id of this machine and its current boot, outside which no lock is visible."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:

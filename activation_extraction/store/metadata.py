@@ -1,6 +1,6 @@
-"""What one host's folder holds: the names of its files, and the content of its JSON files.
+"""Reads one host's folder: the names of its files, and the content of its JSON files.
 
-metadata.json describes the run; its `identity` must stay the same for a run to continue.
+metadata.json describes the run; a run can continue only if its `identity` is the same.
 """
 
 import json
@@ -21,8 +21,8 @@ from activation_extraction.store.commit import (
     HOOK,
     METADATA,
     METRICS,
-    NUMBER_OF_A_SHARD,
     OTHER_VERSION,
+    SHARD_NUMBER,
     Commit,
     Outline,
     Totals,
@@ -36,7 +36,7 @@ from activation_extraction.store.formats import SUFFIXES
 from activation_extraction.store.identity import Identity, run_of
 from activation_extraction.store.sealed_json import (
     COUNT,
-    LARGEST_WIDTH,
+    MAX_WIDTH,
     NUMBER,
     OBJECT,
     TEXT,
@@ -52,12 +52,12 @@ from activation_extraction.store.sealed_json import (
 AGGREGATE = "aggregated_metadata.json"
 OWN_FILES = re.compile(
     r"\.?(metadata\.json|metrics\.jsonl"
-    rf"|shard_{NUMBER_OF_A_SHARD}(\.json|\.npz|\.samples\.jsonl\.gz|{SUFFIXES}))(\.tmp)?"
+    rf"|shard_{SHARD_NUMBER}(\.json|\.npz|\.samples\.jsonl\.gz|{SUFFIXES}))(\.tmp)?"
 )
-# What metadata.json says of a folder in which nothing is counted yet, beside its status.
-NOTHING = {"shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
-NEEDED = ("identity", "status", "max_samples", "written")  # in the metadata
-MODEL = {"hidden_size": integer(1, LARGEST_WIDTH), "vocab_size": integer(1, LARGEST_WIDTH)}
+# The totals in the metadata.json of a folder that has no shards yet.
+EMPTY_TOTALS = {"shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
+REQUIRED = ("identity", "status", "max_samples", "written")  # fields of metadata.json
+MODEL = {"hidden_size": integer(1, MAX_WIDTH), "vocab_size": integer(1, MAX_WIDTH)}
 DATA_FILE = {"name": TEXT, "bytes": COUNT, "digest": TEXT}
 FIELDS = {
     "status": TEXT,
@@ -70,26 +70,27 @@ FIELDS = {
     "hooks": list_of(object_of(HOOK, ("key", "name"))),
     "identity": OBJECT,
     "data_files": list_of(object_of(DATA_FILE, tuple(DATA_FILE))),
-    "configuration": object_of({"batch_size": integer(1, LARGEST_WIDTH)}),
+    "configuration": object_of({"batch_size": integer(1, MAX_WIDTH)}),
     "model": object_of(MODEL),
     "backend": TEXT,
     "mesh": optional(OBJECT),
     "attention": optional(OBJECT),
     "versions": optional(OBJECT),
 }
-METRICS_TAIL = 4096  # bytes that hold the last line
-READERS = 32  # files read at the same time; they are small
+METRICS_TAIL = 4096  # bytes at the end of metrics.jsonl, more than a line has
+READERS = 32  # how many small files are read at the same time
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One host's folder: metadata (None if there is none), commits by number, file sizes.
+    """The content of one host's folder.
 
-    damaged: name of each JSON file that could not be read -> why. metrics: the run's last ones.
-    url: the folder's. local: whether it is on this machine. locked: whether a process holds it;
-    None if that cannot be known. versions: those of the shards' JSONs, if the store has versions;
-    only here are JSONs that merely claim a shard. outline: of the first shards, if their JSONs were
-    not read; `commits` lacks these shards.
+    metadata: None if there is none. commits: by the shards' numbers. files: sizes by name. damaged:
+    maps the name of each unreadable JSON file to the reason. metrics: the last ones of the run.
+    url: the URL of the folder. local: whether it is on this machine. locked: whether a process has
+    locked it; None if unknown. versions: the versions of the shards' JSONs, if the store has
+    versions; claims are included here, but not in `files`. outline: describes the first shards if
+    their JSONs were not read; `commits` then lacks these shards.
     """
 
     metadata: dict[str, Any] | None = None
@@ -110,7 +111,7 @@ class Stored:
 
     @property
     def run(self) -> str | None:
-        """Digest of the run's identity, as the commits have it."""
+        """The digest of the run's identity, as the commits record it."""
         return None if self.metadata is None else run_of(self.metadata["identity"])
 
     @property
@@ -132,23 +133,24 @@ class Stored:
 
     @property
     def in_bucket(self) -> bool:
-        """Whether runs upload to this folder. If so, it has all shards, and no process locks it."""
+        """Whether runs upload to this folder. If so, it has all shards, and nobody locks it."""
         remote = (self.metadata or {}).get("remote") or ""
         return not self.local or local_path(remote) == local_path(self.url)
 
     def missing(self) -> tuple[list[range], list[int], list[int]]:
-        """Numbers of the shards without a JSON, in ranges (nothing bounds them), of those without a
-        file of the right size, and of those without their statistics or their table of samples.
+        """Returns the numbers of three kinds of incomplete shards.
 
-        All are empty if the shards go to a bucket, since they may be deleted after their upload.
+        The first are ranges of shards without a JSON (there may be any number of them), then shards
+        without a file of the right size, then shards without their statistics or table of samples.
+        All are empty if the shards were uploaded from here to a bucket.
         """
         metadata = self.metadata or {}
         if metadata.get("remote") is not None and not self.in_bucket:
             return [], [], []
-        known = self.outline.shards
-        last = max([metadata.get("shards", 0), known, *self.commits])
-        without_json = gaps([known, *sorted(self.commits), last + 1])
-        without_file = [c.number for c in self.in_order if not self.has(c)]
+        first_shards = self.outline.shards
+        last = max([metadata.get("shards", 0), first_shards, *self.commits])
+        without_json = gaps([first_shards, *sorted(self.commits), last + 1])
+        without_file = [commit.number for commit in self.in_order if not self.has(commit)]
         incomplete = [
             number
             for number in sorted(self.commits)
@@ -158,7 +160,7 @@ class Stored:
 
 
 def gaps(numbers: Iterable[int]) -> list[range]:
-    """Returns the numbers that are missing between ascending ones."""
+    """Returns the ranges of numbers that are missing between ascending ones."""
     return [range(a + 1, b) for a, b in pairwise(numbers) if b > a + 1]
 
 
@@ -169,33 +171,37 @@ def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
 
 def is_commit(name: str) -> bool:
     """Returns whether this is the name of a shard's JSON."""
-    return re.fullmatch(rf"shard_{NUMBER_OF_A_SHARD}\.json", name) is not None
+    return re.fullmatch(rf"shard_{SHARD_NUMBER}\.json", name) is not None
 
 
 def own_files(names: Iterable[str]) -> list[str]:
-    """Returns those of `names` that belong to an extraction, JSON files first.
+    """Returns those of `names` that an extraction uses, JSON files first.
 
-    If files are deleted in this order, what is left never looks like a whole extraction.
+    If files are deleted in this order, the remaining ones never look like a whole extraction.
     """
-    own = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
-    return sorted(own, key=lambda name: not name.endswith(".json"))
+    matching = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
+    return sorted(matching, key=lambda name: not name.endswith(".json"))
 
 
 def read_stored(folder: Folder, brief: bool = False) -> Stored:
-    """Reads all JSON files of a folder, many at a time; see `Stored.damaged` for damaged ones.
+    """Reads the JSON files of a folder, many at a time; `Stored.damaged` names unreadable ones.
 
-    brief: in a bucket, only those that its outline does not cover. Then metadata.json is read
-    first: the listing has all that it tells of, or something is missing.
+    brief: skips, in a bucket, the JSON files that are covered by an outline. metadata.json is then
+    read before the folder is listed, so the listing must have every file that the outline counts.
     """
-    early = folder.read_sealed(METADATA) if brief and not folder.local else None
+    first_read = folder.read_sealed(METADATA) if brief and not folder.local else None
     listing = folder.listing()
     files = {name: entry.size for name, entry in listing.items()}
-    versions = {n: e.version for n, e in listing.items() if is_commit(n) and e.version is not None}
+    versions = {
+        name: entry.version
+        for name, entry in listing.items()
+        if is_commit(name) and entry.version is not None
+    }
     names = [name for name in own_files(files) if name.endswith(".json") and name[0] != "."]
-    known = None if early is None else _fitting_outline(early, f"{folder.url}/{METADATA}", files)
-    metadata, outline = known or (None, Outline())
+    metadata, outline = _valid_outline(first_read, f"{folder.url}/{METADATA}", files)
+    has_outline = metadata is not None
     commits: dict[int, Commit] = {}
-    if known is not None:
+    if has_outline:
         commits = {commit.number: commit for commit in outline.fitting_partial(files)}
         covered = {METADATA, *map(commit_name, [*range(1, outline.shards + 1), *commits])}
         names = [name for name in names if name not in covered]
@@ -218,7 +224,7 @@ def read_stored(folder: Folder, brief: bool = False) -> Stored:
         commits,
         files,
         damaged,
-        dict(outline.metrics) if known else _last_metrics(folder, files),
+        dict(outline.metrics) if has_outline else _last_metrics(folder, files),
         folder.url,
         folder.local,
         versions=versions,
@@ -226,16 +232,17 @@ def read_stored(folder: Folder, brief: bool = False) -> Stored:
     )
 
 
-def _fitting_outline(
-    data: bytes, where: str, files: Mapping[str, int]
-) -> tuple[dict[str, Any], Outline] | None:
-    """The metadata and its outline; None if they are damaged, or do not fit what is there."""
+def _valid_outline(
+    data: bytes | None, where: str, files: Mapping[str, int]
+) -> tuple[dict[str, Any] | None, Outline]:
+    """Returns the metadata and its outline; None and an empty outline if they are missing or
+    damaged, or if they disagree with the files."""
     with suppress(DamagedError, KeyError, TypeError, AttributeError):
-        metadata = _read_metadata(data, where)
-        outline = Outline.from_json(metadata["outline"], where)
+        metadata = None if data is None else _read_metadata(data, where)
+        outline = Outline() if metadata is None else Outline.from_json(metadata["outline"], where)
         if outline.fits(files):
             return metadata, outline
-    return None
+    return None, Outline()
 
 
 def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
@@ -246,7 +253,7 @@ def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
         )
     if content.get("format_version") != FORMAT_VERSION:
         raise DamagedError(f"{where}: {OTHER_VERSION}")
-    if missing := [key for key in NEEDED if key not in content]:
+    if missing := [key for key in REQUIRED if key not in content]:
         raise DamagedError(f"{where}: lacks {', '.join(missing)}")
     check_fields(content, FIELDS, where)
     identity_of(content, where)
@@ -254,7 +261,7 @@ def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _read_commit(data: bytes, name: str, where: str) -> Commit | None:
-    """None for a claim."""
+    """Reads the JSON of a shard; returns None for a claim."""
     content = unseal(data, where)
     if CLAIM in content:
         return None
@@ -265,7 +272,7 @@ def _read_commit(data: bytes, name: str, where: str) -> Commit | None:
 
 
 def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
-    """The last whole line of metrics.jsonl. It is for the user alone; nothing depends on it."""
+    """Returns the last complete line of metrics.jsonl, which is only for the user to see."""
     size = files.get(METRICS, 0)
     tail = folder.read(METRICS, start=-min(size, METRICS_TAIL)) if size else None
     for line in reversed((tail or b"").splitlines()):
@@ -276,16 +283,17 @@ def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
     return {}
 
 
-def metadata_in(folder: Folder) -> dict[str, Any] | None:
-    """Returns what metadata.json of a run says; None without one. --verify reports a damaged
-    one."""
+def read_metadata(folder: Folder) -> dict[str, Any] | None:
+    """Returns the content of metadata.json; None if it is missing or damaged, or if it is a claim.
+
+    --verify reports a damaged one.
+    """
     content = _unsealed(folder, METADATA)
     return None if content is None or CLAIM in content else content
 
 
-def owner_of(folder: Folder) -> str | None:
-    """Returns the process that metadata.json names as the owner of a folder; None if it names
-    none."""
+def read_owner(folder: Folder) -> str | None:
+    """Returns the process that owns a folder according to metadata.json; None if it names none."""
     content = _unsealed(folder, METADATA) or {}
     return content.get(CLAIM, content.get("owner"))
 
@@ -293,8 +301,8 @@ def owner_of(folder: Folder) -> str | None:
 def check_own(folder: Folder) -> None:
     """Raises InputError if --overwrite would delete or replace files of somebody else.
 
-    What is named as our files are is ours beside our metadata.json, or if the JSON of a shard names
-    it.
+    A file whose name fits belongs to an extraction if there is a sound metadata.json beside it, or
+    if the JSON of a shard names it.
     """
     names = [name for name in own_files(folder.files()) if name[0] != "."]
     if not names or _unsealed(folder, METADATA) is not None:
@@ -315,7 +323,7 @@ def check_own(folder: Folder) -> None:
 
 
 def _unsealed(folder: Folder, name: str) -> dict[str, Any] | None:
-    """The content of a sealed JSON; None if there is none, or if it is damaged."""
+    """Returns the content of a sealed JSON; None if it is missing or damaged."""
     data = folder.read_sealed(name)
     with suppress(DamagedError):
         return None if data is None else unseal(data, name)

@@ -1,10 +1,10 @@
 """Requests to Google Cloud Storage and S3 that fsspec's file systems do not offer.
 
-Conditional ones, which the store carries out only if an object is still as it was seen: Google
-compares generations, S3 compares ETags. And uploads from memory, one conditional PUT for each
-object, by obstore, which is written in Rust: without Python's lock, and without a copy of the data.
-Where the bucket is and who we are there, fsspec's file system says; requests that fail are repeated
-by `Folder`.
+The store carries out a conditional request only if an object has not changed since it was last
+seen: Google compares generations, S3 compares ETags. Uploads go from memory, in one conditional PUT
+for each object. They use obstore, which is written in Rust and needs neither the GIL nor a copy of
+the data. The address of the bucket and the credentials come from fsspec's file system, and `Folder`
+retries requests that fail.
 """
 
 import base64
@@ -18,20 +18,20 @@ from typing import Any
 from fsspec.asyn import sync
 from fsspec.exceptions import FSTimeoutError
 
-from activation_extraction.store.patience import in_time, time_for
+from activation_extraction.store.patience import timeout_for, with_timeout
 
-# obstore's time-outs begin with the request and know nothing of how much of its body has been sent:
-# they cannot tell a slow upload from a silent server. So each request has `patience`, or what an
-# object of its size needs on a slow line, if that is longer. A line that is dead, and a server that
-# reads no further, end it sooner: obstore has the system close a connection on which nothing is
-# acknowledged for 30 s (TCP_USER_TIMEOUT), and waits 5 s for one.
+# obstore's timeouts begin with the request and ignore how much of its body has been sent, so they
+# cannot tell a slow upload from a silent server. So each request gets `patience`, or the time that
+# an object of its size needs on a slow line, whichever is longer. A dead line, or a server that has
+# stopped reading, ends it sooner: obstore has the system close a connection on which nothing is
+# acknowledged for 30 s (TCP_USER_TIMEOUT), and waits 5 s for a connection.
 
-# Codes of S3 for what is worth another try although its status is 400.
-PASSING = {"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"}
+# Error codes of S3 that are worth a retry although their status is 400.
+RETRYABLE_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"}
 
 
 class RequestError(OSError):
-    """The store answered, but refused. code: the HTTP status; 0 if that is misleading."""
+    """The store refused a request. code: the HTTP status; 0 if that is misleading."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -39,10 +39,10 @@ class RequestError(OSError):
 
 
 class ObjectStore(ABC):
-    """One bucket. patience: seconds, as in `Folder`. Paths are those of the file system.
+    """A bucket. patience: in seconds, as in `Folder`. Paths are those of the file system.
 
-    uploads: whether `create` works: not where obstore would not honour the file system's options.
-    verifies: whether the store itself refuses what does not arrive as it was sent. Conditional
+    uploads: whether `create` works; it does not where obstore would ignore options of the file
+    system. verifies: whether the store itself refuses data that was damaged on the way. Conditional
     requests raise FileExistsError or FileNotFoundError when the object has changed.
     """
 
@@ -52,19 +52,19 @@ class ObjectStore(ABC):
     def __init__(self, file_system: Any, patience: float) -> None:
         self._fs = file_system
         self._patience = patience
-        self._stores: dict[float, Any] = {}  # by time-out, which each has for all of its requests
+        self._stores: dict[float, Any] = {}  # by timeout, which applies to all requests of a store
 
     @abstractmethod
     def version(self, entry: dict[str, Any]) -> str:
-        """Returns the version of an object, from what a listing or `info` says of it."""
+        """Returns the version of an object, given its entry in a listing or its `info`."""
 
     @abstractmethod
     def write(self, path: str, data: bytes, version: str | None) -> str:
-        """Replaces this version of a small object (None: creates it); returns the new version."""
+        """Replaces a version of a small object (None: creates it), and returns the new version."""
 
     @abstractmethod
     def delete(self, path: str, version: str) -> None:
-        """Deletes this version of an object."""
+        """Deletes a version of an object."""
 
     @property
     @abstractmethod
@@ -77,17 +77,17 @@ class ObjectStore(ABC):
     def _open(self, bucket: str, shared: dict[str, Any]) -> Any: ...  # a store of obstore
 
     def create(self, path: str, parts: Sequence[memoryview], size: int) -> str | None:
-        """Creates an object; returns its version, if objects have versions there.
+        """Creates an object, and returns its version if the store has versions.
 
         Raises FileExistsError, FileNotFoundError if there is no such bucket, FSTimeoutError if
-        nobody answered, and RequestError or ConnectionError.
+        there was no answer, and RequestError or ConnectionError for other failures.
         """
         from obstore.exceptions import AlreadyExistsError, BaseError  # reading needs no obstore
 
-        find = partial(in_time, self._patience, self._credentials)
-        find()  # what is wrong with them is better said by their own errors
+        find = partial(with_timeout, self._patience, self._credentials)
+        find()  # its own errors explain better than obstore's what is wrong with the credentials
         bucket, key = path.split("/", 1)
-        seconds = time_for(size, self._patience)
+        seconds = timeout_for(size, self._patience)
         if seconds not in self._stores:
             http = self._address.startswith("http://")
             shared = {
@@ -97,16 +97,16 @@ class ObjectStore(ABC):
             }
             self._stores[seconds] = self._open(bucket, shared)
         try:
-            # Not put_async: a process that ends soon after it is often aborted.
+            # put_async would often abort a process that ends soon after it.
             return self._stores[seconds].put(key, parts, mode="create")["version"]
         except AlreadyExistsError as error:
             raise FileExistsError(path) from error
         except BaseError as error:
-            raise in_python(error) from error
+            raise as_os_error(error) from error
 
 
 class GoogleStore(ObjectStore):
-    """Google Cloud Storage. Generation 0 stands for an object that does not exist."""
+    """A bucket in Google Cloud Storage, where generation 0 means that there is no object."""
 
     verifies = False
 
@@ -137,13 +137,13 @@ class GoogleStore(ObjectStore):
         self._fs.call("DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=version)
 
     def holds(self, path: str, size: int, crc32c: int) -> bool:
-        """Returns whether there is an object of this content, in one request; `info` sends two."""
+        """Returns whether an object has this content. It sends one request; `info` sends two."""
         try:
-            found = self._fs.call("GET", "b/{}/o/{}", *path.split("/", 1), json_out=True)
+            info = self._fs.call("GET", "b/{}/o/{}", *path.split("/", 1), json_out=True)
         except FileNotFoundError:
             return False
         expected = base64.b64encode(crc32c.to_bytes(4, "big")).decode()
-        return int(found["size"]) == size and found.get("crc32c") == expected
+        return int(info["size"]) == size and info.get("crc32c") == expected
 
     @property
     def _address(self) -> str:
@@ -155,17 +155,17 @@ class GoogleStore(ObjectStore):
         return GCSStore(bucket, base_url=self._address, **shared)
 
     def _credentials(self) -> dict[str, Any]:
-        """Fresh for some minutes; an empty token if the file system is anonymous."""
+        """Returns a token that is valid for some minutes; it is empty for anonymous access."""
         self._fs.credentials.maybe_refresh()
-        found = self._fs.credentials.credentials
-        if found is None:
+        credentials = self._fs.credentials.credentials
+        if credentials is None:
             return {"token": "", "expires_at": None}
-        expires = found.expiry and found.expiry.replace(tzinfo=UTC)
-        return {"token": found.token, "expires_at": expires}
+        expires = credentials.expiry and credentials.expiry.replace(tzinfo=UTC)
+        return {"token": credentials.token, "expires_at": expires}
 
 
 class S3Store(ObjectStore):
-    """S3, whose ETags are digests of what is stored: what is to be told apart must differ."""
+    """A bucket in S3. ETags are digests of the content, so two versions must differ in content."""
 
     verifies = True
 
@@ -201,20 +201,20 @@ class S3Store(ObjectStore):
     def _open(self, bucket: str, shared: dict[str, Any]) -> Any:
         from obstore import store
 
-        # S3 refuses what does not have this checksum, which the signature needs anyway.
-        own: Any = {"endpoint": self._address, "checksum_algorithm": "SHA256"}
-        return store.S3Store(bucket, region=self._fs.connect().meta.region_name, **own, **shared)
+        # S3 refuses data that does not match this checksum, which the signature needs anyway.
+        shared |= {"endpoint": self._address, "checksum_algorithm": "SHA256"}
+        return store.S3Store(bucket, region=self._fs.connect().meta.region_name, **shared)
 
     def _credentials(self) -> dict[str, Any]:
-        """These last for ten minutes at least."""
+        """Returns keys that are valid for at least ten minutes."""
         fs = self._fs
 
         async def find() -> Any:
             await fs.set_session()
-            found = await fs.session.get_credentials()
-            if found is None:
+            credentials = await fs.session.get_credentials()
+            if credentials is None:
                 raise RequestError(401, "no credentials for S3 were found")
-            return await found.get_frozen_credentials()
+            return await credentials.get_frozen_credentials()
 
         key, secret, token = (fs.key, fs.secret, fs.token) if fs.key else sync(fs.loop, find)[:3]
         expires = datetime.now(UTC) + timedelta(minutes=10)
@@ -222,25 +222,25 @@ class S3Store(ObjectStore):
         return {**keys, "expires_at": expires}
 
 
-def in_python(error: Exception) -> OSError:
-    """Returns what obstore says of an error, briefly: the answer's code and message, or the
-    system's."""
+def as_os_error(error: Exception) -> OSError:
+    """Converts an error of obstore to an OSError with a short message: the code and message of the
+    store's answer, or the message of the operating system."""
     text, _, details = str(error).partition("\n\nDebug source:\n")
     answer = re.search(r"status code: (\d+) ?([^:]*)", text)
     if answer is not None:
-        said = re.findall(r"<(?:Code|Message)>([^<]*)</", text)
-        passing = not PASSING.isdisjoint(said)
-        return RequestError(0 if passing else int(answer[1]), ": ".join(said) or answer[0])
+        messages = re.findall(r"<(?:Code|Message)>([^<]*)</", text)
+        retryable = not RETRYABLE_CODES.isdisjoint(messages)
+        return RequestError(0 if retryable else int(answer[1]), ": ".join(messages) or answer[0])
     if "TimedOut" in details:
         return FSTimeoutError("no answer")
     reason = re.search(r'(?:message|error): "([^"]+)"', details)
     return ConnectionError(reason[1] if reason else text.rpartition(" - ")[2])
 
 
-def object_store_of(
+def find_object_store(
     file_system: Any, protocols: tuple[str, ...], patience: float
 ) -> ObjectStore | None:
-    """Returns the store behind a file system; None if it is another kind of store."""
+    """Returns the object store behind a file system; None if it is neither Google's nor S3."""
     if not {"gs", "gcs"}.isdisjoint(protocols):
         return GoogleStore(file_system, patience)
     if "s3" in protocols and hasattr(file_system, "connect"):

@@ -1,26 +1,26 @@
-"""Ownership: of several processes with one machine_id, only the one that began last may write.
+"""Ownership: of several processes with the same machine_id, only the last to begin may write.
 
-On this machine, a lock on the folder decides. metadata.json names the owner for all who cannot see
-such a lock: in a bucket, and where the file system has none. Looking there before each write leaves
-a moment between looking and writing, in which another process may begin. Where the store writes
-conditionally (`Folder.conditional`: Google Cloud Storage and S3), that moment does no harm:
+On one machine, a lock on the folder decides. Where no lock is visible, in a bucket or on a file
+system without locks, metadata.json names the owner. Each write is preceded by a look at it, but
+another process may begin between the look and the write. If the store supports conditional writes
+(`Folder.conditional`: Google Cloud Storage and S3), that does no harm:
 
-- A process that begins claims the JSON of the first shard that it is to store: it writes its name
-  there, on condition that the JSON is as it saw it when it looked for what is stored. Then it
-  writes metadata.json. Readers do not count a claim: a shard without its JSON does not exist.
-- A shard's JSON is written on condition that its place is still empty, or holds the writer's own
-  claim. JSONs are written in order, so a process that has lost one place writes no later one.
+- A process that begins claims the JSON of the first shard that it will store: it writes its own id
+  there, on condition that the JSON has not changed since the process read the folder. Then it
+  writes metadata.json. Readers do not count a claim, because a shard without its JSON does not
+  exist.
+- A shard's JSON is written on condition that it does not exist yet, or that it is the writer's own
+  claim. JSONs are written in order, so a process that has lost one of them writes no later one.
 - metadata.json is written on condition that it is what this process wrote before.
-- A shard file is only created; one that is there already is deleted first, by its version.
-- A process that deletes an extraction first claims the place that its owner would write to next,
-  and then that of metadata.json. It deletes only the versions that it has seen in a listing, after
-  which its claims still held: they are no later owner's. No later owner counts on them either: it
-  looks at metadata.json again after its own claim.
+- A shard file is only ever created; an existing one is deleted first, by its version.
+- A process that deletes an extraction first claims the JSON that the owner would write next, and
+  then metadata.json. It deletes only versions that it has seen in a listing after which its claims
+  still held, so it deletes no files of a later owner. No later owner relies on these files either,
+  since it reads metadata.json again after its own claim.
 
-So no JSON and no metadata.json of an earlier process appears once a later one owns the folder, no
-shard file replaces one of the later, and none of the later's is deleted. The owner is looked up
-before each write as well: in a store without such requests, or one that ignores their conditions,
-nothing more can be promised.
+So once a later process owns the folder, an earlier one writes no JSON and no metadata.json, and
+neither replaces nor deletes a file of the later one. The owner is also checked before each write. A
+store without conditional requests, or one that ignores the conditions, gets only this check.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -31,16 +31,22 @@ from typing import Self
 
 from activation_extraction.common.errors import StorageError
 from activation_extraction.store.commit import METADATA, claim_of, commit_name
-from activation_extraction.store.folder import Folder, TakenError
+from activation_extraction.store.folder import Folder, ObjectExistsError
 from activation_extraction.store.local_files import AtomicFile, lock_folder, unlock, write_bytes
-from activation_extraction.store.metadata import READERS, check_own, is_commit, own_files, owner_of
+from activation_extraction.store.metadata import (
+    READERS,
+    check_own,
+    is_commit,
+    own_files,
+    read_owner,
+)
 from activation_extraction.store.resume import StoragePlan
 
-DELETIONS = 128  # files deleted before the owner is looked up again
+DELETIONS = 128  # how many files are deleted between two checks of the owner
 
 
 class Ownership:
-    """The right of the process `owner` to write to one host's folder, local or in a bucket.
+    """The ownership of one host's folder, local or in a bucket, by the process `owner`.
 
     Methods raise StorageError when another process has begun to write there.
     """
@@ -49,27 +55,27 @@ class Ownership:
         self.owner = owner
         self.folder = folder
         self._lock: int | None = None
-        self._versions: dict[str, str] = {}  # of the JSONs in the bucket, as far as we know
+        self._versions: dict[str, str] = {}  # the last known versions of the JSONs in the bucket
         self._claimed: set[str] = set()
-        self._began = False  # whether metadata.json has named us
-        self._metadata: str | None = None  # the version that we wrote
+        self._began = False  # whether metadata.json has named this process
+        self._metadata: str | None = None  # the version of metadata.json that this process wrote
 
     def lock(self) -> None:
-        """Locks a local folder, if its file system can. Raises RunError if it is locked."""
+        """Locks a local folder, if its file system has locks. Raises RunError if it is locked."""
         self._lock = lock_folder(Path(self.folder.url))
 
     def unlock(self) -> None:
-        """Gives up the lock."""
+        """Releases the lock."""
         unlock(self._lock)
         self._lock = None
 
     def claim(self, plan: StoragePlan) -> bool:
-        """Claims the first shard to store; False when the folder is not as planned: look again."""
+        """Claims the first shard to store; returns False if the folder has changed since `plan`."""
         if self.folder.conditional:
             self._versions = dict(plan.versions)
             if not self._claim(commit_name(plan.next.first)):
                 return False
-        return owner_of(self.folder) == plan.owner
+        return read_owner(self.folder) == plan.owner
 
     def _claim(self, name: str) -> bool:
         before = self._versions.get(name)
@@ -81,10 +87,11 @@ class Ownership:
         return True
 
     def clear(self) -> None:
-        """Deletes the extraction in the folder, whose owner may be at work, and claims shard 1.
+        """Deletes the extraction in the folder, whose owner may be running, and claims shard 1.
 
-        The place that the owner would write to next stays claimed until we come to it, and
-        metadata.json names us: killed in the middle of this, it is not continued.
+        The JSON that the owner would have written next stays claimed until this process gets to it.
+        metadata.json is a claim meanwhile, so that nobody continues an extraction which is only
+        partly deleted.
         """
         self._delete()
         first = commit_name(1)
@@ -92,7 +99,7 @@ class Ownership:
             raise self._lost()
 
     def delete(self) -> None:
-        """Deletes the extraction in the folder for good."""
+        """Deletes the extraction in the folder, and the claims too."""
         self._delete()
         self.release()
         self.folder.remove(METADATA, self._metadata)
@@ -102,7 +109,7 @@ class Ownership:
         self._stop_owner()
         self.put_metadata(claim_of(self.owner))
         before = None
-        while True:  # until nothing is left that was on its way when the owner was stopped
+        while True:  # also delete files that were being written when the owner was stopped
             listing = self.folder.listing()
             kept = {METADATA, *self._claimed}
             entries = [(name, listing[name]) for name in own_files(listing) if name not in kept]
@@ -112,7 +119,7 @@ class Ownership:
                 self.check()
                 self._check_claims()
                 some = entries[start : start + DELETIONS]
-                with ThreadPoolExecutor(READERS) as pool:  # where there are versions, only these
+                with ThreadPoolExecutor(READERS) as pool:
                     list(pool.map(lambda each: self.folder.remove(each[0], each[1].version), some))
             before = entries
         self._versions = {name: self._versions[name] for name in self._claimed}
@@ -121,17 +128,21 @@ class Ownership:
         """Claims the JSON that the owner of the folder would write next."""
         claimed = not self.folder.conditional
         while not claimed:
-            jsons = {n: entry for n, entry in self.folder.listing().items() if is_commit(n)}
+            jsons = {
+                name: entry for name, entry in self.folder.listing().items() if is_commit(name)
+            }
             self._versions = {name: str(entry.version) for name, entry in jsons.items()}
             claim_size = len(claim_of(self.owner))
             commits = {name for name, entry in jsons.items() if entry.size > claim_size}
-            claimed = self._claim(next(n for n in map(commit_name, count(1)) if n not in commits))
+            names = map(commit_name, count(1))
+            claimed = self._claim(next(name for name in names if name not in commits))
 
     def check(self) -> None:
-        """Whether we still are the owner: by our lock, or by metadata.json."""
+        """Raises StorageError unless this process still owns the folder, by its lock or by
+        metadata.json."""
         if self._lock is not None or not self._began:
             return
-        if owner_of(self.folder) != self.owner:
+        if read_owner(self.folder) != self.owner:
             raise self._lost()
 
     def new_file(self, name: str) -> "AtomicFile | _NewObject":
@@ -141,10 +152,7 @@ class Ownership:
         return _NewObject(self, name)
 
     def begin_shard(self, json: str) -> None:
-        """Called when a shard's bytes are ready: the JSON of the shard that it replaces goes.
-
-        `json` is the name of both.
-        """
+        """Withdraws the JSON of a shard that is about to be replaced. json: the JSON's name."""
         self.check()
         if not self.folder.conditional:
             self.folder.remove(json)
@@ -159,13 +167,13 @@ class Ownership:
             file.publish()
 
     def create(self, name: str, buffers: list[memoryview], size: int, crc32c: int) -> None:
-        """Writes an object, which replaces none that a later owner has written."""
+        """Writes an object, but never replaces one that a later owner has written."""
         while True:
             try:
                 return self.folder.create(name, buffers, size, crc32c)
-            except TakenError:
+            except ObjectExistsError:
                 version = self.folder.version(name)
-                self.check()  # after looking: what a later owner has written stays
+                self.check()  # after `version`, so that a later owner's object is not deleted
                 if version is not None:
                     self.folder.remove(name, version)
 
@@ -181,7 +189,7 @@ class Ownership:
         self._claimed.discard(name)
 
     def put_metadata(self, data: bytes) -> None:
-        """Writes metadata.json; the first one makes us the owner in everybody's eyes.
+        """Writes metadata.json. The first one tells other processes that this one is the owner.
 
         Raises OSError if the folder is local.
         """
@@ -200,16 +208,16 @@ class Ownership:
     def _write_metadata(self, data: bytes) -> str:
         """Writes metadata.json conditionally, and returns its version."""
         if self._metadata is not None:
-            written = self.folder.write_if(METADATA, data, self._metadata)
-            if written is None:
+            version = self.folder.write_if(METADATA, data, self._metadata)
+            if version is None:
                 raise self._lost()
-            return written
-        written = None
-        while written is None:
+            return version
+        version = None
+        while version is None:
             before = self.folder.version(METADATA)
-            self._check_claims()  # after looking: whoever claims later writes later
-            written = self.folder.write_if(METADATA, data, before)
-        return written
+            self._check_claims()  # after `version`: a process that claims later also writes later
+            version = self.folder.write_if(METADATA, data, before)
+        return version
 
     def _check_claims(self) -> None:
         for name in self._claimed:
@@ -217,7 +225,7 @@ class Ownership:
                 raise self._lost()
 
     def release(self) -> None:
-        """Gives up the claims that were not needed."""
+        """Removes the claims that were not needed."""
         for name in sorted(self._claimed):
             self.folder.remove(name, self._versions[name])
         self._claimed.clear()
@@ -230,8 +238,7 @@ class Ownership:
 
 
 class _NewObject:
-    """An object in a bucket, whose bytes stay in memory until it is published. It is used as an
-    AtomicFile is."""
+    """An object in a bucket with the methods of AtomicFile. It is in memory until `publish`."""
 
     def __init__(self, owner: Ownership, name: str) -> None:
         self._owner = owner
@@ -239,12 +246,12 @@ class _NewObject:
         self._buffers: list[memoryview] = []
         self._size = 0
         self._crc32c = 0
-        self._add = import_module("crc32c").crc32c  # which reading does without
+        self._update = import_module("crc32c").crc32c  # imported here: readers do not need it
 
     def write(self, data: bytes | memoryview) -> int:
         content = memoryview(data).cast("B")
         self._buffers.append(content)
-        self._crc32c = self._add(content, self._crc32c)
+        self._crc32c = self._update(content, self._crc32c)
         self._size += content.nbytes
         return content.nbytes
 

@@ -1,6 +1,6 @@
-"""Requests that are retried for a while, unless their failure is final.
+"""Retries failing requests to a folder for a while, unless the failure is final.
 
-Also says why a file system refused a request, in words for the user.
+It also explains to the user why a file system refused a request.
 """
 
 import errno
@@ -21,17 +21,17 @@ from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.common.log import gcsfs_listeners, log
 
 PATIENCE = 300.0  # seconds
-LOOKING = 20.0  # seconds, for --status
-UPLOAD_TIMEOUT = "--upload_timeout"  # the flag that sets it for buckets of runs
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts
-BEAT = 10.0  # seconds
-SLOWEST = 0.125e6  # bytes per second: 16 Mbit/s that 16 uploads share
+STATUS_PATIENCE = 20.0  # seconds, for --status
+UPLOAD_TIMEOUT = "--upload_timeout"  # the flag that sets the patience for a run's bucket
+FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0  # seconds between attempts
+HEARTBEAT = 10.0  # seconds
+MIN_BYTES_PER_SECOND = 0.125e6  # 16 uploads that share 16 Mbit/s
 
 T = TypeVar("T")
 
 
 class FolderError(RunError):
-    """A folder refused a request (`final`), or kept failing until the retries were given up."""
+    """A folder refused a request (`final`), or requests kept failing until time ran out."""
 
     def __init__(self, message: str, final: bool, *, remedy: str | None = None) -> None:
         super().__init__(message, remedy=remedy)
@@ -39,25 +39,25 @@ class FolderError(RunError):
 
 
 @contextmanager
-def beating(beat: Callable[[], None]) -> Iterator[None]:
-    """Calls `beat` now and then inside the block, which ends in time by itself."""
+def heartbeat(on_progress: Callable[[], None]) -> Iterator[None]:
+    """Calls `on_progress` regularly while the block runs, which must have a time limit."""
     done = threading.Event()
 
     def work() -> None:
-        while not done.wait(BEAT):
-            beat()
+        while not done.wait(HEARTBEAT):
+            on_progress()
 
-    threading.Thread(target=work, name="beat", daemon=True).start()
+    threading.Thread(target=work, name="heartbeat", daemon=True).start()
     try:
         yield
     finally:
         done.set()
 
 
-def in_time(seconds: float, action: Callable[[], T]) -> T:
-    """Returns the result of an action that has no limit of its own, or one that is too long.
+def with_timeout(seconds: float, action: Callable[[], T]) -> T:
+    """Returns the result of an action, which need not have a time limit of its own.
 
-    Raises FSTimeoutError after so many seconds; the action's thread is then left to itself.
+    Raises FSTimeoutError when the time is up; the action then goes on in an abandoned thread.
     """
     result: Future[T] = Future()
 
@@ -73,49 +73,52 @@ def in_time(seconds: float, action: Callable[[], T]) -> T:
     return result.result()
 
 
-def time_for(size: int, patience: float) -> float:
-    """Returns the seconds for a request that moves so many bytes; see object_store.py."""
-    return max(patience, 2 ** size.bit_length() / SLOWEST)
+def timeout_for(size: int, patience: float) -> float:
+    """Returns the time limit, in seconds, of a request for `size` bytes; see object_store.py."""
+    return max(patience, 2 ** size.bit_length() / MIN_BYTES_PER_SECOND)
 
 
-class Patient:
-    """Sends requests to the folder `url`; see `Folder` for the rest."""
+class Retrying:
+    """Sends requests to the folder `url`, and retries them. `Folder` describes the arguments."""
 
-    local: bool  # whether it is a folder on this machine, where it is useless to try again
+    local: bool  # whether the folder is on this machine, where retrying is useless
 
-    def __init__(self, url: str, patience: float, beat: Callable[[], None], flag: str) -> None:
+    def __init__(
+        self, url: str, patience: float, on_progress: Callable[[], None], flag: str
+    ) -> None:
         self.url = url
-        self.beat = beat
+        self.on_progress = on_progress
         self.retries = 0
         self._patience = patience
         self._flag = flag
         self._by_flag = f" ({flag})" if flag else ""
-        self._opening = 0.0  # seconds that opening it took, until the first success
+        self._opening = 0.0  # seconds that opening it took; 0 after the first success
         self._failing = False  # whether a request has failed since the last success
 
-    def _persist(
+    def _retry(
         self,
-        what: str,
+        request: str,
         action: Callable[[], T],
         size: int = 0,
-        ends: bool = False,
-        waits: bool = False,
+        has_timeout: bool = False,
+        must_finish: bool = False,
     ) -> T:
         """Returns the result of `action`, which is retried unless its failure is final.
 
-        size: how many bytes it moves. ends: the action ends in time by itself, and only silence,
-        not an answer, counts as time without progress. Any other action has what is left of the
-        patience, or what its bytes need on a slow line. waits: the action may not be left to
-        itself, since it would undo later work if it came to its end after all.
+        request: names it in messages. size: how many bytes it moves. has_timeout: the action limits
+        its own time, and only silence, not an answer, counts as time without progress. Any other
+        action gets the remaining patience, or the time that its bytes need on a slow line.
+        must_finish: the action may not be abandoned, because it would undo later work if it
+        succeeded after all.
         """
-        heard = ""  # why the file system itself has tried a request again
+        inner_reason = ""  # why the file system retried the request by itself
 
         def listen(reason: str) -> None:
-            nonlocal heard
-            heard = reason
-            self._say(what, reason)
+            nonlocal inner_reason
+            inner_reason = reason
+            self._warn(request, reason)
 
-        # On opening, on attempts, each since its last progress, and on the pauses between them.
+        # Counts opening, attempts, each since its last progress, and the pauses between them.
         spent = self._opening
         pause, reason = FIRST_PAUSE, "no answer"
         gcsfs_listeners.append(listen)
@@ -123,71 +126,72 @@ class Patient:
             while True:
                 began = time.monotonic()
                 try:
-                    if waits or ends or self.local:
+                    if must_finish or has_timeout or self.local:
                         result = action()
                     else:
-                        result = in_time(time_for(size, self._patience - spent), action)
+                        result = with_timeout(timeout_for(size, self._patience - spent), action)
                     self._failing, self._opening = False, 0.0
                     return result
                 except FolderError:
                     raise
-                except Exception as error:  # whatever a file system or the network may raise
-                    said, final = reason_of(error)
+                except Exception as error:  # a file system or the network may raise any exception
+                    error_reason, final = reason_of(error)
                     silent = isinstance(error, FSTimeoutError)
-                    reason = (heard or reason) if silent else said
-                    if silent or not ends or not isinstance(error, OSError):
+                    reason = (inner_reason or reason) if silent else error_reason
+                    if silent or not has_timeout or not isinstance(error, OSError):
                         spent += time.monotonic() - began
                     if final or self.local:
-                        raise FolderError(f"{self.url}: {what}: {reason}", final=True) from error
+                        raise FolderError(f"{self.url}: {request}: {reason}", final=True) from error
                     if spent + pause > self._patience:
                         raise FolderError(
-                            f"{self.url}: {what} kept failing for {spent:.0f} s{self._by_flag}: "
+                            f"{self.url}: {request} kept failing for {spent:.0f} s{self._by_flag}: "
                             f"{reason}",
                             final=False,
                         ) from error
                 self.retries += 1
-                self.beat()
-                self._say(what, reason)
-                log.debug("%s: %s: %s; trying again in %.1f s", self.url, what, reason, pause)
+                self.on_progress()
+                self._warn(request, reason)
+                log.debug("%s: %s: %s; trying again in %.1f s", self.url, request, reason, pause)
                 slept = pause * random.uniform(0.5, 1)
                 time.sleep(slept)
                 spent += slept
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, MAX_PAUSE)
         finally:
             gcsfs_listeners.remove(listen)
 
-    def _say(self, what: str, reason: str) -> None:
-        """Warns about a failed request, once until something succeeds again."""
+    def _warn(self, request: str, reason: str) -> None:
+        """Warns about a failed request, but only once until a request succeeds again."""
         if not self._failing:
             self._failing = True
             log.warning(
                 "%s: %s failed (%s); trying again for up to %g s%s",
-                *(self.url, what, f"{reason:.200}", self._patience, self._by_flag),
+                *(self.url, request, f"{reason:.200}", self._patience, self._by_flag),
             )
 
 
-LINK = "is a symbolic link; expected a file or folder of its own, or none"
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+IS_A_LINK = "is a symbolic link; expected a file or folder of its own, or none"
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 LOCAL_AND_FINAL = {
     errno.ENOSPC: "the disk is full; make room first",
     errno.EDQUOT: "the disk quota is used up; make room first",
     errno.EROFS: "the file system is read-only; make it writable first",
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
-    errno.ELOOP: LINK,
+    errno.ELOOP: IS_A_LINK,
 }
-OTHER_SCRATCH = "set TMPDIR to a folder with room for a few shards"
-# HTTP statuses after which a request may be sent again; 410 means a lost upload session.
-WORTH_ANOTHER_TRY = {408, 409, 410, 416, 429}
+SET_TMPDIR = "set TMPDIR to a folder with room for a few shards"
+# HTTP statuses after which a request is worth sending again; 410 means a lost upload session.
+RETRYABLE_STATUSES = {408, 409, 410, 416, 429}
 
 
 def reason_of(error: BaseException) -> tuple[str, bool]:
-    """Returns what went wrong, in words for the user, and whether it is useless to try again."""
+    """Explains to the user what went wrong, and returns whether it is useless to try again."""
     code = getattr(error, "code", None)
     status = int(str(code)) if str(code).isdigit() else 0
     text = one_line(error)
     if type(error).__module__.startswith("google.auth"):
-        causes = {type(error).__name__, type(error.__cause__).__name__}  # metadata server: a cause
+        # A TransportError of the metadata server is only the cause of the error.
+        causes = {type(error).__name__, type(error.__cause__).__name__}
         final = not getattr(error, "retryable", False) and "TransportError" not in causes
         return (
             f"the credentials cannot be used or have expired ({text:.200}); renew them with "
@@ -204,22 +208,22 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
         text = error.strerror
     if isinstance(error, FileNotFoundError):
         return f"not found ({text:.200})", True
-    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):  # as of a proxy in between
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):  # a proxy's page, for example
         return f"the answer is not the store's ({text:.200})", False
     final = isinstance(error, ValueError | TypeError | ImportError)
-    final = final or 400 <= status < 500 and status not in WORTH_ANOTHER_TRY
+    final = final or 400 <= status < 500 and status not in RETRYABLE_STATUSES
     return f"{text:.200}", final
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Makes a folder for downloads, for a while. Raises RunError, naming TMPDIR, if it cannot."""
+    """Makes a temporary folder for downloads. Raises RunError, naming TMPDIR, if it cannot."""
     try:
-        made = TemporaryDirectory()
+        temporary = TemporaryDirectory()
     except OSError as error:
         raise RunError(
             f"no temporary folder can be made: {reason_of(error)[0]}",
-            remedy=OTHER_SCRATCH,
+            remedy=SET_TMPDIR,
         ) from error
-    with made as folder:
+    with temporary as folder:
         yield Path(folder)

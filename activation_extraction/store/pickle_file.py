@@ -1,8 +1,8 @@
-"""The pickle form of a shard: a dict from key (layer, or hook name) to a list of records.
+"""The pickle format of a shard: a dict from key (layer, or hook name) to a list of records.
 
 `pickle.loads(gzip.open(path).read())` reads it. There is one record per sample, in order; a record
 is a dict of plain values and NumPy arrays (see `Record`). The bytes depend only on the content.
-Always read a compressed file to its end: its checksum is there, and `pickle.load` stops before it.
+Always read a compressed file to its end, where its checksum is; `pickle.load` stops before it.
 """
 
 import os
@@ -18,15 +18,14 @@ from isal import igzip
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.store.labels import LABELS, wrong_role
 from activation_extraction.store.safe_unpickler import unpickle
-from activation_extraction.store.sealed_json import LARGEST_COUNT, MOST_PARTS, SCALARS
-from activation_extraction.store.shard import DocId, Key, SampleRow, Shard
+from activation_extraction.store.sealed_json import MAX_COUNT, MAX_FIELDS, SCALARS
+from activation_extraction.store.shard import MAX_GZIP_RATIO, DocId, Key, SampleRow, Shard
 
-LARGEST_RATIO = 1032  # of what gzip unpacks to the size of its file
-LONGEST_NUMBER = 14_000  # bits; Python prints no longer ones
+MAX_NUMBER_BITS = 14_000  # Python does not print longer numbers
 
 
 class Record(TypedDict):
-    """One sample at one hook."""
+    """A sample at one hook."""
 
     sample_idx: int
     hook: str  # its full name, such as blocks.12.hook_mlp_out
@@ -41,8 +40,8 @@ class Record(TypedDict):
 
 
 Records = dict[Key, list[Record]]
-# The types of a record's fields. A field that is not here may have any scalar, a flat list, tuple
-# or dict of them, or an array.
+# The types of a record's fields. Any other field may be a scalar, a flat list, tuple or dict of
+# scalars, or an array.
 FIELDS: dict[str, tuple[type, ...]] = {
     "sample_idx": (int,),
     "hook": (str,),
@@ -56,7 +55,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
 
 
 class ContentError(RunError):
-    """The records of a shard contradict one another, or the names of its hooks."""
+    """The records of a shard contradict each other, or the names of its hooks."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
@@ -64,11 +63,11 @@ class ContentError(RunError):
 
 
 class _Pickler(pickle.Pickler):
-    """Writes arrays in C order straight from memory; `pickle.dump` would copy all of them, and keep
-    the copies until it ends.
+    """Writes arrays in C order straight from memory; `pickle.dump` would keep copies of all of them
+    until it ends.
 
-    Protocol 5 makes this possible. But NumPy's own form of arrays in it names internals that NumPy
-    1.26 does not have, so arrays, and all else but the protocol's number, are as in protocol 4.
+    This needs protocol 5. But with protocol 5, NumPy would pickle arrays by internals that NumPy
+    1.26 does not have, so everything except the protocol number is written as in protocol 4.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -82,7 +81,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Pieces(list[memoryview]):
-    """Keeps what is written, without copying it."""
+    """A list of everything that was written, without copies."""
 
     def write(self, data: bytes | PickleBuffer) -> int:
         self.append(memoryview(data).cast("B"))
@@ -90,23 +89,23 @@ class _Pieces(list[memoryview]):
 
 
 def pickle_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryview]:
-    """Returns the bytes of a shard's pickle, of which the activations are not copied."""
+    """Returns the bytes of a shard's pickle. Activations are not copied."""
     return pieces_of(records_of(shard, names))
 
 
 def pieces_of(records: Records) -> list[memoryview]:
-    """Returns the bytes of a pickle of records, of which the activations are not copied."""
+    """Returns the bytes of a pickle of records. Activations are not copied."""
     pieces = _Pieces()
     _Pickler(pieces, protocol=5).dump(records)
     return pieces
 
 
 def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
-    """Returns the records of a shard. names: key of each hook -> its full name."""
-    chosen = shard.needs_positions
+    """Returns the records of a shard. names: the hooks' full names by key."""
+    with_positions = shard.needs_positions
 
-    def record(hook: str, row: SampleRow, activation: np.ndarray) -> Record:
-        made: Record = {
+    def record_of(hook: str, row: SampleRow, activation: np.ndarray) -> Record:
+        record: Record = {
             "sample_idx": row.sample_idx,
             "hook": hook,
             "activation": activation,
@@ -115,21 +114,24 @@ def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
             "token_ids": row.token_ids,
             "doc_id": row.doc_id,
         }
-        if chosen:
-            made["positions"] = row.positions
+        if with_positions:
+            record["positions"] = row.positions
         labels: Any = row.labels
-        return {**made, **labels}
+        return {**record, **labels}
 
     return {
-        key: [record(names[key], *each) for each in zip(shard.samples, slices, strict=True)]
+        key: [
+            record_of(names[key], row, activation)
+            for row, activation in zip(shard.samples, slices, strict=True)
+        ]
         for key, slices in shard.slices.items()
     }
 
 
 def positions_of(record: Record) -> np.ndarray:
     """Returns the position of every token of a record, int32."""
-    every = np.arange(len(record["activation"]), dtype=np.int32)
-    return np.asarray(record.get("positions", every), np.int32)
+    all_positions = np.arange(len(record["activation"]), dtype=np.int32)
+    return np.asarray(record.get("positions", all_positions), np.int32)
 
 
 def _labels_of(record: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -137,9 +139,9 @@ def _labels_of(record: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def read_records(path: Path, limit: int) -> Records:
-    """Reads a pickled shard without running pickled code. If its name ends in .gz, it is unpacked.
+    """Reads a pickled shard without running pickled code; it is gzipped if its name ends in .gz.
 
-    limit: the most bytes that it may unpack to; it is never more than gzip can make of the file.
+    limit: the most bytes that it may unpack to, besides what gzip can make of the file's size.
     Raises UnsafeError for anything but plain containers and NumPy arrays of numbers, and for more
     than `limit` bytes; RunError for a damaged file; OSError.
     """
@@ -147,12 +149,12 @@ def read_records(path: Path, limit: int) -> Records:
         size = os.fstat(file.fileno()).st_size
         stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if path.suffix == ".gz" else file
         try:
-            records = unpickle(stream, min(limit, LARGEST_RATIO * max(size, 1)), size)
-            if stream.read(1):  # reading on also makes gzip check its checksum
+            records = unpickle(stream, min(limit, MAX_GZIP_RATIO * max(size, 1)), size)
+            if stream.read(1):  # reading to the end also makes gzip compare its checksum
                 raise RunError("is damaged: bytes follow the end of its pickle")
         except RunError as error:
             raise type(error)(f"{path.name}: {error}") from error
-        except Exception as error:  # whatever broken bytes may raise in gzip, pickle or NumPy
+        except Exception as error:  # broken bytes may raise anything in gzip, pickle or NumPy
             raise RunError(f"{path.name}: cannot be read: {one_line(error):.200}") from error
     if problem := _malformed(records):
         raise RunError(f"{path.name}: is not a shard: {problem}")
@@ -160,47 +162,50 @@ def read_records(path: Path, limit: int) -> Records:
 
 
 def _malformed(records: Any) -> str | None:
-    """How what was unpickled differs in form from a shard; None if it has that form."""
+    """Returns how the form of an unpickled object differs from a shard's; None if it does not.
+
+    No list and no record may occur twice, or a small file could stand for a huge shard.
+    """
     lists: list[Any] = list(records.values()) if type(records) is dict else [None]
-    own = len({id(each) for each in lists}) == len(lists)  # or a few bytes would stand for many
-    if not own or not all(type(each) is list for each in lists):
+    distinct = len({id(each) for each in lists}) == len(lists)
+    if not distinct or not all(type(each) is list for each in lists):
         return "expected a dict of lists of records"
-    every = [record for each in lists for record in each]
-    if len({id(record) for record in every}) != len(every):
-        return "the same record stands in several places"
-    if not all(type(record) is dict and len(record) <= MOST_PARTS for record in every):
-        return f"expected records, dicts of at most {MOST_PARTS} fields"
-    for name, value in (item for record in every for item in record.items()):
+    all_records = [record for each in lists for record in each]
+    if len({id(record) for record in all_records}) != len(all_records):
+        return "the same record occurs several times"
+    if not all(type(record) is dict and len(record) <= MAX_FIELDS for record in all_records):
+        return f"expected records, dicts of at most {MAX_FIELDS} fields"
+    for name, value in (item for record in all_records for item in record.items()):
         kind = type(value)
-        known = kind in FIELDS.get(name, (kind,))
-        if not known or (kind is not np.ndarray and kind is not str and not _is_plain(value)):
+        allowed = kind in FIELDS.get(name, (kind,))
+        if not allowed or (kind is not np.ndarray and kind is not str and not _is_plain(value)):
             return f"the field {name!r:.80} of a record is a {kind.__name__}"
     return None
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value of a record is a scalar, or a flat container of scalars."""
-    parts = list(value) if type(value) in (tuple, list) else [value]
+    """Returns whether a value of a record is a scalar, or a flat container of scalars."""
+    scalars = list(value) if type(value) in (tuple, list) else [value]
     if type(value) is dict:
-        parts = list(value.values())
-    return len(parts) <= MOST_PARTS and all(
-        type(each) in SCALARS and (type(each) is not int or each.bit_length() < LONGEST_NUMBER)
-        for each in parts
+        scalars = list(value.values())
+    return len(scalars) <= MAX_FIELDS and all(
+        type(each) in SCALARS and (type(each) is not int or each.bit_length() < MAX_NUMBER_BITS)
+        for each in scalars
     )
 
 
 def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
-    """Reads a pickled shard. names: key of each hook that it should have -> the hook's full name.
+    """Reads a pickled shard. names: the full names by key of the hooks that it should have.
 
-    Raises what `read_records` does, and ContentError if its records contradict one another.
+    Raises what `read_records` raises, and ContentError if its records contradict each other.
     """
     records = read_records(path, limit)
     if list(records) != list(names):
         raise ContentError([f"has hooks {list(records)}, its JSON says {list(names)}"])
     try:
-        for record in (record for each in records.values() for record in each):
-            _check_possible(record)
-        samples = [  # the first hook's records say what they are
+        for record in (record for of_hook in records.values() for record in of_hook):
+            _check_record(record)
+        samples = [  # from the records of the first hook; the others are compared with them
             SampleRow(
                 sample_idx=record["sample_idx"],
                 token_ids=record["token_ids"],
@@ -211,8 +216,10 @@ def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
             )
             for record in next(iter(records.values()), [])
         ]
-        slices = {key: [each["activation"] for each in own] for key, own in records.items()}
-        problems = [*_problems(records, samples, names)]
+        slices = {
+            key: [record["activation"] for record in of_hook] for key, of_hook in records.items()
+        }
+        problems = list(_contradictions(records, samples, names))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise ContentError([f"its records lack fields or are malformed: {error!r:.200}"]) from error
     if problems:
@@ -220,12 +227,12 @@ def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
     return Shard(samples, slices)
 
 
-def _check_possible(record: Record) -> None:
-    """Raises ValueError for a number or an array that cannot be what it is said to be."""
+def _check_record(record: Record) -> None:
+    """Raises ValueError for a sample number or an array that no sample can have."""
     shape, index = record["activation"].shape, record["sample_idx"]
     ids, positions = record["token_ids"], record.get("positions")
     problem = None
-    if not 0 <= index <= LARGEST_COUNT:
+    if not 0 <= index <= MAX_COUNT:
         problem = "no sample has this number"
     elif len(shape) != 2 or (shape[0] and not shape[1]):
         problem = f"an activation of shape {shape}"
@@ -241,23 +248,23 @@ def _check_possible(record: Record) -> None:
         raise ValueError(f"sample {index!r:.40}: {problem}")
 
 
-def _problems(
+def _contradictions(
     records: Records, samples: list[SampleRow], names: Mapping[Key, str]
 ) -> Iterator[str]:
-    """Where records disagree with the samples, or with the names of the hooks."""
+    """Yields where records disagree with the samples, or with the names of the hooks."""
     indices = [row.sample_idx for row in samples]
-    firsts = next(iter(records.values()), [])
+    of_first_hook = next(iter(records.values()), [])
     if any(list(row.labels) != list(samples[0].labels) for row in samples):
         yield "its samples differ in the labels of their tokens"
-    for key, each in records.items():
-        if [record["sample_idx"] for record in each] != indices:
+    for key, of_hook in records.items():
+        if [record["sample_idx"] for record in of_hook] != indices:
             yield f"hook {key}: its samples are not those of the first hook"
             continue
-        for record, row, first in zip(each, samples, firsts, strict=True):
+        for record, row, first in zip(of_hook, samples, of_first_hook, strict=True):
             shape, recorded = record["activation"].shape, tuple(record["shape"])
             where = f"hook {key}, sample {row.sample_idx}"
             if record.get("hook", names[key]) != names[key]:
-                yield f"{where}: is of hook {record['hook']!r:.80}, expected {names[key]}"
+                yield f"{where}: names hook {record['hook']!r:.80}, expected {names[key]}"
             if recorded != shape:
                 yield f"{where}: shape {shape}, its record says {recorded}"
             if record["token_ids"] is not row.token_ids and not np.array_equal(

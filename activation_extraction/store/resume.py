@@ -1,9 +1,8 @@
-"""Where a run stands when it starts: what is stored already, whether the same run stored it, and
-what is still to be stored.
+"""Plans what a run stores: what is there already, whether the same run stored it, what is left.
 
-A StoragePlan says so. A run that begins or continues has one range of shards, up to the end of the
-data; a repair has one for each gap. Planning only reads; every refusal comes from here, before
-anything expensive.
+The result is a StoragePlan. A run that begins or continues has one range of shards to store, up to
+the end of the data; a repair has one range for each gap. Planning only reads. It refuses what
+cannot be continued, before anything expensive begins.
 """
 
 import re
@@ -22,23 +21,23 @@ from activation_extraction.store.commit import (
 )
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Difference, Identity
-from activation_extraction.store.metadata import Stored, own_files, owner_of, read_stored
+from activation_extraction.store.metadata import Stored, own_files, read_owner, read_stored
 from activation_extraction.store.sealed_json import REPAIRS
 from activation_extraction.text.batch import Cursor
 
-ANOTHER = (
+VERSION_REMEDY = (
     "continue it with the version that began it, give another folder, or --overwrite to start anew"
 )
-OPTIONS = "give the same flags as before, another folder, or --overwrite to start anew"
+FLAGS_REMEDY = "give the same flags as before, another folder, or --overwrite to start anew"
 
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Shards to store, from `first` to `last`; last is None if the data decides how many there are.
+    """Shards to store, with the numbers from `first` to `last`.
 
-    before: the shard before them; None at the beginning of the data. until: the end of the range;
-    their samples have a smaller `sample_idx`, all later samples do not. partial: whether the last
-    of them is cut before it is full.
+    last: None if the shards go on to the end of the data. before: the shard before the range; None
+    at the beginning of the data. until: the first `sample_idx` after the range. partial: whether
+    the last shard of the range is cut before it is full.
     """
 
     first: int = 1
@@ -49,32 +48,33 @@ class ShardRange:
 
     @property
     def cursor(self) -> Cursor | None:
-        """Where in the data they begin; None at its beginning."""
+        """Where in the data the range begins; None at the beginning of the data."""
         return None if self.before is None else self.before.position
 
     @property
-    def sample_before(self) -> int:
-        """The `sample_idx` just before theirs; -1 at the beginning of the data."""
+    def last_sample_before(self) -> int:
+        """The `sample_idx` of the last sample before the range; -1 if there is none."""
         return -1 if self.before is None else self.before.last
 
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """What is stored and stays, and what is still to be stored.
+    """The shards that are stored and kept, and the shards that are still to be stored.
 
-    commits: the shards that stay. outline: of the bucket's first shards, if their JSONs were not
-    read; `commits` lacks these. ranges: what is to be stored, in the order of the data. obsolete:
-    names of files to delete. settled: nothing is left to do, not even an update of metadata.json.
-    skipped_rows, empty_rows: those of a complete extraction, rows after its last sample too.
-    versions: those of the JSONs in the bucket when the plan was made. owner: the one that its
-    metadata.json named just before. For a repair, `recorded` is the metadata, of which only the
-    totals change, and `expected` has the shards as they were, by number.
+    commits: the shards that are kept. outline: describes the bucket's first shards if their JSONs
+    were not read; `commits` then lacks these. ranges: the shards to store, in the order of the
+    data. obsolete: names of files to delete. up_to_date: whether nothing is left to do, not even an
+    update of metadata.json. skipped_rows, empty_rows: the counts of a complete extraction, which
+    include rows after its last sample. versions: the versions of the JSONs in the bucket when the
+    plan was made. owner: the owner that metadata.json named just before. For a repair, `recorded`
+    is the metadata, in which only the totals change, and `expected` maps the numbers of shards to
+    their commits as they were.
     """
 
     commits: list[Commit] = field(default_factory=list)
     ranges: tuple[ShardRange, ...] = (ShardRange(),)
     obsolete: tuple[str, ...] = ()
-    settled: bool = False
+    up_to_date: bool = False
     skipped_rows: int = 0
     empty_rows: int = 0
     recorded: Mapping[str, Any] | None = None
@@ -90,45 +90,45 @@ class StoragePlan:
 
     @property
     def shards(self) -> int:
-        """How many are stored and stay."""
+        """How many shards are kept."""
         return self.outline.shards + len(self.commits)
 
     @property
     def samples(self) -> int:
-        """How many samples these have."""
+        """How many samples the kept shards have."""
         return self.outline.totals.samples + sum(commit.count for commit in self.commits)
 
     @property
     def tokens(self) -> int:
-        """How many tokens these have."""
+        """How many tokens the kept shards have."""
         return self.outline.totals.tokens + sum(commit.tokens for commit in self.commits)
 
     @property
     def next(self) -> ShardRange:
-        """The first range to store; where nothing is left, the empty one after what is stored."""
+        """The first range to store; if none is left, the empty range after the kept shards."""
         last = next(reversed([*self.outline.recent, *self.commits]), None)
         return next(iter(self.ranges), ShardRange(self.shards + 1, last))
 
 
 class Planner(Protocol):
-    """Finds out what is to be stored. Raises InputError if nothing may be added."""
+    """Decides what is to be stored. Raises InputError if nothing may be added."""
 
-    def look(self) -> StoragePlan:
-        """Called before anything is written."""
+    def plan(self) -> StoragePlan:
+        """Makes a plan before anything is written."""
         ...
 
-    def look_again(self, plan: StoragePlan) -> StoragePlan:
-        """Called once this process holds the folder: others may have written to it until then."""
+    def plan_again(self, plan: StoragePlan) -> StoragePlan:
+        """Plans again once the folder is locked: others may have written to it until then."""
         ...
 
 
 @dataclass(frozen=True)
 class ResumePlanner:
-    """Plans a run that begins, or continues what is stored.
+    """Plans a run that begins or continues.
 
-    folder: the local one. remote: the one in the bucket, which then is the one that counts. limits:
-    the most samples and tokens to store, by name.
-    more_rows: the data has new rows at its end.
+    folder: the local folder. remote: the folder in the bucket; if there is one, it has the shards.
+    limits: the most samples and tokens to store, by name. more_rows: whether the data has new rows
+    at its end.
     """
 
     folder: Folder
@@ -137,26 +137,26 @@ class ResumePlanner:
     limits: Mapping[str, int | None]
     more_rows: bool = False
 
-    def look(self) -> StoragePlan:
-        """Reads the JSON files. Raises InputError if nothing may be added, because another run is
-        stored there, or because what is stored is damaged or has gaps."""
+    def plan(self) -> StoragePlan:
+        """Reads the JSON files, and plans. Raises InputError if another run is stored there, or if
+        the stored one is damaged or has gaps."""
         where, owner = f"--output_dir {self.folder.url}", None
         if self.remote is None:
             stored = read_stored(self.folder)
         else:
-            owner = owner_of(self.remote)
+            owner = read_owner(self.remote)
             stored = read_stored(self.remote, brief=True)
             self._check_local(where, read_stored(self.folder))
             where = self.remote.url
         check_identity(where, stored, self.identity)
         if self.remote is None:
             refuse_moved(where, stored, "continue")
-        plan = take_up(where, stored, self.limits, self.more_rows)
+        plan = plan_rest(where, stored, self.limits, self.more_rows)
         return replace(plan, versions=stored.versions, owner=owner)
 
     def _check_local(self, where: str, stored: Stored) -> None:
-        """Raises InputError if the metadata of another run, or of shards that are nowhere else,
-        would be overwritten."""
+        """Raises InputError if this would overwrite the metadata of another run, or of shards that
+        are not in the bucket."""
         assert self.remote is not None
         check_identity(where, stored, self.identity)
         uploaded = (stored.metadata or {}).get("remote")
@@ -172,87 +172,87 @@ class ResumePlanner:
                 "folder to the bucket first, the copy is continued"
             )
 
-    def look_again(self, plan: StoragePlan) -> StoragePlan:
-        """Another process may have stored more, or everything."""
-        return self.look()
+    def plan_again(self, plan: StoragePlan) -> StoragePlan:
+        """Plans from the beginning: another process may have stored more, or everything."""
+        return self.plan()
 
 
-def take_up(
+def plan_rest(
     where: str, stored: Stored, limits: Mapping[str, int | None], more_rows: bool
 ) -> StoragePlan:
-    """Plans what is to be stored after what is stored already.
+    """Plans what is to be stored after the shards that are stored already.
 
     where: names the folder in messages. limits, more_rows: as in ResumePlanner. Raises InputError
-    if a shard or its file is missing, or if there is more than may be stored.
+    if a shard or its file is missing, or if more is stored than the limits allow.
     """
     commits = stored.in_order
-    for due, commit in enumerate(commits, stored.outline.shards + 1):
-        if commit.number != due:
+    for number, commit in enumerate(commits, stored.outline.shards + 1):
+        if commit.number != number:
             raise InputError(
-                f"{where}: shard {due} is missing, but shard {commit.number} is there; --repair "
-                "makes the missing one again"
+                f"{where}: shard {number} is missing, but shard {commit.number} is there; --repair "
+                "computes the missing one again"
             )
         if not stored.has(commit):
             raise InputError(
-                f"{where}: shard {due} has a JSON, but its file is missing or has another size "
-                "(--verify says which); --repair makes it again"
+                f"{where}: shard {number} has a JSON, but its file is missing or has another size "
+                "(--verify says which); --repair computes it again"
             )
     plan = StoragePlan(commits, ranges=(), outline=stored.outline)
     metadata = stored.metadata or {}
-    stands = {"max_samples": plan.samples, "max_tokens": plan.tokens}
-    for name, most in limits.items():
-        if most is not None and stands[name] > most:
+    counts = {"max_samples": plan.samples, "max_tokens": plan.tokens}
+    for name, limit in limits.items():
+        if limit is not None and counts[name] > limit:
+            unit = name.removeprefix("max_").removesuffix("s")
             raise InputError(
-                f"--{name}: {where} already holds "
-                f"{counted(stands[name], name.removeprefix('max_').removesuffix('s'))}, more than "
-                f"the {most} that this host may store; {OPTIONS}"
+                f"--{name}: {where} already holds {counted(counts[name], unit)}, more than the "
+                f"{limit} that this host may store; {FLAGS_REMEDY}"
             )
-    asked = {"status": "complete", **limits, "samples": plan.samples}
-    more = more_rows and all(stands[name] != most for name, most in limits.items())
-    if not more and all(metadata.get(name) == value for name, value in asked.items()):
+    finished = {"status": "complete", **limits, "samples": plan.samples}
+    more = more_rows and all(counts[name] != limit for name, limit in limits.items())
+    if not more and all(metadata.get(name) == value for name, value in finished.items()):
         rows = {name: metadata.get(name, 0) for name in ("skipped_rows", "empty_rows")}
-        return replace(plan, settled=True, **rows)
+        return replace(plan, up_to_date=True, **rows)
     if commits and commits[-1].partial:
         commits.pop()
     return replace(plan, ranges=(plan.next,))
 
 
 def check_identity(where: str, stored: Stored, identity: Identity) -> None:
-    """Raises InputError if what a folder holds, if anything, is damaged or of another run."""
+    """Raises InputError if a folder holds a damaged extraction or another run."""
     for why in stored.damaged.values():
-        raise InputError(f"{why}; {ANOTHER if OTHER_VERSION in why else REPAIRS}")
+        raise InputError(f"{why}; {VERSION_REMEDY if OTHER_VERSION in why else REPAIRS}")
     if stored.metadata is not None:
         check_same_run(where, stored, identity)
     elif any(name.startswith("shard_") for name in own_files(stored.files)):
         raise InputError(
-            f"{where}: already holds shards, but no {METADATA}; --repair makes it again; or "
+            f"{where}: already holds shards, but no {METADATA}; --repair writes it again; or "
             "give another folder"
         )
 
 
 def check_same_run(where: str, stored: Stored, identity: Identity) -> None:
-    """Raises InputError if a folder, which must have metadata, holds anything of another run."""
+    """Raises InputError if a folder, which must have metadata, holds another run or its shards."""
     assert stored.identity is not None
     refuse_difference(where, identity.compare(stored.identity))
     for commit in stored.commits.values():
         if commit.run != stored.run:
-            raise InputError(f"{where}: {commit.name} belongs to another run; {OPTIONS}")
+            raise InputError(f"{where}: {commit.name} belongs to another run; {FLAGS_REMEDY}")
 
 
 def check_version(where: str, metadata: Mapping[str, Any]) -> None:
-    """Raises InputError if what is stored has another form than what would be added to it."""
-    found = metadata.get("format_version")
-    if found != FORMAT_VERSION:
+    """Raises InputError if an extraction has another format version than this program writes."""
+    version = metadata.get("format_version")
+    if version != FORMAT_VERSION:
         raise InputError(
-            f"{where}: holds an extraction in format {found}, but this program writes format "
-            f"{FORMAT_VERSION}; {ANOTHER}"
+            f"{where}: holds an extraction in format {version}, but this program writes format "
+            f"{FORMAT_VERSION}; {VERSION_REMEDY}"
         )
 
 
 def refuse_moved(where: str, stored: Stored, purpose: str) -> None:
     """Raises InputError if the shards of a local folder are in a bucket.
 
-    purpose: what the bucket's flags are to be given for.
+    purpose: says in the message what the user wants to do.
     """
     remote = (stored.metadata or {}).get("remote")
     if remote is not None and not stored.in_bucket:
@@ -262,12 +262,12 @@ def refuse_moved(where: str, stored: Stored, purpose: str) -> None:
         )
 
 
-def refuse_difference(where: str, found: Difference | None) -> None:
-    """Raises InputError if the identity that was found is another run's."""
-    if found is not None:
+def refuse_difference(where: str, difference: Difference | None) -> None:
+    """Raises InputError if there is a difference between two identities."""
+    if difference is not None:
         raise InputError(
-            f"{where}: already holds an extraction with another {found.name}: "
-            f"{_short(found.before)}, now {_short(found.now)}; {OPTIONS}"
+            f"{where}: already holds an extraction with another {difference.name}: "
+            f"{_short(difference.before)}, now {_short(difference.now)}; {FLAGS_REMEDY}"
         )
 
 

@@ -1,5 +1,4 @@
-"""RunRecord: what is stored, and what a run records about itself, in metadata.json and
-metrics.jsonl."""
+"""RunRecord: counts what is stored, and writes metadata.json and metrics.jsonl."""
 
 import json
 import threading
@@ -26,12 +25,12 @@ OUTLINE_SECONDS = 10  # between uploads of metadata.json, after a commit
 
 
 class Sources(Protocol):
-    """The files that samples come from. grown: whether they have rows that they did not have."""
+    """The files that samples come from. grown: whether rows were added since an earlier run."""
 
     grown: bool
 
     def settle(self) -> bool:
-        """Waits until it is known what all files are that were read; whether that is news."""
+        """Waits for the digests of all files read so far; returns whether there are new ones."""
         ...
 
     def to_json(self) -> list[dict[str, Any]]: ...
@@ -39,10 +38,10 @@ class Sources(Protocol):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a caller wants recorded of a run, beside its identity. None of it is needed.
+    """Optional facts about a run that metadata.json records beside its identity.
 
-    metadata: any JSON. hooks: key of a hook -> what else is known of it, such as its aliases.
-    sources: the files that the samples come from, which metadata.json lists.
+    metadata: any JSON. hooks: further facts about a hook, such as its aliases, by its key. sources:
+    the files that the samples come from.
     """
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -51,11 +50,11 @@ class RunFacts:
 
 
 class RunRecord:
-    """Counts what is stored, and writes both files to a local folder, and to the bucket as well.
+    """Counts what is stored, and writes both files to the local folder and to the bucket.
 
-    local, remote: the right to write to the folder, and to the bucket. hooks: key of each hook ->
-    its full name. limits: the most samples and tokens, by name. A repair keeps what is `recorded`
-    already, except the sums. `totals` are those of all that is stored, by earlier runs too.
+    local, remote: the ownership of the local folder, and of the one in the bucket. hooks: the
+    hooks' full names by key. limits: the most samples and tokens, by name. A repair keeps the
+    `recorded` metadata, except the totals. `totals` include the shards of earlier runs.
     """
 
     def __init__(
@@ -77,27 +76,27 @@ class RunRecord:
         self._limits = limits
         self._facts = facts
         self._writing = threading.Lock()
-        self._metrics: Mapping[str, Any] = {}  # the last ones
+        self._metrics: Mapping[str, Any] = {}  # the last line of metrics.jsonl
         self._metrics_uploaded = self._uploaded = time.monotonic()
         self.follow(StoragePlan())
         self.begin()
 
     def begin(self) -> None:
-        """Makes the run's seconds count from now."""
+        """Counts the run's seconds from now."""
         self._began = time.perf_counter()
 
     def follow(self, plan: StoragePlan) -> None:
-        """Counts what earlier runs have stored, and that alone."""
+        """Resets all counts to what earlier runs have stored."""
         self.recorded = plan.recorded
         self.count(plan.commits, plan.outline)
         self.totals.count_rows(plan.skipped_rows, plan.empty_rows)
 
     def count(self, commits: Iterable[Commit], outline: Outline) -> None:
-        """Counts these shards, and those in an outline, and no others."""
-        self._outline = outline.whole()
+        """Resets all counts to these shards and those in an outline."""
+        self._outline = outline.without_partial()
         self.totals = outline.totals.copy()
-        known = self.totals.statistics
-        self.totals.statistics = {key: known.get(key, Statistics()) for key in self._hooks}
+        statistics = self.totals.statistics
+        self.totals.statistics = {key: statistics.get(key, Statistics()) for key in self._hooks}
         for commit in commits:
             self._add(commit)
 
@@ -106,11 +105,11 @@ class RunRecord:
         self._outline.add(commit)
 
     def write(self, status: str, counted: bool = False, upload: bool = True) -> None:
-        """Writes metadata.json. counted: whether `totals` are those of all that is stored."""
+        """Writes metadata.json. counted: whether `totals` include everything that is stored."""
         content = self._content(status)
         if self.recorded is not None:
-            own = ("owner", "written", "remote", *(SUMS if counted else ()))
-            content |= {**self.recorded, **{name: content[name] for name in own}}
+            updated = ("owner", "written", "remote", *(SUMS if counted else ()))
+            content |= {**self.recorded, **{name: content[name] for name in updated}}
         if self._remote is not None:
             content["outline"] = {**self._outline.to_json(), "metrics": self._metrics}
         with self._writing:
@@ -120,14 +119,13 @@ class RunRecord:
                 self._uploaded = time.monotonic()
 
     def settle(self) -> None:
-        """Puts on record what was read for the shards so far, before the next one is committed."""
+        """Records the files that were read so far, before the next shard is committed."""
         sources = self._facts.sources
         if sources is not None and sources.settle():
             self.write("running")
 
     def add(self, commit: Commit) -> None:
-        """Counts a shard that was committed, and tells the bucket from time to time how far the run
-        is."""
+        """Counts a committed shard, and uploads the progress of the run from time to time."""
         self._add(commit)
         if self._remote is None:
             return
@@ -158,7 +156,7 @@ class RunRecord:
         }
 
     def fetch_metrics(self) -> None:
-        """Gets earlier metrics from the bucket, if this disk does not have them."""
+        """Downloads earlier metrics from the bucket, if the local folder lacks them."""
         if self._remote is not None and not self._metrics_file.exists():
             data = self._remote.folder.read(METRICS)
             if data is not None:
@@ -173,7 +171,7 @@ class RunRecord:
             raise StorageError(f"{self._metrics_file}: {reason_of(error)[0]}") from error
 
     def upload_metrics(self) -> None:
-        """Uploads metrics.jsonl as it is now: lines are added to it all the time."""
+        """Uploads the current content of metrics.jsonl."""
         self._metrics_uploaded = time.monotonic()
         if self._remote is not None and self._metrics_file.exists():
             self._remote.folder.write(METRICS, self._metrics_file.read_bytes())

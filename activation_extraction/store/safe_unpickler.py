@@ -1,6 +1,6 @@
 """Unpickles a shard that somebody else may have written, without running any code in it.
 
-Knows plain containers and NumPy arrays of numbers, and refuses every other pickle.
+It accepts plain containers and NumPy arrays of numbers, and refuses every other pickle.
 """
 
 import math
@@ -15,8 +15,8 @@ import numpy as np
 
 from activation_extraction.common.errors import RunError
 
-# The instructions that a shard's pickle may use: those for plain containers and arrays.
-INSTRUCTIONS = b"".join(
+# The opcodes that a shard's pickle may use: those for plain containers and arrays.
+OPCODES = b"".join(
     (
         *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
         *(pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
@@ -30,11 +30,9 @@ INSTRUCTIONS = b"".join(
         *(pickle.STACK_GLOBAL, pickle.REDUCE),
     )
 )
-
-
-# Those of them that make or keep an object, which takes up to about 100 bytes of memory. A shard of
-# ours, even of samples without a token, has 3 bytes for each, and 1/16 of a byte when compressed.
-MAKING = b"".join(
+# The opcodes that make or keep an object, which takes up to about 100 bytes of memory. For each of
+# them our own shards, even of samples without a token, have 3 bytes, or 1/16 of a byte if gzipped.
+COUNTED_OPCODES = b"".join(
     (
         *(pickle.MEMOIZE, pickle.BINFLOAT, pickle.BININT, pickle.BININT2, pickle.LONG1),
         *(pickle.LONG4, pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8),
@@ -42,22 +40,22 @@ MAKING = b"".join(
         *(pickle.TUPLE3, pickle.TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.REDUCE),
     )
 )
-FREE_OBJECTS = 10_000
+MIN_OBJECTS = 10_000
 BYTES_PER_OBJECT, OBJECTS_PER_FILE_BYTE = 2, 32
-DEEPEST = 8  # marks that may be open; a shard of ours has at most 4
-KEY_BITS = 63  # of a key that is a number: longer ones can all have the same hash
-PIECE = 64 * 2**20  # bytes that are read at once, or as many as have been read of the same value
+MAX_DEPTH = 8  # marks that may be open at the same time; our own shards have at most 4
+KEY_BITS = 63  # the most bits of a number that is a key: longer ones can all have the same hash
+CHUNK_BYTES = 64 * 2**20  # read at once, or as much as has been read of the same value
 
 
 class UnsafeError(RunError):
-    """A shard contains something that none of ours contains; none of it was run."""
+    """A shard contains something that this program does not write. None of it was run."""
 
 
 def unpickle(stream: Any, limit: int, file_size: int) -> Any:
-    """Reads a pickle of plain containers and NumPy arrays of numbers, from a file of so many bytes.
+    """Reads a pickle of plain containers and NumPy arrays of numbers.
 
-    Raises UnsafeError for anything else, if it unpacks to more than `limit` bytes, and if it would
-    take much more memory than its bytes.
+    file_size: the bytes of the file, which may be compressed. Raises UnsafeError for any other
+    content, if it unpacks to more than `limit` bytes, or if it would take far more memory.
     """
     return _SafeUnpickler(_LimitedReader(stream, limit), file_size).load()
 
@@ -68,16 +66,16 @@ class _LimitedReader:
     def __init__(self, stream: IO[bytes], limit: int) -> None:
         self._stream = stream
         self._limit = limit
-        self.taken = 0
+        self.bytes_read = 0
 
     def read(self, size: int) -> bytes:
-        if size < 0 or size > self._limit - self.taken:
+        if size < 0 or size > self._limit - self.bytes_read:
             raise UnsafeError(f"unpacks to more than {self._limit} bytes")
-        self.taken += size
-        if size <= PIECE:
+        self.bytes_read += size
+        if size <= CHUNK_BYTES:
             return self._stream.read(size)
         pieces, left = [], size
-        while left and (piece := self._stream.read(min(left, max(PIECE, size - left)))):
+        while left and (piece := self._stream.read(min(left, max(CHUNK_BYTES, size - left)))):
             pieces.append(piece)
             left -= len(piece)
         return b"".join(pieces)
@@ -87,11 +85,11 @@ class _LimitedReader:
 
 
 def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """An instruction that makes an object, and counts it."""
+    """Wraps the loader of an opcode that makes an object, and counts the objects."""
 
     def counted(unpickler: "_SafeUnpickler") -> None:
         unpickler.objects += 1
-        if unpickler.objects > unpickler.most_objects:
+        if unpickler.objects > unpickler.max_objects:
             unpickler.check_objects()
         load(unpickler)
 
@@ -99,32 +97,31 @@ def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 class _SafeUnpickler(pickle._Unpickler):
-    """Knows how NumPy pickles arrays of numbers, and nothing else.
+    """Unpickles plain containers and NumPy arrays of numbers, and nothing else.
 
-    The names in _KNOWN stand for our own functions, which make an empty array or a number type.
-    Anything else that a pickle asks to import is refused before it is called, and so is every
-    instruction that no shard of ours has. This derives from the unpickler in Python: in the one in
-    C, six bytes can claim 64 GB, and a pickle can set attributes of what it names.
+    The names in _ALLOWED_NAMES stand for our own functions, which make an empty array or a number
+    type. Every other name is refused before anything is called, and so is every opcode that this
+    program does not write. The base class is the unpickler in Python: in the one in C, six bytes
+    can claim 64 GB, and a pickle can set attributes of the objects that it names.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _KNOWN.get((module, name))
-        if found is None:
-            wanted = repr(f"{module}.{name}")
-            raise UnsafeError(f"refused: would import {wanted:.80}; no shard of ours does")
-        return found
+        if (module, name) not in _ALLOWED_NAMES:
+            full_name = repr(f"{module}.{name}")
+            raise UnsafeError(f"refused: would import {full_name:.80}; no shard of ours does")
+        return _ALLOWED_NAMES[module, name]
 
     def __init__(self, reader: _LimitedReader, file_size: int) -> None:
         super().__init__(reader)  # type: ignore[arg-type]
         self._reader = reader
         self._file_size = file_size
-        self._array_bytes = self.objects = self.most_objects = 0
+        self._array_bytes = self.objects = self.max_objects = 0
 
     def _refuse(self) -> None:
         raise UnsafeError("refused: holds a pickle instruction that no shard of ours has")
 
     def _build(self) -> None:
-        """Gives an array its content, and a number type its byte order: only this machine's."""
+        """Fills an array, or checks that a number type has the byte order of this machine."""
         state = self.stack.pop()  # type: ignore[attr-defined]
         built = self.stack[-1]  # type: ignore[attr-defined]
         if isinstance(built, _NumberType):
@@ -137,15 +134,14 @@ class _SafeUnpickler(pickle._Unpickler):
             raise UnsafeError(f"refused: would change a {type(built).__name__}")
 
     def _fill(self, array: np.ndarray, version: Any, shape: Any, kind: Any, *rest: Any) -> None:
-        """Gives an array its content. Its shape has to follow from its bytes, and each array has
-        bytes of its own."""
+        """Fills an array. Its size has to match its bytes, which no other array may share."""
         fortran, data = rest
         dtype = kind.dtype if isinstance(kind, _NumberType) else None
         if dtype is None or type(data) is not bytes or not _is_shape(shape):
             raise UnsafeError("refused: an array that NumPy would not have pickled so")
         self._array_bytes += len(data)
         size = dtype.itemsize * math.prod(shape)
-        if size != len(data) or self._array_bytes > self._reader.taken:
+        if size != len(data) or self._array_bytes > self._reader.bytes_read:
             raise UnsafeError(f"refused: an array of {size} bytes, of which {len(data)} are there")
         flat = shape if size else (0,)  # NumPy would allocate (10**9, 0) as if it were (10**9, 1)
         array.__setstate__((version, flat, dtype, fortran, data))
@@ -153,14 +149,14 @@ class _SafeUnpickler(pickle._Unpickler):
             array.resize(shape, refcheck=False)
 
     def check_objects(self) -> None:
-        """Allows as many objects as the bytes read so far can hold; refuses more."""
-        by_bytes = self._reader.taken // BYTES_PER_OBJECT
-        self.most_objects = FREE_OBJECTS + min(by_bytes, OBJECTS_PER_FILE_BYTE * self._file_size)
-        if self.objects > self.most_objects:
+        """Raises UnsafeError if there are more objects than the bytes read so far can hold."""
+        by_bytes = self._reader.bytes_read // BYTES_PER_OBJECT
+        self.max_objects = MIN_OBJECTS + min(by_bytes, OBJECTS_PER_FILE_BYTE * self._file_size)
+        if self.objects > self.max_objects:
             raise UnsafeError("refused: holds far more objects than a shard of its size")
 
     def _mark(self) -> None:
-        if len(self.metastack) >= DEEPEST:  # type: ignore[attr-defined]
+        if len(self.metastack) >= MAX_DEPTH:  # type: ignore[attr-defined]
             raise UnsafeError("refused: is nested deeper than any shard of ours")
         self.load_mark()  # type: ignore[attr-defined]
 
@@ -175,8 +171,8 @@ class _SafeUnpickler(pickle._Unpickler):
 
     dispatch: ClassVar[dict[int, Any]] = {
         **dict.fromkeys(range(256), _refuse),
-        **{code: pickle._Unpickler.dispatch[code] for code in INSTRUCTIONS},
-        **{code: _counted(pickle._Unpickler.dispatch[code]) for code in MAKING},
+        **{code: pickle._Unpickler.dispatch[code] for code in OPCODES},
+        **{code: _counted(pickle._Unpickler.dispatch[code]) for code in COUNTED_OPCODES},
         pickle.MARK[0]: _mark,
         pickle.SETITEM[0]: _set_item,
         pickle.SETITEMS[0]: _set_items,
@@ -189,7 +185,7 @@ def _is_shape(shape: Any) -> bool:
 
 
 def _check_items(target: Any, keys: Sequence[Any]) -> None:
-    """Refuses keys whose hash may take long, or follow tuples to any depth."""
+    """Raises UnsafeError for keys that may take long to hash, such as deeply nested tuples."""
     if type(target) is not dict:
         raise UnsafeError(f"refused: would change a {type(target).__name__}")
     for key in keys:
@@ -199,7 +195,7 @@ def _check_items(target: Any, keys: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class _NumberType:
-    """Stands for a type of numbers, or for a class that a pickle may name but not call."""
+    """A placeholder for a number type, or for a class that a pickle may name but not call."""
 
     dtype: np.dtype | None = None
 
@@ -221,7 +217,7 @@ def _number_type(code: Any, _align: Any = False, _copy: Any = True) -> _NumberTy
 
 NUMBER_TYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1")
 _ARRAY = _NumberType()
-_KNOWN: dict[tuple[str, str], Any] = {
+_ALLOWED_NAMES: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): _ARRAY,
     ("numpy", "dtype"): _number_type,
     ("numpy.core.multiarray", "_reconstruct"): _empty_array,

@@ -1,11 +1,10 @@
-"""The safetensors form of a shard: one contiguous tensor per hook.
+"""The safetensors format of a shard: one contiguous tensor per hook.
 
 So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
-The file holds, in this order, `sample_idx` and `sample_offsets` (int64), `token_ids`, `position`
-and labels (int32), and a tensor (tokens, width) per hook under the hook's full name. Its bytes
-depend only on the content. The layout of such files is described at
-https://huggingface.co/docs/safetensors: 8 bytes with the length of the header, the header as JSON,
-and the tensors.
+The file has `sample_idx` and `sample_offsets` (int64), `token_ids`, `position` and labels (int32),
+and a tensor (tokens, width) per hook under the hook's full name, in this order. Its bytes depend
+only on the content. https://huggingface.co/docs/safetensors describes such files: 8 bytes with the
+length of the header, the header as JSON, and the tensors.
 """
 
 import json
@@ -21,7 +20,7 @@ import numpy as np
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.labels import LABELS, wrong_role
-from activation_extraction.store.shard import Key, SampleRow, Shard, follow_each_other
+from activation_extraction.store.shard import Key, SampleRow, Shard, are_valid_offsets
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -31,12 +30,12 @@ DTYPES: dict[str, np.dtype] = {
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
 }
-LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a file keeps a tensor: its dtype, its shape, and its first byte in the file."""
+    """The dtype and shape of a tensor in a file, and the offset of its first byte."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -44,10 +43,10 @@ class Tensor:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], start: int) -> "Tensor":
-        """Reads a tensor's entry in the header. start: the byte after the header.
+        """Reads a tensor's entry in the header. start: the offset of the byte after the header.
 
-        Raises KeyError, TypeError or ValueError for an entry that is damaged, or of a dtype that is
-        not in DTYPES.
+        Raises KeyError, TypeError or ValueError for a damaged entry, or a dtype that is not in
+        DTYPES.
         """
         begin, end = entry["data_offsets"]
         tensor = cls(DTYPES[entry["dtype"]], tuple(entry["shape"]), start + begin)
@@ -65,7 +64,7 @@ class Tensor:
 
     @property
     def end(self) -> int:
-        """The byte after its last one."""
+        """The offset of the byte after the tensor."""
         return self.offset + self.dtype.itemsize * math.prod(self.shape)
 
 
@@ -81,9 +80,9 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryview]:
-    """Returns the bytes of a shard's file, of which the activations are not copied.
+    """Returns the bytes of a shard's file. Activations are not copied.
 
-    names: key of each hook in the shard -> its full name.
+    names: the hooks' full names by key.
     """
     table = {
         "sample_idx": [np.array([sample.sample_idx for sample in shard.samples], np.int64)],
@@ -106,9 +105,9 @@ def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryvie
 def header(
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
 ) -> bytes:
-    """Returns the length of the header in 8 bytes, and the header, padded to a multiple of 8 bytes.
+    """Returns the header, after its length in 8 bytes, padded to a multiple of 8 bytes.
 
-    tensors: name -> dtype and shape, in the order in which their bytes follow.
+    tensors: the dtypes and shapes by name, in the order of the tensors in the file.
     """
     content: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
@@ -134,7 +133,7 @@ def _check_layout(tensors: Mapping[str, Tensor], size: int) -> None:
     if (shapes.pop("sample_offsets"), shapes["position"]) != ((samples + 1,), (tokens,)):
         raise ValueError("its tables differ in length")
     del shapes["sample_idx"]
-    for name, shape in shapes.items():  # a value, or a hook, of every token
+    for name, shape in shapes.items():  # each has one value, or one activation, per token
         if not 1 <= len(shape) <= 2 or shape[0] != tokens:
             raise ValueError(f"{name} has shape {shape}")
 
@@ -145,12 +144,12 @@ def _labels(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 class SafetensorsFile:
-    """A shard's file that is open for reading, as a PickledShard is. Methods raise RunError.
+    """A shard's file that is open for reading, with the methods of PickledShard.
 
-    read: gives the bytes of the file from `start` to `stop`, uint8. size: of the file. where: names
-    it in messages. tensors: by name, in their order. What has been read whole stays as it is: a
-    view, where the file is mapped. Raises RunError if the file is not a shard of ours, or if its
-    tensors do not have its size.
+    read: returns the bytes of the file from `start` to `stop`, uint8. size: the size of the file.
+    where: names it in messages. `tensors` maps names to tensors, in the order of the file. Arrays
+    are views of the file if it is mapped. Methods raise RunError; so does the constructor, if the
+    file is not a shard of this program or its size does not match its tensors.
     """
 
     def __init__(self, read: Callable[[int, int], np.ndarray], size: int, where: str) -> None:
@@ -158,13 +157,15 @@ class SafetensorsFile:
         self._where = where
         try:
             (length,) = struct.unpack("<Q", read(0, 8).tobytes())
-            if length > min(LARGEST_HEADER, size - 8):
+            if length > min(MAX_HEADER_BYTES, size - 8):
                 raise ValueError(f"the header claims {length} bytes")
             content = json.loads(read(8, 8 + length).tobytes())
-            found = content.pop("__metadata__")["format"]
-            if found != FORMAT:
-                raise ValueError(f"format {found!r}, expected {FORMAT!r}")
-            self.tensors = {n: Tensor.from_json(each, 8 + length) for n, each in content.items()}
+            version = content.pop("__metadata__")["format"]
+            if version != FORMAT:
+                raise ValueError(f"format {version!r}, expected {FORMAT!r}")
+            self.tensors = {
+                name: Tensor.from_json(entry, 8 + length) for name, entry in content.items()
+            }
             _check_layout(self.tensors, size)
         except (*MALFORMED, struct.error) as error:
             raise RunError(f"{where}: is not a shard that can be read: {error}") from error
@@ -187,34 +188,34 @@ class SafetensorsFile:
         return labels
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
-        """Returns a tensor from row `start` to row `stop`."""
+        """Returns the rows of a tensor from `start` to `stop`."""
         tensor = self.tensors[hook]
         first, row = tensor.offset, tensor.row_bytes
         content = self._read(first + start * row, first + stop * row)
         return np.ndarray((stop - start, *tensor.shape[1:]), tensor.dtype, content)
 
     def whole(self, name: str) -> np.ndarray:
-        """Returns a tensor."""
+        """Returns a whole tensor."""
         return self.rows(name, 0, self.tensors[name].shape[0])
 
     def shard(self, names: Mapping[Key, str]) -> Shard:
-        """Returns all that is in the file, without what the table of samples says.
+        """Returns the whole shard, without the content of its table of samples.
 
-        names: key of each hook that it should have -> the hook's full name.
+        names: the full names by key of the hooks that it should have.
         """
         hooks = [name for name, tensor in self.tensors.items() if len(tensor.shape) == 2]
         if hooks != list(names.values()):
-            raise RunError(f"{self._where}: has hooks {hooks}, its JSON others")
-        if not follow_each_other(self.offsets, self.tensors["position"].shape[0]):
+            raise RunError(f"{self._where}: has hooks {hooks}, its JSON names others")
+        if not are_valid_offsets(self.offsets, self.tensors["position"].shape[0]):
             raise RunError(f"{self._where}: is damaged: its samples do not follow each other")
         labels = self.labels(0, self.tensors["position"].shape[0])
         whole = {name: self.whole(name) for name in ("token_ids", "position", *hooks)}
         parts = {
             name: np.split(each, self.offsets[1:-1]) for name, each in (whole | labels).items()
         }
-        of_samples = self.sample_idx.tolist(), parts["token_ids"], parts["position"]
+        columns = self.sample_idx.tolist(), parts["token_ids"], parts["position"]
         rows = [
-            SampleRow(*of_sample, labels={name: parts[name][number] for name in labels})
-            for number, of_sample in enumerate(zip(*of_samples, strict=True))
+            SampleRow(*values, labels={name: parts[name][number] for name in labels})
+            for number, values in enumerate(zip(*columns, strict=True))
         ]
         return Shard(rows, {key: parts[name] for key, name in names.items()})

@@ -1,9 +1,9 @@
-"""Sealed JSON files, and what their fields may be.
+"""Sealed JSON files, and the values that their fields may have.
 
 A sealed JSON file carries a checksum of its own content. If it does not match, the file is damaged
-and its content is never used. Somebody else may have written a file whose checksum matches, so what
-each field has to be is declared beside its type, as in `count: Count`. Numbers are bounded, so that
-nothing that is computed from them can overflow or take memory for itself.
+and its content is never used. A stranger may have written a file whose checksum matches, so the
+values that a field may have are declared with its type, as in `count: Count`. Numbers are bounded,
+so that nothing that is computed from them can overflow or exhaust the memory.
 """
 
 import hashlib
@@ -14,15 +14,15 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 from activation_extraction.common.errors import RunError
 
 REPAIRS = "--repair repairs it"
-LARGEST_COUNT = 2**53
-SCALARS: tuple[type, ...] = (type(None), bool, int, float, str)  # what a plain value may be
-MOST_PARTS = 64  # of an object, or a list, of plain values
-LARGEST_WIDTH = 2**27  # of a hook
-LARGEST_NUMBER = 1e100
+MAX_COUNT = 2**53
+SCALARS: tuple[type, ...] = (type(None), bool, int, float, str)
+MAX_FIELDS = 64  # the most scalars in an object or a list
+MAX_WIDTH = 2**27  # the largest width of a hook
+MAX_NUMBER = 1e100
 
 
 class DamagedError(RunError):
-    """A JSON file is not what was written."""
+    """A JSON file does not have the content that was written to it."""
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
@@ -32,34 +32,34 @@ def digest_of(content: Mapping[str, Any]) -> str:
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of the JSON file, checksum included. Raises ValueError for NaN."""
+    """Returns the bytes of the JSON file, including its checksum. Raises ValueError for NaN."""
     sealed = {**content, "checksum": digest_of(content)}
     return (json.dumps(sealed, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def unseal(data: bytes, where: str) -> dict[str, Any]:
-    """Returns the content of a sealed JSON file; `where` names it in messages.
+    """Returns the content of a sealed JSON file. where: names it in messages.
 
-    Raises DamagedError if even one byte differs from what was written.
+    Raises DamagedError if even a single byte was changed.
     """
     try:
         content = json.loads(data)
         checksum = content.pop("checksum")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        what = f"{where}: is damaged, or was not written by this program"
-        raise DamagedError(what, remedy=REPAIRS) from error
+        message = f"{where}: is damaged, or was not written by this program"
+        raise DamagedError(message, remedy=REPAIRS) from error
     try:
         intact = checksum == digest_of(content) and data == seal(content)
     except ValueError:  # NaN
         intact = False
     if not intact:
-        what = f"{where}: is damaged: its checksum does not match its content"
-        raise DamagedError(what, remedy=REPAIRS)
+        message = f"{where}: is damaged: its checksum does not match its content"
+        raise DamagedError(message, remedy=REPAIRS)
     return content
 
 
 def is_sealed(data: bytes) -> bool:
-    """Returns whether this is a whole sealed JSON file."""
+    """Returns whether this is an undamaged sealed JSON file."""
     try:
         unseal(data, "")
     except DamagedError:
@@ -68,7 +68,7 @@ def is_sealed(data: bytes) -> bool:
 
 
 class Kind(NamedTuple):
-    """What a field has to be, in words, and whether a value is."""
+    """The values that a field may have. words: describes them. fits: tells whether one is valid."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -92,11 +92,11 @@ def list_of(kind: Kind) -> Kind:
     def fits(value: Any) -> bool:
         return type(value) in (list, tuple) and all(map(kind.fits, value))
 
-    return Kind(f"a list of which each is {kind.words}", fits)
+    return Kind(f"a list, in which every item is {kind.words}", fits)
 
 
 def object_of(fields: Mapping[str, Kind], needed: Collection[str] = ()) -> Kind:
-    """An object in which these fields, where it has them, fit; others may be anything."""
+    """Returns the kind of an object whose `fields`, if present, fit; other fields are free."""
 
     def fits(value: Any) -> bool:
         if not isinstance(value, dict) or any(name not in value for name in needed):
@@ -106,13 +106,11 @@ def object_of(fields: Mapping[str, Kind], needed: Collection[str] = ()) -> Kind:
     return Kind(f"an object with {', '.join(needed) or 'fields'}", fits)
 
 
-COUNT = integer(0, LARGEST_COUNT)
-NUMBER = Kind(
-    "a number", lambda value: type(value) in (int, float) and abs(value) <= LARGEST_NUMBER
-)
+COUNT = integer(0, MAX_COUNT)
+NUMBER = Kind("a number", lambda value: type(value) in (int, float) and abs(value) <= MAX_NUMBER)
 TEXT = Kind("text", lambda value: type(value) is str)
 OBJECT = object_of({})
-# Types of the fields of dataclasses.
+# The types of fields of dataclasses.
 Count = Annotated[int, COUNT]
 Number = Annotated[float, NUMBER]
 Positive = Annotated[
@@ -123,7 +121,7 @@ Flag = Annotated[bool, Kind("true or false", lambda value: type(value) is bool)]
 
 
 def kinds_of(record: type) -> dict[str, Kind]:
-    """Returns what each annotated field of a dataclass has to be."""
+    """Returns the kinds of the annotated fields of a dataclass."""
     hints = get_type_hints(record, include_extras=True)
     return {
         name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")
@@ -133,9 +131,9 @@ def kinds_of(record: type) -> dict[str, Kind]:
 def check_fields(content: Mapping[str, Any], fields: Mapping[str, Kind], where: str) -> None:
     """Raises DamagedError, naming file and field, for a value that does not fit.
 
-    Whether fields are missing is for the caller to say.
+    It does not look for missing fields.
     """
     for name, kind in fields.items():
         if name in content and not kind.fits(content[name]):
-            found = ascii(content[name])
-            raise DamagedError(f"{where}: {name} is {found:.80}, expected {kind.words}")
+            value = ascii(content[name])
+            raise DamagedError(f"{where}: {name} is {value:.80}, expected {kind.words}")

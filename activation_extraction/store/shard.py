@@ -1,9 +1,9 @@
 """A shard in memory, and the table of its samples.
 
-A shard is a list of samples, and for every hook one slice of tokens per sample. Every shard format
-writes this and reads it back. The table, `shard_0001.samples.jsonl.gz` beside the shard, has a line
-of JSON for every sample, in the order of the shard, so what a run knows of its samples is read
-without their activations. Its bytes depend on the content and the version of zlib.
+A shard is a list of samples, and one array of activations per hook and sample. Every shard format
+writes and reads this. The table, `shard_0001.samples.jsonl.gz` beside the shard, has a line of JSON
+for every sample, in the order of the shard, so that samples can be listed without reading their
+activations. Its bytes depend on the content and the version of zlib.
 """
 
 import io
@@ -20,7 +20,7 @@ from isal import igzip
 from activation_extraction.common.errors import RunError, StorageError, one_line
 from activation_extraction.common.visible import counted
 from activation_extraction.store.sealed_json import (
-    MOST_PARTS,
+    MAX_FIELDS,
     SCALARS,
     Count,
     Kind,
@@ -30,24 +30,25 @@ from activation_extraction.store.sealed_json import (
     optional,
 )
 
-Key = int | str  # what a shard calls a hook: its layer number, or the name the user asked for
+Key = int | str  # a hook's name in a shard: its layer number, or the name the user asked for
 DocId = str | int | float | None
 COMPRESSION_LEVEL = 1
-GZIP = 31  # what zlib calls `wbits`: a gzip header without a time, and a window of 32 KiB
-LONGEST_LINE = 2**20  # bytes
+MAX_GZIP_RATIO = 1032  # the most bytes that gzip can unpack from one byte
+GZIP = 31  # the `wbits` of zlib for a gzip header without a time, and a window of 32 KiB
+MAX_LINE_BYTES = 2**20
 UNREADABLE = (ValueError, TypeError, KeyError, RecursionError, OSError, EOFError, zlib.error)
 ID = Kind("a number, text or null", lambda value: type(value) in SCALARS)
 FLAT = Kind(
-    f"an object of at most {MOST_PARTS} plain values",
+    f"an object of at most {MAX_FIELDS} plain values",
     lambda value: (
         type(value) is dict
-        and len(value) <= MOST_PARTS
+        and len(value) <= MAX_FIELDS
         and all(type(each) in SCALARS for each in value.values())
     ),
 )
 
 
-def _is_json(value: Any, levels: int = MOST_PARTS) -> bool:
+def _is_json(value: Any, levels: int = MAX_FIELDS) -> bool:
     """Returns whether this is a JSON value of at most so many levels."""
     if type(value) in SCALARS:
         return True
@@ -60,21 +61,21 @@ def _is_json(value: Any, levels: int = MOST_PARTS) -> bool:
 
 
 COLUMNS = Kind(
-    f"an object of at most {MOST_PARTS} JSON values",
-    lambda value: type(value) is dict and len(value) <= MOST_PARTS and _is_json(value),
+    f"an object of at most {MAX_FIELDS} JSON values",
+    lambda value: type(value) is dict and len(value) <= MAX_FIELDS and _is_json(value),
 )
 
 
 @dataclass(frozen=True)
 class SampleRow:
-    """What a shard knows of one sample.
+    """A sample of a shard, without its activations.
 
-    token_ids and positions: int32, shape (tokens,); the position of a token counts from 0 at the
-    start of its sample. token_ids: None if the caller gave none. The rest is in the table of
-    samples; until that is read, text_preview is None, except in pickles, which have it and doc_id
-    themselves. doc_id: the `id` of the row in the data set, and row: which row that is. cut: how
-    many tokens were left out at the end of its document. columns: other columns of the row, JSON
-    values by name. labels: of every token (see labels.py).
+    token_ids and positions: int32, shape (tokens,); positions count from 0 at the start of the
+    sample. token_ids: None if the caller gave none. The other fields are in the table of samples,
+    and have their defaults until the table is read; but a pickle has text_preview and doc_id
+    itself. doc_id: the `id` of the row in the data set. row: identifies that row. cut: how many
+    tokens were left out at the end of the document. columns: other columns of the row, JSON values
+    by name. labels: of every token (see labels.py).
     """
 
     sample_idx: int
@@ -92,17 +93,17 @@ class SampleRow:
 class Shard:
     """Samples in ascending order; `slices[key][i]` is sample i at that hook, (tokens, width).
 
-    chosen: whether the run keeps only some tokens of its samples.
+    some_tokens: whether the run keeps only some tokens of its samples.
     """
 
     samples: list[SampleRow]
     slices: dict[Key, list[np.ndarray]]
-    chosen: bool = False
+    some_tokens: bool = False
 
     @property
     def needs_positions(self) -> bool:
-        """Whether its positions do not simply count the tokens of each sample, or might not."""
-        return self.chosen or not all(
+        """Whether positions have to be stored, because they need not be 0, 1, 2 and so on."""
+        return self.some_tokens or not all(
             np.array_equal(sample.positions, np.arange(len(sample.positions)))
             for sample in self.samples
         )
@@ -123,9 +124,8 @@ class Shard:
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def follow_each_other(offsets: np.ndarray, tokens: int) -> bool:
-    """Returns whether offsets, of any integers, begin at 0, do not descend, and end at so many
-    tokens."""
+def are_valid_offsets(offsets: np.ndarray, tokens: int) -> bool:
+    """Returns whether offsets, of any integer type, begin at 0, ascend, and end at `tokens`."""
     if len(offsets) == 0 or [int(offsets[0]), int(offsets[-1])] != [0, tokens]:
         return False
     return bool((offsets[1:] >= offsets[:-1]).all())  # differences of int64 may overflow
@@ -134,15 +134,15 @@ def follow_each_other(offsets: np.ndarray, tokens: int) -> bool:
 def same_content(one: Shard, other: Shard) -> bool:
     """Returns whether two shards have the same samples, texts and values, bit by bit."""
 
-    def plain(row: SampleRow) -> tuple[Any, ...]:
-        texts = row.sample_idx, row.text_preview, repr(row.doc_id), row.row, row.cut
+    def fields(row: SampleRow) -> tuple[Any, ...]:
+        scalars = row.sample_idx, row.text_preview, repr(row.doc_id), row.row, row.cut
         labels = [(name, _bits(values)) for name, values in row.labels.items()]
-        return *texts, repr(row.columns), _bits(row.token_ids), _bits(row.positions), labels
+        return *scalars, repr(row.columns), _bits(row.token_ids), _bits(row.positions), labels
 
     return (
         len(one.samples) == len(other.samples)
         and list(one.slices) == list(other.slices)
-        and all(map(eq, map(plain, one.samples), map(plain, other.samples)))
+        and all(map(eq, map(fields, one.samples), map(fields, other.samples)))
         and all(
             all(map(eq, map(_bits, one.slices[key]), map(_bits, other.slices[key])))
             for key in one.slices
@@ -156,7 +156,7 @@ def _bits(array: np.ndarray | None) -> tuple[Any, ...] | None:
 
 @dataclass(frozen=True)
 class TableRow:
-    """A sample in the table. tokens: how many of it are stored; the rest as in SampleRow."""
+    """A row of the table. tokens: how many are stored. The other fields are those of SampleRow."""
 
     sample_idx: Count
     tokens: Count
@@ -171,15 +171,12 @@ TABLE_ROW = kinds_of(TableRow)
 
 
 def pack_table(samples: Sequence[SampleRow]) -> bytes:
-    """Returns the content of the table's file.
-
-    Raises StorageError for a sample of which too much is known, or what cannot be in the table.
-    """
+    """Returns the content of the table's file. Raises StorageError for values that do not fit."""
     return zlib.compress(b"".join(map(_line, samples)), COMPRESSION_LEVEL, GZIP)
 
 
 def _line(sample: SampleRow) -> bytes:
-    """Writes a line in ASCII: an id may be text that has no form in UTF-8. It may be NaN, too."""
+    """Returns a line of the table in ASCII. An id may be NaN, or text that UTF-8 cannot encode."""
     content = {
         "sample_idx": sample.sample_idx,
         "tokens": len(sample.positions),
@@ -192,31 +189,31 @@ def _line(sample: SampleRow) -> bytes:
         content["columns"] = sample.columns
     for name, kind in TABLE_ROW.items():
         if name in content and not kind.fits(content[name]):
-            found = f"{type(content[name]).__name__} {ascii(content[name]):.80}"
+            value = f"{type(content[name]).__name__} {ascii(content[name]):.80}"
             raise StorageError(
-                f"sample {sample.sample_idx}: its {name} is {found}, expected {kind.words}"
+                f"sample {sample.sample_idx}: its {name} is {value}, expected {kind.words}"
             )
     line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
-    if len(line) > LONGEST_LINE:
+    if len(line) > MAX_LINE_BYTES:
         columns, fewer = (", columns", " or keep fewer columns") if sample.columns else ("", "")
         raise StorageError(
             f"sample {sample.sample_idx}: its id, row{columns} and text preview take "
-            f"{len(line):,} bytes; there is room for {LONGEST_LINE:,}",
+            f"{len(line):,} bytes; there is room for {MAX_LINE_BYTES:,}",
             remedy=f"shorten the row's id{fewer}, and start anew with --overwrite",
         )
     return line
 
 
 def unpack_table(data: bytes, count: int, where: str) -> list[TableRow]:
-    """The inverse of `pack_table`, for so many samples. Leaves out fields that it does not know.
+    """Reads what `pack_table` returned, for `count` samples. It ignores unknown fields.
 
-    Raises RunError when the data is not what was written. where: names the file.
+    where: names the file in messages. Raises RunError if the data is damaged.
     """
     rows: list[TableRow] = []
     try:
         with igzip.IGzipFile(fileobj=io.BytesIO(data)) as file:
-            while line := file.readline(LONGEST_LINE + 1):
-                if len(rows) == count or len(line) > LONGEST_LINE:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                if len(rows) == count or len(line) > MAX_LINE_BYTES:
                     raise ValueError(f"more than {count} lines, or one that is too long")
                 content = json.loads(line)
                 if type(content) is not dict:
@@ -232,19 +229,19 @@ def unpack_table(data: bytes, count: int, where: str) -> list[TableRow]:
 
 
 def with_table(shard: Shard, table: Sequence[TableRow], where: str) -> Shard:
-    """Returns the same shard with what the table says. Raises RunError if that is of other samples.
+    """Returns the shard with the values in its table. Raises RunError if they do not match.
 
-    where: names the file of the table.
+    where: names the table's file in messages.
     """
     if len(shard.samples) != len(table):
-        raise RunError(f"{where}: is of {counted(len(table), 'sample')}, not {len(shard.samples)}")
+        raise RunError(f"{where}: lists {counted(len(table), 'sample')}, not {len(shard.samples)}")
     samples = []
     for sample, row in zip(shard.samples, table, strict=True):
         same = (sample.sample_idx, len(sample.positions)) == (row.sample_idx, row.tokens)
         texts = [(each.text_preview, repr(each.doc_id)) for each in (sample, row)]
         if not same or (sample.text_preview is not None and texts[0] != texts[1]):
-            raise RunError(f"{where}: says something else of sample {sample.sample_idx}")
+            raise RunError(f"{where}: disagrees with the shard about sample {sample.sample_idx}")
         names = "text_preview", "doc_id", "row", "cut", "columns"
-        own = {name: getattr(row, name) for name in names}
-        samples.append(replace(sample, **own))
+        values = {name: getattr(row, name) for name in names}
+        samples.append(replace(sample, **values))
     return replace(shard, samples=samples)

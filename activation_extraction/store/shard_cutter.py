@@ -1,6 +1,6 @@
-"""ShardCutter: gathers complete samples into a shard, and cuts it when it is full.
+"""ShardCutter: gathers complete samples into shards.
 
-It follows the ranges of a plan, and refuses samples that do not belong in them.
+It follows the ranges of a plan, and refuses samples that do not belong to them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ from activation_extraction.text.batch import Cursor
 
 
 class ShardCutter:
-    """Hands over shards of at most `limit` bytes of activations, and at least one sample each.
+    """Passes shards to a ShardWriter. A shard has at most `limit` bytes of activations, but at
+    least one sample.
 
-    identity: of the run. where: names the output in messages. `cursor` is where the data continues
-    after the samples that were added. Methods raise StorageError as soon as a shard could not be
-    committed.
+    where: names the output in messages. `cursor` is where the data continues after the added
+    samples. Methods raise StorageError as soon as a shard could not be committed.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ShardCutter:
         self._writer = writer
         self._keys = keys
         self._limit = limit
-        self._chosen = not identity.every_token
+        self._some_tokens = not identity.every_token
         self._stride = identity.total_machines * identity.num_hosts
         self._where = where
         self._ranges = list(plan.ranges)
@@ -44,12 +44,12 @@ class ShardCutter:
         self._start(plan.next)
 
     def _start(self, shards: ShardRange) -> None:
-        self._stored = self.last_sample = shards.sample_before
+        self._stored = self.last_sample = shards.last_sample_before
         self._cut_so_far = shards.first - 1
         self._empty()
 
     def _empty(self) -> None:
-        self._pending = Shard([], {key: [] for key in self._keys}, self._chosen)
+        self._pending = Shard([], {key: [] for key in self._keys}, self._some_tokens)
         self._bytes = 0
 
     @property
@@ -57,12 +57,12 @@ class ShardCutter:
         """Whether every range has been stored."""
         return not self._ranges
 
-    def wants(self, sample_idx: int) -> bool:
-        """Returns whether a sample is not stored yet; an earlier run may have stored part of its
-        batch."""
+    def needs(self, sample_idx: int) -> bool:
+        """Returns whether a sample is not stored yet: an earlier run may have stored some samples
+        of its batch."""
         return sample_idx > self._stored
 
-    def is_beyond(self, sample_idx: int) -> bool:
+    def is_past_range(self, sample_idx: int) -> bool:
         """Returns whether a sample comes after the samples of the current range."""
         until = self._ranges[0].until if self._ranges else None
         return until is not None and sample_idx >= until
@@ -74,11 +74,11 @@ class ShardCutter:
         here: Cursor | None = None,
         after: Cursor | None = None,
     ) -> None:
-        """Adds the next sample. slices: key of every hook -> (tokens, width).
+        """Adds the next sample. slices: its activations (tokens, width) by the key of the hook.
 
-        here, after: where the data continues if this sample is still to be made, and if nothing up
-        to the end of its batch is. A sample without tokens counts as one token, so that a shard of
-        them ends, too.
+        here: where a run continues if this sample is not stored. after: where it continues if all
+        samples of the batch are stored. A sample without tokens counts as one token, so that a
+        shard of such samples is cut, too.
         """
         size = sum(max(len(each), 1) * each.itemsize * each.shape[1] for each in slices.values())
         if self._pending.samples and self._bytes + size > self._limit:
@@ -91,9 +91,9 @@ class ShardCutter:
         self.cursor = after
 
     def end_range(self, here: Cursor | None) -> None:
-        """Cuts the last shard of the current range, and moves on to the next range.
+        """Cuts the last shard of the current range, and begins the next range.
 
-        here: where the data continues after it.
+        here: where the data continues after the range.
         """
         current = self._ranges[0]
         if current.last is None:
@@ -111,9 +111,9 @@ class ShardCutter:
             self._start(self._ranges[0])
 
     def finish(self, complete: bool) -> None:
-        """Ends every range that may end: all of them if the data is `complete`.
+        """Ends all ranges if the data is `complete`.
 
-        Otherwise a range with a known last shard, which was not reached, stays open.
+        Otherwise it does not end a range whose last shard is known and has not been reached.
         """
         while self._ranges and (complete or self._ranges[0].last is None):
             self.end_range(self.cursor)
@@ -123,12 +123,12 @@ class ShardCutter:
         expected = self._expected.get(number)
         if expected is not None:
             rows = self._pending.samples
-            ends = rows[0].sample_idx, rows[-1].sample_idx
-            due = expected.first, expected.last, expected.count, expected.tokens
-            if (*ends, len(rows), self._pending.tokens) != due:
+            first, last = rows[0].sample_idx, rows[-1].sample_idx
+            before = expected.first, expected.last, expected.count, expected.tokens
+            if (first, last, len(rows), self._pending.tokens) != before:
                 raise self._other_data(number)
         self._writer.commit(self._pending, cursor, number, partial)
-        self._empty()  # not earlier: Ctrl-C may interrupt `commit`
+        self._empty()  # only now, because Ctrl-C may interrupt `commit`
         self._cut_so_far = number
 
     def _other_data(self, number: int) -> StorageError:

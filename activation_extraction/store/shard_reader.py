@@ -1,7 +1,7 @@
-"""Shards that are open for reading: their samples, their tokens, and rows of their hooks.
+"""Reads shards: their samples, their tokens, and the activations at their hooks.
 
-A safetensors shard is read by ranges: nothing is touched but the rows of the hooks that are asked
-for. A pickle has to be read whole. Reading never runs pickled code.
+A safetensors shard is read by ranges: only the requested rows of the requested hooks. A pickle has
+to be read whole. Reading never runs pickled code.
 """
 
 import hashlib
@@ -21,13 +21,13 @@ from activation_extraction.store.formats import SAFETENSORS, format_of
 from activation_extraction.store.patience import scratch_folder
 from activation_extraction.store.pickle_file import ContentError, read_pickle
 from activation_extraction.store.safetensors_file import SafetensorsFile
-from activation_extraction.store.shard import Shard, TableRow, follow_each_other, unpack_table
+from activation_extraction.store.shard import Shard, TableRow, are_valid_offsets, unpack_table
 from activation_extraction.store.statistics import Sums, unpack_sums
 
 
 @dataclass(frozen=True)
 class StoredHook:
-    """What the run records of a hook. key: what the pickles call it."""
+    """A hook as the run records it. key: its name in pickles."""
 
     key: Any
     width: int
@@ -40,20 +40,20 @@ def read_by_ranges(commit: Commit) -> bool:
 
 
 def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> "ShardReader":
-    """Opens a shard. hooks: those that will be read, by name.
+    """Opens a shard. hooks: the hooks that will be read, by name.
 
-    Raises RunError when the file is missing or damaged, or is not what its JSON file describes.
+    Raises RunError if the file is missing or damaged, or does not match its JSON.
     """
     where = f"{folder.url}/{commit.file}"
     reader: PickledShard | SafetensorsFile
     if read_by_ranges(commit):
         reader = SafetensorsFile(_ranges_of(folder, commit), commit.bytes, where)
-        forms = {name: (each.dtype, each.shape) for name, each in reader.tensors.items()}
+        found = {name: (tensor.dtype, tensor.shape) for name, tensor in reader.tensors.items()}
         for name, hook in hooks.items():
-            due = hook.dtype, (commit.tokens, hook.width)
-            _expect(where, name, forms.get(name), due)
+            expected = hook.dtype, (commit.tokens, hook.width)
+            _expect(where, name, found.get(name), expected)
         for name, length in (("sample_offsets", commit.count + 1), ("position", commit.tokens)):
-            _expect(where, name, forms[name][1], (length,))
+            _expect(where, name, found[name][1], (length,))
     else:
         with scratch_folder() as scratch:
             try:
@@ -66,16 +66,16 @@ def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) 
 
 
 def _check_samples(where: str, reader: "ShardReader", commit: Commit) -> None:
-    """Raises RunError unless the samples are those that the JSON file describes."""
+    """Raises RunError unless the samples match the shard's JSON."""
     indices, offsets = reader.sample_idx, reader.offsets
     _expect(where, "number of samples", len(indices), commit.count)
     if not commit.count:
         raise RunError(f"{where}: has no sample")
-    ends = [int(i) for i in indices[[0, -1]]]
-    _expect(where, "first and last sample", ends, [commit.first, commit.last])
+    first_and_last = [int(index) for index in indices[[0, -1]]]
+    _expect(where, "first and last sample", first_and_last, [commit.first, commit.last])
     _expect(where, "tokens", int(offsets[-1]), commit.tokens)
     ascending = bool((indices[1:] > indices[:-1]).all())  # differences may overflow
-    if not ascending or not follow_each_other(offsets, commit.tokens):
+    if not ascending or not are_valid_offsets(offsets, commit.tokens):
         raise RunError(f"{where}: is damaged: its samples are not in ascending order")
 
 
@@ -85,7 +85,7 @@ def _expect(where: str, what: str, found: Any, expected: Any) -> None:
 
 
 class PickledShard:
-    """A shard in memory, with the hooks that were asked for.
+    """A shard in memory, with the requested hooks.
 
     sample_idx: int64 (samples,). offsets: int64 (samples + 1,); sample i has the tokens offsets[i]
     to offsets[i + 1].
@@ -102,25 +102,25 @@ class PickledShard:
             for row, values in zip(shard.samples, self._slices[name], strict=True):
                 expected = hook.dtype, (len(row.positions), hook.width)
                 _expect(where, name, (values.dtype, values.shape), expected)
-        ids: list[np.ndarray] = []
+        token_ids: list[np.ndarray] = []
         labels: dict[str, list[np.ndarray]] = {name: [] for name in shard.samples[0].labels}
         for row in shard.samples:
-            at, own = f"{where}: sample {row.sample_idx}", row.token_ids
-            if own is None:
+            at, ids = f"{where}: sample {row.sample_idx}", row.token_ids
+            if ids is None:
                 raise RunError(f"{at}: has no token ids, which reading needs")
-            form = np.dtype(np.int32), (len(row.positions),)
-            _expect(at, "token ids", (own.dtype, own.shape), form)
-            ids.append(own)
+            of_tokens = np.dtype(np.int32), (len(row.positions),)
+            _expect(at, "token ids", (ids.dtype, ids.shape), of_tokens)
+            token_ids.append(ids)
             for name, values in row.labels.items():
-                _expect(at, name, (values.dtype, values.shape), form)
+                _expect(at, name, (values.dtype, values.shape), of_tokens)
                 labels[name].append(values)
         self.sample_idx = np.array([row.sample_idx for row in shard.samples], np.int64)
         self.offsets = shard.offsets
-        self._tokens = _joined(ids), _joined(shard.positions)
-        self._labels = {name: _joined(parts) for name, parts in labels.items()}
+        self._tokens = _concatenate(token_ids), _concatenate(shard.positions)
+        self._labels = {name: _concatenate(parts) for name, parts in labels.items()}
 
     def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns token ids and positions of tokens `start` to `stop`, int32."""
+        """Returns the ids and the positions of tokens `start` to `stop`, int32."""
         token_ids, positions = self._tokens
         return token_ids[start:stop], positions[start:stop]
 
@@ -129,28 +129,29 @@ class PickledShard:
         return {name: values[start:stop] for name, values in self._labels.items()}
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
-        """Returns tokens `start` to `stop` of the shard at this hook: (stop - start, width)."""
+        """Returns the activations of tokens `start` to `stop` at a hook: (stop - start, width)."""
         first = int(np.searchsorted(self.offsets, start, "right")) - 1
         last = int(np.searchsorted(self.offsets, stop, "left"))
         parts = [
             self._slices[hook][i][max(start - self.offsets[i], 0) : stop - self.offsets[i]]
             for i in range(first, last)
         ]
-        return _joined(parts or [self._slices[hook][0][:0]])
+        return _concatenate(parts or [self._slices[hook][0][:0]])
 
 
 ShardReader = PickledShard | SafetensorsFile
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
+def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
+    """Concatenates arrays, but does not copy a single one."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def read_shard(folder: Folder, commit: Commit, scratch: Path) -> Shard:
-    """Returns a whole shard, without what its table of samples says.
+    """Returns a whole shard, without the values in its table of samples.
 
-    scratch: a folder for a download. Raises RunError if the shard is not what its JSON describes,
-    or OSError.
+    scratch: a folder for downloads. Raises RunError if the shard does not match its JSON, or
+    OSError.
     """
     path = folder.fetch(commit.file, scratch)
     try:
@@ -165,7 +166,7 @@ def read_shard(folder: Folder, commit: Commit, scratch: Path) -> Shard:
 
 
 def _ranges_of(folder: Folder, commit: Commit) -> Callable[[int, int], np.ndarray]:
-    """A function that reads the bytes from `start` to `stop` of a shard, as uint8."""
+    """Returns a function that reads the bytes of a shard from `start` to `stop`, as uint8."""
     where = f"{folder.url}/{commit.file}"
     if folder.local:
         return _mapped(folder.fetch(commit.file, Path()), commit, where)
@@ -189,7 +190,7 @@ def _mapped(path: Path, commit: Commit, where: str) -> Callable[[int, int], np.n
 
 
 def _unpickle(path: Path, commit: Commit, where: str) -> Shard:
-    """Reads a pickle. Its sha256 is compared meanwhile. Raises RunError."""
+    """Reads a pickle, and compares its sha256 at the same time. Raises RunError."""
     _check_size(path, commit, where)
     with ThreadPoolExecutor(1) as pool:
         digest = pool.submit(_check_digest, path, commit, where)
@@ -214,7 +215,7 @@ def _check_size(path: Path, commit: Commit, where: str) -> None:
 
 
 def read_table(folder: Folder, commit: Commit) -> list[TableRow]:
-    """Returns the table of a shard's samples. Raises RunError when it is missing or damaged."""
+    """Returns the table of a shard's samples. Raises RunError if it is missing or damaged."""
     data, where = _read_beside(folder, commit.table_file, commit.table)
     rows = unpack_table(data, commit.count, where)
     indices = [row.sample_idx for row in rows]
@@ -227,16 +228,16 @@ def read_table(folder: Folder, commit: Commit) -> list[TableRow]:
 
 
 def read_sums(folder: Folder, commit: Commit, hooks: Mapping[str, int]) -> dict[str, Sums]:
-    """Returns the sums of a shard, by hook. hooks: name -> width.
+    """Returns the sums of a shard by hook. hooks: the widths by name.
 
-    Raises RunError when they are missing or damaged.
+    Raises RunError if they are missing or damaged.
     """
     data, where = _read_beside(folder, commit.statistics_file, commit.statistics)
     return unpack_sums(data, hooks.items(), where)
 
 
 def _read_beside(folder: Folder, name: str, sha256: str) -> tuple[bytes, str]:
-    """A small file beside a shard, whose JSON has its sha256, and the file's name for messages."""
+    """Returns the content of a small file beside a shard, and the file's URL for messages."""
     data, where = folder.read(name), f"{folder.url}/{name}"
     if data is None:
         raise RunError(f"{where}: is missing")

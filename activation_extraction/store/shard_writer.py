@@ -1,9 +1,9 @@
 """ShardWriter: stores shards in the background, several at a time, and commits them in order.
 
-A shard is packed by a pool of threads, and goes from memory to its files. In every folder, these
-are complete under their final names before its JSON appears, and no shard is committed before the
-previous one. What waits to be stored has a limit, beyond which the caller waits. After a failure
-nothing follows.
+A pool of threads packs a shard, which goes from memory to its files. In every folder, a shard's
+files are complete under their final names before its JSON appears, and no shard is committed before
+the previous one. The caller waits while too much is waiting to be stored. After a failure, no later
+shard is committed.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ from activation_extraction.store.shard import Key, Shard, pack_table
 from activation_extraction.store.statistics import Statistics, Sums, pack_sums, sums_of
 from activation_extraction.text.batch import Cursor
 
-SHARDS_AT_ONCE = 16  # most of them uploading
-GROUP_BYTES = 32 * 2**20  # of the activations that a thread adds up at a time
+SHARDS_AT_ONCE = 16  # most of them are being uploaded
+GROUP_BYTES = 32 * 2**20  # of activations, which a thread sums at a time
 OVERFLOW = (
     "float16 ends at 65504; start anew with --activation_dtype bfloat16 or float32 and --overwrite"
 )
@@ -44,8 +44,8 @@ NOT_FINITE = (
 
 @dataclass(eq=False)
 class _Job:
-    """A shard on its way. holds: the bytes of memory that are free once it is stored. phase: what
-    it waits for."""
+    """A shard that is being stored. holds: the bytes of memory that are free once it is stored.
+    phase: what it is waiting for."""
 
     number: int
     holds: int
@@ -54,13 +54,13 @@ class _Job:
 
 
 class ShardWriter:
-    """Stores shards in folders that this process owns, first in the first one.
+    """Stores shards in the folders that this process owns, one folder after the other.
 
-    names: key of each hook in the shards -> its full name. most_bytes: of what waits to be stored.
-    threads: how many pack shards. record: counts what is committed, and has what the samples come
-    from, which is on record before a shard is committed. `made` has the shards that this process
-    has stored; `bytes_waiting` are in memory and wait to be stored; `waited` says for how many
-    seconds the caller waited for which phase of the oldest shard.
+    names: the hooks' full names by key. max_bytes: how many bytes may wait to be stored. threads:
+    how many threads pack shards. record: counts what is committed; the files that the samples come
+    from are recorded before a shard is committed. `made` lists the shards that this process has
+    stored. `bytes_waiting` counts the bytes in memory that wait to be stored. `waited` maps each
+    phase to the seconds for which the caller waited because the oldest shard was in that phase.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class ShardWriter:
         run: str,
         record: RunRecord,
         threads: int,
-        most_bytes: float,
+        max_bytes: float,
     ) -> None:
         self.made: list[Commit] = []
-        self._failure: tuple[int, StorageError] | None = None  # of the first shard that failed
+        self._failure: tuple[int, StorageError] | None = None  # the first shard that failed
         self._stopped = False
         self.waited = {"packing": 0.0, "writing": 0.0, "committing": 0.0}
         self._owners = owners
@@ -85,39 +85,43 @@ class ShardWriter:
         self._threads = Threads(threads)
         self._packing = threading.Semaphore(threads)
         self._shards = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
-        self._most_bytes = most_bytes
-        # What is compressed for a bucket stays in memory beside what it is made from.
+        self._max_bytes = max_bytes
+        # A compressed shard for a bucket is in memory beside its uncompressed arrays.
         buckets = [owner for owner in owners if not owner.folder.local]
-        self._times = 1 + shard_format.compressed * len(buckets)
+        self._copies = 1 + shard_format.compressed * len(buckets)
         self.bytes_waiting = 0
-        self._batches: list[int] = []  # bytes of those that only the next shard needs
+        self._batches: list[int] = []  # the bytes of the batches since the last shard
         self._jobs: deque[_Job] = deque()
-        self._changed = threading.Condition()  # something was stored, or has failed
+        self._changed = threading.Condition()  # a shard was stored, or has failed
         self.begin({})
 
     def begin(self, expected: Mapping[int, Commit]) -> None:
-        """Makes now the time when the run began. expected: shards that are made again, by number;
-        with the same bytes they keep their JSON."""
+        """Takes the current time as the beginning of the run.
+
+        expected: the shards that are computed again, by number; a shard with the same bytes keeps
+        its JSON.
+        """
         self._began = round(time.time(), 3)
         self._expected = expected
 
     def take(self, size: int) -> None:
-        """Takes over the arrays of a batch, so many bytes. Waits while too much is held.
+        """Counts the `size` bytes of a batch as waiting to be stored, and waits if these are too
+        many.
 
         Raises StorageError if any shard so far could not be committed.
         """
-        size *= self._times
+        size *= self._copies
         self._batches.append(size)
         with self._changed:
             self.bytes_waiting += size
-            while self.bytes_waiting > self._most_bytes and self._jobs and self._failure is None:
+            while self.bytes_waiting > self._max_bytes and self._jobs and self._failure is None:
                 began, phase = time.perf_counter(), self._jobs[0].phase
                 self._changed.wait(0.2)  # briefly, to notice Ctrl-C
                 self.waited[phase] += time.perf_counter() - began
         self.check()
 
     def commit(self, shard: Shard, cursor: Cursor | None, number: int, partial: bool) -> None:
-        """Takes over shard `number`. All batches but the last one were taken for it alone.
+        """Stores shard `number` in the background. Later shards use no batch but the last one.
 
         Raises StorageError if any shard so far could not be committed.
         """
@@ -130,13 +134,13 @@ class ShardWriter:
         self._shards.submit(self._run_job, job, previous, shard, cursor, partial)
 
     def check(self, before: float = math.inf) -> None:
-        """Raises StorageError if a shard has failed, or one before the shard of this number."""
+        """Raises StorageError if any shard, or any shard before a certain number, has failed."""
         if self._failure is not None and self._failure[0] < before:
             raise self._failure[1]
 
     def wait(self) -> None:
-        """Waits until everything taken over is stored. Raises StorageError if anything has failed,
-        once all shards before it are stored."""
+        """Waits until all shards are stored. If one has failed, waits for the shards before it and
+        raises StorageError."""
         while jobs := list(self._jobs):
             if self._failure is not None and self._failure[0] < jobs[0].number:
                 break
@@ -144,19 +148,19 @@ class ShardWriter:
         self.check()
 
     def gauges(self) -> dict[str, Any]:
-        """Says what is stored and what is on its way."""
+        """Returns metrics about the shards that are stored, and about those that are not yet."""
         phases = [job.phase for job in list(self._jobs)]
         return {
             "shards_stored": self._record.totals.shards,
             "bytes_stored": self._record.totals.bytes,
             "bytes_waiting": self.bytes_waiting,
             **{f"shards_{phase}": phases.count(phase) for phase in self.waited},
-            **{f"waited_{phase}_seconds": round(s, 3) for phase, s in self.waited.items()},
+            **{f"waited_{key}_seconds": round(value, 3) for key, value in self.waited.items()},
             "upload_retries": sum(owner.folder.retries for owner in self._owners),
         }
 
     def close(self, patient: bool) -> None:
-        """Ends the threads; if `patient`, they first finish what they are doing."""
+        """Ends the threads; if `patient`, they finish their work first."""
         self._stopped = not patient
         for pool in (self._shards, self._threads.pool):
             pool.shutdown(wait=patient, cancel_futures=True)
@@ -164,7 +168,7 @@ class ShardWriter:
     def _run_job(
         self, job: _Job, previous: _Job | None, shard: Shard, cursor: Cursor | None, partial: bool
     ) -> None:
-        """Stores a shard, and keeps the first failure for whoever checks next."""
+        """Stores a shard, and keeps the first failure for the next `check`."""
         try:
             self.check(before=job.number)
             commit = self._store(job, shard, cursor, partial)
@@ -173,7 +177,7 @@ class ShardWriter:
                 previous.stored.result()
             self.check(before=job.number)
             self._commit(commit)
-        except BaseException as error:  # whatever it is, nothing may follow this shard
+        except BaseException as error:  # whatever it is, no later shard may be committed
             failure = self._as_storage_error(error)
             with self._changed:
                 if self._failure is None or job.number < self._failure[0]:
@@ -187,15 +191,15 @@ class ShardWriter:
             job.stored.set_result(None)
 
     def _as_storage_error(self, error: BaseException) -> StorageError:
-        if self._stopped:  # what was under way could not end
+        if self._stopped:  # `close` did not wait for this shard
             return StorageError("storing was stopped")
         if isinstance(error, OSError):  # from the disk
             return StorageError(f"{self._owners[0].folder.url}: {reason_of(error)[0]}")
-        known = for_the_user(error)
-        return StorageError(one_line(known), remedy=getattr(known, "remedy", None))
+        user_error = for_the_user(error)
+        return StorageError(one_line(user_error), remedy=getattr(user_error, "remedy", None))
 
     def _store(self, job: _Job, shard: Shard, cursor: Cursor | None, partial: bool) -> Commit:
-        """Makes the files of a shard. Its commit says that they are complete."""
+        """Writes the files of a shard, and returns its commit."""
         name, began = self._format.file_name(job.number), time.perf_counter()
         try:
             with ExitStack() as stack:
@@ -247,11 +251,11 @@ class ShardWriter:
         return commit
 
     def _sums(self, shard: Shard) -> dict[Key, Sums]:
-        """Adds up every hook. Raises StorageError, naming the sample, for NaN or infinity."""
-        sums = add_up(shard, self._threads)
+        """Returns the sums by hook. Raises StorageError, naming the sample, for NaN or infinity."""
+        sums = sum_shard(shard, self._threads)
         for key in (key for key in sums if not sums[key].statistics.finite):
             for row, activation in zip(shard.samples, shard.slices[key], strict=True):
-                if not Statistics.of(activation).finite:
+                if not Statistics.from_array(activation).finite:
                     raise StorageError(
                         f"sample {row.sample_idx}, hook {key}: NaN or infinite {activation.dtype} "
                         "values",
@@ -260,21 +264,21 @@ class ShardWriter:
         return sums
 
     def _describe_hooks(self, shard: Shard, sums: Mapping[Key, Sums]) -> list[dict[str, Any]]:
-        """Key, name, width, dtype and statistics of each hook, as a commit has them."""
+        """Returns the `hooks` of a commit."""
         return [
             {
                 "key": key,
                 "name": self._names[key],
-                "width": of_hook.sums.shape[1],
+                "width": hook_sums.sums.shape[1],
                 "dtype": shard.slices[key][0].dtype.name,
                 "scale": None,
-                **of_hook.statistics.to_json(),
+                **hook_sums.statistics.to_json(),
             }
-            for key, of_hook in sums.items()
+            for key, hook_sums in sums.items()
         ]
 
     def _commit(self, commit: Commit) -> None:
-        """Writes the JSON of a shard whose turn it is."""
+        """Writes the JSON of a shard, once all shards before it are committed."""
         commit = replace(commit, committed=round(time.time(), 3))
         expected = self._expected.get(commit.number)
         if expected is not None and expected.sha256 == commit.sha256:
@@ -287,26 +291,26 @@ class ShardWriter:
         self._record.add(commit)
 
 
-def add_up(shard: Shard, threads: Threads) -> dict[Key, Sums]:
-    """Returns the sums of a shard, by hook. They depend on its content alone."""
+def sum_shard(shard: Shard, threads: Threads) -> dict[Key, Sums]:
+    """Returns the sums of a shard by hook. They depend on its content alone."""
     positions = shard.positions
     groups = [(key, group) for key in shard.slices for group in _groups(shard, key)]
 
-    def sums(item: tuple[Key, slice]) -> Sums:
+    def sum_group(item: tuple[Key, slice]) -> Sums:
         key, group = item
         return sums_of(shard.slices[key][group], positions[group])
 
     total: dict[Key, Sums] = {}
-    for (key, _), found in zip(groups, threads.in_order(sums, groups), strict=True):
+    for (key, _), sums in zip(groups, threads.in_order(sum_group, groups), strict=True):
         if key in total:
-            total[key].merge(found)
+            total[key].merge(sums)
         else:
-            total[key] = found
+            total[key] = sums
     return total
 
 
 def _groups(shard: Shard, key: Key) -> Iterator[slice]:
-    """Consecutive samples with GROUP_BYTES at one hook, or a little more."""
+    """Yields groups of consecutive samples that have about GROUP_BYTES at one hook."""
     begin = size = 0
     for number, values in enumerate(shard.slices[key], 1):
         size += values.nbytes

@@ -1,9 +1,8 @@
 """Statistics of activations, which can be merged: per sample, shard, host, machine or run.
 
-`Sums` are what is added up, for every dimension; `Statistics` are the few numbers of a hook that
-the JSON files record. `shard_0001.npz`, beside the shard, holds the sums of each hook, which are
-too long for its JSON, as arrays `HOOK/FIELD` that `numpy.load` reads. Its bytes depend on the sums
-alone.
+`Sums` are totals for every dimension; `Statistics` are the few numbers per hook that the JSON files
+record. `shard_0001.npz`, beside the shard, holds the sums of each hook, which are too long for its
+JSON, as arrays `HOOK/FIELD` that `numpy.load` reads. Its bytes depend on the sums alone.
 """
 
 import io
@@ -20,28 +19,28 @@ import numpy as np
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.sealed_json import Count, Number, Positive
 
-BLOCK_BYTES = 4 * 2**20  # of values in float64, which stay in a core's caches
-BUCKETS = 32  # of positions
+BLOCK_BYTES = 4 * 2**20  # of float64 values, so that a block stays in a core's caches
+BUCKETS = 32  # the number of position buckets
 SINK, OTHER = 0, 1
 
 UNREADABLE = (
     *(ValueError, KeyError, OSError, EOFError, RuntimeError, NotImplementedError),
     *(zipfile.BadZipFile, zlib.error),
 )
-DTYPES = ("<i8", "<f8", "<f8", "<f8", "<f8")  # of the fields
+DTYPES = ("<i8", "<f8", "<f8", "<f8", "<f8")  # the dtypes of the fields of Sums
 
 
 @dataclass(eq=False)
 class Sums:
-    """Sums over tokens at one hook, in float64. Those of two sets of tokens add up.
+    """Sums over tokens at one hook, in float64, which can be merged.
 
-    An attention sink is, here, the first token of a document (position 0): whether a token is one
-    depends on nothing but the token.
+    Here the first token of a document (position 0) counts as an attention sink, so that it does not
+    depend on other tokens whether a token is one.
 
     counts, norms: shape (BUCKETS,), the number of tokens and the sum of their Euclidean norms, by
     position: bucket 0 has position 0, bucket b the positions from 2^(b - 1) to 2^b - 1. sums,
-    squares: shape (2, width), of the values and of their squares, for sinks and for other tokens.
-    largest: shape (), the largest norm.
+    squares: shape (2, width), the sums of the values and of their squares, for sinks and for other
+    tokens. largest: shape (), the largest norm.
     """
 
     counts: np.ndarray
@@ -53,23 +52,23 @@ class Sums:
     @classmethod
     def zeros(cls, width: int) -> "Sums":
         """Returns the sums over no tokens."""
-        each = np.zeros((2, width)), np.zeros((2, width))
-        return cls(np.zeros(BUCKETS, np.int64), np.zeros(BUCKETS), *each, np.zeros(()))
+        sums, squares = np.zeros((2, width)), np.zeros((2, width))
+        return cls(np.zeros(BUCKETS, np.int64), np.zeros(BUCKETS), sums, squares, np.zeros(()))
 
     def add(self, activations: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> None:
-        """Adds tokens. activations: their arrays (tokens, width) of any float dtype, in order.
-        positions: of the tokens in their documents, in any number of arrays.
+        """Adds tokens. activations: arrays (tokens, width) of any float dtype, in order. positions:
+        the positions of the tokens in their documents, in any number of arrays.
 
-        The sums are those of the tokens: they do not depend on which arrays the tokens are in.
+        The result does not depend on how the tokens are distributed over arrays.
         """
-        every = np.concatenate(positions)
-        squares, done = np.empty(len(every)), 0
+        all_positions = np.concatenate(positions)
+        squares, done = np.empty(len(all_positions)), 0
         rows = max(1, BLOCK_BYTES // (8 * self.sums.shape[1]))
-        wide = np.empty((min(rows, len(every)), self.sums.shape[1]))
+        buffer = np.empty((min(rows, len(all_positions)), self.sums.shape[1]))
         with np.errstate(invalid="ignore"):  # see `Statistics.finite`
-            for block in _blocks(activations, wide):
+            for block in _blocks(activations, buffer):
                 stop = done + len(block)
-                sinks = np.flatnonzero(every[done:stop] == 0)
+                sinks = np.flatnonzero(all_positions[done:stop] == 0)
                 for total in (self.sums, self.squares):
                     others = np.add.reduce(block, 0)
                     if len(sinks):
@@ -81,7 +80,7 @@ class Sums:
                         np.multiply(block, block, out=block)
                 np.add.reduce(block, 1, out=squares[done:stop])
                 done = stop
-        norms, buckets = np.sqrt(squares), np.frexp(every.astype(np.float64))[1]
+        norms, buckets = np.sqrt(squares), np.frexp(all_positions.astype(np.float64))[1]
         self.counts += np.bincount(buckets, minlength=BUCKETS)
         self.norms += np.bincount(buckets, norms, minlength=BUCKETS)
         self.largest = np.maximum(self.largest, norms.max(initial=0.0))
@@ -93,7 +92,7 @@ class Sums:
         self.largest = np.maximum(self.largest, other.largest)
 
     def close_to(self, other: "Sums") -> bool:
-        """Returns whether both are equal, but for rounding."""
+        """Returns whether both are equal except for rounding."""
         return bool((self.counts == other.counts).all()) and all(
             np.allclose(one, two, rtol=1e-6, atol=1e-6 * np.abs(two).max())
             for one, two in (
@@ -106,7 +105,7 @@ class Sums:
 
     @property
     def statistics(self) -> "Statistics":
-        """Over all tokens and dimensions."""
+        """The statistics over all tokens and dimensions."""
         tokens = int(self.counts.sum())
         if not tokens:
             return Statistics()
@@ -123,25 +122,25 @@ class Sums:
         )
 
 
-def _blocks(activations: Sequence[np.ndarray], wide: np.ndarray) -> Iterator[np.ndarray]:
-    """The tokens of some arrays, in order, as float64 in the memory of `wide`: as many at a time as
-    it has room for, and at last the rest."""
+def _blocks(activations: Sequence[np.ndarray], buffer: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the tokens of several arrays in order, as float64 views of the buffer. Each view but
+    the last fills the buffer."""
     filled = 0
     for activation in activations:
         start = 0
         while start < len(activation):
-            count = min(len(activation) - start, len(wide) - filled)
-            np.copyto(wide[filled : filled + count], activation[start : start + count])
+            count = min(len(activation) - start, len(buffer) - filled)
+            np.copyto(buffer[filled : filled + count], activation[start : start + count])
             start, filled = start + count, filled + count
-            if filled == len(wide):
-                yield wide
+            if filled == len(buffer):
+                yield buffer
                 filled = 0
     if filled:
-        yield wide[:filled]
+        yield buffer[:filled]
 
 
 def sums_of(activations: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> Sums:
-    """Returns the sums of some tokens at one hook, as `Sums.add` takes them; at least one array."""
+    """Returns the sums over tokens at one hook. The arguments are those of `Sums.add`."""
     total = Sums.zeros(activations[0].shape[1])
     total.add(activations, positions)
     return total
@@ -160,18 +159,18 @@ class Statistics:
     max_norm: Positive = 0.0
 
     @classmethod
-    def of(cls, activation: np.ndarray) -> "Statistics":
-        """Statistics of a (tokens, width) array of any float dtype, computed in float64."""
-        anywhere = [np.ones(len(activation), np.int32)]  # any positions will do
-        return sums_of([activation], anywhere).statistics
+    def from_array(cls, activation: np.ndarray) -> "Statistics":
+        """Returns the statistics of a (tokens, width) array, computed in float64."""
+        positions = [np.ones(len(activation), np.int32)]  # which do not matter here
+        return sums_of([activation], positions).statistics
 
     @property
     def finite(self) -> bool:
-        """False if any value was NaN or infinite."""
+        """Whether no value was NaN or infinite."""
         return math.isfinite(self.max_norm)
 
     def merge(self, other: "Statistics") -> "Statistics":
-        """Statistics of both together (Chan, Golub and LeVeque 1979, pairwise update)."""
+        """Merges two statistics by the pairwise update of Chan, Golub and LeVeque (1979)."""
         if not self.values or not other.values:
             return self if self.values else other
         share = other.values / (self.values + other.values)
@@ -193,7 +192,7 @@ class Statistics:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
-        """The inverse of `to_json`; ignores other keys."""
+        """Reads what `to_json` returned, and ignores other keys."""
         return cls(**{each.name: content[each.name] for each in fields(cls)})
 
 
@@ -210,29 +209,29 @@ class DimensionStatistics:
 
 @dataclass(frozen=True)
 class HookStatistics(Statistics):
-    """Statistics of a hook over all that is stored.
+    """Statistics of a hook over everything that is stored.
 
     mean, variance, mean_norm and max_norm are numbers over all values, or all tokens. `all_tokens`
-    and `without_first_token` have them for every dimension. The first token of a document often is
-    an attention sink, whose norm is 100 times that of the others. These two raise OSError for
-    damaged files.
+    and `without_first_token` have statistics of every dimension, and raise OSError for damaged
+    files. The first token of a document is often an attention sink, whose norm is 100 times that of
+    other tokens.
     """
 
     load: Callable[[], Sums] = field(repr=False, compare=False, kw_only=True)
 
     @cached_property
     def all_tokens(self) -> DimensionStatistics:
-        """The statistics of every token."""
+        """The statistics of all tokens."""
         return _statistics_of(self.load(), slice(None))
 
     @cached_property
     def without_first_token(self) -> DimensionStatistics:
-        """The statistics of the tokens that are not the first one of their document."""
+        """The statistics of all tokens but the first one of each document."""
         return _statistics_of(self.load(), slice(OTHER, None))
 
     @property
     def norms_by_position(self) -> dict[range, float]:
-        """Positions in a document -> mean norm there; only ranges that have tokens."""
+        """Maps ranges of positions in a document, if they have tokens, to the mean norm there."""
         sums = self.load()
         return {
             range(1 << bucket >> 1, 1 << bucket): float(sums.norms[bucket] / sums.counts[bucket])
@@ -241,9 +240,8 @@ class HookStatistics(Statistics):
 
 
 def _statistics_of(sums: Sums, kinds: slice) -> DimensionStatistics:
-    """Returns the statistics of sinks, of others, or of both: position 0 is bucket 0. They are NaN
-    for no tokens."""
-    tokens = int(sums.counts[kinds].sum())
+    """Returns the statistics of sinks, of other tokens, or of both; NaN if there are no tokens."""
+    tokens = int(sums.counts[kinds].sum())  # bucket 0 is position 0, so it counts the sinks
     totals = sums.sums[kinds].sum(0), sums.squares[kinds].sum(0), sums.norms[kinds].sum()
     with np.errstate(invalid="ignore"):
         mean, squares, norm = (total / tokens for total in totals)
@@ -254,7 +252,7 @@ FIELDS = [each.name for each in fields(Sums)]
 
 
 def pack_sums(sums: Mapping[str, Sums]) -> bytes:
-    """Returns the content of the file. sums: by hook."""
+    """Returns the content of the statistics file. sums: the sums by hook."""
     arrays = {f"{hook}/{name}": getattr(sums[hook], name) for hook in sums for name in FIELDS}
     file = io.BytesIO()
     np.savez(file, **arrays)
@@ -262,16 +260,16 @@ def pack_sums(sums: Mapping[str, Sums]) -> bytes:
 
 
 def unpack_sums(data: bytes, hooks: Iterable[tuple[str, int]], where: str) -> dict[str, Sums]:
-    """The inverse of `pack_sums`, for some of the hooks: name and width.
+    """Reads what `pack_sums` returned. hooks: the names and widths of the hooks to read.
 
-    Raises RunError when the data is not what was written. where: names the file.
+    where: names the file in messages. Raises RunError if the data is damaged.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = archive.infolist()
-            if any(each.file_size != each.compress_size for each in entries):
+            if any(entry.file_size != entry.compress_size for entry in entries):
                 raise ValueError("it is compressed")
-            if sum(each.file_size for each in entries) > len(data):
+            if sum(entry.file_size for entry in entries) > len(data):
                 raise ValueError("its arrays overlap")
             return {hook: _sums(archive, hook, width) for hook, width in hooks}
     except UNREADABLE as error:
@@ -288,13 +286,16 @@ def _sums(archive: zipfile.ZipFile, hook: str, width: int) -> Sums:
 
 
 def _array(data: bytes, shape: tuple[int, ...], dtype: str, where: str) -> np.ndarray:
-    """An array from the content of a .npy file. `numpy.load` would allocate whatever its header
-    says before it looks for the values, so the header is compared with the one that is due."""
-    due, end = io.BytesIO(), 10 + int.from_bytes(data[8:10], "little")
+    """Reads an array from the content of a .npy file.
+
+    `numpy.load` would allocate whatever the header says before it looks for the values, so the
+    header is compared with the expected one.
+    """
+    expected, end = io.BytesIO(), 10 + int.from_bytes(data[8:10], "little")
     header = {"descr": dtype, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(due, header)
-    if data[:8] != due.getvalue()[:8]:
-        raise ValueError(f"{where} is of an unknown version")
-    if data[10:end].split() != due.getvalue()[10:].split():
+    np.lib.format.write_array_header_1_0(expected, header)
+    if data[:8] != expected.getvalue()[:8]:
+        raise ValueError(f"{where} has an unknown version")
+    if data[10:end].split() != expected.getvalue()[10:].split():
         raise ValueError(f"{where} is {data[10:end].strip()!r:.200}, expected {header}")
     return np.frombuffer(data, dtype, offset=end).reshape(shape).copy()

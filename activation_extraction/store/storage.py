@@ -1,7 +1,8 @@
-"""ActivationStorage: takes activations, by samples or by batches, and has them stored.
+"""ActivationStorage: stores activations that are added in samples or in batches.
 
-It holds the folder. A planner (resume.py) finds out what is stored already; shard_cutter.py cuts
-shards, shard_writer.py stores them, and run_record.py records the run.
+A planner (resume.py) finds out what is stored already; ownership.py keeps other processes out;
+shard_cutter.py gathers samples into shards, shard_writer.py stores these, and run_record.py records
+the run.
 """
 
 import uuid
@@ -34,10 +35,10 @@ from activation_extraction.text.batch import Batch, Cursor
 
 
 class State(Enum):
-    """FOUND: it is known what is stored, and nothing has been written. OPEN: this process holds the
-    folder. CLOSED: it has given the folder up for good."""
+    """PLANNED: the stored shards are known, and nothing has been written. OPEN: this process owns
+    the folder. CLOSED: it has given the folder up, and cannot open it again."""
 
-    FOUND = auto()
+    PLANNED = auto()
     OPEN = auto()
     CLOSED = auto()
 
@@ -45,26 +46,27 @@ class State(Enum):
 class ActivationStorage:
     """Writes activations to shards in a folder. It is a context manager.
 
-    hooks: key of the hook in the shards (layer number or hook name) -> the hook's full name. A
+    hooks: the hooks' full names by key (the layer number or hook name that the shards use). A
     sample is complete when it has an activation for every key; samples must become complete in
     ascending order.
 
-    An extraction that is stored already is continued if its `identity` is the same: `cursor` says
-    where, and samples that are stored already are skipped. A `planner` may ask for something else,
-    such as a repair. The constructor only reads. The first to write is `open`, which is called on
-    entering the context, or else by the first sample.
+    A stored extraction with the same `identity` is continued: `cursor` says where, and samples that
+    are stored already are skipped. A `planner` may decide otherwise, for a repair. The constructor
+    only reads. Nothing is written before `open`, which is called on entering the context, or by
+    the first sample.
 
     remote: a folder in a bucket. Shards are then stored there, from memory, and locally only with
-    `keep_local`; metadata.json and metrics.jsonl are in both places. facts: what else metadata.json
-    records.
+    `keep_local`; metadata.json and metrics.jsonl are in both folders. facts: more facts for
+    metadata.json.
 
-    `made` lists the shards that this process has stored. `waited` says for how many seconds the
-    memory was full, by what the oldest shard waited for; `gauges()` what is on its way.
+    `made` lists the shards that this process has stored. `waited` maps each phase of storing to the
+    seconds for which the memory was full because the oldest shard was in that phase. `gauges()`
+    returns metrics about stored and waiting shards.
 
-    Leaving the context commits what is complete, even after an exception or Ctrl-C; metadata.json
-    then says "interrupted", or "failed" if a shard could not be committed. Raises InputError if the
-    folder holds something else, and StorageError at the next call after a shard could not be
-    stored.
+    Leaving the context commits the complete samples, even after an exception or Ctrl-C;
+    metadata.json then says "interrupted", or "failed" if a shard could not be committed. Raises
+    InputError if the folder holds another extraction, and StorageError at the next call after a
+    shard could not be stored.
     """
 
     def __init__(
@@ -87,10 +89,10 @@ class ActivationStorage:
         owner = uuid.uuid4().hex
         self._local = Ownership(Folder(str(self.folder)), owner)
         self._remote = None if remote is None else Ownership(remote, owner)
-        owners = [each for each in (self._local, self._remote) if each is not None]
+        owners = [self._local] if self._remote is None else [self._local, self._remote]
         if options.overwrite:
-            for each in owners:
-                check_own(each.folder)
+            for ownership in owners:
+                check_own(ownership.folder)
         self._record = RunRecord(
             self._local, self._remote, self._names, self._identity, options.limits, facts
         )
@@ -112,10 +114,10 @@ class ActivationStorage:
             options.limits,
             more_rows=facts.sources is not None and facts.sources.grown,
         )
-        self._follow(StoragePlan() if options.overwrite else self._planner.look())
+        self._follow(StoragePlan() if options.overwrite else self._planner.plan())
         self._incomplete: dict[int, tuple[SampleRow, dict[Key, np.ndarray]]] = {}
         self._labels: list[str] | None = None  # the names that all samples have
-        self._state = State.FOUND
+        self._state = State.PLANNED
 
     def _follow(self, plan: StoragePlan) -> None:
         self.plan = plan
@@ -127,38 +129,28 @@ class ActivationStorage:
             self.options.shard_bytes,
             self._identity,
             plan,
-            self.place.url,
+            self.destination.url,
         )
 
     @property
-    def place(self) -> Folder:
-        """The folder that counts: the one in the bucket, if there is one."""
+    def destination(self) -> Folder:
+        """The folder that the shards are committed to: the one in the bucket, if there is one."""
         return (self._remote or self._local).folder
 
     @property
     def totals(self) -> Totals:
-        """What is stored, including earlier runs."""
+        """The totals of everything that is stored, also by earlier runs."""
         return self._record.totals
 
     @property
     def cursor(self) -> Cursor | None:
-        """Where the stream of samples has to continue; None at its beginning."""
+        """Where the stream of samples continues; None at its beginning."""
         return self._cutter.cursor
 
     @property
     def complete(self) -> bool:
-        """Whether an earlier run stored everything."""
+        """Whether earlier runs have stored everything."""
         return self.plan.complete
-
-    @property
-    def found_samples(self) -> int:
-        """The samples of earlier runs."""
-        return self.plan.samples
-
-    @property
-    def found_tokens(self) -> int:
-        """The tokens in `found_samples`."""
-        return self.plan.tokens
 
     @property
     def limits(self) -> dict[str, int | None]:
@@ -167,13 +159,13 @@ class ActivationStorage:
         return {name: recorded.get(name, most) for name, most in self.options.limits.items()}
 
     def open(self) -> None:
-        """Takes the folder, and deletes what `overwrite` says.
+        """Takes ownership of the folder, and deletes its extraction if `overwrite` is set.
 
-        Does nothing if it is open already, or if nothing is left to do. `cursor` and `complete` may
-        change, because another process may have written until now. Raises StorageError, and
-        RunError if another process is writing to the folder.
+        Does nothing if the folder is open already, or if nothing is left to do. `cursor` and
+        `complete` may change, because another process may have written in the meantime. Raises
+        StorageError, and RunError if another process is writing to the folder.
         """
-        if self._state is not State.FOUND or self.plan.settled:
+        if self._state is not State.PLANNED or self.plan.up_to_date:
             return
         self._record.begin()
         try:
@@ -186,20 +178,23 @@ class ActivationStorage:
             elif not self._take_over():
                 return self._local.unlock()
             self._state = State.OPEN
-            self._record.write("running")  # first of all: a folder without it is refused
+            self._record.write("running")  # first, because shards without metadata are refused
             self._record.upload_metrics()
             if not self.options.overwrite:
                 self._record.fetch_metrics()
             for name in self.plan.obsolete:
-                self.place.remove(name)
+                self.destination.remove(name)
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
 
     def _take_over(self) -> bool:
-        """Looks again until nobody writes between looking and taking; False if all is settled."""
+        """Plans again until no other process has written between planning and claiming.
+
+        Returns False if nothing is left to do.
+        """
         while True:
-            self._follow(self._planner.look_again(self.plan))
-            if self.plan.settled:
+            self._follow(self._planner.plan_again(self.plan))
+            if self.plan.up_to_date:
                 return False
             if self._remote is None or self._remote.claim(self.plan):
                 return True
@@ -221,25 +216,32 @@ class ActivationStorage:
                 raise
 
     def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> int:
-        """Adds those samples of a batch that are not stored yet; returns how many they are.
+        """Adds the samples of a batch that are not stored yet, and returns their number.
 
-        activations: key of every hook -> (B, T, width), or (tokens, width) of the batch's kept
-        tokens; the arrays are kept, not copied, until their shard is written. Raises StorageError
-        as soon as anything in the background fails.
+        activations: arrays (B, T, width), or (tokens, width) for the batch's kept tokens, by the
+        key of the hook; they are kept without a copy until their shard is written. Raises
+        StorageError as soon as anything fails in the background.
         """
         self.open()
         self._writer.take(sum(values.nbytes for values in activations.values()))
         added = 0
         for placed, (where, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
             sample = placed.sample
-            if self._cutter.is_beyond(sample.sample_idx):
+            if self._cutter.is_past_range(sample.sample_idx):
                 self._cutter.end_range(batch.cursor)
                 return added
-            if self._cutter.wants(sample.sample_idx):
-                ids = sample.token_ids[positions]
-                own = sample.text_preview, sample.doc_id, sample.row, sample.cut, sample.columns
-                labels = {name: values[positions] for name, values in sample.labels.items()}
-                row = SampleRow(sample.sample_idx, ids, positions, *own, labels)
+            if self._cutter.needs(sample.sample_idx):
+                row = SampleRow(
+                    sample.sample_idx,
+                    sample.token_ids[positions],
+                    positions,
+                    sample.text_preview,
+                    sample.doc_id,
+                    sample.row,
+                    sample.cut,
+                    sample.columns,
+                    {name: values[positions] for name, values in sample.labels.items()},
+                )
                 self._check_next(row)
                 slices = {key: activations[key][where] for key in self._names}
                 self._cutter.add(row, slices, batch.cursor, batch.next_cursor)
@@ -261,11 +263,12 @@ class ActivationStorage:
     ) -> None:
         """Adds one sample's activation (tokens, width) at one hook.
 
-        The array is kept, not copied, until its shard is written. What else is known of the sample
-        (see SampleRow) is taken from its first hook. Raises KeyError for an unknown hook, and
-        ValueError for a sample that is out of order, given twice or not two-dimensional, that
-        follows a complete extraction, that lacks the token ids which safetensors need, or whose
-        labels are not one int32 number per token, or not those of the samples before it.
+        The array is kept without a copy until its shard is written. The other arguments, which are
+        fields of SampleRow, are taken from the first hook of the sample. Raises KeyError for an
+        unknown hook, and ValueError for a sample that is out of order, given twice or not
+        two-dimensional, that follows a complete extraction, that lacks the token ids which
+        safetensors need, or whose labels are not one int32 number per token, or not those of the
+        samples before it.
         """
         self.open()
         if layer_idx not in self._names:
@@ -296,7 +299,7 @@ class ActivationStorage:
             self._cutter.add(sample, slices)
 
     def _check_next(self, sample: SampleRow) -> None:
-        """Raises ValueError for a sample that cannot follow those that are stored."""
+        """Raises ValueError for a sample that cannot follow the last one."""
         sample_idx = sample.sample_idx
         if sample_idx <= self._cutter.last_sample:
             raise ValueError(f"sample {sample_idx}: given twice or out of order")
@@ -310,25 +313,25 @@ class ActivationStorage:
 
     @property
     def bytes_waiting(self) -> int:
-        """The bytes in memory that wait to be stored."""
+        """How many bytes in memory wait to be stored."""
         return self._writer.bytes_waiting
 
     def record(self, metrics: dict[str, Any]) -> None:
-        """Appends a line to metrics.jsonl, beside the shards. Raises StorageError.
+        """Appends a line to metrics.jsonl. Raises StorageError.
 
-        Does nothing in a repair, because the file is about the run itself.
+        Does nothing in a repair, because the file describes the run itself.
         """
         if self.plan.recorded is None:
             self._record.add_metrics(metrics)
 
     def finalize(self, complete: bool = True, skipped_rows: int = 0, empty_rows: int = 0) -> None:
-        """Commits every complete sample and metadata.json, and waits until all is stored.
+        """Commits every complete sample and metadata.json, and waits until they are stored.
 
-        complete: False if the run ends before its data does. skipped_rows, empty_rows: how many in
-        all, if there are more than the cursors count. Calling this again does nothing. Raises
+        complete: False if the run ends before its data does. skipped_rows, empty_rows: their total
+        numbers, if these are larger than in the cursors. A second call does nothing. Raises
         ValueError, after committing, if a complete run leaves a sample incomplete.
         """
-        if self._state is State.FOUND:
+        if self._state is State.PLANNED:
             self.open()
         if self._state is not State.OPEN:
             return self.close()
@@ -340,15 +343,16 @@ class ActivationStorage:
             try:
                 self._cutter.finish(complete)
             except StorageError:
-                self._writer.wait()  # for the shards before the one that has failed
+                self._writer.wait()  # for the shards before the failed one
                 raise
             self._writer.wait()
             if self._remote is not None:
                 self._remote.check()
                 self._remote.release()
             if complete and self.plan.recorded is not None:
-                every = [*self.plan.commits, *self.made]  # in order, as the run added them up
-                self._record.count(sorted(every, key=lambda commit: commit.number), Outline())
+                commits = [*self.plan.commits, *self.made]
+                # Totals depend on the order of addition, which is that of the run itself.
+                self._record.count(sorted(commits, key=lambda commit: commit.number), Outline())
             self._record.write("complete" if complete else "interrupted", counted=complete)
             self._record.upload_metrics()
             done = True
@@ -365,7 +369,7 @@ class ActivationStorage:
             raise ValueError(f"sample {number} has no activation for {missing}; it is not stored")
 
     def close(self, patient: bool = False) -> None:
-        """Gives up the folder and the threads; what is not committed is lost."""
+        """Releases the folder and ends the threads. Shards that are not committed are lost."""
         self._state = State.CLOSED
         self._writer.close(patient)
         self._local.unlock()

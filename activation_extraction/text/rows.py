@@ -12,7 +12,7 @@ import numpy as np
 from activation_extraction.common.errors import near_miss
 
 DocId = str | int | float | None
-LARGEST_COLUMNS = 2**19  # bytes of JSON that the kept columns of a row may take
+MAX_COLUMN_BYTES = 2**19  # bytes of JSON that the kept columns of a row may take
 AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)
 
 
@@ -212,10 +212,10 @@ class RowForm:
     def kept_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the columns to keep, as JSON values. Raises UnusableRowError."""
         kept = {name: _as_json(row, name) for name in self.keep_columns}
-        if kept and (size := len(json.dumps(kept))) > LARGEST_COLUMNS:
+        if kept and (size := len(json.dumps(kept))) > MAX_COLUMN_BYTES:
             raise UnusableRowError(
                 f"--keep_columns: the row's take {size:,} bytes, there is room for "
-                f"{LARGEST_COLUMNS:,}"
+                f"{MAX_COLUMN_BYTES:,}"
             )
         return kept
 
