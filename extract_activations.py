@@ -179,7 +179,7 @@ def extract(
     watchdog: Watchdog,
     stopped: Callable[[], int],
 ) -> Lockstep:
-    """The loop over batches: one step computes while the one before it is copied and stored.
+    """Runs the loop over batches: a step computes while the one before is copied and stored.
 
     Returns how the steps ended: whether the data was used up, and what failed.
     """
@@ -231,7 +231,7 @@ def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = N
 
 
 def show_hooks(config: Config) -> int:
-    """--list_hooks: prints the hooks of the model that the flags name; reads only config.json."""
+    """Prints the hooks of the model that the flags name (--list_hooks); reads only config.json."""
     if config.demo:
         _, model = FAMILIES.of(MODEL_CONFIG)
     else:
@@ -244,7 +244,7 @@ def show_hooks(config: Config) -> int:
 
 
 def look_back(config: Config) -> int:
-    """--status, --verify, --report, --export: looks at what is stored; returns the exit status."""
+    """Looks at what is stored for --status, --verify, --report or --export; returns the status."""
     load = None
     if config.verify_samples:
         use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)

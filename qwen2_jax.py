@@ -1,4 +1,4 @@
-"""Qwen models in Flax: their modules, and where each weight comes from.
+"""Qwen models in Flax: this file has their modules and says where each weight comes from.
 
 The parameter tree mirrors the names and the orientation of the Hugging Face checkpoint. Its tensor
 `model.layers.7.self_attn.q_proj.weight` becomes row 7 of `layers/self_attn/q_proj/weight`: layers
@@ -6,12 +6,12 @@ are stacked for `scan`, and the flat head axis is split in two. So every module 
 once (shape and logical axes) and `weight_table` derives the rest. weights.py reads the files,
 mesh.py shards, and qwen2_jax_with_hooks.py captures activations.
 
-Letters: B rows, T tokens per row, D hidden, N query heads, K key/value heads, H head size,
-F MLP width, V vocabulary, L layers. Of layers with experts: E experts, X experts of a token,
-M width of an expert, P width of the shared one, R the router's outputs (E, but never split), U one.
+Letters: B rows, T tokens per row, D hidden, N query heads, K key/value heads, H head size, F MLP
+width, V vocabulary, L layers. Of layers with experts: E experts, X experts of a token, M width of
+an expert, P width of the shared one, R the router's outputs (E, but never split), U one.
 
-What the families differ in is said by the configuration, and by their entries in `FAMILIES` at the
-end of qwen2_jax_with_hooks.py.
+The configuration says in what the families differ, and so do their entries in `FAMILIES` at the end
+of qwen2_jax_with_hooks.py.
 
 References: `transformers.models.qwen2.modeling_qwen2`, and the same of qwen3, qwen2_moe, qwen3_moe,
 qwen3_5 and qwen3_5_moe, and the reports (arXiv:2407.10671, arXiv:2505.09388).
@@ -50,7 +50,7 @@ from activation_extraction.model.weights import Share, WeightSpec
 
 
 class Embedding(nn.Module):
-    """Token embedding: (B, T) int32 -> (B, T, D)."""
+    """Embeds tokens: (B, T) int32 -> (B, T, D)."""
 
     config: QwenConfig
     dtype: Any
@@ -64,7 +64,7 @@ class Embedding(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention, with the biases, norms and gates that the configuration asks for.
+    """This is grouped-query attention, with the biases, norms and gates of the configuration.
 
     With gates, q_proj gives each head its query and then its gate.
     """
@@ -118,7 +118,10 @@ class SelfAttention(nn.Module):
 def _attend(
     layout: Layout, window: int | None, slides: Array | None, attention: Attention, *inputs: Array
 ) -> Array:
-    """slides: whether this layer has the window; None in a model without any."""
+    """Attends with or without the window.
+
+    slides: whether this layer has the window; None in a model without any.
+    """
     everything = partial(layout.attend, attention)
     if slides is None:
         return everything(*inputs)
@@ -127,7 +130,7 @@ def _attend(
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
+    """This is SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
 
     config: QwenConfig
     dtype: Any
@@ -148,7 +151,7 @@ class MLP(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A few of many experts for each token, and one that all tokens share if the model has it."""
+    """Each token goes through a few of many experts, and a shared one if the model has it."""
 
     config: Any
     dtype: Any
@@ -180,9 +183,9 @@ class SparseMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One block. Returns the residual stream after it, and the intermediates that hooks name.
+    """A layer returns the residual stream after it, and the intermediates that hooks name.
 
-    type_: of the layer, in the configuration's words: what is before its MLP, and what that is.
+    type_: in the configuration's words, what is before the layer's MLP, and what that MLP is.
     """
 
     config: QwenConfig
@@ -219,13 +222,13 @@ class DecoderLayer(nn.Module):
 
 
 def decoder(config: QwenConfig, dtype: Any, kernels: Kernels, layout: Layout) -> Decoder:
-    """The layers, as functions of their parameters."""
+    """Returns the layers as functions of their parameters."""
     layer = partial(DecoderLayer, config, dtype, kernels, layout, parent=None)
     return Decoder(config, {type_: layer(type_=type_) for type_ in config.layer_types})
 
 
 class Qwen2(nn.Module):
-    """The whole language model: token ids to next-token logits."""
+    """The whole language model maps token ids to next-token logits."""
 
     config: QwenConfig
     dtype: Any = jnp.float32
@@ -238,7 +241,7 @@ class Qwen2(nn.Module):
 
     @nn.compact
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> Array:
-        """Inputs are (B, T) int32. Returns float32 logits (B, T, V), meaningless for padding."""
+        """Returns float32 logits (B, T, V), which mean nothing for padding; inputs are (B, T)."""
         layers = decoder(self.config, self.dtype, self.kernels, self.layout)
         params = self.param("layers", layers.init, self.whole_layers)
         rotary = rotary_table(positions, self.config)
@@ -254,9 +257,9 @@ class Qwen2(nn.Module):
 
 
 def weight_table(model: nn.Module, tensors: Iterable[str] = ()) -> dict[Path, WeightSpec]:
-    """Parameter path -> shape, logical axes and checkpoint tensors, for every weight of `model`.
+    """Returns parameter path -> shape, logical axes and checkpoint tensors of all weights.
 
-    Works for any module that follows this file's naming, and computes and allocates nothing.
+    It works for any module that follows this file's naming, and computes and allocates nothing.
     tensors: the names in the checkpoint, which say whether experts are fused. The stacked layers
     beyond `model.whole_layers`, which make the stages of a pipeline equally long, have no tensors.
     """
@@ -296,7 +299,7 @@ def _weight(
 
 
 def _renamed(config: QwenConfig, fused: bool) -> dict[str, tuple[str, Share | None]]:
-    """The parameters of a layer whose tensors have other names: name -> tensor's name and share.
+    """Returns those parameters of a layer whose tensors have other names: name -> tensor and share.
 
     fused: whether all experts of a layer have one tensor; else "{}" stands for the expert.
     """
@@ -324,7 +327,7 @@ def _renamed(config: QwenConfig, fused: bool) -> dict[str, tuple[str, Share | No
 def convert_hf_to_jax_weights(
     hf_weights: Mapping[str, np.ndarray], model: nn.Module, dtype: Any = jnp.float32
 ) -> dict[str, Any]:
-    """Hugging Face tensors in memory -> the parameters of `model`, as NumPy arrays.
+    """Turns Hugging Face tensors in memory into the parameters of `model`, as NumPy arrays.
 
     For checkpoints on disk use `activation_extraction.model.weights`, which never loads them whole.
     Raises InputError if a tensor is missing or has the wrong shape.

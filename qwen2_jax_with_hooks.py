@@ -1,4 +1,4 @@
-"""The hooked model, which computes the values that hooks ask for, and the families of models.
+"""This file has the hooked model, which computes the values at hooks, and the model families.
 
 `FAMILIES` at the end says of each family what its config.json means. To add a kind of hook, add a
 row to the table of kinds in hooks.py, and a line to the module of qwen2_jax.py that computes it.
@@ -45,7 +45,7 @@ MOST_KINDS_OF_ONE_LAYER = 2
 
 
 class HookedQwen2(nn.Module):
-    """The part of a model that the hooks need. Returns the values at the hooks.
+    """The hooked model runs the part of a model that the hooks need and returns their values.
 
     Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. Layers run in a loop. The last
     layer follows the loop if the hooks need only a part of it, or the final norm, or many kinds
@@ -64,17 +64,17 @@ class HookedQwen2(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """How many layers run; the last one perhaps only in part."""
+        """Returns how many layers run; the last one may run only in part."""
         return self.hooks[-1].layer + 1
 
     @property
     def whole_layers(self) -> int:
-        """How many layers run in the loop."""
+        """Returns how many layers run in the loop."""
         return self.num_layers - (self.last_layer is not None)
 
     @property
     def last_layer(self) -> frozenset[Path] | None:
-        """The parameters of the layer after the loop; None if there is no such layer."""
+        """Returns the parameters of the layer after the loop; None if there is no such layer."""
         if self.stages > 1:
             return None
         last = {hook.kind for hook in self.hooks if hook.layer == self.num_layers - 1}
@@ -88,11 +88,11 @@ class HookedQwen2(nn.Module):
         return stage_length(self.config.layer_types[: self.whole_layers], self.stages)
 
     def micro_batches(self, rows: int) -> int:
-        """How many pass through the pipeline in a step, each one row per data-parallel device."""
+        """Returns how many micro-batches a step has, each with one row per data-parallel device."""
         return max(rows // self.layout.size(*RULES["batch"]), 1)
 
     def flops(self, lengths: Sequence[int]) -> float:
-        """The floating-point operations for samples of these lengths."""
+        """Returns the floating-point operations for samples of these lengths."""
         total = 0.0
         for layer in range(self.num_layers):
             paths, attends = None, True
@@ -105,7 +105,7 @@ class HookedQwen2(nn.Module):
 
     @nn.compact
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> dict[int, Array]:
-        """Inputs are (B, T) int32. Returns {width: (hooks of that width, B, T, width)}.
+        """Returns {width: (hooks of that width, B, T, width)}. Inputs are (B, T) int32.
 
         Values have activation_dtype; hooks of one width are in the order of `hooks`.
         """
@@ -134,7 +134,7 @@ class HookedQwen2(nn.Module):
         return Capture(self.hooks, sizes, self.activation_dtype, self.layout)
 
     def _keep(self, capture: Capture, plan: Plan, norm: RMSNorm) -> Callable[[Out], list[Array]]:
-        """The function that picks what is captured from a layer's intermediates."""
+        """Returns a function that picks what is captured from a layer's intermediates."""
 
         def keep(out: Out) -> list[Array]:
             if any(_is_final(kind) for kind in plan.kinds):
@@ -177,7 +177,7 @@ class HookedQwen2(nn.Module):
         segment_ids: Array,
         *at: Array,
     ) -> tuple[Array, Buffers]:
-        """Runs all whole layers, or those of one stage. at: the micro-batch, in a pipeline."""
+        """Runs all whole layers, or those of one stage. at: the micro-batch in a pipeline."""
 
         def block(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
             x, buffers = carry
@@ -206,7 +206,7 @@ class HookedQwen2(nn.Module):
         keep = self._keep(capture, plan, norm)
 
         def stage(layers: Layers, slots: Any, x: Array, buffers: Buffers, number: Array) -> Any:
-            """number: the micro-batch's.
+            """Runs a stage. number: of the micro-batch.
 
             In the bubble before the first micro-batch, a stage writes values that it will write
             again; in the bubble after the last one, it computes that one again. Neither needs a
@@ -238,7 +238,7 @@ def _is_final(kind: HookKind) -> bool:
 def _last_layer(
     config: QwenConfig, number: int, values: frozenset[str], apart: bool
 ) -> frozenset[Path] | None:
-    """The parameters of this layer that these values need; None if it runs in the loop.
+    """Returns the parameters of this layer that these values need; None if it runs in the loop.
 
     apart: whether it must follow the loop even if all of it is needed.
     """
@@ -251,7 +251,7 @@ def _last_layer(
 
 @functools.cache
 def _weights_of_a_token(config: QwenConfig, number: int, paths: frozenset[Path] | None) -> int:
-    """How many weights of this layer's matrices a token is multiplied with.
+    """Returns how many weights of this layer's matrices a token is multiplied by.
 
     paths: the parameters that the layer has; None for all.
     """

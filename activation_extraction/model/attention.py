@@ -1,7 +1,7 @@
-"""Attention over packed rows: causal, segment-isolated, grouped-query.
+"""Attention over packed rows is causal, grouped-query and isolated by segments.
 
 Every function here has one signature, `Attention`, so the model takes any of them as a callable.
-`dense_attention` is the definition, materialising all scores; `blocked_attention` is for CPUs.
+`dense_attention` is the definition and materialises all scores; `blocked_attention` is for CPUs.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, G = N / K, H head size.
 """
@@ -35,7 +35,7 @@ def visible(
     first_key: int | Array = 0,
     window: int | None = None,
 ) -> Array:
-    """Which keys each query sees: (..., T) and (..., S) segments -> (..., T, S) bool.
+    """Returns the keys each query sees: (..., T) and (..., S) segments -> (..., T, S) bool.
 
     The queries and keys are those of their row from `first_query` and `first_key` on.
     """
@@ -54,7 +54,7 @@ def dense_attention(
     first_query: int | Array,
     window: int | None = None,
 ) -> Array:
-    """Attention with all (T, S) scores at once; the reference for tests. See `Attention`."""
+    """Computes all (T, S) scores at once; it is the reference for tests. See `Attention`."""
     seen = visible(q_segments, k_segments, first_query, window=window)
     out = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, seen).astype(v.dtype), v)
     return out.reshape(q.shape).astype(q.dtype)
@@ -69,10 +69,10 @@ def attention_pattern(
     first_query: int | Array,
     window: int | None = None,
 ) -> Array:
-    """How much each head of a token attends to the tokens of its segment: (B, T, N, S), like q.
+    """Returns how much each head of a token attends to its segment's tokens: (B, T, N, S), like q.
 
     Column j belongs to the token at position j of the query's own segment, wherever in the row that
-    lies; what the query does not see is 0. Takes what `Attention` takes, and makes no use of v.
+    lies; tokens that the query does not see have 0. It takes what `Attention` takes and ignores v.
     """
     seen = visible(q_segments, k_segments, first_query, window=window)
     pattern = jnp.moveaxis(_probabilities(q, k, seen), 3, 1)  # BTKGS
@@ -99,12 +99,12 @@ def blocked_attention(
     first_query: int | Array,
     window: int | None = None,
 ) -> Array:
-    """Attention in blocks of queries that read only the keys they may see. See `Attention`.
+    """Computes blocks of queries, each with only the keys that it may see. See `Attention`.
 
-    For CPUs. What a block may see is a run of keys, from the beginning of its first segment, or of
-    its first query's window, to its last query. One program is compiled for each of a few lengths
-    of the run, and each block takes the one it needs; blocks of nothing but padding take none.
-    Memory grows with T, not with T * S.
+    This is for CPUs. The keys that a block may see form a span, which begins at its first segment
+    or at its first query's window and ends at its last query. One program is compiled for each of a
+    few lengths of the span, and each block runs the one it needs; blocks of nothing but padding run
+    none. Memory grows with T, not with T * S.
     """
     batch, length, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -150,7 +150,7 @@ def blocked_attention(
 
 
 def _run_lengths(keys: int) -> list[int]:
-    """The lengths of runs of keys that programs are compiled for; the last one is all keys."""
+    """Returns the span lengths that programs are compiled for; the last one covers all keys."""
     step = KEY_BLOCK * -(-keys // (KEY_BLOCK * MOST_LENGTHS))
     return [*range(step, keys, step), keys]
 
@@ -162,7 +162,7 @@ def _choices(
     sizes: list[int],
     window: int | None,
 ) -> Array:
-    """Says for each block, row by row, which of `sizes` it needs, from 1; 0 for padding."""
+    """Returns, row by row, which of `sizes` each block needs, counted from 1; 0 is for padding."""
     firsts = q_segments[:, ::QUERY_BLOCK, None]
     begins = jnp.argmax(k_segments[:, None, :] == firsts, axis=-1)
     ends = first_query + QUERY_BLOCK * jnp.arange(1, begins.shape[1] + 1)
@@ -174,7 +174,10 @@ def _choices(
 
 
 def _attend(q: Array, k: Array, v: Array, seen: Array) -> Array:
-    """(K, Q * G, H) queries over (K, S, H) keys and values; seen: (Q, S). Like q."""
+    """Attends with (K, Q * G, H) queries to (K, S, H) keys and values; seen: (Q, S).
+
+    The result has the shape and dtype of q.
+    """
     scores = einsum("KQH,KSH->KQS", q, k)
     by_query = scores.reshape(len(k), len(seen), -1, k.shape[1])  # K, Q, G, S
     by_query = jnp.where(seen[:, None], by_query, jnp.finfo(jnp.float32).min)

@@ -1,8 +1,8 @@
-"""A stack of layers as pure functions of their parameters.
+"""A decoder is a stack of layers as pure functions of their parameters.
 
-Layers are of one type or of a few. The parameters of whole layers are stacked, those of each type
-apart, and all layers run in one loop; a layer of which only a part is needed has parameters of its
-own. What a layer computes is the model file's part.
+Layers are of one type or of a few. The parameters of whole layers are stacked by type, and all
+layers run in one loop; a layer of which only a part is needed has parameters of its own. The
+model's file decides what a layer computes.
 """
 
 import math
@@ -34,12 +34,13 @@ Keep = Callable[[dict[str, Any]], Any]  # what is to be kept of a layer's interm
 
 @dataclass(frozen=True)
 class Decoder:
-    """modules: type of layer -> its module, (x, rotary, segment_ids, slides) -> (x, its
-    intermediates by name), where `slides` says whether the layer has a window; None in a model
-    without any.
+    """The layers of a model run with parameters that are passed in.
 
-    The stacked parameters of a model with one type of layer are those of one layer with a leading
-    axis named "layers". With several types they are a dict: type -> the same for its layers.
+    modules: type of layer -> its module, (x, rotary, segment_ids, slides) -> (x, its intermediates
+    by name), where `slides` says whether the layer has a window; it is None in a model without
+    windows. The stacked parameters of a model with one type of layer are those of one layer with a
+    leading axis named "layers". With several types they are a dict: type -> the same for its
+    layers.
     """
 
     config: QwenConfig
@@ -47,16 +48,16 @@ class Decoder:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The type of every layer of the model."""
+        """Returns the type of every layer of the model."""
         return self.config.layer_types
 
     @property
     def mixed(self) -> bool:
-        """Whether the model has layers of several types."""
+        """Returns whether the model has layers of several types."""
         return len(self.modules) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:
-        """Parameters of the first `length` layers, and of as many of the same types per stage.
+        """Returns parameters of `length` layers, and of as many of the same types for each stage.
 
         They are zeros, so the random key is not used.
         """
@@ -73,12 +74,12 @@ class Decoder:
         return jax.tree.map(stack, self._boxes(type_), is_leaf=_is_boxed)
 
     def init_part(self, _: Array, number: int, paths: frozenset[Path]) -> Any:
-        """Parameters of one layer, those at `paths` alone. They are zeros, too."""
+        """Returns those parameters of one layer that are at `paths`; they are zeros, too."""
         every = flatten_dict(self._boxes(self.types[number]))
         return _zeros(unflatten_dict({path: every[path] for path in paths}))
 
     def _example(self) -> tuple[Any, ...]:
-        """The smallest inputs of a layer."""
+        """Returns the smallest inputs that a layer takes."""
         nothing = jnp.zeros((1, 1), jnp.int32)
         x = jnp.zeros((1, 1, self.config.hidden_size), self.modules[self.types[0]].dtype)
         return x, rotary_table(nothing, self.config), nothing, self._slides(0)
@@ -88,16 +89,16 @@ class Decoder:
         return None if sliding is None else sliding[0]
 
     def of(self, params: Any) -> Layers:
-        """The layers that have these stacked parameters, from the first layer on."""
+        """Returns the layers that have these stacked parameters, from the first layer on."""
         return params, self.config.sliding(range(self._count(params)))
 
     def _count(self, params: Any) -> int:
-        """How many layers have these stacked parameters."""
+        """Returns how many layers have these stacked parameters."""
         stacks = params.values() if self.mixed else [params]
         return sum(len(jax.tree.leaves(stack)[0]) for stack in stacks)
 
     def _boxes(self, type_: str) -> Any:
-        """Shapes and logical axes of the parameters of one layer of this type."""
+        """Returns the shapes and logical axes of the parameters of one layer of this type."""
         module = self.modules[type_].clone(layout=Layout())
         return jax.eval_shape(lambda: _init(module, jax.random.key(0), *self._example()))
 
@@ -109,7 +110,7 @@ class Decoder:
         per_layer: Any = None,
         keep: Keep = lambda _: None,
     ) -> Any:
-        """Runs `body(layer_k, carry, per_layer[k]) -> carry` over the layers, as one XLA loop.
+        """Runs `body(layer_k, carry, per_layer[k]) -> carry` over the layers as one XLA loop.
 
         `layer_k(x, rotary, segment_ids)` is layer k with its parameters; it returns the stream and
         what `keep` makes of its intermediates. Returns the last carry.
@@ -126,13 +127,13 @@ class Decoder:
         return jax.lax.scan(step, carry, ((this, slides), per_layer))[0]
 
     def _numbers(self, stacks: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Says of every layer which of these stacks it is in, and which row of it."""
+        """Returns, for every layer, which of these stacks it is in and in which row."""
         names, types = sorted(stacks), self.types[: self._count(stacks)]
         rows = [types[:layer].count(type_) for layer, type_ in enumerate(types)]
         return np.array([*map(names.index, types)], np.int32), np.array(rows, np.int32)
 
     def _one_of_several(self, stacks: Any, this: Any, slides: Any, keep: Keep) -> Callable:
-        """The layer in this stack and row: the only weights that are read."""
+        """Returns the layer in this row of this stack; no other weights are read."""
         stack, row = this
 
         def run(type_: str, *inputs: Any) -> Any:
@@ -146,10 +147,10 @@ class Decoder:
         return in_groups(self._apply(type_, params, slides, keep), self.modules[type_])
 
     def part(self, number: int, params: Any, keep: Keep, *inputs: Any) -> Any:
-        """What `keep` makes of the intermediates of a layer that has only some of its parameters.
+        """Returns what `keep` makes of the intermediates of a layer that has only some parameters.
 
-        `keep` must not depend on the others (see `paths_for`): zeros stand for them, and what they
-        enter is in no compiled program.
+        `keep` must not depend on the other parameters (see `paths_for`): zeros stand for them, and
+        the compiled program computes nothing with them.
         """
         type_ = self.types[number]
         every = flatten_dict(_zeros(nn.meta.unbox(self._boxes(type_))))
@@ -162,7 +163,7 @@ class Decoder:
         return in_groups(kept, self.modules[type_])(*inputs)[1]
 
     def _apply(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
-        """The layer of this type with these parameters."""
+        """Returns the layer of this type with these parameters."""
         module = self.modules[type_]
         axes = jax.tree.map(lambda box: box.names, self._boxes(type_), is_leaf=_is_boxed)
         gathered = jax.tree.map(module.layout.gather, params, axes)
@@ -175,7 +176,7 @@ class Decoder:
         return layer
 
     def paths_for(self, number: int, values: Iterable[str]) -> frozenset[Path]:
-        """The parameters that these intermediates of this layer depend on."""
+        """Returns the parameters that these intermediates of this layer depend on."""
         type_ = self.types[number]
         params = flatten_dict(nn.meta.unbox(self._boxes(type_)))
         layer = self.modules[type_].clone(layout=Layout())
@@ -188,7 +189,7 @@ class Decoder:
         return frozenset(path for path, used in zip(sorted(params), needed, strict=True) if used)
 
     def matrix_sizes(self, number: int) -> dict[Path, int]:
-        """The weights of this layer in each parameter that is a matrix, 0 for the others."""
+        """Returns how many weights each parameter of this layer has if it is a matrix, else 0."""
         boxes = self._boxes(self.types[number])
         boxes = flatten_dict(boxes, is_leaf=lambda _, x: _is_boxed(x))
         return {
@@ -199,7 +200,7 @@ class Decoder:
 
 @partial(jax.jit, static_argnums=0)  # so that it is traced once for all who ask
 def _init(module: nn.Module, key: Array, *example: Any) -> Any:
-    """The parameters of one layer."""
+    """Returns the parameters of one layer."""
     return module.init(key, *example)["params"]
 
 
@@ -208,10 +209,10 @@ def _zeros(shapes: Any) -> Any:
 
 
 def stage_length(types: Sequence[str], stages: int) -> int:
-    """Layers per pipeline stage, so that all stages have the same sequence of types.
+    """Returns the layers per pipeline stage with which all stages have the same sequence of types.
 
     types: of the layers that run. The last stages may be filled up. Raises InputError if some stage
-    had to be filled up completely for this.
+    would have to be filled up completely.
     """
     count = len(types)
     shortest = -(-count // stages)
@@ -227,13 +228,13 @@ def stage_length(types: Sequence[str], stages: int) -> int:
 
 
 def _runs(types: Sequence[str], most: int = 6) -> str:
-    """Such as "1 dense, 3 sparse"."""
+    """Describes a sequence of types, such as "1 dense, 3 sparse"."""
     runs = [f"{len([*group])} {type_}" for type_, group in groupby(types)]
     return ", ".join(runs[:most]) + (", ..." if len(runs) > most else "")
 
 
 def intermediate(out: dict[str, Any], name: str) -> Array | None:
-    """One of a layer's intermediates, by its dotted name; None if it has none of this name."""
+    """Returns one of a layer's intermediates by its dotted name; None if it has none so named."""
     value = flatten_dict(out, sep=".").get(name)
     return value() if callable(value) else value
 
@@ -243,9 +244,9 @@ def _is_boxed(x: Any) -> bool:
 
 
 def rows_at_once(layout: Layout, rows: int, length: int) -> int:
-    """How many rows of `length` tokens go through a layer together; a divisor of `rows`.
+    """Returns how many rows of `length` tokens go through a layer together; it divides `rows`.
 
-    On anything but one CPU these are all rows.
+    All rows do on anything but a single CPU device.
     """
     mesh = layout.mesh
     if mesh is None or mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
@@ -255,11 +256,11 @@ def rows_at_once(layout: Layout, rows: int, length: int) -> int:
 
 
 def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """`layer`, a group of rows at a time where that is faster.
+    """Returns `layer`, run on a group of rows at a time where that is faster.
 
-    layer: (x, rotary, segment_ids) -> (x, arrays that begin with the rows and are no two-byte
-    floating point numbers). Groups of nothing but padding, as in the last batch of a run, keep
-    their x, and their other arrays are zeros. module: whose layout and dtype it has.
+    layer: (x, rotary, segment_ids) -> (x, arrays that begin with the rows and are not two-byte
+    floating-point numbers). Groups of nothing but padding, as in the last batch of a run, keep
+    their x, and their other arrays are zeros. module: gives the layout and the dtype.
     """
     layout, dtype = module.layout, module.dtype
 
@@ -287,7 +288,7 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
 
 
 def needed_inputs(function: Callable[..., Any], *inputs: Any) -> list[bool]:
-    """Says for every leaf of the inputs (arrays or their shapes) whether any output needs it."""
+    """Returns, for every leaf of the inputs (arrays or shapes), whether any output needs it."""
     program = jax.make_jaxpr(function)(*inputs).jaxpr
     needed = {out for out in program.outvars if not isinstance(out, Literal)}
     for equation in reversed(program.eqns):

@@ -1,8 +1,8 @@
-"""The devices: how fast they are, how their failures are reported, and the cache of programs.
+"""This module knows the devices: their speed, their errors and the cache of compiled programs.
 
-JAX's persistent compilation cache lets a run that starts again not compile again. JAX's key for an
+JAX's persistent compilation cache spares a run that starts again the compilation. JAX's key for an
 entry covers the program, its devices, the compiler's version and flags, and on the CPU the
-machine's instruction sets: a folder may be shared between machines of different kinds.
+machine's instruction sets: machines of different kinds may share a folder.
 """
 
 import os
@@ -40,12 +40,12 @@ PROBLEM = "Error (reading|writing) persistent compilation cache"  # JAX's warnin
 
 
 def use_compilation_cache(given: str | None, output: Path, several: bool) -> None:
-    """Has JAX keep compiled programs in `--compilation_cache`, else in the user's cache folder.
+    """Makes JAX keep compiled programs in `--compilation_cache` or in the user's cache folder.
 
-    given: the flag; output: the folder that it must not lie in; several: whether this is one host
-    of several. These have none unless asked: JAX writes on host 0 only, so their folder must be a
-    shared one. Raises InputError for a folder that was asked for and cannot be used; where the
-    default one cannot, that is a warning.
+    given: the flag; output: the folder that the cache must not lie in; several: whether this is one
+    of several hosts. Such hosts have no cache unless the flag asks for one: JAX writes on host 0
+    only, so all must share the folder. Raises InputError for a folder that was asked for and cannot
+    be used; only a warning is logged if the default one cannot.
     """
     if not jax.config.values["jax_enable_compilation_cache"]:  # by the environment
         return
@@ -63,7 +63,7 @@ def use_compilation_cache(given: str | None, output: Path, several: bool) -> Non
 
 
 def _folder(given: str | None, output: Path, several: bool) -> str | None:
-    """The folder or URL to be used; None for no cache."""
+    """Returns the folder or URL of the cache; None for no cache."""
     if given == OFF or (given is None and several):
         return None
     if given is None:
@@ -82,14 +82,17 @@ def _is_url(folder: str) -> bool:
 
 
 def default_folder() -> Path:
-    """Below XDG_CACHE_HOME, else ~/.cache."""
+    """Returns a folder below XDG_CACHE_HOME, or else below ~/.cache."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(caches, "activation_extraction", "jax")
 
 
 def _usable(folder: Path, output: Path) -> str:
-    """The folder, made if need be. Raises InputError where it cannot be written, or lies in the
-    output, which holds nothing but the extraction."""
+    """Returns the folder, which is created if it does not exist.
+
+    Raises InputError if it cannot be written, or lies in the output, which holds nothing but the
+    extraction.
+    """
     if folder.resolve().is_relative_to(output.resolve()):
         raise InputError(f"--compilation_cache {folder}: lies within --output_dir {output}")
     try:
@@ -103,9 +106,9 @@ def _usable(folder: Path, output: Path) -> str:
 
 @contextmanager
 def watch_compiling() -> Iterator[Callable[[], bool]]:
-    """Yields the function that tells whether anything came from the cache inside the block.
+    """Yields a function that says whether anything came from the cache inside the block.
 
-    What JAX has to say about a damaged cache becomes a line of the log.
+    JAX's warnings about a damaged cache become lines of the log.
     """
     hits = 0
 
@@ -126,7 +129,7 @@ def watch_compiling() -> Iterator[Callable[[], bool]]:
 
 
 def peak_flops(devices: int) -> float | None:
-    """What this many devices can do per second in bfloat16; None when that is not known."""
+    """Returns the bfloat16 FLOP/s of this many devices together; None if that is not known."""
     kind = jax.local_devices()[0].device_kind
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
     return None if peak is None else peak * devices

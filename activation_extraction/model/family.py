@@ -1,6 +1,6 @@
-"""What the tool knows of a family of models: one object for each, handed in by the script.
+"""A model family says what the tool must know of some models; the script passes families in.
 
-So this room computes with a family's modules without importing the files that define them.
+So this folder computes with a family's modules without importing the files that define them.
 """
 
 import copy
@@ -28,7 +28,7 @@ WeightTable = dict[tuple[str, ...], WeightSpec]
 
 
 class HookedModel(Protocol):
-    """A model that returns what its hooks saw: {width: (hooks of that width, B, T, width)}.
+    """A hooked model returns the values at its hooks: {width: (hooks of that width, B, T, width)}.
 
     The hooks of one width are in the order of `hooks`. `apply` takes the parameters, then token
     ids, segment ids and positions, all (B, T) int32.
@@ -56,16 +56,16 @@ class HookedModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """One family of models: the place that says what it has of its own.
+    """One family of models says here what it does not share with the others.
 
     model_type: as in config.json; models: the released ones, for messages; config: (what
-    transformers makes of a config.json, what to call the file) -> the checked configuration;
-    whole: configuration -> the complete language model; hooked: (configuration, hooks, dtype,
-    activation dtype, kernels, layout) -> the HookedModel that computes these hooks and no more;
-    weight_table: (either model, the checkpoint's tensors if known) -> its parameters; ignored:
-    a regular expression for tensors of its checkpoints that are not loaded.
+    transformers makes of a config.json, what to call the file) -> the checked configuration; whole:
+    configuration -> the complete language model; hooked: (configuration, hooks, dtype, activation
+    dtype, kernels, layout) -> the HookedModel that computes these hooks and no more; weight_table:
+    (either model, the checkpoint's tensors if known) -> its parameters; ignored: a regular
+    expression for tensors of its checkpoints that are not loaded.
 
-    A configuration says of every layer which type it is of: `layer_types`.
+    A configuration gives the type of every layer in `layer_types`.
     """
 
     model_type: str
@@ -77,14 +77,14 @@ class ModelFamily:
     ignored: str = ""
 
     def weights_of(self, config: Any) -> Iterable[WeightSpec]:
-        """All weights of the model with this configuration."""
+        """Returns all weights of the model with this configuration."""
         return self.weight_table(self.whole(config)).values()
 
     def tensor_names(self, config: Any, tensors: Iterable[str]) -> set[str]:
-        """The names that tensors of the language model may have in a checkpoint with `tensors`.
+        """Returns the names that the language model's tensors may have beside `tensors`.
 
-        Checkpoints may have a tensor for each expert where there are fused ones, too, and a head
-        where it is tied to the embedding.
+        Checkpoints may hold a tensor for each expert beside the fused ones, and a head even where
+        it is tied to the embedding.
         """
         tables = (self.weight_table(self.whole(config), names) for names in ((), tensors))
         every = (spec for table in tables for spec in table.values())
@@ -93,20 +93,20 @@ class ModelFamily:
 
 @dataclass(frozen=True)
 class Families:
-    """The families that the tool supports. A config.json names its family by the model_type."""
+    """The tool supports these families. A config.json names its family by the model_type."""
 
     every: tuple[ModelFamily, ...]
 
     def named(self, model_type: str) -> ModelFamily:
-        """The one of a configuration's model_type."""
+        """Returns the family with this model_type."""
         return next(one for one in self.every if one.model_type == model_type)
 
     def read(self, path: str | Path) -> tuple[ModelFamily, Any]:
-        """The family and configuration of the model with this config.json. Raises InputError."""
+        """Returns the family and configuration of the model with this config.json."""
         return self.of(read_json(path), str(path))
 
     def of(self, raw: Mapping[str, Any], source: str = "config.json") -> tuple[ModelFamily, Any]:
-        """Does what `read` does, with the contents of a config.json."""
+        """Does what `read` does with the contents of a config.json."""
         asked = raw.get("model_type")
         for family in self.every:
             if family.model_type == asked:
@@ -118,12 +118,12 @@ class Families:
         )
 
     def config(self, raw: Mapping[str, Any]) -> Any:
-        """The configuration of the model with these contents of a config.json."""
+        """Returns the configuration of the model with these contents of a config.json."""
         return self.of(raw)[1]
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The contents of a config.json. Raises InputError for a file that holds no JSON object."""
+    """Reads a config.json. Raises InputError for a file that holds no JSON object."""
     try:
         raw = json.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -134,10 +134,10 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def complete(raw: Mapping[str, Any], source: str) -> Any:
-    """A config.json as transformers understands it, with everything that it leaves out.
+    """Returns a config.json as transformers understands it, with defaults for what it leaves out.
 
     raw: its contents, with a model_type that transformers knows. Raises InputError for what
-    transformers does not take, and for sizes for which it would need too much memory.
+    transformers rejects, and for sizes that would take too much memory.
     """
     text = raw.get("text_config")
     for part in (raw, text if isinstance(text, Mapping) else {}):

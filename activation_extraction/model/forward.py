@@ -1,8 +1,8 @@
-"""The forward pass that a run asks for: the hooked model on its mesh, checked, loaded and compiled.
+"""The forward pass of a run is the hooked model on its mesh, checked, loaded and compiled.
 
-Between the flags and the model: `ModelRequest` is what the flags ask, and everything in it that can
-be wrong is found by `prepare_model`, before a weight is read. `compile_step` then reads the weights
-and compiles the one program for all batches. What happens between steps is the loop's part.
+`ModelRequest` holds what the flags ask for, and `prepare_model` finds everything in it that can be
+wrong before a weight is read. `compile_step` then reads the weights and compiles the one program
+for all batches. The loop decides what happens between steps.
 """
 
 import math
@@ -57,10 +57,10 @@ Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """What the flags of the same names ask of the model; rows and length are those of a step.
+    """The flags of the same names ask this of the model; rows and length are those of a step.
 
     every_device: False for one device of every host. keep_weights: whether the hub's cache on this
-    machine is to keep the hub's weights.
+    machine is to keep the weights.
     """
 
     model_path: str
@@ -81,7 +81,7 @@ class ModelRequest:
 
 @dataclass(frozen=True)
 class Forward:
-    """A checked model: what it computes, with which weights, on which devices.
+    """A checked model knows what it computes, with which weights and on which devices.
 
     hooks: key in the shards -> hook, in the order in which the model computes them; shape: rows and
     tokens per row that this host feeds in a step.
@@ -101,21 +101,21 @@ class Forward:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Letter -> size, with S for the tokens of a row."""
+        """Returns letter -> size, with S for the tokens of a row."""
         return self.model.config.sizes_with(self.shape[1])
 
     @property
     def keyed_by(self) -> str | list[str]:
-        """What the keys in the shards are: all of them, where hooks have other names there."""
+        """Returns what the shards' keys are: "layer", "hook name", or all keys if neither."""
         if all(isinstance(key, int) for key in self.hooks):
             return "layer"
         keys = [str(key) for key in self.hooks]
         return "hook name" if keys == [hook.name for hook in self.hooks.values()] else keys
 
     def receive(self, activations: Activations) -> dict[Key, np.ndarray]:
-        """What a step returned for this host's rows, by key in the shards.
+        """Returns a step's activations for this host's rows, by key in the shards.
 
-        (B, T, width), or (tokens, width) of the kept tokens, row by row.
+        They are (B, T, width), or (tokens, width) of the kept tokens, row by row.
         """
         if isinstance(activations, KeptTokens):
             stacks = activations.receive()
@@ -127,7 +127,7 @@ class Forward:
 
 
 def prepare_model(families: Families, request: ModelRequest) -> Forward:
-    """The model on its mesh, with a checkpoint that has been checked. Raises InputError."""
+    """Returns the model on its mesh and its checked checkpoint. Raises InputError."""
     checkpoint = Checkpoint(request.model_path, request.revision, request.keep_weights)
     family, config = families.read(checkpoint.file("config.json"))
     hooks = choose_hooks(request, config)
@@ -145,7 +145,7 @@ def prepare_model(families: Families, request: ModelRequest) -> Forward:
 def build_model(
     family: ModelFamily, request: ModelRequest, config: Any
 ) -> tuple[HookedModel, HostRows]:
-    """The hooked model on its mesh, and how rows come to the mesh. Raises InputError.
+    """Returns the hooked model on its mesh, and how rows come to the mesh. Raises InputError.
 
     Its kernels are those that its platform prefers; `try_kernels` has the last word.
     """
@@ -166,7 +166,7 @@ def build_model(
 
 
 def check_hooks(hooks: Iterable[Hook], sizes: dict[str, int], dtype: Any) -> None:
-    """Raises InputError for hooks that are too wide, or have numbers that `dtype` would round."""
+    """Raises InputError for hooks that are too wide, or whose numbers `dtype` would round."""
     length = sizes["S"]
     largest = int(2 / jnp.finfo(dtype).eps)  # all whole numbers up to it are exact
     for hook in hooks:
@@ -187,7 +187,7 @@ def check_hooks(hooks: Iterable[Hook], sizes: dict[str, int], dtype: Any) -> Non
 def choose_layout(
     family: ModelFamily, request: ModelRequest, alone: HookedModel, devices: list[Any], hosts: int
 ) -> Layout:
-    """The mesh for a model, given as it is without one. Raises InputError."""
+    """Returns the mesh for `alone`, which is the model without a mesh. Raises InputError."""
     config, total_rows = alone.config, request.rows * hosts
     smallest_model = 1
     if request.mesh_type == "auto":
@@ -216,7 +216,7 @@ def choose_layout(
 
 
 def choose_dtypes(request: ModelRequest) -> tuple[Any, Any]:
-    """Returns the dtypes to compute in, for which auto is what suits the hardware, and to store."""
+    """Returns the dtypes to compute in and to store; `auto` depends on the hardware."""
     auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if request.dtype == "auto" else request.dtype)
     stored = request.activation_dtype
@@ -224,7 +224,7 @@ def choose_dtypes(request: ModelRequest) -> tuple[Any, Any]:
 
 
 def choose_hooks(request: ModelRequest, config: QwenConfig) -> dict[Key, Hook]:
-    """The hooks that are asked for, by their keys in the shards and in their order.
+    """Returns the hooks that are asked for, by their keys in the shards and in their order.
 
     The default layers are clipped to the model's depth, explicit ones are not.
     """
@@ -297,7 +297,7 @@ def compile_step(forward: Forward) -> Step:
 
 
 def read_weights(forward: Forward) -> dict[str, Any]:
-    """The parameters, each in its shards, with a progress bar."""
+    """Reads the parameters straight into their shards, with a progress bar."""
     model = forward.model
     total = sum(math.prod(spec.shape) for spec in forward.weights.values())
     _log_model(forward, total)

@@ -1,20 +1,19 @@
-"""Hook points: which kinds of hooks there are, what they are called, and which a request means.
+"""A hook point is a kind of hook at a layer; this module names them and finds those asked for.
 
-A hook point is a kind of hook at a layer. Names and meanings are those of TransformerLens with
-unprocessed weights. A norm's `hook_normalized` comes before its weight and `hook_out` after it;
-`hook_q`, `hook_k` and `hook_v` are the projections, which come before any norm on them and before
-the rotary embedding; `hook_rot_q` and `hook_rot_k` come after both; `hook_resid_post` of the last
-layer comes before the final norm, unlike Hugging Face's last hidden state. Values per head are
-flat: (tokens, heads * head size).
+Names and meanings are those of TransformerLens with unprocessed weights. A norm's `hook_normalized`
+comes before its weight and `hook_out` after it; `hook_q`, `hook_k` and `hook_v` are the
+projections, which come before any norm on them and before the rotary embedding; `hook_rot_q` and
+`hook_rot_k` come after both; `hook_resid_post` of the last layer comes before the final norm,
+unlike Hugging Face's last hidden state. Values per head are flat: (tokens, heads * head size).
 `hook_pattern` is (tokens, heads * tokens of a row): how much each head attends to position 0 of the
-token's own sample, to position 1 and so on; 0 for positions that the token does not see.
+token's own sample, to position 1 and so on; positions that the token does not see have 0.
 
 Layers with experts have others after `ln2.hook_out`: `mlp.gate.hook_out` is the router's logits,
 `mlp.hook_expert_weights` the weight of every expert (0 for those that a token does not go through),
 `mlp.hook_expert_indices` the numbers of the chosen ones, the largest weight first,
 `mlp.experts.hook_out` the weighted sum of what they give. `mlp.shared_expert.hook_out` comes before
-it is multiplied with the sigmoid of `mlp.shared_expert_gate.hook_out`. Since `mlp.gate` is the
-router there, the matrices of a dense layer in such a model are called `mlp.dense_gate` and so on.
+it is multiplied by the sigmoid of `mlp.shared_expert_gate.hook_out`. Since `mlp.gate` is the router
+there, the matrices of a dense layer in such a model are called `mlp.dense_gate` and so on.
 
 A hook has one canonical name, TransformerLens's, and may have aliases there and as an input or
 output of a Hugging Face module. Nothing here computes; the hooked model captures the values.
@@ -36,15 +35,15 @@ ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp
 
 @dataclass(frozen=True)
 class HookKind:
-    """One row of a hook table.
+    """A hook kind is one row of a hook table.
 
-    name: the canonical one, aliases: other ones of TransformerLens, modules: inputs and outputs of
-    Hugging Face modules; "{}" stands for the layer, and without it the kind exists once in a model.
+    name: the canonical one; aliases: other names in TransformerLens; modules: inputs and outputs of
+    Hugging Face modules. "{}" stands for the layer; a name without it exists once in a model.
     letters: the axes of one token's value, as in the model file, and S for the tokens of a row;
-    their sizes give the width. Kinds with S are large, and have to be asked for by name.
-    value: the intermediate of a layer that is captured. at_end: of a kind that exists once, whether
-    it belongs to the last layer; else it belongs to the first. types: words of the configuration's
-    layer_types; the layers that one of them describes have it, and all layers if there are none.
+    their sizes give the width. Kinds with S are large, and have to be asked for by name. value: the
+    intermediate of a layer that is captured. at_end: whether a kind that exists once belongs to the
+    last layer rather than the first. types: words of the configuration's layer_types; the layers
+    that one of them describes have the kind, and all layers have it if there are none.
     """
 
     name: str
@@ -56,27 +55,27 @@ class HookKind:
     types: tuple[str, ...] = ()
 
     def width(self, sizes: Mapping[str, int]) -> int:
-        """Numbers per token. sizes: letter -> size, from the model's configuration."""
+        """Returns the numbers per token. sizes: letter -> size, from the model's configuration."""
         return math.prod(sizes[letter] for letter in self.letters)
 
     def exists_in(self, type_: str) -> bool:
-        """Whether layers of this type have it."""
+        """Returns whether layers of this type have this kind."""
         return not self.types or not {*self.types}.isdisjoint(type_.split())
 
     @property
     def grows(self) -> bool:
-        """Whether the width grows with the row."""
+        """Returns whether the width grows with the row."""
         return "S" in self.letters
 
     def layers(self, depth: int, types: Sequence[str] = ()) -> Sequence[int]:
-        """The layers of a model that have a hook of this kind. types: of each layer."""
+        """Returns the layers of a model that have a hook of this kind. types: of each layer."""
         if "{}" in self.name:
             return [k for k in range(depth) if not types or self.exists_in(types[k])]
         return range(depth - 1, depth) if self.at_end else range(1)
 
 
 class Hook(NamedTuple):
-    """A kind of hook at one layer. Hooks sort in the order in which the model computes them."""
+    """A hook is a kind of hook at one layer. Hooks sort in the order in which they are computed."""
 
     layer: int
     order: int  # of the kind within a layer: its index in the family's table
@@ -84,27 +83,30 @@ class Hook(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The canonical name."""
+        """Returns the canonical name."""
         return self.kind.name.format(self.layer)
 
     @property
     def module(self) -> str | None:
-        """The Hugging Face module's input or output, None where no module has it."""
+        """Returns the Hugging Face module's input or output; None if no module has it."""
         return self.kind.modules[0].format(self.layer) if self.kind.modules else None
 
     def matching(self, pattern: str) -> list[str]:
-        """Its names that a glob matches; none for a large kind whose own name the glob lacks."""
+        """Returns the hook's names that a glob matches.
+
+        A hook of a large kind matches only if the glob contains the kind's own name.
+        """
         if self.kind.grows and pattern.rpartition(".")[2] != self.name.rpartition(".")[2]:
             return []
         return [name for name in self.names() if fnmatchcase(name, pattern)]
 
     def names(self) -> Iterator[str]:
-        """Every name, the canonical one first."""
+        """Yields every name, the canonical one first."""
         for name in (self.kind.name, *self.kind.aliases, *self.kind.modules):
             yield name.format(self.layer)
 
     def facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """What metadata.json says of it beside its canonical name."""
+        """Returns what metadata.json records of the hook besides its canonical name."""
         found: dict[str, Any] = {"module": self.module, "aliases": [*self.names()][1:]}
         found["width"] = self.kind.width(sizes)
         heads, size = self.kind.letters[:-1], self.kind.letters[-1]
@@ -117,7 +119,7 @@ class Hook(NamedTuple):
 
 @dataclass(frozen=True)
 class HookTable:
-    """The kinds of hooks of a model family, in the order in which a layer computes them.
+    """A table lists the kinds of hooks of a family in the order in which a layer computes them.
 
     types: of each layer of a model, where that decides which kinds the layer has.
     """
@@ -126,14 +128,14 @@ class HookTable:
     types: tuple[str, ...] = ()
 
     def of(self, types: Sequence[str]) -> "HookTable":
-        """The hooks of a model with layers of these types."""
+        """Returns the hooks of a model with layers of these types."""
         kinds = [kind for kind in self.kinds if any(map(kind.exists_in, types))]
         return HookTable(tuple(kinds), tuple(types))
 
     def every(self, depth: int, growing: bool = False) -> list[Hook]:
-        """All hooks of a model with `depth` layers, in their order.
+        """Returns all hooks of a model with `depth` layers, in their order.
 
-        growing: also those that have to be asked for by name.
+        growing: whether to include those that have to be asked for by name.
         """
         return sorted(
             Hook(layer, order, kind)
@@ -143,7 +145,7 @@ class HookTable:
         )
 
     def of_layers(self, layers: Sequence[int], activation_type: str, depth: int) -> list[Hook]:
-        """One hook per layer. Raises InputError for a layer outside 0 .. depth - 1."""
+        """Returns one hook per layer. Raises InputError for a layer outside 0 .. depth - 1."""
         for layer in layers:
             if not 0 <= layer < depth:
                 raise InputError(
@@ -153,7 +155,7 @@ class HookTable:
         return list(self.matching(wanted, depth).values())
 
     def matching(self, patterns: Sequence[str], depth: int) -> dict[str, Hook]:
-        """The hooks that any glob matches, each by the name that was asked for, in their order.
+        """Returns the hooks that any glob matches, by the name that was asked for, in their order.
 
         A glob that matches several names of a hook asks for the canonical one, or else for the
         first of them. Raises InputError for a glob that matches nothing.
@@ -171,7 +173,7 @@ class HookTable:
         return {asked[hook]: hook for hook in sorted(asked)}
 
     def _nothing(self, pattern: str, depth: int) -> InputError:
-        """Words the refusal of a glob that matches nothing."""
+        """Returns the refusal of a glob that matches nothing."""
         elsewhere = HookTable(self.kinds).every(depth, growing=True)
         for hook in elsewhere:
             if hook.matching(pattern):
@@ -277,7 +279,7 @@ KINDS = (
 
 
 def hook_table(config: QwenConfig) -> HookTable:
-    """The hooks of the model with this configuration."""
+    """Returns the hooks of the model with this configuration."""
     attention = (ATTENTION,) if config.delta is not None else ()  # else all layers have it
     dense = (DENSE,) if config.experts is not None else ()
     types: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention, DENSE: dense}
@@ -295,7 +297,7 @@ def hook_table(config: QwenConfig) -> HookTable:
 
 
 def _table(types: Mapping[str, tuple[str, ...]]) -> HookTable:
-    """types: for what the first column of KINDS has -> the types of the layers that have it."""
+    """Builds a table. types: first column of KINDS -> types of the layers that have the kind."""
     kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
     for layers, name, letters, value, modules, aliases in KINDS:
         if layers not in types:

@@ -1,8 +1,9 @@
 """Only the tokens that are kept leave the devices.
 
-A host marks the kept tokens of its rows before the step. Each of its devices then gathers those of
-its own part of the rows, in pieces of one size, so one small program serves every batch: it runs
-as often as the device with the most kept tokens needs it. Devices of other hosts take no part.
+A host marks the kept tokens of its rows before the step. Each of its devices then gathers the kept
+tokens of its own part of the rows, in pieces of one size, so one small program serves every batch:
+it runs as often as the device with the most kept tokens needs it. Devices of other hosts take no
+part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +20,10 @@ PIECES = 16  # that the tokens of a device make if all of them are kept
 
 
 class Piece(NamedTuple):
-    """Kept tokens of every device of this host.
+    """A piece holds kept tokens of every device of this host.
 
-    values: width -> (hooks, devices * tokens of a piece, width). rows: where in the piece they are;
-    places: their numbers among all kept tokens of the batch.
+    values: width -> (hooks, devices * tokens of a piece, width). rows: where in the piece the
+    tokens are; places: their numbers among all kept tokens of the batch.
     """
 
     values: dict[int, Array]
@@ -31,14 +32,14 @@ class Piece(NamedTuple):
 
 
 class KeptTokens(NamedTuple):
-    """The kept tokens of a batch, on their way to the host. count: how many there are."""
+    """The kept tokens of a batch are on their way to the host."""
 
     pieces: list[Piece]
     shapes: dict[int, tuple[int, int, int]]
     dtype: Any
 
     def receive(self) -> dict[int, np.ndarray]:
-        """{width: (hooks, kept tokens of the batch, width)}, row by row of the batch."""
+        """Returns {width: (hooks, kept tokens of the batch, width)}, row by row of the batch."""
         for piece in self.pieces:
             for value in piece.values.values():
                 value.copy_to_host_async()
@@ -50,12 +51,12 @@ class KeptTokens(NamedTuple):
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
-    """Two-byte numbers as integers: NumPy is slow with those that it does not know itself."""
+    """Views two-byte numbers as integers: NumPy is slow with number types of other packages."""
     return values.view(np.uint16) if values.dtype.itemsize == 2 else values
 
 
 def take_kept(activations: Mapping[int, Array], kept: np.ndarray) -> KeptTokens:
-    """Starts the gathering; does not wait for the devices.
+    """Starts to gather the kept tokens; does not wait for the devices.
 
     activations: {width: (hooks, rows of all hosts, T, width)}, each device with another part of T.
     kept: bool (B, T), of this host's rows.
@@ -76,7 +77,7 @@ def take_kept(activations: Mapping[int, Array], kept: np.ndarray) -> KeptTokens:
 
 
 def _different_shards(array: Array) -> list[Any]:
-    """One of this host's shards for each part of the rows that it has, in the order of tokens."""
+    """Returns one of this host's shards for each part of the rows it has, in order of tokens."""
     shards = {shard.index[2].start or 0: shard for shard in array.addressable_shards}
     return [shards[start] for start in sorted(shards)]
 
@@ -84,10 +85,10 @@ def _different_shards(array: Array) -> list[Any]:
 def _cut(
     kept: np.ndarray, spans: Sequence[slice]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """The pieces of a batch. spans: the tokens of a row that each device has.
+    """Yields the pieces of a batch. spans: the tokens of a row that each device has.
 
-    Of each piece: which tokens a device gathers, int32 (devices, size), padded with zeros; and rows
-    and places as in `Piece`.
+    A piece says which tokens each device gathers, int32 (devices, size), padded with zeros; rows
+    and places are those of `Piece`.
     """
     places = np.cumsum(kept).reshape(kept.shape) - 1
     tokens = [np.flatnonzero(kept[:, span]) for span in spans]
@@ -103,7 +104,7 @@ def _cut(
 
 
 def _joined(mesh: Mesh, parts: list[Array]) -> Array:
-    """The parts of this host as one array, (hooks, B, T, width)."""
+    """Returns the parts of this host as one array, (hooks, B, T, width)."""
     hooks, rows, length, width = parts[0].shape
     sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))
     shape = hooks, rows, length * len(parts), width
@@ -112,7 +113,7 @@ def _joined(mesh: Mesh, parts: list[Array]) -> Array:
 
 @partial(jax.jit, static_argnums=0)
 def take(mesh: Mesh, values: Array, tokens: Array) -> Array:
-    """Every device's tokens: (hooks, B, T, width), (devices, size) -> (hooks, all, width)."""
+    """Gathers tokens on devices: (hooks, B, T, width), (devices, size) -> (hooks, all, width)."""
 
     def local(values: Array, tokens: Array) -> Array:
         hooks, rows, length, width = values.shape

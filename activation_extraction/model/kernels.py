@@ -1,10 +1,10 @@
-"""Kernels, and the trial that says which of them a run uses.
+"""A trial decides which kernels a run uses.
 
-Of attention there are splash attention for TPUs and cuDNN's for GPUs, which work on blocks that
-stay on the chip, so that no scores reach its memory; of experts tokamax's for GPUs. None of them
-rounds float32. Before a run loads its weights, each candidate of the platform computes a small
-packed batch, or a few rows for some experts, of the sizes that one device has in the run. The first
-one whose numbers are those of the definition is used.
+For attention there are splash attention on TPUs and cuDNN's kernel on GPUs, which work on blocks
+that stay on the chip, so that no scores reach its memory; for experts there is tokamax's kernel on
+GPUs. None of them rounds float32. Before a run loads its weights, each candidate of the platform
+computes a small packed batch, or a few rows for some experts, of the sizes that one device has in
+the run. The run uses the first one whose numbers are those of the definition.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
@@ -51,7 +51,7 @@ MOST_EXPERTS = 8  # that a trial has
 
 
 class Kernels(NamedTuple):
-    """The functions that each platform has in a form of its own."""
+    """These functions have a form of their own on each platform."""
 
     attention: Attention = blocked_attention
     experts: GroupedExperts = tiled_experts
@@ -67,7 +67,7 @@ def splash_attention(
     window: int | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Pallas splash attention, for TPUs. See `Attention`; `interpret` is for tests on other ones.
+    """Computes Pallas splash attention on TPUs. See `Attention`; `interpret` is for tests.
 
     The kernel must know when compiling where the queries begin: a traced `first_query` has to be a
     multiple of T, and each of its values becomes a branch of its own.
@@ -101,13 +101,13 @@ def splash_attention(
 
 
 def _fill(x: Array, value: int) -> Array:
-    """Lengthens rows to a multiple of LANES."""
+    """Pads rows to a multiple of LANES."""
     widths = [(0, 0), (0, -x.shape[1] % LANES), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, widths, constant_values=value)
 
 
 def _block(length: int, dtype: Any) -> int:
-    """The largest block of at most MOST_IN_BLOCK that divides a multiple of LANES."""
+    """Returns the largest block of at most MOST_IN_BLOCK that divides a multiple of LANES."""
     most = min(length, MOST_IN_BLOCK // dtype.itemsize)
     return max(size for size in range(LANES, most + 1, LANES) if length % size == 0)
 
@@ -121,9 +121,9 @@ def cudnn_attention(
     first_query: int | Array,
     window: int | None = None,
 ) -> Array:
-    """cuDNN's, for GPUs. See `Attention`. It gets the segments as a mask (B, 1, T, S).
+    """Computes attention with cuDNN on GPUs; the segments become a mask (B, 1, T, S).
 
-    float32 is left to `blocked_attention`: the GPU's matrix units would round it.
+    See `Attention`. float32 is left to `blocked_attention`: the GPU's matrix units would round it.
     """
     if q.dtype == jnp.float32:
         return blocked_attention(q, k, v, q_segments, k_segments, first_query, window)
@@ -132,7 +132,7 @@ def cudnn_attention(
 
 
 def tokamax_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
-    """tokamax's grouped products, for NVIDIA GPUs. See `GroupedExperts`.
+    """Computes experts with tokamax's grouped products on NVIDIA GPUs. See `GroupedExperts`.
 
     float32 is left to `tiled_experts`: the GPU's matrix units would round it.
     """
@@ -169,7 +169,7 @@ CANDIDATES: dict[str, Candidates] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """One of the kernels of a run; passed_over: name -> why it is not one of those before it."""
+    """A choice is one kernel of a run. passed_over: name -> why an earlier candidate is not it."""
 
     name: str
     function: Callable[..., Array]
@@ -180,7 +180,7 @@ class Choice:
 
 
 def candidates_for(platform: str) -> Candidates:
-    """Raises InputError for a platform that has none."""
+    """Returns the candidates of a platform. Raises InputError for a platform that has none."""
     if platform not in CANDIDATES:
         raise InputError(f"JAX runs on the platform {platform!r}: expected cpu, gpu or tpu")
     return CANDIDATES[platform]
@@ -192,7 +192,7 @@ def preferred_kernels(platform: str) -> Kernels:
 
 
 def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> dict[str, Choice]:
-    """The kernels of the run, by fields of `Kernels`; logs the outcome.
+    """Returns the kernels of the run by fields of `Kernels`; logs the outcome.
 
     Every host tries them on a device of its own. What has a single candidate, as on the CPU, is not
     tried. length: tokens per row.
@@ -221,10 +221,10 @@ def choose(
     error_of: Callable[..., float],
     dtype: jnp.dtype,
 ) -> Choice:
-    """The first candidate that is right on this process's first device.
+    """Returns the first candidate that is right on this process's first device.
 
-    error_of: what `largest_error` gives for a candidate. Raises RunError when none is right: the
-    device computes wrongly then.
+    error_of: what `largest_error` gives for a candidate. Raises RunError if none is right, since
+    the device then computes wrongly.
     """
     passed_over: dict[str, str] = {}
     most = TOLERANCE[dtype.name]
@@ -245,7 +245,7 @@ def choose(
 
 
 class AttentionSizes(NamedTuple):
-    """What one device computes in a trial: its queries of each row, all keys, heads, head size.
+    """A device computes this much in a trial: its queries of each row, all keys, and its heads.
 
     window: of the layers that have one, None without such layers.
     """
@@ -275,11 +275,11 @@ class AttentionSizes(NamedTuple):
 
 
 def largest_error(attention: Attention, sizes: AttentionSizes, dtype: jnp.dtype) -> float:
-    """Returns the largest relative error of any token in any head: the norm of the difference to
-    float32, over that of the value.
+    """Returns the largest relative error of any token in any head.
 
-    Every part of the queries is computed, as by the devices that share the queries of a row; with
-    and without the window, if there is one.
+    The error is the norm of the difference to float32, over the norm of the value. Every part of
+    the queries is computed, as by devices that share the queries of a row; with and without the
+    window, if there is one.
     """
     q, k, v, segments = trial_batch(sizes, dtype)
     exact_q, exact_k, exact_v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -301,7 +301,7 @@ def largest_error(attention: Attention, sizes: AttentionSizes, dtype: jnp.dtype)
 
 
 def trial_batch(sizes: AttentionSizes, dtype: jnp.dtype) -> tuple[Array, Array, Array, Array]:
-    """q, k, v and segments of two rows of three segments; the second row ends in padding."""
+    """Returns q, k, v and segments: two rows of three segments, the second ending in padding."""
     chance = np.random.default_rng(0)
     of_keys = 2, sizes.keys, sizes.kv_heads, sizes.head_dim
     shapes = (2, sizes.keys, sizes.heads, sizes.head_dim), of_keys, of_keys
@@ -314,7 +314,7 @@ def trial_batch(sizes: AttentionSizes, dtype: jnp.dtype) -> tuple[Array, Array, 
 
 
 def expert_sizes(config: Any, layout: Layout) -> tuple[int, int, int]:
-    """What one device has in a trial: experts, the width of a token and that of an expert."""
+    """Returns a device's sizes in a trial: experts, the width of a token and that of an expert."""
     sizes: tuple[int, ...] = config.experts.count, config.hidden_size, config.experts.width
     if layout.mesh is not None:
         sizes = layout.sharding(("experts", "hidden", "mlp"), sizes).shard_shape(sizes)
@@ -324,7 +324,7 @@ def expert_sizes(config: Any, layout: Layout) -> tuple[int, int, int]:
 def largest_error_of_experts(
     grouped: GroupedExperts, sizes: tuple[int, int, int], dtype: jnp.dtype
 ) -> float:
-    """Returns what `largest_error` does, of any row that goes through an expert."""
+    """Returns the largest relative error, as `largest_error` does, of any row with an expert."""
     x, counts, gate, up, down = arrays = trial_rows(sizes, dtype)
     found = np.asarray(jax.jit(grouped)(*arrays))
     x, gate, up, down = (array.astype(jnp.float32) for array in (x, gate, up, down))
@@ -338,7 +338,7 @@ def largest_error_of_experts(
 
 
 def trial_rows(sizes: tuple[int, int, int], dtype: jnp.dtype) -> list[Array]:
-    """Arguments for a `GroupedExperts`; an expert has no rows, and the last rows have no expert."""
+    """Returns arguments for a `GroupedExperts`; one expert has no rows, the last rows no expert."""
     chance = np.random.default_rng(0)
     experts, hidden, width = sizes
     count = [0 if expert == 2 else (expert + 1) * 67 % 300 for expert in range(experts)]
@@ -353,7 +353,7 @@ def trial_rows(sizes: tuple[int, int, int], dtype: jnp.dtype) -> list[Array]:
 
 
 def _relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
-    """The largest norm of the difference over that of `wanted`, along the last axis."""
+    """Returns the largest norm of the difference over that of `wanted`, along the last axis."""
     found, wanted = found.astype(np.float64), wanted.astype(np.float64)
     norms = np.linalg.norm(wanted, axis=-1)
     return float(np.max(np.linalg.norm(found - wanted, axis=-1) / norms))

@@ -1,8 +1,8 @@
-"""Weight files: safetensors on the local disk, or in a bucket or on the hub, read by ranges.
+"""Weight files are safetensors on the local disk, or read by ranges from a bucket or the hub.
 
-Whoever reads a tensor asks for a part of it and gets its values. A file of this machine is mapped
-into memory. Of a remote file only the bytes that are asked for are downloaded, many requests at a
-time, and nothing is kept on disk.
+A caller asks for a part of a tensor and gets its values. A local file is mapped into memory. Of a
+remote file only the bytes that are asked for are downloaded, with many requests at a time, and
+nothing is kept on disk.
 """
 
 import hashlib
@@ -35,10 +35,10 @@ Index = tuple[slice, ...]
 
 
 class LocalFile:
-    """A safetensors file of this machine.
+    """A safetensors file of this machine is mapped into memory.
 
-    name: without folders; where: for messages. `header` raises InputError, naming the file, when
-    it is not complete or holds other numbers than floats.
+    name: without folders; where: for messages. `header` raises InputError, naming the file, if it
+    is not complete or holds other numbers than floats.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class LocalFile:
             raise InputError(f"{self.path}: not a complete safetensors file: {error}") from error
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """A view of the file: its bytes are read when it is copied.
+        """Returns a view of the file: its bytes are read when it is copied.
 
         The file is mapped for as long as the view lives, so pages that were read do not pile up.
         """
@@ -67,16 +67,16 @@ class LocalFile:
 
 
 class RemoteFile:
-    """A safetensors file in a bucket or on the hub, with the attributes of `LocalFile`.
+    """A safetensors file in a bucket or on the hub has the attributes of `LocalFile`.
 
-    Methods raise FolderError when it cannot be read. If the store reports a digest, and every byte
-    of the file is read, the digest is compared; RunError is raised when it differs.
+    Methods raise FolderError if it cannot be read. If the store reports a digest, and every byte of
+    the file is read, the digest is compared; RunError is raised if it differs.
     """
 
     path = None
 
     def __init__(self, folder: Folder, name: str, size: int) -> None:
-        """size: in bytes."""
+        """Asks the store for the file's digest. size: in bytes."""
         self.name, self.where = name, f"{folder.url}/{name}"
         self._folder, self._size = folder, size
         self._reported = folder.digest(name)
@@ -104,7 +104,7 @@ class RemoteFile:
         return entries
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """A new array; downloads little more than its bytes (see `blocks_of`)."""
+        """Returns a new array; downloads little more than its bytes (see `blocks_of`)."""
         entry = self.header[tensor]
         bounds = [part.indices(size)[:2] for part, size in zip(index, entry.shape, strict=True)]
         depth, blocks = blocks_of(entry, bounds)
@@ -154,14 +154,14 @@ WeightFile = LocalFile | RemoteFile
 
 
 class Check:
-    """Compares the digest of a file whose bytes come in any order.
+    """The digest of a file is compared, although its bytes come in any order.
 
     Bytes that are far ahead of the first missing one wait; if more than AHEAD have to, or some
     bytes never come, nothing is compared.
     """
 
     def __init__(self, where: str, size: int, algorithm: str, expected: str) -> None:
-        """where: of the file, for the message; size: in bytes; expected: hexadecimal."""
+        """Expects all bytes of a file. where: it is, for messages; expected: hexadecimal."""
         self._where, self._size = where, size
         self._algorithm, self._expected = algorithm, expected
         self._digest = hashlib.new(algorithm, usedforsecurity=False)
@@ -191,11 +191,11 @@ class Check:
 def blocks_of(
     entry: Tensor, bounds: Sequence[tuple[int, int]]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """The ranges of bytes to read for a part of a tensor, and the axis that they run along.
+    """Returns the ranges of bytes to read for a part of a tensor, and the axis they run along.
 
     bounds: (start, stop) of every axis. There is one range for each index of the axes before that
-    axis; axes after it are whole in it, because what lies between shorter ranges is downloaded
-    faster than it is asked for apart.
+    axis; axes after it are whole in it, because the bytes between shorter ranges are downloaded
+    faster than they could be left out by separate requests.
     """
     sizes = [entry.dtype.itemsize * math.prod(entry.shape[k + 1 :]) for k in range(len(bounds))]
     lengths = [stop - start for start, stop in bounds]
@@ -211,9 +211,10 @@ def blocks_of(
 
 
 def parse_header(text: bytes, where: str) -> dict[str, Tensor]:
-    """The tensors that a safetensors header describes; without the 8 bytes that give its length.
+    """Returns the tensors that a safetensors header describes.
 
-    Raises InputError for text that is no such header, and for dtypes not in FLOAT_TYPES.
+    text: the header without the 8 bytes that give its length. Raises InputError for text that is no
+    such header, and for dtypes not in FLOAT_TYPES.
     """
     entries = {}
     try:

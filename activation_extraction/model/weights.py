@@ -1,8 +1,8 @@
-"""Weights: how each parameter of a model is made of checkpoint tensors, and put into its shards.
+"""This module makes parameters from checkpoint tensors and puts them into their shards.
 
 `WeightSpec` says how one parameter is made; `load_params` puts every parameter straight into its
-shards, reading only the parts of the files that they need. Which parameters exist is the model's
-knowledge (qwen2_jax.py), and where the files are is checkpoint.py's.
+shards, reading only the parts of the files that they need. The model (qwen2_jax.py) says which
+parameters exist, and checkpoint.py where the files are.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ ReadTensor = Callable[[str, Index], np.ndarray]
 
 
 class Share(NamedTuple):
-    """The part of a checkpoint tensor that is a parameter's, where several parameters share it.
+    """Several parameters share a checkpoint tensor; this is the part of one of them.
 
     axis: the tensor's axis along which it is split; start: where the part begins on this axis;
     total: the tensor's size along it.
@@ -48,13 +48,13 @@ class Share(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
-    """One parameter: its shape, the logical axis of each dimension, and its checkpoint tensors.
+    """One parameter has a shape, a logical axis for each dimension, and checkpoint tensors.
 
     stacked: along how many of the first axes ("layers", "experts") the parameter is a stack of
     tensors, whose names come in this order. Layers that the checkpoint does not have are zeros: a
-    block of zeros changes nothing. share: None for a parameter that has its tensors to itself.
-    The checkpoint keeps (heads, head_dim) as one flat dimension, and the last two axes of experts
-    the other way round.
+    block of zeros changes nothing. share: None for a parameter that has its tensors to itself. The
+    checkpoint keeps (heads, head_dim) as one flat dimension, and the last two axes of experts in
+    reverse order.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class WeightSpec:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Shape of each checkpoint tensor."""
+        """Returns the shape of each checkpoint tensor."""
         bounds = self._bounds([*map(range, self.shape[self.stacked :])])
         sizes = [stop - start for start, stop in bounds]
         if self.share is not None:
@@ -73,7 +73,10 @@ class WeightSpec:
         return tuple(sizes)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
-        """(start, stop) of every axis of a tensor, for ranges of the axes that are not stacked."""
+        """Returns (start, stop) of every axis of a tensor, for ranges of the inner axes.
+
+        Inner axes are those that are not stacked.
+        """
         bounds: list[tuple[int, int]] = []
         axes, sizes = self.axes[self.stacked :], self.shape[self.stacked :]
         for axis, size, chosen in zip(axes, sizes, ranges, strict=True):
@@ -91,7 +94,7 @@ class WeightSpec:
         return bounds
 
     def check(self, name: str, shape: tuple[int, ...] | None, source: str) -> None:
-        """Raises InputError for a tensor without a shape, which is missing, or with another one."""
+        """Raises InputError for a tensor that is missing (shape None) or has another shape."""
         if shape is None:
             raise InputError(f"{source}: tensor {name} is missing")
         if tuple(shape) != self.hf_shape:
@@ -101,7 +104,7 @@ class WeightSpec:
             )
 
     def part(self, read: ReadTensor, dtype: Any, ranges: Sequence[range]) -> np.ndarray:
-        """Part of the parameter, with a range of every axis, as a new array of `dtype`.
+        """Returns part of the parameter, given by a range of every axis, as a new array of `dtype`.
 
         `read(name, index)` returns part of a checkpoint tensor. Each value is copied once, straight
         to where it belongs.
@@ -122,12 +125,12 @@ class WeightSpec:
         return values
 
     def assemble(self, read: ReadTensor, dtype: Any) -> np.ndarray:
-        """The whole parameter as a NumPy array of `dtype`."""
+        """Returns the whole parameter as a NumPy array of `dtype`."""
         return self.part(read, dtype, [*map(range, self.shape)])
 
 
 def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """An empty array as XLA wants it: on the CPU it takes such memory over instead of copying."""
+    """Returns an empty array, aligned so that XLA on the CPU takes it over without copying it."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
@@ -140,8 +143,8 @@ def check_tensors(
     """Compares the checkpoint's headers with what the model needs, before anything is read.
 
     table: the parameters to load; known: every tensor name that the architecture has; ignored: a
-    regular expression for those that it has beside the language model.
-    Raises InputError for missing, unknown, misshapen or non-float tensors.
+    regular expression for those that it has beside the language model. Raises InputError for
+    missing, unknown, misshapen or non-float tensors.
     """
     names = set(checkpoint.tensors)
     for spec in table:
@@ -174,10 +177,10 @@ def load_params(
     """Reads every parameter straight into its shards, layer by layer (of all stages at once).
 
     They come in the order of the files, which are thus read from beginning to end. A process reads
-    only the parts that its devices hold, each once, with several threads, and holds no more besides
-    them than its parts of READERS tensors (of every stage that it takes part in). as_bits: hand a
-    2-byte `dtype` over as uint16. `progress` is called with the bytes of each part. Returns the
-    nested dict.
+    only the parts that its devices hold, each once, with several threads. Besides these parts it
+    holds those of READERS tensors (of every stage that it takes part in) and no more. as_bits:
+    whether a 2-byte `dtype` is returned as uint16. `progress` is called with the bytes of each
+    part. Returns the nested dict.
     """
     stages, held = layout.size("pipeline"), np.uint16 if as_bits else dtype
     stacks = {path: spec for path, spec in table.items() if spec.axes[0] == "layers"}
@@ -193,7 +196,7 @@ def load_params(
         jobs += [(path, k) for k in range(spec.shape[0] // stages)]
 
     def position(job: tuple[Path, int | None]) -> tuple[bool, str, int]:
-        """Where the first tensor of a job begins, to sort by; layers of zeros come last."""
+        """Returns where the first tensor of a job begins, to sort by; layers of zeros come last."""
         spec, k = table[job[0]], job[1] or 0
         names = spec.hf_names[k * math.prod(spec.shape[1 : spec.stacked]) :]
         return (False, *checkpoint.position(names[0])) if names else (True, "", 0)
@@ -234,7 +237,7 @@ def load_params(
 def _ahead(
     pool: ThreadPoolExecutor, load: Callable[..., jax.Array], jobs: Iterable[tuple[Any, ...]]
 ) -> Iterator[jax.Array]:
-    """`load(*job)` of every job, in order; READERS at a time, the one that is out included."""
+    """Yields `load(*job)` of every job, in order, with at most READERS of them alive at a time."""
     begun: deque[Future[jax.Array]] = deque()
     for job in jobs:
         begun.append(pool.submit(load, *job))

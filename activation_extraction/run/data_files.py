@@ -1,8 +1,9 @@
-"""The files of a local data set, or at a URL: whether they still are what stored shards have read.
+"""This module checks that a data set's files still are what stored shards have read.
 
-metadata.json lists them in the order in which they are read, with a digest of those that a shard
-has samples of. A run that continues reads them in the recorded order, whatever they are called now,
-and refuses a file that has changed. The others are digested while the run computes.
+metadata.json lists the files, local ones or those at a URL, in the order in which they are read,
+with a digest of those that a shard has samples of. A run that continues reads them in the recorded
+order, whatever they are called now, and refuses a file that has changed. The others are digested
+while the run computes.
 """
 
 import hashlib
@@ -32,20 +33,20 @@ BLOCK, BLOCKS = 2**16, 64
 
 @dataclass(frozen=True)
 class Recorded:
-    """A file as metadata.json lists it. digest: "" if no stored shard has read the file."""
+    """A file is recorded in metadata.json. digest: "" if no stored shard has read the file."""
 
     name: str
     bytes: int
     digest: str = ""
 
     def contradicts(self, other: "Recorded") -> bool:
-        """Whether a file had two contents. If their sizes differ, it may have grown in between."""
+        """Returns whether a file had two contents; with other sizes, it may just have grown."""
         both = self.digest and other.digest and self.bytes == other.bytes
         return bool(both) and self.digest != other.digest
 
 
 class DataFiles:
-    """Files in the order in which they are read, with digests of those that have been read.
+    """The files are listed in the order in which they are read, with digests of those read so far.
 
     `grown`: whether a file that the stored shards have read has new rows at its end.
     """
@@ -96,7 +97,7 @@ class DataFiles:
         return known
 
     def reads(self, name: str) -> None:
-        """Starts to digest a file, since a row of it has been read."""
+        """Starts to digest a file, because a row of it has been read."""
         if name not in self._pending:
             self._pending[name] = self._pool.submit(_digest_unchanged, self._by_name[name])
 
@@ -125,13 +126,13 @@ class DataFiles:
     def sampled(self) -> dict[str, str]:
         """Returns a digest of each file's size and of samples of its content, for hosts to compare.
 
-        Reading all of a large file would take long. All of a small one counts.
+        Reading all of a large file would take too long; a small one is read whole.
         """
         return {f"data file {file.name}": _sampled(file) for file in self.files}
 
 
 def _merged(earlier: Iterable[Mapping[str, Any]]) -> list[Recorded]:
-    """What all hosts have recorded. Raises InputError if they have read different files."""
+    """Returns what all hosts have recorded. Raises InputError if they have read different files."""
     merged: list[Recorded] = []
     for recorded in filter(None, map(_recorded_in, earlier)):
         merged = merged or recorded
@@ -145,7 +146,7 @@ def _merged(earlier: Iterable[Mapping[str, Any]]) -> list[Recorded]:
 
 
 def _recorded_in(metadata: Mapping[str, Any]) -> list[Recorded]:
-    """The files that metadata.json lists. Raises InputError if they are not what may be there."""
+    """Returns the files that metadata.json lists. Raises InputError if they have the wrong form."""
     try:
         check_fields(metadata, {RECORD: FIELDS[RECORD]}, METADATA)
     except DamagedError as error:
@@ -154,7 +155,7 @@ def _recorded_in(metadata: Mapping[str, Any]) -> list[Recorded]:
 
 
 def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) -> list[TextFile]:
-    """The files under their recorded names. A renamed file is known by its size and content.
+    """Returns the files under their recorded names, recognising renamed ones by size and content.
 
     Raises InputError if there is one too many or too few.
     """
@@ -184,7 +185,7 @@ def _may_be(file: TextFile, before: Recorded) -> bool:
 
 
 def _digests(files: Sequence[TextFile], what: str | None = None) -> dict[str, str]:
-    """What identifies each file's content, by name: SHA-256 here, the store's version at a URL.
+    """Returns what identifies each file's content by name: a SHA-256, or the store's version.
 
     what: what a progress bar calls the files; None: there is no bar.
     """
@@ -198,7 +199,7 @@ def _digests(files: Sequence[TextFile], what: str | None = None) -> dict[str, st
 
 
 def _digest_unchanged(file: TextFile) -> str:
-    """The digest of a file. Raises RunError if it has changed since it was listed."""
+    """Returns a file's digest. Raises RunError if it has changed since it was listed."""
     digest = _digests([file])[file.name]
     if file.local and modified(os.stat(file.url).st_mtime) != file.version:
         raise RunError(
@@ -209,7 +210,7 @@ def _digest_unchanged(file: TextFile) -> str:
 
 
 def _has_grown(now: TextFile, before: Recorded) -> bool:
-    """Whether lines were added at the end of a file, and nothing else has changed."""
+    """Returns whether lines were added at the end of a file, and nothing else has changed."""
     if now.size <= before.bytes or not now.local or not now.url.endswith(JSON_LINES[0]):
         return False
     return same_beginning(Path(now.url), before.bytes, before.digest.removeprefix("sha256 "))

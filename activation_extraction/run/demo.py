@@ -1,4 +1,4 @@
-"""The demo's inputs: a small Qwen2 checkpoint and sample documents, made on the spot.
+"""The demo's inputs are a small Qwen2 checkpoint and sample documents, made on the spot.
 
 The files look like real ones (config.json, safetensors, tokenizer.json; Parquet in FineWeb-Edu's
 schema) and have the same bytes every time. The weights are random: the demo shows that the pipeline

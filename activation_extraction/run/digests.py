@@ -1,4 +1,4 @@
-"""What shows whether two runs are the same: digests of files, and the identity of an extraction.
+"""Digests of files and the identity of an extraction show whether two runs are the same.
 
 Every byte of a file counts, yet weights are read for this only once: the digest of a large file is
 kept in the user's cache folder until the file changes. A large file in the hub's cache is not read
@@ -54,7 +54,7 @@ OWN_SETTINGS = {
 def identity_of(
     config: Config, forward: Forward, data: str, data_revision: str, worker: Worker
 ) -> Identity:
-    """Returns all that decides the content of the shards, and may not change on continuing."""
+    """Returns everything that decides the content of the shards, and must stay the same."""
     model = forward.model
     return Identity(
         model_digest=model_digest(forward.checkpoint),
@@ -122,7 +122,7 @@ def digest_files(paths: Sequence[Path], remote: Mapping[str, str] = MappingProxy
 
 
 def file_digests(paths: Sequence[Path], what: str | None = None) -> dict[Path, str]:
-    """Returns the SHA-256 of each file. what: they are, for a progress bar; None: without one."""
+    """Returns the SHA-256 of each file. what: a progress bar's name for them; None: no bar."""
     large = {}
     for path in paths:
         with reading(path):
@@ -140,7 +140,7 @@ def file_digests(paths: Sequence[Path], what: str | None = None) -> dict[Path, s
 
 
 def same_beginning(path: Path, size: int, sha256: str) -> bool:
-    """Whether the first `size` bytes of a file are whole lines with this SHA-256."""
+    """Returns whether the first `size` bytes of a file are whole lines with this SHA-256."""
     digest, last = hashlib.sha256(), b""
     with reading(path), open(path, "rb") as file:
         while size > 0 and (last := file.read(min(size, CHUNK))):
@@ -159,7 +159,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _hub_digest(path: Path) -> str | None:
-    """The SHA-256 that the hub reported; None for other files, and for one that was edited here.
+    """Returns the SHA-256 that the hub reported; None for other files and for ones edited here.
 
     The hub's cache keeps a large file under its SHA-256, and its snapshots link to it. A file that
     has changed since its link was made was edited through the link.
@@ -173,14 +173,14 @@ def _hub_digest(path: Path) -> str | None:
 
 
 def _state(path: Path) -> str:
-    """Digest of the path and of everything that changes when the file is written to."""
+    """Returns a digest of the path and of everything that changes when the file is written to."""
     stat = path.stat()
     state = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
     return hashlib.sha256(os.fsencode(path.resolve()) + repr(state).encode()).hexdigest()
 
 
 def _read_all(paths: Sequence[Path], what: str | None) -> dict[Path, str]:
-    """The SHA-256 of every file; with a progress bar, several are read at a time."""
+    """Returns the SHA-256 of every file; with a progress bar, several are read at a time."""
     if what is None or not paths:
         return {path: _read(path) for path in paths}
     total = sum(path.stat().st_size for path in paths)
@@ -200,7 +200,7 @@ def _read_all(paths: Sequence[Path], what: str | None) -> dict[Path, str]:
 
 
 def _read(path: Path, progress: Callable[[int], object] = lambda _: None) -> str:
-    """The SHA-256 of a file; `progress` is called with the bytes of each piece."""
+    """Returns the SHA-256 of a file; `progress` is called with the bytes of each piece."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
     with reading(path), open(path, "rb", buffering=0) as file:
         while size := file.readinto(buffer):
@@ -214,7 +214,7 @@ def _memory() -> Path:
 
 
 def _recall() -> dict[str, str]:
-    """State of a file -> its SHA-256."""
+    """Returns state of a file -> its SHA-256."""
     try:
         return unseal(_memory().read_bytes(), MEMORY)
     except (OSError, DamagedError):

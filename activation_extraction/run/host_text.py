@@ -1,4 +1,4 @@
-"""The text of a run: opens the data set, and makes batches of one host's share of it.
+"""This module opens the data set of a run and makes batches of one host's share of it.
 
 A thread prepares the next batches while the devices compute.
 """
@@ -32,7 +32,7 @@ POLL = 0.2  # seconds between checks whether to stop
 
 @dataclass(frozen=True)
 class Dataset:
-    """An open data set. Its name and content must stay the same when an extraction continues.
+    """A data set is open. Its name and content must stay the same when an extraction continues.
 
     content: the revision of a hub data set; "" for files, which `files` compares one by one.
     """
@@ -87,7 +87,7 @@ class Prefetch(Generic[T]):
 
     @property
     def ready(self) -> int:
-        """How many items are ready."""
+        """Returns how many items are ready."""
         return self._ready.qsize()
 
     def peek(self) -> T | None:
@@ -122,7 +122,7 @@ class Prefetch(Generic[T]):
 
 @dataclass(frozen=True)
 class HostText:
-    """How one host turns its share of a data set into batches, as the configuration asks."""
+    """One host turns its share of a data set into batches, as the configuration asks."""
 
     config: Config
     dataset: Dataset
@@ -135,7 +135,7 @@ class HostText:
 
     @property
     def max_samples(self) -> int | None:
-        """The most samples that this host stores; None: no limit."""
+        """Returns the most samples that this host stores; None: no limit."""
         most = self.config.max_samples  # of the machine
         return None if most is None else len(range(self.worker.host, most, self.worker.hosts))
 
@@ -161,13 +161,13 @@ class HostText:
         return documents, batches
 
     def _documents(self) -> DocumentStream:
-        """The host's share of the documents, from the beginning."""
+        """Returns the host's share of the documents, from the beginning."""
         column, skip = self.config.text_column, self.config.skip_bad_rows
         reads = self.dataset.files.reads
         return DocumentStream(self.dataset.rows, column, self.worker, skip, reads)
 
     def _not_stored(self, documents: DocumentStream, storage: ActivationStorage) -> Iterator[Batch]:
-        """The batches of every range of shards to store, and one more after each but the last."""
+        """Yields the batches of every range of shards to store, and one more between ranges."""
         rows, length = self.config.batch_size, self.config.max_seq_length
         for number, gap in enumerate(storage.plan.ranges):
             documents = self._documents() if number else documents

@@ -1,4 +1,4 @@
-"""Many processes as one run: joining, comparing, and taking the same steps.
+"""Many processes join as one run, compare what must be the same, and take the same steps.
 
 `jax.distributed` joins the processes of a pod. Before anything expensive, `agree` compares digests
 of everything that must be the same on all hosts, such as the flags and the model files. During the
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Host:
-    """This process, as one of the hosts of the run."""
+    """This process is one of the hosts of the run."""
 
     id: int = 0
     count: int = 1
@@ -105,7 +105,7 @@ def _end_process(message: str) -> None:
 
 
 def _check_port(address: str) -> None:
-    """Raises RunError unless host 0 can listen at the port: JAX would abort without a word."""
+    """Raises RunError unless host 0 can listen at the port: JAX would abort without a message."""
     port = int(address.rsplit(":", 1)[1])
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
@@ -136,7 +136,7 @@ def _wait_for_port(address: str, seconds: float, failed: str) -> None:
 
 
 def _gather(values: Any) -> np.ndarray:
-    """Every host's array, in host order. All hosts must call this together."""
+    """Returns every host's array, in host order. All hosts must call this together."""
     return np.asarray(multihost_utils.process_allgather(values))
 
 
@@ -270,7 +270,7 @@ def last_words(host: Host, message: str) -> Iterator[None]:
 
 
 class Votes(NamedTuple):
-    """What one host sends along with a step. The sums over all hosts say how many agree."""
+    """A host sends these along with a step. The sums over all hosts say how many agree."""
 
     with_data: bool
     stopping: bool
@@ -278,7 +278,7 @@ class Votes(NamedTuple):
 
 
 class Lockstep:
-    """The batches of this host, one for each step that all hosts take together.
+    """The batches of this host are given out, one for each step that all hosts take together.
 
     Hosts run out of data at different times, and any of them may fail or be asked to stop. Along
     with step n, each host sends its `votes`: what it knows about step n + 2. The sum over all hosts
@@ -327,7 +327,7 @@ class Lockstep:
 
     @property
     def votes(self) -> Votes:
-        """What to send with the step of the batch that was yielded last."""
+        """Returns what to send with the step of the batch that was yielded last."""
         return Votes(
             with_data=self._upcoming[-1] is not None,
             stopping=bool(self._stopped()),
@@ -335,7 +335,7 @@ class Lockstep:
         )
 
     def learn(self, votes: Iterable[float]) -> None:
-        """Takes in how many hosts cast each vote with a step; decides on the step two later."""
+        """Learns how many hosts cast each vote with a step; decides on the step two later."""
         with_data, stopping, failed = (bool(count) for count in votes)
         if failed and self.failure is None:
             self.failure = elsewhere()
@@ -351,7 +351,7 @@ class Lockstep:
 def one_behind(items: Iterable[T]) -> Iterator[T]:
     """Yields each item only once the next one has been made, and the last one at the end.
 
-    So of steps that compute in the background, one is always in flight.
+    So one of the steps that compute in the background is always in flight.
     """
     before: list[T] = []
     for item in items:

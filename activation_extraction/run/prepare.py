@@ -1,4 +1,4 @@
-"""Turns a checked command line into a job, and finds everything that can be wrong with it.
+"""This module turns a checked command line into a job, and finds all that can be wrong with it.
 
 The cheapest checks come first, and no weight is read here. The hosts of a pod compare what they
 have found before they go on.
@@ -48,10 +48,10 @@ RECORDED, NEW = "recorded", "new"  # a hub model's commit
 
 @dataclass(frozen=True)
 class Job:
-    """A request that has been checked: the model, the text, and where the result goes.
+    """A job is a request that has been checked: the model, the text, and where the result goes.
 
-    batches: those that were not stored yet when the text was opened; documents: what they are made
-    from. repair: of --repair alone.
+    batches: those that were not stored yet when the text was opened; documents: what the batches
+    are made from. repair: None without --repair.
     """
 
     host: Host
@@ -65,7 +65,7 @@ class Job:
 
     @property
     def where(self) -> str:
-        """The URL or path of the output, for messages."""
+        """Returns the URL or path of the output, for messages."""
         return self.storage.place.url
 
     def with_text_reopened(self, watchdog: Watchdog) -> "Job":
@@ -76,11 +76,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Output:
-    """Where the output goes and what is there already.
+    """The output goes to these folders, which may hold an extraction already.
 
     remote: this host's folder in the bucket. earlier: the metadata of an earlier run in each root
-    that holds one, and own that of this host; both are empty when this run starts anew. commit: the
-    hub model's, as this host sees it (see choose_commit).
+    that holds one; own: the metadata of this host. Both are empty when this run starts anew.
+    commit: the hub model's, as this host sees it (see choose_commit).
     """
 
     folders: RunFolders
@@ -110,7 +110,7 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What `action` returns or raises: the other hosts must not be left waiting for this one."""
+    """Returns what `action` returns or raises, so that other hosts are not left waiting."""
     try:
         return action(), None
     except Exception as error:

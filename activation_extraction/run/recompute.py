@@ -1,4 +1,4 @@
-"""Loads the model of a stored extraction again, so that --verify can recompute samples.
+"""--verify recomputes samples with the model of a stored extraction, which this module loads.
 
 To recompute a kept token takes all tokens in front of it. Where only some tokens are stored, they
 are read again from the data set, from where the shard's samples begin. inspect/verify.py compares
@@ -46,7 +46,7 @@ def load_again(
     dataset_path: str | None,
     metadata: dict[str, Any],
 ) -> Recompute:
-    """Returns what recomputes samples.
+    """Returns a function that recomputes samples, in a `Recompute`.
 
     request: how to compute; the metadata says what to compute. dataset_path: where the data set is
     now; None: where the run had it. It is opened only if the run did not keep all tokens. Raises
@@ -92,7 +92,7 @@ def load_again(
 def _compute(
     forward: Forward, step: Step, token_ids: Sequence[np.ndarray]
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The activations of samples, name of a hook -> (tokens, width)."""
+    """Yields the activations of each sample, name of a hook -> (tokens, width)."""
     for batch in pack(samples_of(token_ids), *forward.shape):
         with device_errors():
             activations = forward.receive(step(batch, [False] * 3)[0])
@@ -105,14 +105,14 @@ def _compute(
 
 @dataclass(frozen=True)
 class _Texts:
-    """The data set and the tokenizer of a run, both checked to be the run's."""
+    """The data set and the tokenizer have been checked to be those of the run."""
 
     dataset: Dataset
     tokenizer: Tokenizer
     identity: Identity
 
     def whole(self, chosen: Sequence[Chosen]) -> list[np.ndarray | None]:
-        """All token ids of every sample; None where the kept ones are not those that are stored."""
+        """Returns all token ids of every sample; None if its kept ones are not the stored ones."""
         groups: dict[Any, list[Chosen]] = defaultdict(list)
         for sample in chosen:
             groups[sample.worker, sample.shard].append(sample)
@@ -122,7 +122,7 @@ class _Texts:
         return [token_ids.get(sample.row.sample_idx) for sample in chosen]
 
     def _read(self, group: Sequence[Chosen]) -> dict[int, np.ndarray]:
-        """Token ids by `sample_idx`, of samples of one shard."""
+        """Returns token ids by `sample_idx` for samples of one shard."""
         identity, wanted = self.identity, {sample.row.sample_idx: sample.row for sample in group}
         choice = TokenChoice(identity.positions, identity.drop_token_ids)
         documents = DocumentStream(
@@ -144,9 +144,9 @@ class _Texts:
 def _open_texts(
     metadata: Mapping[str, Any], checkpoint: Checkpoint, vocabulary: int, dataset_path: str | None
 ) -> _Texts:
-    """dataset_path: where the data set is now; None: where the run had it.
+    """Opens the data set and the tokenizer. Raises InputError if they are not those of the run.
 
-    Raises InputError when the tokenizer or the data set is not the run's.
+    dataset_path: where the data set is now; None: where the run had it.
     """
     identity, asked = identity_of(metadata, METADATA), metadata["configuration"]
     files = checkpoint.tokenizer_files()

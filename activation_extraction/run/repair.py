@@ -1,4 +1,4 @@
-"""--repair: remakes the shards that --verify finds damaged or missing, and no others.
+"""--repair remakes the shards that --verify finds damaged or missing, and no others.
 
 The JSON of the last good shard before a gap records where in the data to start, so the same batches
 are formed and the same bytes are stored. As always when a shard is replaced, its JSON is deleted
@@ -73,7 +73,7 @@ class RepairPlanner:
 
     @property
     def target(self) -> Folder:
-        """The folder to repair."""
+        """Returns the folder to repair."""
         return self.remote or self.folder
 
     def look(self) -> StoragePlan:
@@ -124,7 +124,7 @@ class RepairPlanner:
         return replace(found, metadata={**self.metadata, **new, **REBUILT})
 
     def _check_local(self, stored: Stored) -> None:
-        """Raises InputError if the shards are in a bucket, or the local metadata another run's."""
+        """Raises InputError if the shards are in a bucket, or the metadata is another run's."""
         where = f"--output_dir {self.folder.url}"
         if self.remote is not None:
             check_identity(where, read_stored(self.folder), self.identity)
@@ -132,9 +132,11 @@ class RepairPlanner:
             refuse_moved(where, stored, "repair them there")
 
     def _unknown(self, ranges: tuple[ShardRange, ...]) -> Iterator[str]:
-        """Names the files of shards at the end of an unfinished run whose JSON files are damaged,
-        so that nothing says where they end. They count as not stored, and the run makes them when
-        it continues."""
+        """Yields the files of shards of an unknown length at the end of an unfinished run.
+
+        Their JSON files are damaged, so nothing says where they end. They count as not stored, and
+        the run makes them when it continues.
+        """
         numbers = {number_of(name) for name in self._found.damaged if name != METADATA}
         numbers -= {n for n in numbers for r in ranges if r.first <= n <= (r.last or 0)}
         for name in own_files(self.target.files()) if numbers else ():
@@ -152,7 +154,7 @@ class RepairPlanner:
         ]
 
     def _changes(self) -> str:
-        """What may round differently than it did in the run, according to its metadata."""
+        """Returns what may round differently than in the run, according to its metadata."""
         before = self._found.metadata
         if before is None:
             return ""

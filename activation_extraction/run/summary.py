@@ -1,4 +1,4 @@
-"""What a run prints: its progress, and at the end what this host stored and how to go on.
+"""A run prints its progress, and at the end what this host stored and how to go on.
 
 --list_hooks prints a model's hooks, without a run. Totals over all machines and hosts are the
 subject of inspect/status.py.
@@ -72,7 +72,7 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
 
 
 def _where_the_time_went(job: Job, clock: Clock, tokens: int) -> str:
-    """tokens: those of this run alone."""
+    """Returns a line with the times of each activity. tokens: those of this run alone."""
     totals, waited, elapsed = job.storage.totals, job.storage.waited, clock.elapsed
     what = "tokens" if job.text.choice.everything else "kept tokens"
     spent = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
@@ -85,7 +85,7 @@ def _where_the_time_went(job: Job, clock: Clock, tokens: int) -> str:
 
 
 def _how_to_read(job: Job) -> list[str]:
-    """Lines of Python: for the whole run, and for one shard without this program."""
+    """Returns lines of Python that read the whole run, and one shard without this program."""
     in_bucket, shards = job.folders.bucket_url is not None, job.storage.format
     lines = lines_of_dataset(job.folders.bucket_url or str(job.folders.local))
     alone = shards.how_to_read(f"{job.where}/{shards.file_name(1)}", in_bucket)
@@ -93,14 +93,14 @@ def _how_to_read(job: Job) -> list[str]:
 
 
 def kept_nothing(job: Job) -> bool:
-    """Whether all hosts together have samples, but no token of them. All hosts must call this."""
+    """Returns whether the hosts together have samples, but no token of them. All must call this."""
     totals = job.storage.totals
     samples, tokens = any_host(job.host, [totals.samples > 0, totals.tokens > 0])
     return samples and not tokens
 
 
 def continue_with(hosts: int, overwrite: bool) -> str:
-    """Says what to do after a failure. overwrite: whether --overwrite was given."""
+    """Returns what to do after a failure. overwrite: whether --overwrite was given."""
     flags = " without --overwrite" if overwrite else ""
     if hosts > 1:
         return f"to continue, start all hosts again with the same command{flags}"
