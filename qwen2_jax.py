@@ -46,7 +46,7 @@ from activation_extraction.model.layers import (
 )
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import DENSE, LINEAR, SPARSE, QwenConfig
-from activation_extraction.model.weights import Share, WeightSpec
+from activation_extraction.model.weights import TensorSlice, WeightSpec
 
 
 class Embedding(nn.Module):
@@ -122,11 +122,11 @@ def _attend(
 
     slides: whether this layer has the window; None in a model without any.
     """
-    everything = partial(layout.attend, attention)
+    full = partial(layout.attend, attention)
     if slides is None:
-        return everything(*inputs)
+        return full(*inputs)
     windowed = partial(layout.attend, partial(attention, window=window))
-    return jax.lax.cond(slides, windowed, everything, *inputs)
+    return jax.lax.cond(slides, windowed, full, *inputs)
 
 
 class MLP(nn.Module):
@@ -166,15 +166,16 @@ class SparseMLP(nn.Module):
             self.shared_expert_gate = Linear(self.config, "D->U", dtype=self.dtype)
 
     def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Out]:
-        count, sizes = self.config.experts.count, self.config.experts
+        experts = self.config.experts
         logits = self.gate(x).astype(self.dtype)
-        weights, chosen = route(logits, sizes.per_token, sizes.renormalise)
+        weights, chosen = route(logits, experts.per_token, experts.renormalise)
         out: Out = {"logits": logits, "chosen": chosen}
-        out["weights"] = partial(scattered, weights, chosen, count)
-        needed = jnp.where(segment_ids[..., None] > 0, chosen, count)  # padding needs no expert
+        out["weights"] = partial(scattered, weights, chosen, experts.count)
+        # Padding needs no expert.
+        needed = jnp.where(segment_ids[..., None] > 0, chosen, experts.count)
         y = self.layout.constrain(self.experts(x, weights, needed), *STREAM)
         out["routed"] = y
-        if sizes.shared_width:
+        if experts.shared_width:
             shared, out["shared"] = self.shared_expert(x)
             share = out["shared_share"] = self.shared_expert_gate(x)
             y = y + jax.nn.sigmoid(share) * shared.astype(jnp.float32)
@@ -195,15 +196,15 @@ class DecoderLayer(nn.Module):
     type_: str = DENSE
 
     def setup(self) -> None:
-        shared, words = (self.config, self.dtype), self.type_.split()
-        self.input_layernorm = RMSNorm(*shared)
+        config, dtype, words = self.config, self.dtype, self.type_.split()
+        self.input_layernorm = RMSNorm(config, dtype)
         if LINEAR in words:
-            self.linear_attn = GatedDeltaNet(*shared, self.layout)
+            self.linear_attn = GatedDeltaNet(config, dtype, self.layout)
         else:
-            self.self_attn = SelfAttention(*shared, self.kernels.attention, self.layout)
-        self.post_attention_layernorm = RMSNorm(*shared)
+            self.self_attn = SelfAttention(config, dtype, self.kernels.attention, self.layout)
+        self.post_attention_layernorm = RMSNorm(config, dtype)
         mlp = partial(SparseMLP, grouped=self.kernels.experts) if SPARSE in words else MLP
-        self.mlp = mlp(*shared, layout=self.layout)
+        self.mlp = mlp(config, dtype, layout=self.layout)
 
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, slides: Array | None
@@ -251,7 +252,7 @@ class Qwen2(nn.Module):
 
         x = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")(token_ids)
         if not self.is_initializing():
-            x = layers.scan(layers.of(params), block, x)
+            x = layers.scan(layers.stacked(params), block, x)
         x, _ = RMSNorm(self.config, self.dtype, name="norm")(x)
         return Linear(self.config, "D->V", dtype=self.dtype, name="lm_head")(x)
 
@@ -276,7 +277,7 @@ def _weight(
     shape: tuple[int, ...],
     axes: tuple[str, ...],
     model: nn.Module,
-    renamed: Mapping[str, tuple[str, Share | None]],
+    renamed: Mapping[str, tuple[str, TensorSlice | None]],
 ) -> WeightSpec:
     config, last = model.config, model.whole_layers
     if path == ("lm_head", "weight") and not config.tie_word_embeddings:
@@ -290,38 +291,38 @@ def _weight(
         if mixed:
             inside = path[2:]
         layers = [k for k in range(last) if not mixed or types[k] == path[1]]
-    tensor, share = renamed.get(".".join(inside), (".".join(inside), None))
+    tensor, tensor_slice = renamed.get(".".join(inside), (".".join(inside), None))
     names = [f"{config.prefix}layers.{k}.{tensor}" for k in layers]
-    apart = "{}" in tensor  # a tensor for each expert
-    if apart:
+    per_expert = "{}" in tensor
+    if per_expert:
         names = [name.format(e) for name in names for e in range(config.experts.count)]
-    return WeightSpec(shape, axes, tuple(names), (path[0] == "layers") + apart, share)
+    stacked = (path[0] == "layers") + per_expert
+    return WeightSpec(shape, axes, tuple(names), stacked, tensor_slice)
 
 
-def _renamed(config: QwenConfig, fused: bool) -> dict[str, tuple[str, Share | None]]:
-    """Returns those parameters of a layer whose tensors have other names: name -> tensor and share.
+def _renamed(config: QwenConfig, fused: bool) -> dict[str, tuple[str, TensorSlice | None]]:
+    """Returns the parameters of a layer whose tensors have other names: name -> tensor, slice.
 
     fused: whether all experts of a layer have one tensor; else "{}" stands for the expert.
     """
-    found: dict[str, tuple[str, Share | None]] = {}
+    renamed: dict[str, tuple[str, TensorSlice | None]] = {}
     if config.delta is not None:
         keys, values = config.delta.key_heads * config.delta.key_size, config.sizes["O"]
-        for part, start in (("q", 0), ("k", keys), ("v", 2 * keys)):
-            share = Share(0, start, 2 * keys + values)
+        for letter, start in (("q", 0), ("k", keys), ("v", 2 * keys)):
+            tensor_slice = TensorSlice(0, start, 2 * keys + values)
             for own, shared in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
-                name = f"linear_attn.{own}_{part}.weight"
-                found[name] = f"linear_attn.{shared}.weight", share
+                name = f"linear_attn.{own}_{letter}.weight"
+                renamed[name] = f"linear_attn.{shared}.weight", tensor_slice
     if config.experts is not None:
         width = config.experts.width
-        both = "mlp.experts.gate_up_proj"
-        for part, in_fused in (
-            ("gate_proj", (both, Share(1, 0, 2 * width))),
-            ("up_proj", (both, Share(1, width, 2 * width))),
+        for projection, in_fused in (
+            ("gate_proj", ("mlp.experts.gate_up_proj", TensorSlice(1, 0, 2 * width))),
+            ("up_proj", ("mlp.experts.gate_up_proj", TensorSlice(1, width, 2 * width))),
             ("down_proj", ("mlp.experts.down_proj", None)),
         ):
-            apart = f"mlp.experts.{{}}.{part}.weight", None
-            found[f"mlp.experts.{part}.weight"] = in_fused if fused else apart
-    return found
+            per_expert = f"mlp.experts.{{}}.{projection}.weight", None
+            renamed[f"mlp.experts.{projection}.weight"] = in_fused if fused else per_expert
+    return renamed
 
 
 def convert_hf_to_jax_weights(
@@ -341,4 +342,4 @@ def convert_hf_to_jax_weights(
         for name in spec.hf_names:
             shape = np.shape(hf_weights[name]) if name in hf_weights else None
             spec.check(name, shape, "hf_weights")
-    return unflatten_dict({path: spec.assemble(read, dtype) for path, spec in table.items()})
+    return unflatten_dict({path: spec.read_whole(read, dtype) for path, spec in table.items()})

@@ -18,7 +18,7 @@ from activation_extraction.model.capture import Buffers, Capture, Plan
 from activation_extraction.model.decoder import Decoder, Layers, Path, stage_length
 from activation_extraction.model.family import Families, ModelFamily
 from activation_extraction.model.hooks import HOOKS as HOOKS
-from activation_extraction.model.hooks import KINDS, Hook, HookKind
+from activation_extraction.model.hooks import KINDS, Hook
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
 from activation_extraction.model.mesh import RULES, Layout
@@ -34,13 +34,13 @@ from activation_extraction.model.model_config import (
 )
 from qwen2_jax import Embedding, Qwen2, decoder, weight_table
 
-# What a layer computes before its attention, or before the recurrence in its place.
+# A layer computes these before its attention, or before the recurrence in its place.
 VALUES = [value for _, _, _, value, _, _ in KINDS]
 BEFORE_ATTENTION = frozenset(VALUES[: VALUES.index("attn.pattern")])
 BEFORE_ATTENTION -= {f"linear_attn.{name}" for name in ("recurrence_out", "gated", "out")}
 
-# A kind in the loop costs each layer a write, and an exchange of what is split over devices; a
-# layer after the loop takes time to compile.
+# A kind in the loop costs each layer a write, and an exchange of values that are split over
+# devices; a layer after the loop takes time to compile.
 MOST_KINDS_OF_ONE_LAYER = 2
 
 
@@ -79,9 +79,9 @@ class HookedQwen2(nn.Module):
             return None
         last = {hook.kind for hook in self.hooks if hook.layer == self.num_layers - 1}
         others = {hook.kind for hook in self.hooks if hook.layer < self.num_layers - 1}
-        apart = len(last - others) > MOST_KINDS_OF_ONE_LAYER
+        separate = len(last - others) > MOST_KINDS_OF_ONE_LAYER
         values = frozenset(kind.value for kind in last)
-        return _last_layer(self.config, self.num_layers - 1, values, apart)
+        return _last_layer(self.config, self.num_layers - 1, values, separate)
 
     @property
     def layers_per_stage(self) -> int:
@@ -116,11 +116,11 @@ class HookedQwen2(nn.Module):
             length = self.layers_per_stage
             params["layers"] = self.param("layers", layers.init, length, self.stages)
         if self.last_layer:
-            which = self.whole_layers, self.last_layer
-            params["last_layer"] = self.param("last_layer", layers.init_part, *which)
+            number, paths = self.whole_layers, self.last_layer
+            params["last_layer"] = self.param("last_layer", layers.init_partial, number, paths)
         if self.is_initializing():
             x = embed(token_ids)
-            if any(_is_final(hook.kind) for hook in self.hooks):
+            if any(_is_final(hook.kind.value) for hook in self.hooks):
                 norm(x)
             return {}
         run = self._scanned if self.stages == 1 else self._pipelined
@@ -137,7 +137,7 @@ class HookedQwen2(nn.Module):
         """Returns a function that picks what is captured from a layer's intermediates."""
 
         def keep(out: Out) -> list[Array]:
-            if any(_is_final(kind) for kind in plan.kinds):
+            if any(_is_final(kind.value) for kind in plan.kinds):
                 out = out | {"final": norm(out["resid_post"])[1]}
             return capture.bits_of(plan.kinds, out)
 
@@ -155,14 +155,14 @@ class HookedQwen2(nn.Module):
         if whole:
             with jax.named_scope("layers"):
                 keep = self._keep(capture, inside, norm)
-                layers = self._layers().of(params["layers"])
+                layers = self._layers().stacked(params["layers"])
                 carry = self._loop(capture, layers, inside.slots, carry, keep, *inputs)
         x, buffers = carry
         if self.last_layer is not None:
             with jax.named_scope("last_layer"):
-                part = params.get("last_layer", {})
+                last = params.get("last_layer", {})
                 keep = self._keep(capture, after, norm)
-                values = self._layers().part(whole, part, keep, x, *inputs)
+                values = self._layers().partial_layer(whole, last, keep, x, *inputs)
                 buffers = capture.write(buffers, values, [slots[0] for slots in after.slots])
         return capture.result(buffers)
 
@@ -196,11 +196,11 @@ class HookedQwen2(nn.Module):
         """
         stages, (rows, length) = self.stages, batch[0].shape
         capture = self._capture(length)
-        count = self.micro_batches(rows)
-        layers = self._layers().of(params["layers"])
+        micro_batches = self.micro_batches(rows)
+        layers = self._layers().stacked(params["layers"])
         per_stage = jax.tree.map(lambda x: x.reshape(stages, -1, *x.shape[1:]), layers)
         token_ids, segment_ids, positions = (
-            x.reshape(-1, count, length).swapaxes(0, 1) for x in batch
+            x.reshape(-1, micro_batches, length).swapaxes(0, 1) for x in batch
         )
         plan, numbers = capture.plan_stages(stages, self.layers_per_stage), jnp.arange(stages)
         keep = self._keep(capture, plan, norm)
@@ -212,13 +212,14 @@ class HookedQwen2(nn.Module):
             again; in the bubble after the last one, it computes that one again. Neither needs a
             mask.
             """
-            number = jnp.clip(number, 0, count - 1)
+            number = jnp.clip(number, 0, micro_batches - 1)
             inputs = rotary_table(positions[number], self.config), segment_ids[number]
             return self._loop(capture, layers, slots, (x, buffers), keep, *inputs, number)
 
         def tick(carry: tuple[Array, Buffers], time: Array) -> tuple[Any, None]:
             x, buffers = carry
-            x = jnp.roll(x, 1, axis=0).at[0].set(embed(token_ids[jnp.minimum(time, count - 1)]))
+            entering = token_ids[jnp.minimum(time, micro_batches - 1)]
+            x = jnp.roll(x, 1, axis=0).at[0].set(embed(entering))
             x = self.layout.constrain(x, "stage", *STREAM)
             inputs = per_stage, plan.slots, x, buffers, time - numbers
             return jax.vmap(stage, spmd_axis_name="pipeline")(*inputs), None
@@ -226,27 +227,27 @@ class HookedQwen2(nn.Module):
         x = jnp.zeros((stages, *token_ids.shape[1:], self.config.hidden_size), self.dtype)
         carry = x, capture.buffers([plan], token_ids.shape, stages)
         with jax.named_scope("layers"):
-            (_, buffers), _ = lax.scan(tick, carry, jnp.arange(count + stages - 1))
+            (_, buffers), _ = lax.scan(tick, carry, jnp.arange(micro_batches + stages - 1))
         return capture.result_of_stages(buffers, rows, self.layers_per_stage)
 
 
-def _is_final(kind: HookKind) -> bool:
-    return kind.value.startswith("final.")
+def _is_final(value: str) -> bool:
+    return value.startswith("final.")
 
 
 @functools.cache
 def _last_layer(
-    config: QwenConfig, number: int, values: frozenset[str], apart: bool
+    config: QwenConfig, number: int, values: frozenset[str], separate: bool
 ) -> frozenset[Path] | None:
     """Returns the parameters of this layer that these values need; None if it runs in the loop.
 
-    apart: whether it must follow the loop even if all of it is needed.
+    separate: whether it must follow the loop even if all of it is needed.
     """
     layers = decoder(config, jnp.float32, Kernels(), Layout())
-    final = any(value.startswith("final.") for value in values)
+    final = any(map(_is_final, values))
     paths = layers.paths_for(number, {"resid_post"} if final else values)
     whole = paths == layers.paths_for(number, {"resid_post"})
-    return None if whole and not (apart or final) else paths
+    return None if whole and not (separate or final) else paths
 
 
 @functools.cache

@@ -96,7 +96,7 @@ OF_B = dataclasses.replace(
 
 def test_a_hook_that_a_layer_lacks_is_neither_listed_nor_taken(five):
     table = OF_B.of(mixed(five.config).layer_types)
-    listed = [hook.layer for hook in table.every(5) if hook.kind.name.endswith("mlp.hook_pre")]
+    listed = [hook.layer for hook in table.all_hooks(5) if hook.kind.name.endswith("mlp.hook_pre")]
     assert listed == [1, 2, 4]
     assert [*table.matching(["blocks.*.mlp.hook_pre"], 5)] == [
         f"blocks.{layer}.mlp.hook_pre" for layer in listed

@@ -10,7 +10,7 @@ import pytest
 
 from activation_extraction.cli.console import Clock
 from activation_extraction.common.errors import RunError
-from activation_extraction.run.hosts import Lockstep, one_behind
+from activation_extraction.run.hosts import Lockstep, one_step_behind
 
 
 class Exchange:
@@ -65,7 +65,7 @@ class Play:
                 yield batch, exchange(steps.votes)
 
         storing = True
-        for batch, votes in one_behind(started()):
+        for batch, votes in one_step_behind(started()):
             if batch is not None and storing:
                 if batch == self.unstorable:
                     steps.fail(RunError(f"batch {batch} cannot be stored"))
@@ -142,7 +142,7 @@ def test_one_item_is_always_in_flight():
             events.append(f"start {number}")
             yield number
 
-    for number in one_behind(items()):
+    for number in one_step_behind(items()):
         events.append(f"end {number}")
     assert " ".join(events) == ("start 0 start 1 end 0 start 2 end 1 start 3 end 2 end 3")
-    assert list(one_behind([])) == [] and list(one_behind([None])) == [None]
+    assert list(one_step_behind([])) == [] and list(one_step_behind([None])) == [None]

@@ -44,10 +44,10 @@ class Capture:
 
     def by_width(self) -> dict[int, list[Hook]]:
         """Groups the hooks by width, in their order."""
-        found: dict[int, list[Hook]] = {}
+        groups: dict[int, list[Hook]] = {}
         for hook in self.hooks:
-            found.setdefault(hook.kind.width(self.sizes), []).append(hook)
-        return found
+            groups.setdefault(hook.kind.width(self.sizes), []).append(hook)
+        return groups
 
     def plan(self, layers: range, within: range | None = None, first: int = 0) -> Plan:
         """Plans a loop over `layers` into buffers that begin with the hooks of layer `first`.
@@ -68,8 +68,8 @@ class Capture:
 
     def plan_stages(self, stages: int, length: int) -> Plan:
         """Plans pipeline stages that have buffers of their own; slots are (stages, length)."""
-        every = range(stages * length)
-        plans = [self.plan(every[k : k + length], every, first=k) for k in every[::length]]
+        layers = range(stages * length)
+        plans = [self.plan(layers[k : k + length], layers, first=k) for k in layers[::length]]
         slots = zip(*(plan.slots for plan in plans), strict=True)
         return Plan(plans[0].kinds, tuple(np.stack(of_stages) for of_stages in slots))
 
@@ -84,13 +84,17 @@ class Capture:
             for kind, slots in zip(*plan, strict=True):
                 width = kind.width(self.sizes)
                 lengths[width] = max(lengths.get(width, 0), slots.max() + 1)
-        many = stages > 1
-        axes = [*["stage"] * many, "slots", *["micro_batch"] * (len(shape) - 2), *CAPTURED]
-        empty = {
-            width: _bits(jnp.zeros((*[stages] * many, length, *shape, width), self.dtype))
-            for width, length in lengths.items()
-        }
-        return {width: self.layout.constrain(bits, *axes) for width, bits in empty.items()}
+        axes = ["slots", *["micro_batch"] * (len(shape) - 2), *CAPTURED]
+        buffers = {}
+        for width, length in lengths.items():
+            sizes = [length, *shape, width]
+            if stages > 1:
+                empty = _bits(jnp.zeros([stages, *sizes], self.dtype))
+                buffers[width] = self.layout.constrain(empty, "stage", *axes)
+            else:
+                empty = _bits(jnp.zeros(sizes, self.dtype))
+                buffers[width] = self.layout.constrain(empty, *axes)
+        return buffers
 
     def bits_of(self, kinds: Iterable[HookKind], out: dict[str, Any]) -> list[Array]:
         """Returns the values of these kinds, (B, T, width), from a layer's intermediates.
@@ -136,7 +140,7 @@ class Capture:
 
         rows: of all micro-batches together; length: layers of a stage.
         """
-        found = {}
+        result = {}
         for width, hooks in self.by_width().items():
             bits = buffers[width].swapaxes(2, 3)
             bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
@@ -144,8 +148,8 @@ class Capture:
             bits = self.layout.constrain(bits, *axes)
             counts = np.bincount([hook.layer // length for hook in hooks])
             joined = jnp.concatenate([bits[stage, :count] for stage, count in enumerate(counts)])
-            found[width] = lax.bitcast_convert_type(joined, self.dtype)
-        return found
+            result[width] = lax.bitcast_convert_type(joined, self.dtype)
+        return result
 
 
 def _bits(x: Array) -> Array:

@@ -45,7 +45,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
 )
-WEIGHT_FILE = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # lies in the folder of its index
+WEIGHT_FILE = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a file in the folder of its index
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -67,10 +67,10 @@ class Checkpoint:
         self.model_path = model_path
         self._local = Path(os.path.expanduser(model_path))
         self._url = "://" in model_path
-        # After the first file its commit: all others are of the same one.
+        # The first file replaces this by its commit, to which all others belong as well.
         self._revision = revision
         self._keep = keep
-        self._found: dict[str, Path | None] = {}
+        self._files: dict[str, Path | None] = {}
         self._opened: dict[str, WeightFile] = {}
         if os.path.isfile(self._local):
             raise InputError(f"--model_path {model_path}: is a file, expected a folder")
@@ -102,15 +102,15 @@ class Checkpoint:
 
     def find(self, name: str) -> Path | None:
         """Returns the local path of a small file; None if the model lacks it."""
-        if name not in self._found:
+        if name not in self._files:
             local = self._local / name
             if self.local:
-                self._found[name] = local if local.is_file() else None
+                self._files[name] = local if local.is_file() else None
             elif self._url:
-                self._found[name] = self._copy(name)
+                self._files[name] = self._copy(name)
             else:
-                self._found[name] = self._download(name)
-        return self._found[name]
+                self._files[name] = self._download(name)
+        return self._files[name]
 
     def _copy(self, name: str) -> Path | None:
         """Copies a file from a URL; every process makes its own copy."""
@@ -133,17 +133,16 @@ class Checkpoint:
 
     def _download(self, name: str) -> Path | None:
         unreachable = None if constants.HF_HUB_OFFLINE else hub_unreachable(constants.ENDPOINT)
-        cached = unreachable is not None
+        offline = unreachable is not None
         try:
             with hub_requests(f"--model_path {self.model_path}"):
-                found = hf_hub_download(
-                    self.model_path, name, revision=self._revision, local_files_only=cached
+                path = hf_hub_download(
+                    self.model_path, name, revision=self._revision, local_files_only=offline
                 )
-            path = Path(found)
-            self._revision = path.parent.name  # files lie in a folder named after their commit
-            return path
+            self._revision = Path(path).parent.name  # the folder is named after the commit
+            return Path(path)
         except LocalEntryNotFoundError as error:
-            # A kind of EntryNotFoundError, but it means that the network is missing, not the file.
+            # This EntryNotFoundError means that the network is missing, not the file.
             known = try_to_load_from_cache(self.model_path, name, revision=self._revision)
             if known is _CACHED_NO_EXIST:
                 return None
@@ -219,16 +218,15 @@ class Checkpoint:
 
     def _open(self, name: str) -> WeightFile:
         if name not in self._opened:
-            remote = not self.local and (self._url or not self._kept(name))
-            self._opened[name] = self._open_remote(name) if remote else LocalFile(self.file(name))
+            if self.local or not (self._url or not self._in_cache(name)):
+                self._opened[name] = LocalFile(self.file(name))
+            elif name in self._sizes:
+                self._opened[name] = RemoteFile(self._remote, name, self._sizes[name])
+            else:
+                raise InputError(f"--model_path {self.model_path}: has no {name}")
         return self._opened[name]
 
-    def _open_remote(self, name: str) -> RemoteFile:
-        if name not in self._sizes:
-            raise InputError(f"--model_path {self.model_path}: has no {name}")
-        return RemoteFile(self._remote, name, self._sizes[name])
-
-    def _kept(self, name: str) -> bool:
+    def _in_cache(self, name: str) -> bool:
         """Returns whether a weight file of the hub is in the local cache, or is to be put there."""
         self.file("config.json")  # from now on the revision is a commit
         if isinstance(try_to_load_from_cache(self.model_path, name, revision=self._revision), str):
@@ -238,10 +236,8 @@ class Checkpoint:
         cache = Path(constants.HF_HUB_CACHE)
         size, free = self._sizes.get(name, 0), shutil.disk_usage(cache).free
         if size > free:
-            log.warning(
-                "%s has %.3g GB, but %s only %.3g GB free: it is read straight into memory",
-                *(name, size / 1e9, cache, free / 1e9),
-            )
+            text = "%s has %.3g GB, but %s only %.3g GB free: it is read straight into memory"
+            log.warning(text, name, size / 1e9, cache, free / 1e9)
         return size <= free
 
     @functools.cached_property
@@ -268,11 +264,8 @@ class Checkpoint:
 @functools.cache
 def _folder_for(url: str) -> Path:
     """Returns a folder of this user for copies of small files."""
-    folder = (
-        default_folder().parent
-        / "models"
-        / hashlib.sha256(plain_url(url).encode()).hexdigest()[:16]
-    )
+    digest = hashlib.sha256(plain_url(url).encode()).hexdigest()
+    folder = default_folder().parent / "models" / digest[:16]
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:

@@ -25,11 +25,11 @@ from activation_extraction.model.layers import from_bits, rotary_table, to_bits
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import QwenConfig
 
-TOKENS_AT_ONCE = 2048  # on one CPU, which is fastest with what its caches can hold
+TOKENS_AT_ONCE = 2048  # so many are fastest on one CPU, whose caches can hold them
 
-Path = tuple[str, ...]  # of a parameter
-Layers = tuple[Any, Any]  # their stacked parameters, and what `Decoder.sliding` says of them
-Keep = Callable[[dict[str, Any]], Any]  # what is to be kept of a layer's intermediates
+Path = tuple[str, ...]  # the path of a parameter
+Layers = tuple[Any, Any]  # the layers' stacked parameters, and which of them have a window
+Keep = Callable[[dict[str, Any]], Any]  # picks what is kept of a layer's intermediates
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,6 @@ class Decoder:
     modules: Mapping[str, Any]
 
     @property
-    def types(self) -> tuple[str, ...]:
-        """Returns the type of every layer of the model."""
-        return self.config.layer_types
-
-    @property
     def mixed(self) -> bool:
         """Returns whether the model has layers of several types."""
         return len(self.modules) > 1
@@ -61,34 +56,35 @@ class Decoder:
 
         They are zeros, so the random key is not used.
         """
-        types = self.types[:length]
-        stacks = {t: self._init_stack(t, stages * types.count(t)) for t in set(types)}
-        return stacks if self.mixed else stacks[types[0]]
+        types = self.config.layer_types[:length]
 
-    def _init_stack(self, type_: str, count: int) -> Any:
-        def stack(box: Any) -> Any:
-            like = box.value
-            zeros = jnp.zeros((count, *like.shape), like.dtype)
+        def stack(box: Any, count: int) -> Any:
+            zeros = jnp.zeros((count, *box.value.shape), box.value.dtype)
             return box.replace(value=zeros, names=("layers", *box.names))
 
-        return jax.tree.map(stack, self._boxes(type_), is_leaf=_is_boxed)
+        stacks = {}
+        for type_ in set(types):
+            with_count = partial(stack, count=stages * types.count(type_))
+            stacks[type_] = jax.tree.map(with_count, self._boxes(type_), is_leaf=_is_boxed)
+        return stacks if self.mixed else stacks[types[0]]
 
-    def init_part(self, _: Array, number: int, paths: frozenset[Path]) -> Any:
+    def init_partial(self, _: Array, number: int, paths: frozenset[Path]) -> Any:
         """Returns those parameters of one layer that are at `paths`; they are zeros, too."""
-        every = flatten_dict(self._boxes(self.types[number]))
-        return _zeros(unflatten_dict({path: every[path] for path in paths}))
+        boxes = flatten_dict(self._boxes(self.config.layer_types[number]))
+        return _zeros(unflatten_dict({path: boxes[path] for path in paths}))
 
     def _example(self) -> tuple[Any, ...]:
         """Returns the smallest inputs that a layer takes."""
         nothing = jnp.zeros((1, 1), jnp.int32)
-        x = jnp.zeros((1, 1, self.config.hidden_size), self.modules[self.types[0]].dtype)
+        dtype = self.modules[self.config.layer_types[0]].dtype
+        x = jnp.zeros((1, 1, self.config.hidden_size), dtype)
         return x, rotary_table(nothing, self.config), nothing, self._slides(0)
 
     def _slides(self, layer: int) -> Any:
         sliding = self.config.sliding(range(layer, layer + 1))
         return None if sliding is None else sliding[0]
 
-    def of(self, params: Any) -> Layers:
+    def stacked(self, params: Any) -> Layers:
         """Returns the layers that have these stacked parameters, from the first layer on."""
         return params, self.config.sliding(range(self._count(params)))
 
@@ -116,46 +112,46 @@ class Decoder:
         what `keep` makes of its intermediates. Returns the last carry.
         """
         params, slides = layers
-        this, one = params, partial(self._one, self.types[0])
+        which, layer_for = params, partial(self._layer, self.config.layer_types[0])
         if self.mixed:
-            this, one = self._numbers(params), partial(self._one_of_several, params)
+            which, layer_for = self._stacks_and_rows(params), partial(self._layer_in, params)
 
         def step(carry: Any, xs: Any) -> tuple[Any, None]:
-            (this, slides), per_layer = xs
-            return body(one(this, slides, keep), carry, per_layer), None
+            (which, slides), per_layer = xs
+            return body(layer_for(which, slides, keep), carry, per_layer), None
 
-        return jax.lax.scan(step, carry, ((this, slides), per_layer))[0]
+        return jax.lax.scan(step, carry, ((which, slides), per_layer))[0]
 
-    def _numbers(self, stacks: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _stacks_and_rows(self, stacks: Any) -> tuple[np.ndarray, np.ndarray]:
         """Returns, for every layer, which of these stacks it is in and in which row."""
-        names, types = sorted(stacks), self.types[: self._count(stacks)]
+        names, types = sorted(stacks), self.config.layer_types[: self._count(stacks)]
         rows = [types[:layer].count(type_) for layer, type_ in enumerate(types)]
         return np.array([*map(names.index, types)], np.int32), np.array(rows, np.int32)
 
-    def _one_of_several(self, stacks: Any, this: Any, slides: Any, keep: Keep) -> Callable:
+    def _layer_in(self, stacks: Any, stack_and_row: Any, slides: Any, keep: Keep) -> Callable:
         """Returns the layer in this row of this stack; no other weights are read."""
-        stack, row = this
+        stack, row = stack_and_row
 
         def run(type_: str, *inputs: Any) -> Any:
             take = partial(jax.lax.dynamic_index_in_dim, index=row, keepdims=False)
             params = jax.tree.map(take, stacks[type_])
-            return self._one(type_, params, slides, keep)(*inputs)
+            return self._layer(type_, params, slides, keep)(*inputs)
 
         return partial(jax.lax.switch, stack, [partial(run, type_) for type_ in sorted(stacks)])
 
-    def _one(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
+    def _layer(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
         return in_groups(self._apply(type_, params, slides, keep), self.modules[type_])
 
-    def part(self, number: int, params: Any, keep: Keep, *inputs: Any) -> Any:
+    def partial_layer(self, number: int, params: Any, keep: Keep, *inputs: Any) -> Any:
         """Returns what `keep` makes of the intermediates of a layer that has only some parameters.
 
         `keep` must not depend on the other parameters (see `paths_for`): zeros stand for them, and
         the compiled program computes nothing with them.
         """
-        type_ = self.types[number]
-        every = flatten_dict(_zeros(nn.meta.unbox(self._boxes(type_))))
-        own = unflatten_dict(every | flatten_dict(params))
-        layer = self._apply(type_, own, self._slides(number), keep)
+        type_ = self.config.layer_types[number]
+        zeros = flatten_dict(_zeros(nn.meta.unbox(self._boxes(type_))))
+        params = unflatten_dict(zeros | flatten_dict(params))
+        layer = self._apply(type_, params, self._slides(number), keep)
 
         def kept(x: Array, *others: Any) -> tuple[Array, Any]:
             return x, layer(x, *others)[1]
@@ -167,17 +163,17 @@ class Decoder:
         module = self.modules[type_]
         axes = jax.tree.map(lambda box: box.names, self._boxes(type_), is_leaf=_is_boxed)
         gathered = jax.tree.map(module.layout.gather, params, axes)
-        own = {"params": jax.tree.map(from_bits, gathered)}
+        variables = {"params": jax.tree.map(from_bits, gathered)}
 
         def layer(*inputs: Any) -> tuple[Array, Any]:
-            x, out = module.apply(own, *inputs, slides)
+            x, out = module.apply(variables, *inputs, slides)
             return x, keep(out)
 
         return layer
 
     def paths_for(self, number: int, values: Iterable[str]) -> frozenset[Path]:
         """Returns the parameters that these intermediates of this layer depend on."""
-        type_ = self.types[number]
+        type_ = self.config.layer_types[number]
         params = flatten_dict(nn.meta.unbox(self._boxes(type_)))
         layer = self.modules[type_].clone(layout=Layout())
 
@@ -190,7 +186,7 @@ class Decoder:
 
     def matrix_sizes(self, number: int) -> dict[Path, int]:
         """Returns how many weights each parameter of this layer has if it is a matrix, else 0."""
-        boxes = self._boxes(self.types[number])
+        boxes = self._boxes(self.config.layer_types[number])
         boxes = flatten_dict(boxes, is_leaf=lambda _, x: _is_boxed(x))
         return {
             path: math.prod(box.value.shape) if path[-1] == "weight" and len(box.names) > 1 else 0
@@ -198,7 +194,7 @@ class Decoder:
         }
 
 
-@partial(jax.jit, static_argnums=0)  # so that it is traced once for all who ask
+@partial(jax.jit, static_argnums=0)  # jit traces it only once
 def _init(module: nn.Module, key: Array, *example: Any) -> Any:
     """Returns the parameters of one layer."""
     return module.init(key, *example)["params"]
@@ -282,7 +278,7 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
 
     def skip(*inputs: Any) -> Any:
         _, kept = jax.eval_shape(compute, *inputs)
-        return inputs[0], jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kept)
+        return inputs[0], _zeros(kept)
 
     return apply
 

@@ -31,7 +31,7 @@ from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import QwenConfig
 
 CHUNK = 64  # tokens
-EPSILON = 1e-6  # of the squared length of queries and keys
+EPSILON = 1e-6  # added to the squared length of queries and keys
 KEYS = "batch", "sequence", "key_heads", "head_dim"  # logical axes of queries and keys
 VALUES = *KEYS, "head_dim"
 ROWS = "batch", "sequence"
@@ -80,13 +80,13 @@ class GatedDeltaNet(nn.Module):
         self.A_log = parameter(self, "A_log", "JG")
         self.dt_bias = parameter(self, "dt_bias", "JG")
         self.norm = GatedNorm(self.config, self.dtype)
-        self.out_proj = linear("O->D")  # TPUs would copy (D, J, G, Z) for each step
+        self.out_proj = linear("O->D")  # TPUs would copy (D, J, G, Z) in each step
 
     def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Out]:
         constrain, out = self.layout.constrain, self._inputs(x, segment_ids)
         names = "q", "k", "v", "log_decay", "beta"
         with jax.named_scope("gated_delta_rule"):
-            out["recurrence_out"] = self.layout.each(
+            out["recurrence_out"] = self.layout.per_device(
                 gated_delta_rule,
                 [*(out[name] for name in names), segment_ids],
                 [KEYS, KEYS, VALUES, KEYS, KEYS, ROWS],
@@ -100,12 +100,11 @@ class GatedDeltaNet(nn.Module):
     def _inputs(self, x: Array, segment_ids: Array) -> Out:
         """Returns the inputs of the recurrence and of the gate after it."""
         constrain, out = self.layout.constrain, Out()
-        parts = (
+        for name, axes, projection, convolution in (
             ("q", KEYS, self.in_proj_q, self.conv1d_q),
             ("k", KEYS, self.in_proj_k, self.conv1d_k),
             ("v", VALUES, self.in_proj_v, self.conv1d_v),
-        )
-        for name, axes, projection, convolution in parts:
+        ):
             y = out[f"{name}_pre_conv"] = constrain(projection(x), *axes).astype(self.dtype)
             out[name] = convolution(y, segment_ids)
         out["gate_input"] = constrain(self.in_proj_z(x), *VALUES).astype(self.dtype)
@@ -216,15 +215,15 @@ def _inverse(below: Array) -> Array:
     devices it never returns.
     """
     tokens = np.arange(CHUNK)
-    found = jnp.eye(CHUNK)
+    inverse = jnp.eye(CHUNK)
     for level in range(CHUNK.bit_length() - 1):
         blocks, twice = tokens >> level, tokens >> (level + 1)
         joined = (twice[:, None] == twice) & (blocks[:, None] > blocks)
         between = jnp.where(joined, below, 0)
         if level:
-            between = _product(_product(found, between), found)
-        found = found - between
-    return found
+            between = _product(_product(inverse, between), inverse)
+        inverse = inverse - between
+    return inverse
 
 
 def _product(x: Array, y: Array) -> Array:
@@ -243,10 +242,7 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
     until = jnp.tri(CHUNK)  # IC: token C comes no later than I
     between = einsum("IC,NBKGCJ->NBKGIJ", until, log_decay * jnp.tri(CHUNK, k=-1))
     begun = einsum("IC,NBKGCJ->NBKGIJ", until, log_decay)
-    return (
-        jnp.where(seen, jnp.exp(between), 0),
-        jnp.where(own == before, jnp.exp(begun), 0),
-    )
+    return jnp.where(seen, jnp.exp(between), 0), jnp.where(own == before, jnp.exp(begun), 0)
 
 
 def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:

@@ -47,7 +47,7 @@ def use_compilation_cache(given: str | None, output: Path, several: bool) -> Non
     only, so all must share the folder. Raises InputError for a folder that was asked for and cannot
     be used; only a warning is logged if the default one cannot.
     """
-    if not jax.config.values["jax_enable_compilation_cache"]:  # by the environment
+    if not jax.config.values["jax_enable_compilation_cache"]:  # the environment turned it off
         return
     folder = _folder(given, output, several)
     jax.config.update("jax_enable_compilation_cache", folder is not None)
@@ -57,8 +57,8 @@ def use_compilation_cache(given: str | None, output: Path, several: bool) -> Non
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # A damaged entry is compiled anew; `watch_compiling` reports it for the one that counts.
     warnings.filterwarnings("ignore", PROBLEM)
-    if _is_url(folder):
-        # The compiler's own caches, which JAX would put there too, know no URLs.
+    if "://" in folder:
+        # The compiler's own caches, which JAX would put there too, cannot use URLs.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
@@ -74,11 +74,7 @@ def _folder(given: str | None, output: Path, several: bool) -> str | None:
                 "%s: nothing is kept for the next start; XDG_CACHE_HOME names another cache", error
             )
             return None
-    return given if _is_url(given) else _usable(Path(os.path.expanduser(given)), output)
-
-
-def _is_url(folder: str) -> bool:
-    return "://" in folder
+    return given if "://" in given else _usable(Path(os.path.expanduser(given)), output)
 
 
 def default_folder() -> Path:
@@ -96,7 +92,7 @@ def _usable(folder: Path, output: Path) -> str:
     if folder.resolve().is_relative_to(output.resolve()):
         raise InputError(f"--compilation_cache {folder}: lies within --output_dir {output}")
     try:
-        # Who can write there can have any code run here.
+        # Anybody who can write there can make this program run any code.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:

@@ -22,8 +22,8 @@ from activation_extraction.model.mesh import BOTH, Layout
 TILE = 128  # rows
 
 # (rows (n, D), sizes (E,) int32, gate and up (E, D, M), down (E, M, D)) -> (n, D), in the type of
-# the rows. The rows are sorted by expert: the first sizes[0] go through expert 0, and so on. Rows
-# after those of the last expert have none; what is returned for them means nothing.
+# the rows. The rows are sorted by expert: the first sizes[0] go through expert 0, and so on. The
+# rows after those of the last expert have no expert, and what is returned for them means nothing.
 GroupedExperts = Callable[[Array, Array, Array, Array, Array], Array]
 
 
@@ -41,8 +41,8 @@ def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
 
 def scattered(weights: Array, chosen: Array, count: int) -> Array:
     """Maps (B, T, X) to (B, T, E), the weight of every expert; experts not chosen have 0."""
-    every = jax.nn.one_hot(chosen, count, dtype=weights.dtype)
-    return (every * weights[..., None]).sum(axis=-2)
+    one_hot = jax.nn.one_hot(chosen, count, dtype=weights.dtype)
+    return (one_hot * weights[..., None]).sum(axis=-2)
 
 
 class Weight(nn.Module):
@@ -86,11 +86,11 @@ class Experts(nn.Module):
         if layout.mesh is None or layout.mesh.size == 1:
             return _sum_of_experts(self.grouped, x, weights, chosen, *parameters)
         tokens = layout.spec(("batch", "sequence", "hidden"))
-        split = [layout.spec(axes) for axes in (("experts", "hidden", "mlp"), ("experts", "mlp"))]
+        up, down = layout.spec(("experts", "hidden", "mlp")), layout.spec(("experts", "mlp"))
         return jax.shard_map(
             partial(_exchange, layout, self.grouped),
             mesh=layout.mesh,
-            in_specs=(tokens, tokens, tokens, split[0], split[0], split[1]),
+            in_specs=(tokens, tokens, tokens, up, up, down),
             out_specs=tokens,
             check_vma=False,
         )(x, weights, chosen, *parameters)
@@ -121,15 +121,15 @@ def _sum_of_experts(
 ) -> Array:
     """Returns the weighted sum of what the local experts give; other numbers give nothing."""
     count, numbers = len(parameters[0]), chosen.reshape(-1)
-    here = (numbers >= 0) & (numbers < count)
-    group = jnp.where(here, numbers, count)
+    local = (numbers >= 0) & (numbers < count)
+    group = jnp.where(local, numbers, count)
     order = jnp.argsort(group, stable=True)
     sizes = jnp.bincount(group, length=count + 1)[:count].astype(jnp.int32)
     rows = to_bits(x.reshape(-1, x.shape[-1]))[order // chosen.shape[-1]]
     y = grouped(from_bits(rows, x.dtype), sizes, *parameters)
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
-    y = from_bits(to_bits(y)[back], x.dtype).astype(jnp.float32)
-    y = jnp.where(here[:, None], y, 0).reshape(*chosen.shape, -1)
+    inverse_order = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
+    y = from_bits(to_bits(y)[inverse_order], x.dtype).astype(jnp.float32)
+    y = jnp.where(local[:, None], y, 0).reshape(*chosen.shape, -1)
     return (y * weights[..., None]).sum(axis=-2)
 
 

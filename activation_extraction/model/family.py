@@ -17,11 +17,7 @@ from activation_extraction.common.late_imports import transformers
 from activation_extraction.model.hooks import Hook
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.mesh import Layout
-from activation_extraction.model.model_config import (
-    LARGEST_DEPTH,
-    LARGEST_SIZE,
-    SIZES,
-)
+from activation_extraction.model.model_config import LARGEST_DEPTH, LARGEST_SIZE, SIZES
 from activation_extraction.model.weights import WeightSpec
 
 WeightTable = dict[tuple[str, ...], WeightSpec]
@@ -87,50 +83,47 @@ class ModelFamily:
         it is tied to the embedding.
         """
         tables = (self.weight_table(self.whole(config), names) for names in ((), tensors))
-        every = (spec for table in tables for spec in table.values())
-        return {name for spec in every for name in spec.hf_names} | {"lm_head.weight"}
+        specs = (spec for table in tables for spec in table.values())
+        return {name for spec in specs for name in spec.hf_names} | {"lm_head.weight"}
 
 
 @dataclass(frozen=True)
 class Families:
     """The tool supports these families. A config.json names its family by the model_type."""
 
-    every: tuple[ModelFamily, ...]
+    families: tuple[ModelFamily, ...]
 
-    def named(self, model_type: str) -> ModelFamily:
+    def by_model_type(self, model_type: str) -> ModelFamily:
         """Returns the family with this model_type."""
-        return next(one for one in self.every if one.model_type == model_type)
+        return next(family for family in self.families if family.model_type == model_type)
 
-    def read(self, path: str | Path) -> tuple[ModelFamily, Any]:
+    def read_config(self, path: str | Path) -> tuple[ModelFamily, Any]:
         """Returns the family and configuration of the model with this config.json."""
-        return self.of(read_json(path), str(path))
+        try:
+            raw = json.loads(Path(path).read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(f"{path}: cannot be read as JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+        return self.parse_config(raw, str(path))
 
-    def of(self, raw: Mapping[str, Any], source: str = "config.json") -> tuple[ModelFamily, Any]:
-        """Does what `read` does with the contents of a config.json."""
-        asked = raw.get("model_type")
-        for family in self.every:
-            if family.model_type == asked:
+    def parse_config(
+        self, raw: Mapping[str, Any], source: str = "config.json"
+    ) -> tuple[ModelFamily, Any]:
+        """Does what `read_config` does with the contents of a config.json."""
+        model_type = raw.get("model_type")
+        for family in self.families:
+            if family.model_type == model_type:
                 return family, family.config(complete(raw, source), source)
         vision = " (a model with vision inputs)" if "vision_config" in raw else ""
-        known = ", ".join(f"{one.model_type} ({one.models})" for one in self.every)
+        known = ", ".join(f"{family.model_type} ({family.models})" for family in self.families)
         raise InputError(
-            f"{source}: model_type {asked!r}{vision} is not supported; supported are: {known}"
+            f"{source}: model_type {model_type!r}{vision} is not supported; supported are: {known}"
         )
 
     def config(self, raw: Mapping[str, Any]) -> Any:
         """Returns the configuration of the model with these contents of a config.json."""
-        return self.of(raw)[1]
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """Reads a config.json. Raises InputError for a file that holds no JSON object."""
-    try:
-        raw = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-    return raw
+        return self.parse_config(raw)[1]
 
 
 def complete(raw: Mapping[str, Any], source: str) -> Any:
@@ -140,13 +133,14 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
     transformers rejects, and for sizes that would take too much memory.
     """
     text = raw.get("text_config")
-    for part in (raw, text if isinstance(text, Mapping) else {}):
+    for section in (raw, text if isinstance(text, Mapping) else {}):
         for name in SIZES:
-            value: Any = part.get(name)
+            value: Any = section.get(name)
             most = LARGEST_DEPTH if name == "num_hidden_layers" else LARGEST_SIZE
             if type(value) in (int, float) and value > most:
                 raise InputError(f"{source}: {name} is {value:.6g}, expected at most {most:,}")
     try:
-        return transformers().AutoConfig.for_model(**copy.deepcopy(dict(raw)))  # it writes to it
-    except Exception as error:  # its validation raises types of its own, and whatever it runs into
+        # transformers changes what it is given, and its validation may raise anything.
+        return transformers().AutoConfig.for_model(**copy.deepcopy(dict(raw)))
+    except Exception as error:
         raise InputError(f"{source}: {one_line(error)}") from error

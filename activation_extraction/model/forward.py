@@ -22,12 +22,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import watch_compiling
-from activation_extraction.model.family import (
-    Families,
-    HookedModel,
-    ModelFamily,
-    WeightTable,
-)
+from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
 from activation_extraction.model.hooks import Hook, hook_table
 from activation_extraction.model.kept import KeptTokens, take_kept
 from activation_extraction.model.kernels import Choice, preferred_kernels, try_kernels
@@ -47,11 +42,11 @@ from activation_extraction.text.batch import Batch
 
 MOST_BYTES_OF_A_ROW = 32 * 2**20  # at a hook whose width grows with the row
 
-Key = int | str  # of a hook in the shards: its layer, or its name
-# {width: (hooks of that width, rows of all hosts, T, width)}, or of the batch's kept tokens alone
+Key = int | str  # a hook's key in the shards: its layer, or its name
+# {width: (hooks of that width, rows of all hosts, T, width)}, or only the batch's kept tokens
 Activations = dict[int, Array] | KeptTokens
-# (batch or None, flags of this host) -> (activations, number of hosts that set each flag); does not
-# wait for the devices.
+# A step maps (batch or None, flags of this host) to (activations, number of hosts that set each
+# flag), and does not wait for the devices.
 Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 
 
@@ -121,15 +116,15 @@ class Forward:
             stacks = activations.receive()
         else:
             stacks = self.rows.receive(activations)
-        left = {width: iter(stack) for width, stack in stacks.items()}
+        rest = {width: iter(stack) for width, stack in stacks.items()}
         sizes = self.sizes
-        return {key: next(left[hook.kind.width(sizes)]) for key, hook in self.hooks.items()}
+        return {key: next(rest[hook.kind.width(sizes)]) for key, hook in self.hooks.items()}
 
 
 def prepare_model(families: Families, request: ModelRequest) -> Forward:
     """Returns the model on its mesh and its checked checkpoint. Raises InputError."""
     checkpoint = Checkpoint(request.model_path, request.revision, request.keep_weights)
-    family, config = families.read(checkpoint.file("config.json"))
+    family, config = families.read_config(checkpoint.file("config.json"))
     hooks = choose_hooks(request, config)
     model, rows = build_model(family, request, config)
     chosen = try_kernels(config, model.layout, request.length, jnp.dtype(model.dtype))
@@ -158,9 +153,9 @@ def build_model(
     sizes = config.sizes_with(request.length)
     hooks = list(choose_hooks(request, config).values())
     check_hooks(hooks, sizes, stored)
-    alone = family.hooked(config, hooks, dtype, stored)
+    unsharded = family.hooked(config, hooks, dtype, stored)
     rows = host_rows(devices)
-    layout = choose_layout(family, request, alone, devices, rows.hosts)
+    layout = choose_layout(family, request, unsharded, devices, rows.hosts)
     kernels = preferred_kernels(devices[0].platform)
     return family.hooked(config, hooks, dtype, stored, kernels, layout), rows
 
@@ -170,10 +165,11 @@ def check_hooks(hooks: Iterable[Hook], sizes: dict[str, int], dtype: Any) -> Non
     length = sizes["S"]
     largest = int(2 / jnp.finfo(dtype).eps)  # all whole numbers up to it are exact
     for hook in hooks:
-        each = hook.kind.width(sizes) * jnp.dtype(dtype).itemsize
-        if hook.kind.grows and each * length > MOST_BYTES_OF_A_ROW:
+        per_token = hook.kind.width(sizes) * jnp.dtype(dtype).itemsize
+        per_row = per_token * length
+        if hook.kind.grows and per_row > MOST_BYTES_OF_A_ROW:
             raise InputError(
-                f"--hook_names {hook.name}: takes {each:,} bytes per token and {each * length:,} "
+                f"--hook_names {hook.name}: takes {per_token:,} bytes per token and {per_row:,} "
                 f"per row with --max_seq_length {length}; at most {MOST_BYTES_OF_A_ROW:,} per row "
                 "are stored; choose a smaller --max_seq_length"
             )
@@ -185,20 +181,24 @@ def check_hooks(hooks: Iterable[Hook], sizes: dict[str, int], dtype: Any) -> Non
 
 
 def choose_layout(
-    family: ModelFamily, request: ModelRequest, alone: HookedModel, devices: list[Any], hosts: int
+    family: ModelFamily,
+    request: ModelRequest,
+    unsharded: HookedModel,
+    devices: list[Any],
+    hosts: int,
 ) -> Layout:
-    """Returns the mesh for `alone`, which is the model without a mesh. Raises InputError."""
-    config, total_rows = alone.config, request.rows * hosts
+    """Returns the mesh for a model that has no mesh yet. Raises InputError."""
+    config, total_rows = unsharded.config, request.rows * hosts
     smallest_model = 1
     if request.mesh_type == "auto":
         sizes = config.sizes_with(request.length)
-        widths = sum(hook.kind.width(sizes) for hook in alone.hooks)
+        widths = sum(hook.kind.width(sizes) for hook in unsharded.hooks)
         smallest_model = smallest_model_axis(
             len(devices),
             total_rows,
-            weights=sum(math.prod(s.shape) for s in family.weight_table(alone).values()),
+            weights=sum(math.prod(s.shape) for s in family.weight_table(unsharded).values()),
             captured=total_rows * request.length * widths,
-            itemsize=jnp.dtype(alone.dtype).itemsize,
+            itemsize=jnp.dtype(unsharded.dtype).itemsize,
         )
     shape, remark = choose_shape(
         request.mesh_type,
@@ -243,23 +243,16 @@ def log_hooks(request: ModelRequest, model: HookedModel) -> None:
     """Logs what is stored of every token, and how many bytes that takes."""
     depth, sizes = model.config.num_hidden_layers, model.config.sizes_with(request.length)
     default = request.layers is None and request.hook_names is None
-    if default and depth <= DEFAULT_LAYERS[-1]:
-        log.info(
-            "the default layers, %d to %d, are clipped: the model has layers 0 to %d",
-            DEFAULT_LAYERS[0],
-            DEFAULT_LAYERS[-1],
-            depth - 1,
-        )
+    first, last = DEFAULT_LAYERS[0], DEFAULT_LAYERS[-1]
+    if default and depth <= last:
+        clipped = "the default layers, %d to %d, are clipped: the model has layers 0 to %d"
+        log.info(clipped, first, last, depth - 1)
     stored = jnp.dtype(model.activation_dtype)
     widths = [hook.kind.width(sizes) for hook in model.hooks]
+    names = ", ".join(hook.name for hook in model.hooks)
     each = f"width {widths[0]} each" if len(set(widths)) == 1 else f"widths {widths}"
-    log.info(
-        "hooks: %s; %s, in %s: %s bytes per token",
-        ", ".join(hook.name for hook in model.hooks),
-        each,
-        stored.name,
-        f"{sum(widths) * stored.itemsize:,}",
-    )
+    size = f"{sum(widths) * stored.itemsize:,}"
+    log.info("hooks: %s; %s, in %s: %s bytes per token", names, each, stored.name, size)
 
 
 def compile_step(forward: Forward) -> Step:
@@ -271,25 +264,25 @@ def compile_step(forward: Forward) -> Step:
     def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
         return model.apply({"params": params}, tokens, segments, positions), flags.sum(axis=0)
 
-    def abstract(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        whole = (shape[0] * rows.hosts, *shape[1:])
+    def abstract(rows_of_host: int, columns: int) -> jax.ShapeDtypeStruct:
+        whole = rows_of_host * rows.hosts, columns
         return jax.ShapeDtypeStruct(whole, jnp.int32, sharding=rows.incoming())
 
     outgoing = rows.outgoing(shape[1]), rows.everywhere()
-    inputs = [abstract(shape)] * 3 + [abstract((1, 3))]
+    inputs = [abstract(*shape)] * 3 + [abstract(1, 3)]
     with watch_compiling() as from_cache:
         compiled = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs).compile()
     where = ", from the cache" if from_cache() else ""
     log.info("compiled in %.1f s%s", time.perf_counter() - began, where)
-    nothing = np.zeros(shape, np.int32)
+    padding = np.zeros(shape, np.int32)
 
     def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Activations, Array]:
-        arrays = [nothing] * 3
+        arrays = [padding] * 3
         if batch is not None:
             arrays = [batch.token_ids, batch.segment_ids, batch.positions]
         votes = np.array([flags], np.int32)
         activations, votes = compiled(params, *map(rows.feed, (*arrays, votes)))
-        if batch is not None and batch.kept is not None:  # now, before the next step is in line
+        if batch is not None and batch.kept is not None:  # this must precede the next step
             activations = take_kept(activations, batch.kept)
         return activations, votes
 
@@ -332,10 +325,6 @@ def _log_model(forward: Forward, parameters: int) -> None:
     )
     if model.stages > 1:
         count = model.micro_batches(forward.shape[0] * forward.rows.hosts)
-        idle = (model.stages - 1) / (count + model.stages - 1)
-        log.info(
-            "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%",
-            model.stages,
-            count,
-            100 * idle,
-        )
+        idle = 100 * (model.stages - 1) / (count + model.stages - 1)
+        text = "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%"
+        log.info(text, model.stages, count, idle)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, SPARSE, QwenConfig
 
-HEAD_SIZES = "HCZ"  # letters
+HEAD_SIZES = "HCZ"  # the letters that stand for head sizes
 ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
 
 
@@ -107,14 +107,14 @@ class Hook(NamedTuple):
 
     def facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         """Returns what metadata.json records of the hook besides its canonical name."""
-        found: dict[str, Any] = {"module": self.module, "aliases": [*self.names()][1:]}
-        found["width"] = self.kind.width(sizes)
+        facts: dict[str, Any] = {"module": self.module, "aliases": [*self.names()][1:]}
+        facts["width"] = self.kind.width(sizes)
         heads, size = self.kind.letters[:-1], self.kind.letters[-1]
         if size in HEAD_SIZES:
-            found |= {"heads": math.prod(sizes[axis] for axis in heads), "head_size": sizes[size]}
+            facts |= {"heads": math.prod(sizes[axis] for axis in heads), "head_size": sizes[size]}
         if self.kind.grows:
-            found |= {"heads": sizes[self.kind.letters[0]], "keys": sizes["S"]}
-        return found
+            facts |= {"heads": sizes[self.kind.letters[0]], "keys": sizes["S"]}
+        return facts
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,12 @@ class HookTable:
     kinds: tuple[HookKind, ...]
     types: tuple[str, ...] = ()
 
-    def of(self, types: Sequence[str]) -> "HookTable":
+    def for_layer_types(self, types: Sequence[str]) -> "HookTable":
         """Returns the hooks of a model with layers of these types."""
         kinds = [kind for kind in self.kinds if any(map(kind.exists_in, types))]
         return HookTable(tuple(kinds), tuple(types))
 
-    def every(self, depth: int, growing: bool = False) -> list[Hook]:
+    def all_hooks(self, depth: int, growing: bool = False) -> list[Hook]:
         """Returns all hooks of a model with `depth` layers, in their order.
 
         growing: whether to include those that have to be asked for by name.
@@ -162,36 +162,36 @@ class HookTable:
         """
         asked: dict[Hook, str] = {}
         for pattern in patterns:
-            found = {
+            matches = {
                 hook: names[0]
-                for hook in self.every(depth, growing=True)
+                for hook in self.all_hooks(depth, growing=True)
                 if (names := hook.matching(pattern))
             }
-            if not found:
-                raise self._nothing(pattern, depth)
-            asked = found | asked
+            if not matches:
+                raise self._refusal(pattern, depth)
+            asked = matches | asked
         return {asked[hook]: hook for hook in sorted(asked)}
 
-    def _nothing(self, pattern: str, depth: int) -> InputError:
+    def _refusal(self, pattern: str, depth: int) -> InputError:
         """Returns the refusal of a glob that matches nothing."""
-        elsewhere = HookTable(self.kinds).every(depth, growing=True)
-        for hook in elsewhere:
+        for hook in HookTable(self.kinds).all_hooks(depth, growing=True):  # in layers of any type
             if hook.matching(pattern):
                 return InputError(
                     f"--hook_names {pattern}: layer {hook.layer} is of type "
                     f"{self.types[hook.layer]} and has no such hook; --list_hooks shows their names"
                 )
-        known = [name for hook in self.every(depth, growing=True) for name in hook.names()]
+        known = [name for hook in self.all_hooks(depth, growing=True) for name in hook.names()]
         return InputError(
             f"--hook_names {pattern}: matches no hook of a model with layers 0 to "
             f"{depth - 1}{near_miss(pattern, known)}; --list_hooks shows their names"
         )
 
 
-# The kinds of hooks of layers, in the order in which a layer computes them. Which layers have it
-# (see `hook_table`), name, letters of the width, intermediate, Hugging Face modules, aliases; "{}"
-# and what all names begin with is left out.
+# The kinds of hooks of layers, in the order in which a layer computes them. The columns are: which
+# layers have the kind (see `hook_table`), its name, the letters of its width, the intermediate, its
+# Hugging Face modules, its aliases. The beginning that all names share, with "{}", is left out.
 EVERY, NORMED, GATED, SHARED = "every", "normed", "gated", "shared"
+# fmt: off
 KINDS = (
     (EVERY, "hook_resid_pre", "D", "resid_pre", "input", "hook_in ln1.hook_in"),
     (EVERY, "ln1.hook_normalized", "D", "ln1.normalized", "", ""),
@@ -203,28 +203,18 @@ KINDS = (
     (LINEAR, "linear_attn.hook_q", "JC", "linear_attn.q", "", ""),
     (LINEAR, "linear_attn.hook_k", "JC", "linear_attn.k", "", ""),
     (LINEAR, "linear_attn.hook_v", "JGZ", "linear_attn.v", "", ""),
-    (
-        *(LINEAR, "linear_attn.hook_beta_logit", "JG", "linear_attn.beta_logit"),
-        *("linear_attn.in_proj_b.output", ""),
-    ),
+    (LINEAR, "linear_attn.hook_beta_logit", "JG", "linear_attn.beta_logit",
+     "linear_attn.in_proj_b.output", ""),
     (LINEAR, "linear_attn.hook_beta", "JG", "linear_attn.beta", "", ""),
     (LINEAR, "linear_attn.hook_log_decay", "JG", "linear_attn.log_decay", "", ""),
-    (
-        *(LINEAR, "linear_attn.hook_recurrence_out", "JGZ", "linear_attn.recurrence_out"),
-        *("linear_attn.norm.input", ""),
-    ),
-    (
-        *(LINEAR, "linear_attn.hook_gate_input", "JGZ", "linear_attn.gate_input"),
-        *("linear_attn.in_proj_z.output", ""),
-    ),
-    (
-        *(LINEAR, "linear_attn.out_proj.hook_in", "JGZ", "linear_attn.gated"),
-        *("linear_attn.out_proj.input", ""),
-    ),
-    (
-        *(LINEAR, "linear_attn.hook_out", "D", "linear_attn.out"),
-        *("linear_attn.output linear_attn.out_proj.output", ""),
-    ),
+    (LINEAR, "linear_attn.hook_recurrence_out", "JGZ", "linear_attn.recurrence_out",
+     "linear_attn.norm.input", ""),
+    (LINEAR, "linear_attn.hook_gate_input", "JGZ", "linear_attn.gate_input",
+     "linear_attn.in_proj_z.output", ""),
+    (LINEAR, "linear_attn.out_proj.hook_in", "JGZ", "linear_attn.gated",
+     "linear_attn.out_proj.input", ""),
+    (LINEAR, "linear_attn.hook_out", "D", "linear_attn.out",
+     "linear_attn.output linear_attn.out_proj.output", ""),
     (ATTENTION, "attn.hook_q", "QH", "attn.q", "self_attn.q_proj.output", "attn.q.hook_out"),
     (ATTENTION, "attn.hook_k", "KH", "attn.k", "self_attn.k_proj.output", "attn.k.hook_out"),
     (ATTENTION, "attn.hook_v", "KH", "attn.v", "self_attn.v_proj.output", "attn.v.hook_out"),
@@ -235,16 +225,12 @@ KINDS = (
     (ATTENTION, "attn.hook_rot_k", "KH", "attn.rot_k", "", ""),
     (ATTENTION, "attn.hook_pattern", "NS", "attn.pattern", "", ""),
     (ATTENTION, "attn.hook_z", "NH", "attn.z", "self_attn.o_proj.input", "attn.o.hook_in"),
-    (
-        *(ATTENTION, "hook_attn_out", "D", "attn.out"),
-        *("self_attn.output self_attn.o_proj.output", "attn.hook_out"),
-    ),
+    (ATTENTION, "hook_attn_out", "D", "attn.out",
+     "self_attn.output self_attn.o_proj.output", "attn.hook_out"),
     (EVERY, "hook_resid_mid", "D", "resid_mid", "post_attention_layernorm.input", "ln2.hook_in"),
     (EVERY, "ln2.hook_normalized", "D", "ln2.normalized", "", ""),
-    (
-        *(EVERY, "ln2.hook_out", "D", "ln2.out"),
-        *("mlp.input post_attention_layernorm.output", "mlp.hook_in"),
-    ),
+    (EVERY, "ln2.hook_out", "D", "ln2.out",
+     "mlp.input post_attention_layernorm.output", "mlp.hook_in"),
     (DENSE, "mlp.hook_pre", "F", "mlp.pre", "mlp.gate_proj.output", "mlp.gate.hook_out"),
     (DENSE, "mlp.hook_pre_linear", "F", "mlp.pre_linear", "mlp.up_proj.output", "mlp.in.hook_out"),
     (DENSE, "mlp.hook_post", "F", "mlp.post", "mlp.down_proj.input", "mlp.out.hook_in"),
@@ -253,34 +239,25 @@ KINDS = (
     (SPARSE, "mlp.hook_expert_weights", "R", "mlp.weights", "", ""),
     (SPARSE, "mlp.hook_expert_indices", "X", "mlp.chosen", "", ""),
     (SPARSE, "mlp.experts.hook_out", "D", "mlp.routed", "mlp.experts.output", ""),
-    (
-        *(SHARED, "mlp.shared_expert.hook_pre", "P", "mlp.shared.pre"),
-        *("mlp.shared_expert.gate_proj.output", ""),
-    ),
-    (
-        *(SHARED, "mlp.shared_expert.hook_pre_linear", "P", "mlp.shared.pre_linear"),
-        *("mlp.shared_expert.up_proj.output", ""),
-    ),
-    (
-        *(SHARED, "mlp.shared_expert.hook_post", "P", "mlp.shared.post"),
-        *("mlp.shared_expert.down_proj.input", ""),
-    ),
-    (
-        *(SHARED, "mlp.shared_expert.hook_out", "D", "mlp.shared.out"),
-        *("mlp.shared_expert.output mlp.shared_expert.down_proj.output", ""),
-    ),
-    (
-        *(SHARED, "mlp.shared_expert_gate.hook_out", "U", "mlp.shared_share"),
-        *("mlp.shared_expert_gate.output", ""),
-    ),
+    (SHARED, "mlp.shared_expert.hook_pre", "P", "mlp.shared.pre",
+     "mlp.shared_expert.gate_proj.output", ""),
+    (SHARED, "mlp.shared_expert.hook_pre_linear", "P", "mlp.shared.pre_linear",
+     "mlp.shared_expert.up_proj.output", ""),
+    (SHARED, "mlp.shared_expert.hook_post", "P", "mlp.shared.post",
+     "mlp.shared_expert.down_proj.input", ""),
+    (SHARED, "mlp.shared_expert.hook_out", "D", "mlp.shared.out",
+     "mlp.shared_expert.output mlp.shared_expert.down_proj.output", ""),
+    (SHARED, "mlp.shared_expert_gate.hook_out", "U", "mlp.shared_share",
+     "mlp.shared_expert_gate.output", ""),
     (SPARSE, "hook_mlp_out", "D", "mlp.out", "mlp.output", "mlp.hook_out"),
     (EVERY, "hook_resid_post", "D", "resid_post", "output", "hook_out"),
 )
+# fmt: on
 
 
 def hook_table(config: QwenConfig) -> HookTable:
     """Returns the hooks of the model with this configuration."""
-    attention = (ATTENTION,) if config.delta is not None else ()  # else all layers have it
+    attention = (ATTENTION,) if config.delta is not None else ()  # () if all layers have it
     dense = (DENSE,) if config.experts is not None else ()
     types: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention, DENSE: dense}
     if config.delta is not None:
@@ -293,7 +270,7 @@ def hook_table(config: QwenConfig) -> HookTable:
         types[SPARSE] = (SPARSE,)
         if config.experts.shared_width:
             types[SHARED] = (SPARSE,)
-    return _table(types).of(config.layer_types)
+    return _table(types).for_layer_types(config.layer_types)
 
 
 def _table(types: Mapping[str, tuple[str, ...]]) -> HookTable:
@@ -302,7 +279,7 @@ def _table(types: Mapping[str, tuple[str, ...]]) -> HookTable:
     for layers, name, letters, value, modules, aliases in KINDS:
         if layers not in types:
             continue
-        if types[layers] == (DENSE,):  # beside layers where `mlp.gate` is the router
+        if types[layers] == (DENSE,):  # `mlp.gate` is the router of other layers
             aliases = re.sub(r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", aliases)
         kinds.append(
             HookKind(
@@ -321,4 +298,4 @@ def _table(types: Mapping[str, tuple[str, ...]]) -> HookTable:
     return HookTable(tuple(kinds))
 
 
-HOOKS = _table({EVERY: (), ATTENTION: (), DENSE: ()})  # of a dense model of the plainest family
+HOOKS = _table({EVERY: (), ATTENTION: (), DENSE: ()})  # the hooks of Qwen2, the plainest family

@@ -39,8 +39,9 @@ LOGICAL_AXES = {
     "W": "taps",
 }
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
-# Where one is a function, it is computed when somebody calls that.
-Out = dict[str, Any]  # a module's intermediates by name; those of its parts are nested
+# A module's intermediates by name; those of its submodules are nested. An intermediate that is a
+# function is computed only if it is called.
+Out = dict[str, Any]
 
 
 def einsum(equation: str, x: Array, y: Array) -> Array:
@@ -78,7 +79,7 @@ def parameter(module: Any, name: str, letters: str) -> Array:
     return module.param(name, zeros, shape, module.dtype)
 
 
-@cache  # tracing takes a while, and a run asks several times
+@cache  # tracing takes a while, and a run calls this several times
 def declared(model: nn.Module) -> Mapping[tuple[str, ...], Any]:
     """Returns path -> shape and logical axes for every parameter of a model without a mesh.
 

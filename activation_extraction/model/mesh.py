@@ -29,7 +29,7 @@ DEFAULT_3D_AXES = ("pipeline", "data", "model")
 DEFAULT_2D_AXES = ("data", "model")
 BOTH = ("model", "query")
 RULES: dict[str, tuple[str, ...]] = {
-    # of weights
+    # These are axes of weights,
     "layers": ("pipeline",),
     "embed": ("fsdp",),
     "heads": ("model",),
@@ -38,7 +38,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "mlp": BOTH,
     "experts": ("expert",),
     "vocab": BOTH,
-    # of activations
+    # and these of activations.
     "stage": ("pipeline",),
     "batch": ("data", "fsdp", "expert"),
     "query_sequence": ("query",),
@@ -97,7 +97,7 @@ class Layout:
         """Gathers a weight along fsdp just before its use; its split along the rest stays."""
         return weight if self.size("fsdp") == 1 else self.constrain(weight, *axes, without="fsdp")
 
-    def each(
+    def per_device(
         self,
         function: Callable[..., Array],
         arrays: Sequence[Array],
@@ -110,7 +110,7 @@ class Layout:
         """
         if self.mesh is None or self.mesh.size == 1:
             return function(*arrays)
-        specs = tuple(self.spec(of, array.shape) for of, array in zip(axes, arrays, strict=True))
+        specs = tuple(self.spec(a, array.shape) for a, array in zip(axes, arrays, strict=True))
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=specs, out_specs=specs[like], check_vma=False
         )(*arrays)
@@ -128,7 +128,7 @@ class Layout:
         queries = "batch", "query_sequence", "heads", "head_dim"
         keys = "batch", "sequence", "kv_heads", "head_dim"
         arrays = q, k, v, segment_ids, segment_ids
-        return self.each(local, arrays, [queries, keys, keys, queries[:2], keys[:2]], like=0)
+        return self.per_device(local, arrays, [queries, keys, keys, queries[:2], keys[:2]], like=0)
 
 
 @dataclass(frozen=True)
@@ -166,21 +166,21 @@ class HostRows:
 
     def receive(self, activations: Mapping[int, Array]) -> dict[int, np.ndarray]:
         """Returns the activations of this host's rows, {width: (hooks, B, T, width)}, as NumPy."""
-        parts = {}  # one of this host's shards for each part of an array that it has
+        shards = {}  # of this host, without replicas
         for width, array in activations.items():
-            parts[width] = {str(part.index): part for part in array.addressable_shards}.values()
-            for part in parts[width]:
-                part.data.copy_to_host_async()
-        found = {}
-        for width, (first, *others) in parts.items():
-            found[width] = np.asarray(first.data)
-            if others:  # each has another part of the sequence
+            shards[width] = {str(shard.index): shard for shard in array.addressable_shards}.values()
+            for shard in shards[width]:
+                shard.data.copy_to_host_async()
+        received = {}
+        for width, (first, *others) in shards.items():
+            received[width] = np.asarray(first.data)
+            if others:  # each shard has another part of the sequence
                 hooks, rows = first.data.shape[:2]
                 shape = hooks, rows, *activations[width].shape[2:]
-                found[width] = np.empty(shape, first.data.dtype)
-                for part in (first, *others):
-                    found[width][:, :, part.index[2]] = part.data
-        return found
+                received[width] = np.empty(shape, first.data.dtype)
+                for shard in (first, *others):
+                    received[width][:, :, shard.index[2]] = shard.data
+        return received
 
 
 def host_rows(devices: Sequence[Any]) -> HostRows:
@@ -293,7 +293,7 @@ def choose_shape(
             names = tuple(axes or DEFAULT_3D_AXES)
             if len(names) != 3:
                 raise InputError(f"--mesh_axes {','.join(names)}: a 3d mesh has three axes")
-            # Four along two axes; the rest along the one that splits rows alone, or the first.
+            # Two axes get four devices; the one that splits only rows, or the first, gets the rest.
             rest = next(axis for axis in ("data", "fsdp", names[0]) if axis in names)
             return {name: devices // 16 if name == rest else 4 for name in names}, None
         remark = (
@@ -319,7 +319,7 @@ def _explicit(
     if math.prod(shape) != devices:
         factors = [n for n in range(1, devices + 1) if devices % n == 0]
         shapes = [s for s in product(factors, repeat=len(shape)) if math.prod(s) == devices]
-        shapes.sort(key=lambda s: (max(s) - min(s), s))  # the most even ones first
+        shapes.sort(key=lambda s: (max(s) - min(s), s))  # the most even shapes come first
         fitting = "; ".join(",".join(map(str, s)) for s in shapes[:8])
         raise InputError(
             f"--mesh_shape {text}: is {counted(math.prod(shape), 'device')}, there are {devices}; "

@@ -14,14 +14,14 @@ import numpy as np
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.rope import Rope, positive
 
-# Hundreds of times what any model has, so that an absurd one is refused before it is computed with.
+# Models are hundreds of times smaller; an absurd one is refused before it is computed with.
 LARGEST_SIZE = 2**27
 LARGEST_DEPTH = 10_000
-# What a layer has before its MLP, in the words of config.json, and what its MLP is.
+# These say what a layer has before its MLP, in the words of config.json, and what its MLP is.
 ATTENTION, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 DENSE, SPARSE = "dense", "sparse"
 
-# Fields that must be positive integers: name here -> name in config.json.
+# These fields must be positive integers: name here -> name in config.json.
 SIZES = {
     name: name
     for name in (
@@ -50,7 +50,7 @@ DELTA_SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """A layer has so many experts of such a width.
+    """Says how many experts a layer has and how wide they are.
 
     per_token: how many a token goes through; shared_width: of the expert that every token goes
     through, 0 without one; renormalise: whether a token's weights are made to sum to 1.
@@ -171,7 +171,7 @@ class QwenConfig:
         The lengths are in tokens.
         """
         if self.delta is not None and layer in self.delta.layers:
-            products = 3 * self.sizes["O"] * self.delta.key_size  # three by each head's state
+            products = 3 * self.sizes["O"] * self.delta.key_size  # three for each head's state
             return 2.0 * (weights + attends * products) * sum(lengths)
         heads = self.num_attention_heads * self.head_dim
         window = self.sliding_window if layer in self.sliding_layers else None
@@ -282,10 +282,10 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
 def _refuse_quantized(hf: Any, source: str) -> None:
     quantized = getattr(hf, "quantization_config", None)
     if quantized is not None:
-        how = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         raise InputError(
-            f"{source}: quantization_config ({how}): quantised checkpoints are not supported; use "
-            "the model's bfloat16, float16 or float32 weights"
+            f"{source}: quantization_config ({method}): quantised checkpoints are not supported; "
+            "use the model's bfloat16, float16 or float32 weights"
         )
 
 
@@ -303,7 +303,7 @@ def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
 def _sliding(hf: Any, known: tuple[str, ...], source: str) -> tuple[int | None, tuple[int, ...]]:
     """Returns the window and the layers that have it. known: the supported types of layers."""
     types = getattr(hf, "layer_types", None)
-    if types is None:  # a family whose layers all have it
+    if types is None:  # all layers of the family have the window, or none has
         types = [SLIDING if hf.sliding_window else ATTENTION] * hf.num_hidden_layers
     for layer, kind in enumerate(types):
         if kind not in known:
@@ -325,8 +325,8 @@ def _sliding(hf: Any, known: tuple[str, ...], source: str) -> tuple[int | None, 
 def _experts(hf: Any, source: str) -> dict[str, Any]:
     """Returns the fields of a model in which at least one layer has experts."""
     step = _positive_ints(hf, source, {"step": "decoder_sparse_step"})["step"]
-    every = range(step - 1, hf.num_hidden_layers, step)
-    layers = tuple(layer for layer in every if layer not in hf.mlp_only_layers)
+    candidates = range(step - 1, hf.num_hidden_layers, step)
+    layers = tuple(layer for layer in candidates if layer not in hf.mlp_only_layers)
     if not layers:
         raise InputError(
             f"{source}: no layer has experts (decoder_sparse_step {step}, mlp_only_layers "

@@ -15,7 +15,7 @@ import numpy as np
 
 from activation_extraction.common.errors import InputError
 
-BETA_FAST, BETA_SLOW = 32.0, 1.0  # YaRN's bounds, in turns over the trained context
+BETA_FAST, BETA_SLOW = 32.0, 1.0  # YaRN's default bounds, in turns over the trained context
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.safetensors_file import LARGEST_HEADER, Tensor
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
-FIRST_BYTES = 2**17  # of a remote file, read at once; most headers are shorter
+FIRST_BYTES = 2**17  # the first request for a remote file; most headers are shorter
 PIECE = 8 * 2**20  # bytes of one request
-CONNECTIONS = 16  # requests at a time, of all files together
-GAP = 2**20  # bytes between two ranges that take less time than another request
+CONNECTIONS = 16  # requests at a time, for all files together
+GAP = 2**20  # reading so many bytes between two ranges takes less time than another request
 AHEAD = 2**30  # bytes that may wait until their digest can be computed
 
 Index = tuple[slice, ...]
@@ -50,7 +50,8 @@ class LocalFile:
             with safe_open(self.path, "np"):  # checks the header, and the file's size against it
                 pass
             with open(self.path, "rb") as file:
-                return parse_header(file.read(_header_length(file.read(8))), self.where)
+                length = int.from_bytes(file.read(8), "little")
+                return parse_header(file.read(length), self.where)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self.path}: not a complete safetensors file: {error}") from error
 
@@ -85,7 +86,7 @@ class RemoteFile:
     @cached_property
     def header(self) -> dict[str, Tensor]:
         start = self._fetch(0, min(FIRST_BYTES, self._size))
-        length = _header_length(start[:8])
+        length = int.from_bytes(start[:8], "little")
         if not 0 < length <= min(self._size - 8, LARGEST_HEADER):
             raise InputError(
                 f"{self.where}: not a complete safetensors file: has {self._size:,} bytes, its "
@@ -108,17 +109,17 @@ class RemoteFile:
         entry = self.header[tensor]
         bounds = [part.indices(size)[:2] for part, size in zip(index, entry.shape, strict=True)]
         depth, blocks = blocks_of(entry, bounds)
-        found = np.empty(sum(stop - start for start, stop in blocks), np.uint8)
+        content = np.empty(sum(stop - start for start, stop in blocks), np.uint8)
         pieces, filled = [], 0
         for start, stop in blocks:
             for first in range(start, stop, PIECE):
                 last = min(first + PIECE, stop)
-                pieces.append((first, found[filled : filled + last - first]))
+                pieces.append((first, content[filled : filled + last - first]))
                 filled += last - first
         for _ in _connections().map(lambda piece: self._fill(*piece), pieces):
             pass
         lengths = [stop - start for start, stop in bounds[: depth + 1]]
-        values = found.view(entry.dtype).reshape(*lengths, *entry.shape[depth + 1 :])
+        values = content.view(entry.dtype).reshape(*lengths, *entry.shape[depth + 1 :])
         return values[(slice(None),) * len(lengths) + tuple(index[depth + 1 :])]
 
     def digest(self) -> str:
@@ -165,7 +166,7 @@ class Check:
         self._where, self._size = where, size
         self._algorithm, self._expected = algorithm, expected
         self._digest = hashlib.new(algorithm, usedforsecurity=False)
-        self._next = 0  # the first byte that has not come
+        self._next = 0  # the first byte that is still missing
         self._waiting: dict[int, bytes] = {}
         self._lock = threading.Lock()
 
@@ -230,11 +231,6 @@ def parse_header(text: bytes, where: str) -> dict[str, Tensor]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{where}: not a safetensors file: {error!r}") from error
     return entries
-
-
-def _header_length(first: bytes) -> int:
-    """first: a file's first 8 bytes."""
-    return int.from_bytes(first, "little")
 
 
 @cache

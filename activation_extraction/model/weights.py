@@ -25,19 +25,19 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.weight_files import Index
 
-# Written by some exporters, recomputed by every model from rope_theta.
+# Some exporters write these; every model recomputes them from rope_theta.
 IGNORED_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")
-READERS = 3  # threads, and tensors in flight
-ALIGNMENT = 64  # bytes, of XLA's buffers
+READERS = 3  # threads that read, and tensors in flight
+ALIGNMENT = 64  # XLA's buffers are aligned to so many bytes
 
-Path = tuple[str, ...]  # of a parameter
+Path = tuple[str, ...]  # the path of a parameter
 ReadTensor = Callable[[str, Index], np.ndarray]
 
 
-class Share(NamedTuple):
-    """Several parameters share a checkpoint tensor; this is the part of one of them.
+class TensorSlice(NamedTuple):
+    """Several parameters share a checkpoint tensor; this is the slice of one of them.
 
-    axis: the tensor's axis along which it is split; start: where the part begins on this axis;
+    axis: the tensor's axis along which it is split; start: where the slice begins on this axis;
     total: the tensor's size along it.
     """
 
@@ -52,24 +52,24 @@ class WeightSpec:
 
     stacked: along how many of the first axes ("layers", "experts") the parameter is a stack of
     tensors, whose names come in this order. Layers that the checkpoint does not have are zeros: a
-    block of zeros changes nothing. share: None for a parameter that has its tensors to itself. The
-    checkpoint keeps (heads, head_dim) as one flat dimension, and the last two axes of experts in
-    reverse order.
+    block of zeros changes nothing. tensor_slice: None for a parameter that has its tensors to
+    itself. The checkpoint keeps (heads, head_dim) as one flat dimension, and the last two axes of
+    experts in reverse order.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     hf_names: tuple[str, ...]
     stacked: int = 0
-    share: Share | None = None
+    tensor_slice: TensorSlice | None = None
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """Returns the shape of each checkpoint tensor."""
         bounds = self._bounds([*map(range, self.shape[self.stacked :])])
         sizes = [stop - start for start, stop in bounds]
-        if self.share is not None:
-            sizes[self.share.axis] = self.share.total
+        if self.tensor_slice is not None:
+            sizes[self.tensor_slice.axis] = self.tensor_slice.total
         return tuple(sizes)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
@@ -88,9 +88,10 @@ class WeightSpec:
                 raise ValueError("head_dim cannot be split: it is the inner part of a flat axis")
         if "experts" in self.axes:
             bounds[-2:] = bounds[:-3:-1]
-        if self.share is not None:
-            start, stop = bounds[self.share.axis]
-            bounds[self.share.axis] = start + self.share.start, stop + self.share.start
+        if self.tensor_slice is not None:
+            split, offset, _ = self.tensor_slice
+            start, stop = bounds[split]
+            bounds[split] = start + offset, stop + offset
         return bounds
 
     def check(self, name: str, shape: tuple[int, ...] | None, source: str) -> None:
@@ -103,7 +104,7 @@ class WeightSpec:
                 f"config.json asks for {self.hf_shape}"
             )
 
-    def part(self, read: ReadTensor, dtype: Any, ranges: Sequence[range]) -> np.ndarray:
+    def read_slice(self, read: ReadTensor, dtype: Any, ranges: Sequence[range]) -> np.ndarray:
         """Returns part of the parameter, given by a range of every axis, as a new array of `dtype`.
 
         `read(name, index)` returns part of a checkpoint tensor. Each value is copied once, straight
@@ -124,9 +125,9 @@ class WeightSpec:
                 values[at] = read(self.hf_names[number], index).reshape([*map(len, inner)])
         return values
 
-    def assemble(self, read: ReadTensor, dtype: Any) -> np.ndarray:
+    def read_whole(self, read: ReadTensor, dtype: Any) -> np.ndarray:
         """Returns the whole parameter as a NumPy array of `dtype`."""
-        return self.part(read, dtype, [*map(range, self.shape)])
+        return self.read_slice(read, dtype, [*map(range, self.shape)])
 
 
 def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
@@ -153,11 +154,10 @@ def check_tensors(
             names.update(file.header)
             shape = file.header[name].shape if name in file.header else None
             spec.check(name, shape, file.where)
-    beside = re.compile(ignored)
     unknown = sorted(
         name
         for name in names - known
-        if not IGNORED_TENSORS.fullmatch(name) and not beside.fullmatch(name)
+        if not IGNORED_TENSORS.fullmatch(name) and not re.fullmatch(ignored, name)
     )
     if unknown:
         raise InputError(
@@ -182,15 +182,15 @@ def load_params(
     whether a 2-byte `dtype` is returned as uint16. `progress` is called with the bytes of each
     part. Returns the nested dict.
     """
-    stages, held = layout.size("pipeline"), np.uint16 if as_bits else dtype
+    stages, loaded_dtype = layout.size("pipeline"), np.uint16 if as_bits else dtype
     stacks = {path: spec for path, spec in table.items() if spec.axes[0] == "layers"}
 
     def empty() -> dict[Path, jax.Array]:
-        return {path: jnp.zeros(spec.shape, held) for path, spec in stacks.items()}
+        return {path: jnp.zeros(spec.shape, loaded_dtype) for path, spec in stacks.items()}
 
     shardings = {path: layout.sharding(spec.axes, spec.shape) for path, spec in stacks.items()}
     params = jax.jit(empty, out_shardings=shardings)()
-    # A parameter, and a layer of each stage if it has any.
+    # A job is a parameter, and the number of a layer of each stage if it has layers.
     jobs: list[tuple[Path, int | None]] = [(path, None) for path in table if path not in stacks]
     for path, spec in stacks.items():
         jobs += [(path, k) for k in range(spec.shape[0] // stages)]
@@ -207,17 +207,17 @@ def load_params(
         if k is not None:
             axes = ("stage", *axes[1:])
             ranges[0] = range(k, spec.shape[0], spec.shape[0] // stages)
-        parts: dict[str, np.ndarray] = {}  # for all devices that hold the same
+        slices: dict[str, np.ndarray] = {}  # one for all devices that hold the same
 
-        def part(index: Index | None) -> np.ndarray:
+        def slice_at(index: Index | None) -> np.ndarray:
             key = str(index)
-            if key not in parts:
+            if key not in slices:
                 chosen = [r[i] for r, i in zip(ranges, index, strict=True)] if index else ranges
-                parts[key] = spec.part(checkpoint.read, dtype, chosen).view(held)
-            return parts[key]
+                slices[key] = spec.read_slice(checkpoint.read, dtype, chosen).view(loaded_dtype)
+            return slices[key]
 
         shape = tuple(map(len, ranges))
-        array = jax.make_array_from_callback(shape, layout.sharding(axes, shape), part)
+        array = jax.make_array_from_callback(shape, layout.sharding(axes, shape), slice_at)
         return jax.block_until_ready(array)  # from now on the host's copy is not needed
 
     jobs.sort(key=position)
@@ -228,9 +228,9 @@ def load_params(
             progress(array.nbytes)
             if k is not None:
                 array = _put_layer(params[path], array, np.int32(k))
-            # Waiting, because layers would otherwise queue up in front of the devices.
+            # Without this wait, layers would queue up in front of the devices.
             params[path] = jax.block_until_ready(array)
-            del array  # it counts among those in flight
+            del array  # it would count among those in flight
     return unflatten_dict(params)
 
 
@@ -238,13 +238,13 @@ def _ahead(
     pool: ThreadPoolExecutor, load: Callable[..., jax.Array], jobs: Iterable[tuple[Any, ...]]
 ) -> Iterator[jax.Array]:
     """Yields `load(*job)` of every job, in order, with at most READERS of them alive at a time."""
-    begun: deque[Future[jax.Array]] = deque()
+    pending: deque[Future[jax.Array]] = deque()
     for job in jobs:
-        begun.append(pool.submit(load, *job))
-        if len(begun) == READERS:
-            yield begun.popleft().result()
-    while begun:
-        yield begun.popleft().result()
+        pending.append(pool.submit(load, *job))
+        if len(pending) == READERS:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -22,12 +22,12 @@ from activation_extraction.store.metadata import FIELDS
 from activation_extraction.store.sealed_json import DamagedError, check_fields
 from activation_extraction.text.sources import JSON_LINES, TextFile, modified
 
-RECORD = "data_files"  # in metadata.json
+RECORD = "data_files"  # the field in metadata.json
 CHANGED = "restore the file that the run began with, give another folder, or --overwrite"
 OTHER_CONTENT = (
     "--dataset_path: {} has other content here than where another host of this run has read it"
 )
-# What hosts compare of a file at the start: blocks all over it, or all of it if it is small.
+# At the start, hosts compare blocks from all over a file, or all of it if it is small.
 BLOCK, BLOCKS = 2**16, 64
 
 
@@ -56,7 +56,7 @@ class DataFiles:
         self.grown = False
         self._by_name = {file.name: file for file in files}
         self._read: dict[str, Recorded] = {}
-        self._elsewhere: dict[str, Recorded] = {}  # read by other hosts
+        self._read_by_others: dict[str, Recorded] = {}
         self._pending: dict[str, Future[str]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="digest-data")
 
@@ -76,14 +76,13 @@ class DataFiles:
         recorded = _merged([*own, *others])
         if not recorded:
             return cls(files)
-        mine = {file.name for metadata in own for file in _recorded_in(metadata) if file.digest}
-        known = cls(_in_recorded_order(files, recorded))
-        pairs = zip(known.files, recorded, strict=True)
-        read = [(now, before) for now, before in pairs if before.name in mine]
-        digests = _digests(
-            [now for now, before in read if now.size == before.bytes], "the data set"
-        )
-        known._elsewhere = {file.name: file for file in recorded if file.digest}
+        read_here = {f.name for metadata in own for f in _recorded_in(metadata) if f.digest}
+        data_files = cls(_in_recorded_order(files, recorded))
+        pairs = zip(data_files.files, recorded, strict=True)
+        read = [(now, before) for now, before in pairs if before.name in read_here]
+        same_size = [now for now, before in read if now.size == before.bytes]
+        digests = _digests(same_size, "the data set")
+        data_files._read_by_others = {file.name: file for file in recorded if file.digest}
         for now, before in read:
             if digests.get(now.name) != before.digest:
                 if now is not read[-1][0] or not _has_grown(now, before):
@@ -92,11 +91,11 @@ class DataFiles:
                         f"--dataset_path: {now.url} has changed since stored shards read it"
                         f"{sizes if now.size != before.bytes else ''}; {CHANGED}"
                     )
-                known.grown = True
-            known._read[now.name] = before
-        return known
+                data_files.grown = True
+            data_files._read[now.name] = before
+        return data_files
 
-    def reads(self, name: str) -> None:
+    def start_digest(self, name: str) -> None:
         """Starts to digest a file, because a row of it has been read."""
         if name not in self._pending:
             self._pending[name] = self._pool.submit(_digest_unchanged, self._by_name[name])
@@ -112,16 +111,16 @@ class DataFiles:
             if not future.done():
                 log.info("waiting for the SHA-256 of %s", self._by_name[name].url)
             now = Recorded(name, self._by_name[name].size, future.result())
-            if now.contradicts(self._elsewhere.get(name, now)):
+            if now.contradicts(self._read_by_others.get(name, now)):
                 raise RunError(OTHER_CONTENT.format(name))
             self._read[name] = now
         return self._read != before
 
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the files as metadata.json lists them."""
-        read = dict(self._read)
-        every = (read.get(file.name, Recorded(file.name, file.size)) for file in self.files)
-        return [{**vars(file)} for file in every]
+        read = dict(self._read)  # another thread may add to it
+        files = (read.get(file.name, Recorded(file.name, file.size)) for file in self.files)
+        return [{**vars(file)} for file in files]
 
     def sampled(self) -> dict[str, str]:
         """Returns a digest of each file's size and of samples of its content, for hosts to compare.
@@ -166,8 +165,9 @@ def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) 
     for before in recorded:
         now = by_name.get(before.name)
         if now is None:
-            now = next((file for file in new if _may_be(file, before)), None)
-            if now is None:
+            same_size = (file for file in new if file.size == before.bytes)
+            alike = (f for f in same_size if before.digest in ("", *_digests([f]).values()))
+            if (now := next(alike, None)) is None:
                 raise InputError(f"--dataset_path: {before.name} is missing; {CHANGED}")
             new.remove(now)
         ordered.append(replace(now, name=before.name))
@@ -179,19 +179,14 @@ def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) 
     return ordered
 
 
-def _may_be(file: TextFile, before: Recorded) -> bool:
-    same_size = file.size == before.bytes
-    return same_size and before.digest in ("", *_digests([file]).values())
-
-
 def _digests(files: Sequence[TextFile], what: str | None = None) -> dict[str, str]:
     """Returns what identifies each file's content by name: a SHA-256, or the store's version.
 
     what: what a progress bar calls the files; None: there is no bar.
     """
-    here = file_digests([Path(file.url) for file in files if file.local], what)
+    sha256 = file_digests([Path(file.url) for file in files if file.local], what)
     return {
-        file.name: f"sha256 {here[Path(file.url)]}"
+        file.name: f"sha256 {sha256[Path(file.url)]}"
         if file.local
         else file.version or f"{file.size} bytes"
         for file in files

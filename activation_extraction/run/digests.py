@@ -36,17 +36,22 @@ from activation_extraction.text.sources import TextFile
 
 LARGE = 16 * 2**20  # bytes; smaller files are simply read
 CHUNK = 2**20  # bytes
-READERS = 8  # files read at the same time
+READERS = 8  # files are read at the same time
 # A file that changed less than this many seconds ago may change again and keep its timestamp.
 SETTLED = 3.0
-REMEMBERED = 10_000  # files
-MEMORY = "file_digests.json"
+MOST_CACHED = 10_000  # files
+CACHE_NAME = "file_digests.json"
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
 SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
 # Fields of the configuration that may differ between the hosts of a run.
-OWN_SETTINGS = {
-    *("host_id", "coordinator_address", "output_dir", "model_path", "dataset_path", "verbose"),
+HOST_FIELDS = {
+    "host_id",
+    "coordinator_address",
+    "output_dir",
+    "model_path",
+    "dataset_path",
+    "verbose",
     "compilation_cache",
 }
 
@@ -84,11 +89,11 @@ def fingerprint(
     config: Config, forward: Forward, identity: Identity, files: Sequence[TextFile]
 ) -> dict[str, Any]:
     """Returns all that must be the same on every host of a run, by name. files: of the data set."""
-    asked = {name: value for name, value in config.to_json().items() if name not in OWN_SETTINGS}
+    shared = {name: value for name, value in config.to_json().items() if name not in HOST_FIELDS}
     package = Path(activation_extraction.__file__).parent
     sources = [*(package.parent / name for name in SCRIPTS), *package.rglob("*.py")]
     return {
-        "configuration": json.dumps(asked, sort_keys=True, default=str),
+        "configuration": json.dumps(shared, sort_keys=True, default=str),
         **identity.shared,
         "data files": json.dumps([(file.name, file.size) for file in files]),
         "package versions": json.dumps(package_versions()),
@@ -116,8 +121,8 @@ def digest_files(paths: Sequence[Path], remote: Mapping[str, str] = MappingProxy
     """
     known = {path: digest for path in paths if (digest := _hub_digest(path)) is not None}
     known |= file_digests([path for path in paths if path not in known], "weights")
-    every = [*((path.name, known[path]) for path in paths), *remote.items()]
-    lines = sorted(f"{name} {digest}\n" for name, digest in every)
+    digests = [*((path.name, known[path]) for path in paths), *remote.items()]
+    lines = sorted(f"{name} {digest}\n" for name, digest in digests)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -128,14 +133,14 @@ def file_digests(paths: Sequence[Path], what: str | None = None) -> dict[Path, s
         with reading(path):
             if path.stat().st_size >= LARGE:
                 large[path] = _state(path)
-    remembered = _recall() if large else {}
-    known = {path: remembered[state] for path, state in large.items() if state in remembered}
+    cached = _read_cache() if large else {}
+    known = {path: cached[state] for path, state in large.items() if state in cached}
     unread = [path for path in large if path not in known]
     settled = [path for path in unread if time.time() - path.stat().st_ctime > SETTLED]
     known |= _read_all(unread, what)
     same = {large[path]: known[path] for path in settled if _state(path) == large[path]}
     if same:
-        _remember(remembered | same)
+        _write_cache(cached | same)
     return {path: known[path] if path in known else _read(path) for path in paths}
 
 
@@ -184,9 +189,8 @@ def _read_all(paths: Sequence[Path], what: str | None) -> dict[Path, str]:
     if what is None or not paths:
         return {path: _read(path) for path in paths}
     total = sum(path.stat().st_size for path in paths)
-    log.info(
-        "reading %.2g GB of %s to compute the SHA-256; later starts remember it", total / 1e9, what
-    )
+    text = "reading %.2g GB of %s to compute the SHA-256; later starts remember it"
+    log.info(text, total / 1e9, what)
     bar = tqdm(
         total=total,
         unit="B",
@@ -209,21 +213,21 @@ def _read(path: Path, progress: Callable[[int], object] = lambda _: None) -> str
     return digest.hexdigest()
 
 
-def _memory() -> Path:
-    return default_folder().parent / MEMORY
+def _cache_file() -> Path:
+    return default_folder().parent / CACHE_NAME
 
 
-def _recall() -> dict[str, str]:
+def _read_cache() -> dict[str, str]:
     """Returns state of a file -> its SHA-256."""
     try:
-        return unseal(_memory().read_bytes(), MEMORY)
+        return unseal(_cache_file().read_bytes(), CACHE_NAME)
     except (OSError, DamagedError):
         return {}
 
 
-def _remember(digests: dict[str, str]) -> None:
+def _write_cache(digests: dict[str, str]) -> None:
     """Keeps the newest digests. If the cache folder is read-only, every start reads the files."""
-    newest = dict(list(digests.items())[-REMEMBERED:])
+    newest = dict(list(digests.items())[-MOST_CACHED:])
     with suppress(OSError):
-        _memory().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_bytes(_memory(), seal(newest))
+        _cache_file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_bytes(_cache_file(), seal(newest))

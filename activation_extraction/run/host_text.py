@@ -44,7 +44,7 @@ class Dataset:
 
 
 def open_dataset(
-    asked: Mapping[str, Any],
+    configuration: Mapping[str, Any],
     text_column: str,
     own: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]] = (),
@@ -54,11 +54,11 @@ def open_dataset(
     own, others: the metadata that this host and others have stored already. A hub data set is
     opened at the revision that it records; files must be those that it lists. Raises InputError.
     """
-    path = asked["dataset_path"]
+    path = configuration["dataset_path"]
     if path is not None:
         files = DataFiles.as_recorded(list_files(path), own, others)
         return Dataset(open_files(path, text_column, files.files), "files", "", files)
-    name, config, split = (asked[f"dataset_{what}"] for what in ("name", "config", "split"))
+    name, config, split = (configuration[f"dataset_{x}"] for x in ("name", "config", "split"))
     source = " ".join(filter(None, (name, config, split)))
     recorded = [identity_of(metadata, METADATA) for metadata in (*own, *others)]
     revisions = [identity.data_revision for identity in recorded if identity.data == source]
@@ -81,7 +81,7 @@ class Prefetch(Generic[T]):
         try:
             for item in items:
                 self._ready.put((item, None))
-        except BaseException as error:  # a thread that ends without a word is waited for
+        except BaseException as error:  # otherwise the consumer would wait forever
             self._ready.put((None, error))
         self._ready.put((None, None))
 
@@ -136,8 +136,8 @@ class HostText:
     @property
     def max_samples(self) -> int | None:
         """Returns the most samples that this host stores; None: no limit."""
-        most = self.config.max_samples  # of the machine
-        return None if most is None else len(range(self.worker.host, most, self.worker.hosts))
+        limit = self.config.max_samples  # of the machine
+        return None if limit is None else len(range(self.worker.host, limit, self.worker.hosts))
 
     def open(
         self, storage: ActivationStorage, watchdog: AbstractContextManager[object]
@@ -163,8 +163,8 @@ class HostText:
     def _documents(self) -> DocumentStream:
         """Returns the host's share of the documents, from the beginning."""
         column, skip = self.config.text_column, self.config.skip_bad_rows
-        reads = self.dataset.files.reads
-        return DocumentStream(self.dataset.rows, column, self.worker, skip, reads)
+        start_digest = self.dataset.files.start_digest
+        return DocumentStream(self.dataset.rows, column, self.worker, skip, start_digest)
 
     def _not_stored(self, documents: DocumentStream, storage: ActivationStorage) -> Iterator[Batch]:
         """Yields the batches of every range of shards to store, and one more between ranges."""

@@ -28,7 +28,7 @@ from activation_extraction.model.forward import (
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
 from activation_extraction.run.digests import fingerprint, identity_of, package_versions
 from activation_extraction.run.host_text import HostText, Prefetch, open_dataset
-from activation_extraction.run.hosts import Host, Watchdog, agree, gather
+from activation_extraction.run.hosts import Host, Watchdog, gather, require_agreement
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.run_folders import RunFolders, check_siblings, find_metadata
 from activation_extraction.store.folder import Folder
@@ -43,7 +43,7 @@ from activation_extraction.text.documents import DocumentStream, check_dataset
 from activation_extraction.text.samples import load_tokenizer
 
 T = TypeVar("T")
-RECORDED, NEW = "recorded", "new"  # a hub model's commit
+RECORDED, NEW = "recorded", "new"  # where the commit of a hub model comes from
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,17 @@ class Output:
 
 def prepare_together(config: Config, host: Host, families: Families, watchdog: Watchdog) -> Job:
     """Checks the request here and compares it with the other hosts'. Raises InputError."""
-    output, problem = _attempt(lambda: prepare_output(config, host, watchdog.alive))
-    agree(host, {"--model_revision": config.model_revision}, problem)
+    output, problem = _attempt(lambda: prepare_output(config, host, watchdog.reset))
+    require_agreement(host, {"--model_revision": config.model_revision}, problem)
     assert output is not None
-    commit = same_commit(host, output.commit)
-    found, problem = _attempt(lambda: prepare(config, host, families, output, commit, watchdog))
-    agree(host, found[1] if found else {}, problem)
-    assert found is not None
-    job = found[0]
-    if host.several:  # only now do all of them have files of the same names
+    commit = agree_on_commit(host, output.commit)
+    prepared, problem = _attempt(lambda: prepare(config, host, families, output, commit, watchdog))
+    require_agreement(host, prepared[1] if prepared else {}, problem)
+    assert prepared is not None
+    job = prepared[0]
+    if host.several:  # only now is it certain that they all have files of the same names
         sampled, problem = _attempt(job.text.dataset.files.sampled)
-        agree(host, sampled or {}, problem)
+        require_agreement(host, sampled or {}, problem)
     log_hooks(model_request(config), job.forward.model)
     if not job.text.choice.everything:
         log.info("kept tokens: %s", job.text.choice)
@@ -129,11 +129,11 @@ def prepare_output(config: Config, host: Host, beat: Callable[[], None]) -> Outp
     use_compilation_cache(config.compilation_cache, folders.local, host.several)
     remote = folders.open_bucket(beat)
     folders.check_stale_folders(config.overwrite)
-    roots = [] if config.overwrite else folders.roots
-    earlier = [found for root in roots if (found := find_metadata(root)) is not None]
-    places = [] if config.overwrite else [Folder(str(folders.folder)), *filter(None, (remote,))]
-    own = [metadata for metadata in map(metadata_in, places) if metadata is not None]
-    commit = None
+    earlier, own, commit = [], [], None
+    if not config.overwrite:
+        earlier = [found for root in folders.roots if (found := find_metadata(root)) is not None]
+        own_folders = [Folder(str(folders.folder)), *filter(None, (remote,))]
+        own = [metadata for metadata in map(metadata_in, own_folders) if metadata is not None]
     if not config.demo:
         where, metadata = earlier[0] if earlier else ("", {})
         commit = choose_commit(config.model_path, config.model_revision, where, metadata)
@@ -151,7 +151,7 @@ def choose_commit(
     for is not the recorded commit.
     """
     recorded = recorded_commit(model_path, metadata)
-    # A branch may have moved on: the command that began the extraction continues it all the same.
+    # Even if a branch has moved on, the command that began the extraction continues it.
     if recorded and revision in (None, metadata["configuration"].get("model_revision")):
         return RECORDED, recorded
     commit = Checkpoint(model_path, revision).commit
@@ -167,19 +167,21 @@ def choose_commit(
 
 def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
     """Returns the commit that an extraction used; None if its model is another or a local one."""
-    theirs = metadata.get("configuration", {}).get("model_path")
-    if theirs != plain_url(model_path) or Checkpoint(model_path).local:
+    recorded_path = metadata.get("configuration", {}).get("model_path")
+    if recorded_path != plain_url(model_path) or Checkpoint(model_path).local:
         return None
     return metadata.get("model_commit")
 
 
-def same_commit(host: Host, chosen: tuple[str, str] | None) -> str | None:
-    """Returns one commit for all hosts, which must all call this: a recorded one, else the first
-    host's."""
-    every = [text.split() for text in gather(host, " ".join(chosen or ())) if text]
+def agree_on_commit(host: Host, chosen: tuple[str, str] | None) -> str | None:
+    """Returns one commit for all hosts: a recorded one, or else the first host's.
+
+    All hosts must call this.
+    """
+    commits = [text.split() for text in gather(host, " ".join(chosen or ())) if text]
     if chosen is None:
         return None
-    return min(every, key=lambda each: each[0] != RECORDED)[1]
+    return min(commits, key=lambda commit: commit[0] != RECORDED)[1]
 
 
 def prepare(
@@ -209,12 +211,11 @@ def prepare(
         for root in folders.roots:
             check_siblings(root, identity)
     text = HostText(config, dataset, tokenizer, worker)
-    described = describe_run(config, forward)
-    repair = None
+    facts, repair = describe_run(config, forward), None
     if config.repair:
         local = Folder(str(folders.folder))
-        repair = RepairPlanner(local, output.remote, identity, described)
-    storage = open_storage(text, forward, output, identity, described, repair)
+        repair = RepairPlanner(local, output.remote, identity, facts)
+    storage = open_storage(text, forward, output, identity, facts, repair)
     documents, batches = text.open(storage, watchdog)
     job = Job(host, forward, folders, storage, text, documents, batches, repair)
     return job, fingerprint(config, forward, identity, dataset.files.files)
@@ -236,7 +237,7 @@ def model_request(config: Config) -> ModelRequest:
         mesh_shape=config.mesh_shape,
         mesh_axes=config.mesh_axes,
         every_device=config.use_data_parallel,
-        keep_weights=not config.multihost,  # the hosts of a pod may need parts of them only
+        keep_weights=not config.multihost,  # a host of a pod may need only parts of them
     )
 
 
@@ -252,8 +253,8 @@ def check_dropped(token_ids: Sequence[int], vocabulary: int) -> None:
 
 def _with_demo(config: Config, folder: Path, families: Families) -> Config:
     """Makes the demo's model and documents in `folder`; returns the configuration with them."""
-    family, model_config = families.of(MODEL_CONFIG)
-    build_model(family, model_request(config), model_config)  # checks
+    family, model_config = families.parse_config(MODEL_CONFIG)
+    build_model(family, model_request(config), model_config)  # this checks the flags
     log.info("demo: making a tiny Qwen2 model and sample documents")
     model, documents = make_demo(folder, families)
     return replace(config, model_path=str(model), dataset_path=str(documents))
@@ -277,7 +278,7 @@ def open_storage(
     forward: Forward,
     output: Output,
     identity: Identity,
-    described: dict[str, Any],
+    facts: dict[str, Any],
     repair: RepairPlanner | None,
 ) -> ActivationStorage:
     """Opens the output for this run. Raises InputError if nothing may be added to it."""
@@ -298,7 +299,7 @@ def open_storage(
         identity,
         output.remote,
         RunFacts(
-            metadata=described,
+            metadata=facts,
             hooks={key: hook.facts(sizes) for key, hook in forward.hooks.items()},
             sources=text.dataset.files,
         ),

@@ -40,11 +40,8 @@ from activation_extraction.text.samples import load_tokenizer, samples
 OTHER_TEXT = "the data set now gives other tokens than those that are stored"
 
 
-def load_again(
-    families: Families,
-    request: ModelRequest,
-    dataset_path: str | None,
-    metadata: dict[str, Any],
+def load_for_recomputing(
+    families: Families, request: ModelRequest, dataset_path: str | None, metadata: dict[str, Any]
 ) -> Recompute:
     """Returns a function that recomputes samples, in a `Recompute`.
 
@@ -77,13 +74,13 @@ def load_again(
 
     def recompute(chosen: list[Chosen]) -> list[dict[str, np.ndarray] | str]:
         stored = [np.asarray(sample.row.token_ids) for sample in chosen]
-        whole = stored if texts is None else texts.whole(chosen)
-        computed = _compute(forward, step, [ids for ids in whole if ids is not None])
+        token_ids = stored if texts is None else texts.all_token_ids(chosen)
+        computed = _compute(forward, step, [ids for ids in token_ids if ids is not None])
         return [
             OTHER_TEXT
             if ids is None
             else {name: values[sample.row.positions] for name, values in next(computed).items()}
-            for sample, ids in zip(chosen, whole, strict=True)
+            for sample, ids in zip(chosen, token_ids, strict=True)
         ]
 
     return Recompute(jax.default_backend(), recompute)
@@ -96,11 +93,9 @@ def _compute(
     for batch in pack(samples_of(token_ids), *forward.shape):
         with device_errors():
             activations = forward.receive(step(batch, [False] * 3)[0])
-        for at in batch.samples:
-            yield {
-                str(name): values[at.row, at.start : at.stop]
-                for name, values in activations.items()
-            }
+        for placed in batch.samples:
+            where = placed.row, slice(placed.start, placed.stop)
+            yield {str(name): values[where] for name, values in activations.items()}
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ class _Texts:
     tokenizer: Tokenizer
     identity: Identity
 
-    def whole(self, chosen: Sequence[Chosen]) -> list[np.ndarray | None]:
+    def all_token_ids(self, chosen: Sequence[Chosen]) -> list[np.ndarray | None]:
         """Returns all token ids of every sample; None if its kept ones are not the stored ones."""
         groups: dict[Any, list[Chosen]] = defaultdict(list)
         for sample in chosen:
@@ -128,17 +123,16 @@ class _Texts:
         documents = DocumentStream(
             self.dataset.rows, identity.text_column, group[0].worker, identity.skip_bad_rows
         )
-        found = {}
-        stream = samples(documents, self.tokenizer, identity.max_seq_length, start=group[0].start)
-        for sample in stream:
+        token_ids, length = {}, identity.max_seq_length
+        for sample in samples(documents, self.tokenizer, length, start=group[0].start):
             if (row := wanted.get(sample.sample_idx)) is not None:
                 positions = choice.kept(sample.sample_idx, sample.token_ids)
                 same = np.array_equal(sample.token_ids[positions], np.asarray(row.token_ids))
                 if same and np.array_equal(positions, row.positions):
-                    found[sample.sample_idx] = sample.token_ids
+                    token_ids[sample.sample_idx] = sample.token_ids
             if sample.sample_idx >= max(wanted):
                 break
-        return found
+        return token_ids
 
 
 def _open_texts(
@@ -148,15 +142,16 @@ def _open_texts(
 
     dataset_path: where the data set is now; None: where the run had it.
     """
-    identity, asked = identity_of(metadata, METADATA), metadata["configuration"]
+    identity, configuration = identity_of(metadata, METADATA), metadata["configuration"]
     files = checkpoint.tokenizer_files()
     if digest_files(files) != identity.tokenizer_digest:
         raise InputError(
             f"--model_path {checkpoint.model_path}: its tokenizer is not the one of the stored "
             "activations"
         )
-    path = dataset_path or asked["dataset_path"]
-    dataset = open_dataset({**asked, "dataset_path": path}, identity.text_column, own=[metadata])
+    path = dataset_path or configuration["dataset_path"]
+    configuration = {**configuration, "dataset_path": path}
+    dataset = open_dataset(configuration, identity.text_column, own=[metadata])
     if (dataset.name, dataset.content) != (identity.data, identity.data_revision):
         raise InputError(f"--dataset_path {path}: is not the data set that the run has read")
     return _Texts(dataset, load_tokenizer(files, checkpoint.model_path, vocabulary), identity)

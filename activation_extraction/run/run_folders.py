@@ -71,19 +71,18 @@ class RunFolders:
         Beside this run's folders, their samples would count twice. A folder of another machine is
         stale only if this run has no such machine.
         """
-        worker, found = self.worker, []
+        worker, stale = self.worker, []
         for in_bucket, root in enumerate(self.roots):
             hosts = (replace(worker, host=host) for host in range(worker.hosts))
             own = {folder_name(host, bool(in_bucket)) for host in hosts}
-            named = host_folders(root.folders()).items()
-            stale = [
+            names = [
                 name
-                for name, at in named
-                if at.machine == worker.machine or at.machine >= worker.machines
+                for name, folder in host_folders(root.folders()).items()
+                if folder.machine == worker.machine or folder.machine >= worker.machines
             ]
-            folders = [root.child(name) for name in ("", *stale) if name not in own]
-            found += [folder for folder in folders if own_files(folder.files())]
-        return found
+            others = [root.child(name) for name in ("", *names) if name not in own]
+            stale += [folder for folder in others if own_files(folder.files())]
+        return stale
 
     def check_stale_folders(self, overwrite: bool) -> list[Folder]:
         """Returns the stale folders. Raises InputError if there are any, unless `overwrite` is set.
