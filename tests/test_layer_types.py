@@ -95,7 +95,7 @@ OF_B = dataclasses.replace(
 
 
 def test_a_hook_that_a_layer_lacks_is_neither_listed_nor_taken(five):
-    table = OF_B.of(mixed(five.config).layer_types)
+    table = OF_B.for_layer_types(mixed(five.config).layer_types)
     listed = [hook.layer for hook in table.all_hooks(5) if hook.kind.name.endswith("mlp.hook_pre")]
     assert listed == [1, 2, 4]
     assert [*table.matching(["blocks.*.mlp.hook_pre"], 5)] == [
@@ -103,7 +103,7 @@ def test_a_hook_that_a_layer_lacks_is_neither_listed_nor_taken(five):
     ]
     with pytest.raises(InputError, match="blocks.3.mlp.hook_pre: layer 3 is of type a and has no"):
         table.matching(["blocks.3.mlp.hook_pre"], 5)
-    assert len(OF_B.of(("a", "a")).kinds) == len(HOOKS.kinds) - 3
+    assert len(OF_B.for_layer_types(("a", "a")).kinds) == len(HOOKS.kinds) - 3
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ class Checkpoint:
         cache = Path(constants.HF_HUB_CACHE)
         size, free = self._sizes.get(name, 0), shutil.disk_usage(cache).free
         if size > free:
-            text = "%s has %.3g GB, but %s only %.3g GB free: it is read straight into memory"
+            text = "%s takes %.3g GB, but %s has only %.3g free: it is read straight into memory"
             log.warning(text, name, size / 1e9, cache, free / 1e9)
         return size <= free
 

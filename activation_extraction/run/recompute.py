@@ -146,12 +146,12 @@ def _open_texts(
     files = checkpoint.tokenizer_files()
     if digest_files(files) != identity.tokenizer_digest:
         raise InputError(
-            f"--model_path {checkpoint.model_path}: its tokenizer is not the one of the stored "
-            "activations"
+            f"--model_path {checkpoint.model_path}: its tokenizer is not the one that the stored "
+            "activations came from"
         )
     path = dataset_path or configuration["dataset_path"]
     configuration = {**configuration, "dataset_path": path}
     dataset = open_dataset(configuration, identity.text_column, own=[metadata])
     if (dataset.name, dataset.content) != (identity.data, identity.data_revision):
-        raise InputError(f"--dataset_path {path}: is not the data set that the run has read")
+        raise InputError(f"--dataset_path {path}: is not the data set that the run read")
     return _Texts(dataset, load_tokenizer(files, checkpoint.model_path, vocabulary), identity)

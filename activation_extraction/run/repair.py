@@ -88,7 +88,7 @@ class RepairPlanner:
         good = {shard.commit.number for shard in checked if not shard.problems}
         ranges = find_gaps(stored, good, self.identity.total_machines * self.identity.num_hosts)
         commits = [stored.commits[number] for number in sorted(good)]
-        obsolete = tuple(self._unknown(ranges))
+        obsolete = tuple(self._obsolete_files(ranges))
         # A repair that was killed leaves a complete run with wrong totals.
         metadata = before.metadata
         finished = metadata is not None and metadata["status"] == "complete"
@@ -132,11 +132,11 @@ class RepairPlanner:
         else:
             refuse_moved(where, stored, "repair them there")
 
-    def _unknown(self, ranges: tuple[ShardRange, ...]) -> Iterator[str]:
-        """Yields the files of shards of an unknown length at the end of an unfinished run.
+    def _obsolete_files(self, ranges: tuple[ShardRange, ...]) -> Iterator[str]:
+        """Yields the files of those last shards of an unfinished run whose JSON is damaged.
 
-        Their JSON files are damaged, so nothing says where they end. They count as not stored, and
-        the run makes them when it continues.
+        Nothing says where these shards end. They count as not stored, and the run makes them when
+        it continues.
         """
         numbers = {number_of(name) for name in self._before.damaged if name != METADATA}
         numbers -= {n for n in numbers for r in ranges if r.first <= n <= (r.last or 0)}
