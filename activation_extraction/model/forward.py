@@ -181,24 +181,20 @@ def check_hooks(hooks: Iterable[Hook], sizes: dict[str, int], dtype: Any) -> Non
 
 
 def choose_layout(
-    family: ModelFamily,
-    request: ModelRequest,
-    unsharded: HookedModel,
-    devices: list[Any],
-    hosts: int,
+    family: ModelFamily, request: ModelRequest, model: HookedModel, devices: list[Any], hosts: int
 ) -> Layout:
     """Returns the mesh for a model that has no mesh yet. Raises InputError."""
-    config, total_rows = unsharded.config, request.rows * hosts
+    config, total_rows = model.config, request.rows * hosts
     smallest_model = 1
     if request.mesh_type == "auto":
         sizes = config.sizes_with(request.length)
-        widths = sum(hook.kind.width(sizes) for hook in unsharded.hooks)
+        widths = sum(hook.kind.width(sizes) for hook in model.hooks)
         smallest_model = smallest_model_axis(
             len(devices),
             total_rows,
-            weights=sum(math.prod(s.shape) for s in family.weight_table(unsharded).values()),
+            weights=sum(math.prod(s.shape) for s in family.weight_table(model).values()),
             captured=total_rows * request.length * widths,
-            itemsize=jnp.dtype(unsharded.dtype).itemsize,
+            itemsize=jnp.dtype(model.dtype).itemsize,
         )
     shape, remark = choose_shape(
         request.mesh_type,
