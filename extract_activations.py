@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-# Before the libraries are imported: `datasets` would load PyTorch wherever it is installed, and
-# transformers would warn that it has none.
+# These are set before the libraries are imported: otherwise `datasets` would load PyTorch wherever
+# it is installed, and transformers would warn that it has none.
 os.environ.setdefault("USE_TORCH", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-# What is imported stays, so the garbage collector finds nothing; but looking for it takes a quarter
-# of the time.
+# Modules stay in memory, so the garbage collector would find nothing while they are imported, and
+# its search would take a quarter of the time.
 gc.disable()
 
 import jax
@@ -44,28 +44,26 @@ from activation_extraction.run.hosts import (
     Lockstep,
     Watchdog,
     any_host,
+    explain_abort,
     join,
-    last_words,
     leave,
-    one_behind,
-    together,
+    one_step_behind,
+    raise_together,
 )
 from activation_extraction.run.prepare import Job, model_request, prepare_together
-from activation_extraction.run.recompute import load_again
+from activation_extraction.run.recompute import load_for_recomputing
 from activation_extraction.run.summary import (
-    continue_with,
-    kept_nothing,
+    how_to_continue,
     list_hooks,
+    make_progress,
+    no_token_kept,
     print_summary,
-    progress_of,
 )
 from activation_extraction.text.batch import Batch
 from qwen2_jax_with_hooks import FAMILIES
 
 gc.freeze()
 gc.enable()
-
-NO_REPAIR = "no shard needs repair"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_logging(config.verbose, config.machine_id, config.host_id if config.multihost else 0)
         if config.list_hooks:
             return show_hooks(config)
-        return look_back(config) if config.looking else run(config)
+        return inspect_output(config) if config.looking else run(config)
 
     return exit_status(begin)
 
@@ -84,12 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Config) -> int:
     """Runs one extraction from beginning to end; returns the exit status."""
     if config.machine_from is not None:
-        of_how_many = config.machine_id, config.total_machines, config.machine_from
-        log.info("machine %d of %d (%s)", *of_how_many)
+        machine, count = config.machine_id, config.total_machines
+        log.info("machine %d of %d (%s)", machine, count, config.machine_from)
     host = join_hosts(config)
     watchdog = Watchdog(config.stall_timeout)
-    remedy = continue_with(host.count, config.overwrite)
-    with last_words(host, f"committed shards are safe; {remedy}"):
+    remedy = how_to_continue(host.count, config.overwrite)
+    with explain_abort(host, f"committed shards are safe; {remedy}"):
         with device_errors():
             job = prepare_together(config, host, FAMILIES, watchdog)
         clock, signaled = Clock(), 0
@@ -97,7 +95,8 @@ def run(config: Config) -> int:
             if any_host(host, [not job.storage.complete])[0]:
                 complete, signaled = compute(config, job, clock, watchdog)
             else:
-                log.info(NO_REPAIR if config.repair else "everything has been computed already")
+                nothing_to_do = "everything has been computed already"
+                log.info("no shard needs repair" if config.repair else nothing_to_do)
                 finish(job, clock, complete=True)
                 complete = True
         except RunError as error:
@@ -108,9 +107,9 @@ def run(config: Config) -> int:
                 remedy=error.remedy or remedy,
             ) from error
         print_summary(job, clock, complete, config.verbose)
-        nothing = complete and kept_nothing(job)
+        nothing_stored = complete and no_token_kept(job)
         leave(host)
-    if nothing:
+    if nothing_stored:
         raise RunError(
             f"no token was stored: no sample has a token that is kept ({job.text.choice})",
             remedy="start anew with another choice and --overwrite",
@@ -128,16 +127,16 @@ def compute(config: Config, job: Job, clock: Clock, watchdog: Watchdog) -> tuple
     with job.storage, stop_on_signals() as stopped:
         try:
             with device_errors(), watchdog:
-                progress = progress_of(job, config.log_every)
+                progress = make_progress(job, config.log_every)
                 steps = extract(job, step, progress, clock, watchdog, stopped)
         except KeyboardInterrupt:  # the second Ctrl-C: do not wait for uploads
             job.storage.close()
             raise
-        if stopped() and (left := job.storage.bytes_waiting):
+        if stopped() and (waiting := job.storage.bytes_waiting):
             log.info(
                 "stopping; %.2f GB wait to be stored, in order; what is not stored when this "
                 "process is killed is computed again",
-                left / 1e9,
+                waiting / 1e9,
             )
         with device_errors():
             finish(job, clock, steps.complete, steps.failure)
@@ -152,22 +151,22 @@ def start_together(job: Job, overwrite: bool, watchdog: Watchdog) -> tuple[Step,
     """
     failure: Exception | None = None
     storage = job.storage
-    found = storage.cursor, storage.complete
+    progress = storage.cursor, storage.complete
     try:
         step = compile_step(job.forward)
         if overwrite:
             job.folders.remove_others()
         storage.open()
-        if (storage.cursor, storage.complete) != found:
+        if (storage.cursor, storage.complete) != progress:
             log.info(
                 "another process has written to %s in the meantime; stored there: %s",
                 job.where,
                 counted(storage.plan.samples, "sample"),
             )
             job = job.with_text_reopened(watchdog)
-    except Exception as error:  # whatever it is, the other hosts must not wait for this one
+    except Exception as error:  # the other hosts must not wait for this one
         failure = error
-    together(job.host, failure)
+    raise_together(job.host, failure)
     return step, job
 
 
@@ -179,7 +178,7 @@ def extract(
     watchdog: Watchdog,
     stopped: Callable[[], int],
 ) -> Lockstep:
-    """The loop over batches: one step computes while the one before it is copied and stored.
+    """Runs the loop over batches: a step computes while the one before is copied and stored.
 
     Returns how the steps ended: whether the data was used up, and what failed.
     """
@@ -192,7 +191,7 @@ def extract(
 
     storing = True
     try:
-        for batch, activations, votes in one_behind(map(start, steps)):
+        for batch, activations, votes in one_step_behind(map(start, steps)):
             with clock.measure("compute"):
                 jax.block_until_ready(activations)
             if batch is not None and storing:
@@ -206,10 +205,10 @@ def extract(
                     flops = job.forward.model.flops(batch.lengths)
                     progress.advance(added, batch.num_tokens, flops, kept)
                     log.debug("step %d: %d samples", progress.steps, len(batch.samples))
-                except Exception as error:  # raised at the end, once all hosts have stopped
+                except Exception as error:  # it is raised once all hosts have stopped
                     steps.fail(error)
                     storing = False  # nothing may be stored after a gap
-            watchdog.alive()
+            watchdog.reset()
             steps.learn(np.asarray(votes))
     finally:
         try:
@@ -226,30 +225,30 @@ def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = N
         with clock.measure("store"):
             counts = job.documents.counts
             job.storage.finalize(done, *((counts.skipped, counts.empty) if done else ()))
-    except Exception as error:  # as in start_together
+    except Exception as error:  # the other hosts must not wait for this one
         failure = failure or error
-    together(job.host, failure)
+    raise_together(job.host, failure)
 
 
 def show_hooks(config: Config) -> int:
-    """--list_hooks: prints the hooks of the model that the flags name; reads only config.json."""
+    """Prints the hooks of the model that the flags name (--list_hooks); reads only config.json."""
     if config.demo:
-        _, model = FAMILIES.of(MODEL_CONFIG)
+        _, model = FAMILIES.parse_config(MODEL_CONFIG)
     else:
         checkpoint = Checkpoint(config.model_path, config.model_revision)
-        _, model = FAMILIES.read(checkpoint.file("config.json"))
+        _, model = FAMILIES.read_config(checkpoint.file("config.json"))
     stored = choose_dtypes(model_request(config))[1]
     rule, length = config.positions, config.max_seq_length
     say(*list_hooks(hook_table(model), model, stored, rule, length))
     return 0
 
 
-def look_back(config: Config) -> int:
-    """--status, --verify, --report, --export: looks at what is stored; returns the exit status."""
+def inspect_output(config: Config) -> int:
+    """Looks at what is stored for --status, --verify, --report or --export; returns the status."""
     load = None
     if config.verify_samples:
         use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)
-        load = partial(load_again, FAMILIES, model_request(config), config.dataset_path)
+        load = partial(load_for_recomputing, FAMILIES, model_request(config), config.dataset_path)
     return look(config, load)
 
 

@@ -1,4 +1,4 @@
-"""Qwen models in Flax: their modules, and where each weight comes from.
+"""Qwen models in Flax: this file has their modules and says where each weight comes from.
 
 The parameter tree mirrors the names and the orientation of the Hugging Face checkpoint. Its tensor
 `model.layers.7.self_attn.q_proj.weight` becomes row 7 of `layers/self_attn/q_proj/weight`: layers
@@ -6,12 +6,12 @@ are stacked for `scan`, and the flat head axis is split in two. So every module 
 once (shape and logical axes) and `weight_table` derives the rest. weights.py reads the files,
 mesh.py shards, and qwen2_jax_with_hooks.py captures activations.
 
-Letters: B rows, T tokens per row, D hidden, N query heads, K key/value heads, H head size,
-F MLP width, V vocabulary, L layers. Of layers with experts: E experts, X experts of a token,
-M width of an expert, P width of the shared one, R the router's outputs (E, but never split), U one.
+Letters: B rows, T tokens per row, D hidden, N query heads, K key/value heads, H head size, F MLP
+width, V vocabulary, L layers. Of layers with experts: E experts, X experts of a token, M width of
+an expert, P width of the shared one, R the router's outputs (E, but never split), U one.
 
-What the families differ in is said by the configuration, and by their entries in `FAMILIES` at the
-end of qwen2_jax_with_hooks.py.
+The configuration says in what the families differ, and so do their entries in `FAMILIES` at the end
+of qwen2_jax_with_hooks.py.
 
 References: `transformers.models.qwen2.modeling_qwen2`, and the same of qwen3, qwen2_moe, qwen3_moe,
 qwen3_5 and qwen3_5_moe, and the reports (arXiv:2407.10671, arXiv:2505.09388).
@@ -46,11 +46,11 @@ from activation_extraction.model.layers import (
 )
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import DENSE, LINEAR, SPARSE, QwenConfig
-from activation_extraction.model.weights import Share, WeightSpec
+from activation_extraction.model.weights import TensorSlice, WeightSpec
 
 
 class Embedding(nn.Module):
-    """Token embedding: (B, T) int32 -> (B, T, D)."""
+    """Embeds tokens: (B, T) int32 -> (B, T, D)."""
 
     config: QwenConfig
     dtype: Any
@@ -64,7 +64,7 @@ class Embedding(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention, with the biases, norms and gates that the configuration asks for.
+    """This is grouped-query attention, with the biases, norms and gates of the configuration.
 
     With gates, q_proj gives each head its query and then its gate.
     """
@@ -118,16 +118,19 @@ class SelfAttention(nn.Module):
 def _attend(
     layout: Layout, window: int | None, slides: Array | None, attention: Attention, *inputs: Array
 ) -> Array:
-    """slides: whether this layer has the window; None in a model without any."""
-    everything = partial(layout.attend, attention)
+    """Attends with or without the window.
+
+    slides: whether this layer has the window; None in a model without any.
+    """
+    full = partial(layout.attend, attention)
     if slides is None:
-        return everything(*inputs)
+        return full(*inputs)
     windowed = partial(layout.attend, partial(attention, window=window))
-    return jax.lax.cond(slides, windowed, everything, *inputs)
+    return jax.lax.cond(slides, windowed, full, *inputs)
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
+    """This is SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
 
     config: QwenConfig
     dtype: Any
@@ -148,7 +151,7 @@ class MLP(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A few of many experts for each token, and one that all tokens share if the model has it."""
+    """Each token goes through a few of many experts, and a shared one if the model has it."""
 
     config: Any
     dtype: Any
@@ -163,15 +166,16 @@ class SparseMLP(nn.Module):
             self.shared_expert_gate = Linear(self.config, "D->U", dtype=self.dtype)
 
     def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Out]:
-        count, sizes = self.config.experts.count, self.config.experts
+        experts = self.config.experts
         logits = self.gate(x).astype(self.dtype)
-        weights, chosen = route(logits, sizes.per_token, sizes.renormalise)
+        weights, chosen = route(logits, experts.per_token, experts.renormalise)
         out: Out = {"logits": logits, "chosen": chosen}
-        out["weights"] = partial(scattered, weights, chosen, count)
-        needed = jnp.where(segment_ids[..., None] > 0, chosen, count)  # padding needs no expert
+        out["weights"] = partial(scattered, weights, chosen, experts.count)
+        # Padding needs no expert.
+        needed = jnp.where(segment_ids[..., None] > 0, chosen, experts.count)
         y = self.layout.constrain(self.experts(x, weights, needed), *STREAM)
         out["routed"] = y
-        if sizes.shared_width:
+        if experts.shared_width:
             shared, out["shared"] = self.shared_expert(x)
             share = out["shared_share"] = self.shared_expert_gate(x)
             y = y + jax.nn.sigmoid(share) * shared.astype(jnp.float32)
@@ -180,9 +184,9 @@ class SparseMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One block. Returns the residual stream after it, and the intermediates that hooks name.
+    """A layer returns the residual stream after it, and the intermediates that hooks name.
 
-    type_: of the layer, in the configuration's words: what is before its MLP, and what that is.
+    type_: in the configuration's words, what is before the layer's MLP, and what that MLP is.
     """
 
     config: QwenConfig
@@ -192,15 +196,15 @@ class DecoderLayer(nn.Module):
     type_: str = DENSE
 
     def setup(self) -> None:
-        shared, words = (self.config, self.dtype), self.type_.split()
-        self.input_layernorm = RMSNorm(*shared)
+        config, dtype, words = self.config, self.dtype, self.type_.split()
+        self.input_layernorm = RMSNorm(config, dtype)
         if LINEAR in words:
-            self.linear_attn = GatedDeltaNet(*shared, self.layout)
+            self.linear_attn = GatedDeltaNet(config, dtype, self.layout)
         else:
-            self.self_attn = SelfAttention(*shared, self.kernels.attention, self.layout)
-        self.post_attention_layernorm = RMSNorm(*shared)
+            self.self_attn = SelfAttention(config, dtype, self.kernels.attention, self.layout)
+        self.post_attention_layernorm = RMSNorm(config, dtype)
         mlp = partial(SparseMLP, grouped=self.kernels.experts) if SPARSE in words else MLP
-        self.mlp = mlp(*shared, layout=self.layout)
+        self.mlp = mlp(config, dtype, layout=self.layout)
 
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, slides: Array | None
@@ -219,13 +223,13 @@ class DecoderLayer(nn.Module):
 
 
 def decoder(config: QwenConfig, dtype: Any, kernels: Kernels, layout: Layout) -> Decoder:
-    """The layers, as functions of their parameters."""
+    """Returns the layers as functions of their parameters."""
     layer = partial(DecoderLayer, config, dtype, kernels, layout, parent=None)
     return Decoder(config, {type_: layer(type_=type_) for type_ in config.layer_types})
 
 
 class Qwen2(nn.Module):
-    """The whole language model: token ids to next-token logits."""
+    """The whole language model maps token ids to next-token logits."""
 
     config: QwenConfig
     dtype: Any = jnp.float32
@@ -238,7 +242,7 @@ class Qwen2(nn.Module):
 
     @nn.compact
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> Array:
-        """Inputs are (B, T) int32. Returns float32 logits (B, T, V), meaningless for padding."""
+        """Returns float32 logits (B, T, V), which mean nothing for padding; inputs are (B, T)."""
         layers = decoder(self.config, self.dtype, self.kernels, self.layout)
         params = self.param("layers", layers.init, self.whole_layers)
         rotary = rotary_table(positions, self.config)
@@ -248,15 +252,15 @@ class Qwen2(nn.Module):
 
         x = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")(token_ids)
         if not self.is_initializing():
-            x = layers.scan(layers.of(params), block, x)
+            x = layers.scan(layers.stacked(params), block, x)
         x, _ = RMSNorm(self.config, self.dtype, name="norm")(x)
         return Linear(self.config, "D->V", dtype=self.dtype, name="lm_head")(x)
 
 
 def weight_table(model: nn.Module, tensors: Iterable[str] = ()) -> dict[Path, WeightSpec]:
-    """Parameter path -> shape, logical axes and checkpoint tensors, for every weight of `model`.
+    """Returns parameter path -> shape, logical axes and checkpoint tensors of all weights.
 
-    Works for any module that follows this file's naming, and computes and allocates nothing.
+    It works for any module that follows this file's naming, and computes and allocates nothing.
     tensors: the names in the checkpoint, which say whether experts are fused. The stacked layers
     beyond `model.whole_layers`, which make the stages of a pipeline equally long, have no tensors.
     """
@@ -273,7 +277,7 @@ def _weight(
     shape: tuple[int, ...],
     axes: tuple[str, ...],
     model: nn.Module,
-    renamed: Mapping[str, tuple[str, Share | None]],
+    renamed: Mapping[str, tuple[str, TensorSlice | None]],
 ) -> WeightSpec:
     config, last = model.config, model.whole_layers
     if path == ("lm_head", "weight") and not config.tie_word_embeddings:
@@ -287,44 +291,44 @@ def _weight(
         if mixed:
             inside = path[2:]
         layers = [k for k in range(last) if not mixed or types[k] == path[1]]
-    tensor, share = renamed.get(".".join(inside), (".".join(inside), None))
+    tensor, tensor_slice = renamed.get(".".join(inside), (".".join(inside), None))
     names = [f"{config.prefix}layers.{k}.{tensor}" for k in layers]
-    apart = "{}" in tensor  # a tensor for each expert
-    if apart:
+    per_expert = "{}" in tensor
+    if per_expert:
         names = [name.format(e) for name in names for e in range(config.experts.count)]
-    return WeightSpec(shape, axes, tuple(names), (path[0] == "layers") + apart, share)
+    stacked = (path[0] == "layers") + per_expert
+    return WeightSpec(shape, axes, tuple(names), stacked, tensor_slice)
 
 
-def _renamed(config: QwenConfig, fused: bool) -> dict[str, tuple[str, Share | None]]:
-    """The parameters of a layer whose tensors have other names: name -> tensor's name and share.
+def _renamed(config: QwenConfig, fused: bool) -> dict[str, tuple[str, TensorSlice | None]]:
+    """Returns the parameters of a layer whose tensors have other names: name -> tensor, slice.
 
     fused: whether all experts of a layer have one tensor; else "{}" stands for the expert.
     """
-    found: dict[str, tuple[str, Share | None]] = {}
+    renamed: dict[str, tuple[str, TensorSlice | None]] = {}
     if config.delta is not None:
         keys, values = config.delta.key_heads * config.delta.key_size, config.sizes["O"]
-        for part, start in (("q", 0), ("k", keys), ("v", 2 * keys)):
-            share = Share(0, start, 2 * keys + values)
+        for letter, start in (("q", 0), ("k", keys), ("v", 2 * keys)):
+            tensor_slice = TensorSlice(0, start, 2 * keys + values)
             for own, shared in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
-                name = f"linear_attn.{own}_{part}.weight"
-                found[name] = f"linear_attn.{shared}.weight", share
+                name = f"linear_attn.{own}_{letter}.weight"
+                renamed[name] = f"linear_attn.{shared}.weight", tensor_slice
     if config.experts is not None:
         width = config.experts.width
-        both = "mlp.experts.gate_up_proj"
-        for part, in_fused in (
-            ("gate_proj", (both, Share(1, 0, 2 * width))),
-            ("up_proj", (both, Share(1, width, 2 * width))),
+        for projection, in_fused in (
+            ("gate_proj", ("mlp.experts.gate_up_proj", TensorSlice(1, 0, 2 * width))),
+            ("up_proj", ("mlp.experts.gate_up_proj", TensorSlice(1, width, 2 * width))),
             ("down_proj", ("mlp.experts.down_proj", None)),
         ):
-            apart = f"mlp.experts.{{}}.{part}.weight", None
-            found[f"mlp.experts.{part}.weight"] = in_fused if fused else apart
-    return found
+            per_expert = f"mlp.experts.{{}}.{projection}.weight", None
+            renamed[f"mlp.experts.{projection}.weight"] = in_fused if fused else per_expert
+    return renamed
 
 
 def convert_hf_to_jax_weights(
     hf_weights: Mapping[str, np.ndarray], model: nn.Module, dtype: Any = jnp.float32
 ) -> dict[str, Any]:
-    """Hugging Face tensors in memory -> the parameters of `model`, as NumPy arrays.
+    """Turns Hugging Face tensors in memory into the parameters of `model`, as NumPy arrays.
 
     For checkpoints on disk use `activation_extraction.model.weights`, which never loads them whole.
     Raises InputError if a tensor is missing or has the wrong shape.
@@ -338,4 +342,4 @@ def convert_hf_to_jax_weights(
         for name in spec.hf_names:
             shape = np.shape(hf_weights[name]) if name in hf_weights else None
             spec.check(name, shape, "hf_weights")
-    return unflatten_dict({path: spec.assemble(read, dtype) for path, spec in table.items()})
+    return unflatten_dict({path: spec.read_whole(read, dtype) for path, spec in table.items()})

@@ -1,4 +1,4 @@
-"""The hooked model, which computes the values that hooks ask for, and the families of models.
+"""This file has the hooked model, which computes the values at hooks, and the model families.
 
 `FAMILIES` at the end says of each family what its config.json means. To add a kind of hook, add a
 row to the table of kinds in hooks.py, and a line to the module of qwen2_jax.py that computes it.
@@ -18,7 +18,7 @@ from activation_extraction.model.capture import Buffers, Capture, Plan
 from activation_extraction.model.decoder import Decoder, Layers, Path, stage_length
 from activation_extraction.model.family import Families, ModelFamily
 from activation_extraction.model.hooks import HOOKS as HOOKS
-from activation_extraction.model.hooks import KINDS, Hook, HookKind
+from activation_extraction.model.hooks import KINDS, Hook
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
 from activation_extraction.model.mesh import RULES, Layout
@@ -34,18 +34,18 @@ from activation_extraction.model.model_config import (
 )
 from qwen2_jax import Embedding, Qwen2, decoder, weight_table
 
-# What a layer computes before its attention, or before the recurrence in its place.
+# A layer computes these before its attention, or before the recurrence in its place.
 VALUES = [value for _, _, _, value, _, _ in KINDS]
 BEFORE_ATTENTION = frozenset(VALUES[: VALUES.index("attn.pattern")])
 BEFORE_ATTENTION -= {f"linear_attn.{name}" for name in ("recurrence_out", "gated", "out")}
 
-# A kind in the loop costs each layer a write, and an exchange of what is split over devices; a
-# layer after the loop takes time to compile.
+# A kind in the loop costs each layer a write, and an exchange of values that are split over
+# devices; a layer after the loop takes time to compile.
 MOST_KINDS_OF_ONE_LAYER = 2
 
 
 class HookedQwen2(nn.Module):
-    """The part of a model that the hooks need. Returns the values at the hooks.
+    """The hooked model runs the part of a model that the hooks need and returns their values.
 
     Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. Layers run in a loop. The last
     layer follows the loop if the hooks need only a part of it, or the final norm, or many kinds
@@ -64,35 +64,35 @@ class HookedQwen2(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """How many layers run; the last one perhaps only in part."""
+        """Returns how many layers run; the last one may run only in part."""
         return self.hooks[-1].layer + 1
 
     @property
     def whole_layers(self) -> int:
-        """How many layers run in the loop."""
+        """Returns how many layers run in the loop."""
         return self.num_layers - (self.last_layer is not None)
 
     @property
     def last_layer(self) -> frozenset[Path] | None:
-        """The parameters of the layer after the loop; None if there is no such layer."""
+        """Returns the parameters of the layer after the loop; None if there is no such layer."""
         if self.stages > 1:
             return None
         last = {hook.kind for hook in self.hooks if hook.layer == self.num_layers - 1}
         others = {hook.kind for hook in self.hooks if hook.layer < self.num_layers - 1}
-        apart = len(last - others) > MOST_KINDS_OF_ONE_LAYER
+        separate = len(last - others) > MOST_KINDS_OF_ONE_LAYER
         values = frozenset(kind.value for kind in last)
-        return _last_layer(self.config, self.num_layers - 1, values, apart)
+        return _last_layer(self.config, self.num_layers - 1, values, separate)
 
     @property
     def layers_per_stage(self) -> int:
         return stage_length(self.config.layer_types[: self.whole_layers], self.stages)
 
     def micro_batches(self, rows: int) -> int:
-        """How many pass through the pipeline in a step, each one row per data-parallel device."""
+        """Returns how many micro-batches a step has, each with one row per data-parallel device."""
         return max(rows // self.layout.size(*RULES["batch"]), 1)
 
     def flops(self, lengths: Sequence[int]) -> float:
-        """The floating-point operations for samples of these lengths."""
+        """Returns the floating-point operations for samples of these lengths."""
         total = 0.0
         for layer in range(self.num_layers):
             paths, attends = None, True
@@ -105,7 +105,7 @@ class HookedQwen2(nn.Module):
 
     @nn.compact
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> dict[int, Array]:
-        """Inputs are (B, T) int32. Returns {width: (hooks of that width, B, T, width)}.
+        """Returns {width: (hooks of that width, B, T, width)}. Inputs are (B, T) int32.
 
         Values have activation_dtype; hooks of one width are in the order of `hooks`.
         """
@@ -116,11 +116,11 @@ class HookedQwen2(nn.Module):
             length = self.layers_per_stage
             params["layers"] = self.param("layers", layers.init, length, self.stages)
         if self.last_layer:
-            which = self.whole_layers, self.last_layer
-            params["last_layer"] = self.param("last_layer", layers.init_part, *which)
+            number, paths = self.whole_layers, self.last_layer
+            params["last_layer"] = self.param("last_layer", layers.init_partial, number, paths)
         if self.is_initializing():
             x = embed(token_ids)
-            if any(_is_final(hook.kind) for hook in self.hooks):
+            if any(_is_final(hook.kind.value) for hook in self.hooks):
                 norm(x)
             return {}
         run = self._scanned if self.stages == 1 else self._pipelined
@@ -134,10 +134,10 @@ class HookedQwen2(nn.Module):
         return Capture(self.hooks, sizes, self.activation_dtype, self.layout)
 
     def _keep(self, capture: Capture, plan: Plan, norm: RMSNorm) -> Callable[[Out], list[Array]]:
-        """The function that picks what is captured from a layer's intermediates."""
+        """Returns a function that picks what is captured from a layer's intermediates."""
 
         def keep(out: Out) -> list[Array]:
-            if any(_is_final(kind) for kind in plan.kinds):
+            if any(_is_final(kind.value) for kind in plan.kinds):
                 out = out | {"final": norm(out["resid_post"])[1]}
             return capture.bits_of(plan.kinds, out)
 
@@ -155,14 +155,14 @@ class HookedQwen2(nn.Module):
         if whole:
             with jax.named_scope("layers"):
                 keep = self._keep(capture, inside, norm)
-                layers = self._layers().of(params["layers"])
+                layers = self._layers().stacked(params["layers"])
                 carry = self._loop(capture, layers, inside.slots, carry, keep, *inputs)
         x, buffers = carry
         if self.last_layer is not None:
             with jax.named_scope("last_layer"):
-                part = params.get("last_layer", {})
+                last = params.get("last_layer", {})
                 keep = self._keep(capture, after, norm)
-                values = self._layers().part(whole, part, keep, x, *inputs)
+                values = self._layers().partial_layer(whole, last, keep, x, *inputs)
                 buffers = capture.write(buffers, values, [slots[0] for slots in after.slots])
         return capture.result(buffers)
 
@@ -177,7 +177,7 @@ class HookedQwen2(nn.Module):
         segment_ids: Array,
         *at: Array,
     ) -> tuple[Array, Buffers]:
-        """Runs all whole layers, or those of one stage. at: the micro-batch, in a pipeline."""
+        """Runs all whole layers, or those of one stage. at: the micro-batch in a pipeline."""
 
         def block(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
             x, buffers = carry
@@ -196,29 +196,30 @@ class HookedQwen2(nn.Module):
         """
         stages, (rows, length) = self.stages, batch[0].shape
         capture = self._capture(length)
-        count = self.micro_batches(rows)
-        layers = self._layers().of(params["layers"])
+        micro_batches = self.micro_batches(rows)
+        layers = self._layers().stacked(params["layers"])
         per_stage = jax.tree.map(lambda x: x.reshape(stages, -1, *x.shape[1:]), layers)
         token_ids, segment_ids, positions = (
-            x.reshape(-1, count, length).swapaxes(0, 1) for x in batch
+            x.reshape(-1, micro_batches, length).swapaxes(0, 1) for x in batch
         )
         plan, numbers = capture.plan_stages(stages, self.layers_per_stage), jnp.arange(stages)
         keep = self._keep(capture, plan, norm)
 
         def stage(layers: Layers, slots: Any, x: Array, buffers: Buffers, number: Array) -> Any:
-            """number: the micro-batch's.
+            """Runs a stage. number: of the micro-batch.
 
             In the bubble before the first micro-batch, a stage writes values that it will write
             again; in the bubble after the last one, it computes that one again. Neither needs a
             mask.
             """
-            number = jnp.clip(number, 0, count - 1)
+            number = jnp.clip(number, 0, micro_batches - 1)
             inputs = rotary_table(positions[number], self.config), segment_ids[number]
             return self._loop(capture, layers, slots, (x, buffers), keep, *inputs, number)
 
         def tick(carry: tuple[Array, Buffers], time: Array) -> tuple[Any, None]:
             x, buffers = carry
-            x = jnp.roll(x, 1, axis=0).at[0].set(embed(token_ids[jnp.minimum(time, count - 1)]))
+            entering = token_ids[jnp.minimum(time, micro_batches - 1)]
+            x = jnp.roll(x, 1, axis=0).at[0].set(embed(entering))
             x = self.layout.constrain(x, "stage", *STREAM)
             inputs = per_stage, plan.slots, x, buffers, time - numbers
             return jax.vmap(stage, spmd_axis_name="pipeline")(*inputs), None
@@ -226,32 +227,32 @@ class HookedQwen2(nn.Module):
         x = jnp.zeros((stages, *token_ids.shape[1:], self.config.hidden_size), self.dtype)
         carry = x, capture.buffers([plan], token_ids.shape, stages)
         with jax.named_scope("layers"):
-            (_, buffers), _ = lax.scan(tick, carry, jnp.arange(count + stages - 1))
+            (_, buffers), _ = lax.scan(tick, carry, jnp.arange(micro_batches + stages - 1))
         return capture.result_of_stages(buffers, rows, self.layers_per_stage)
 
 
-def _is_final(kind: HookKind) -> bool:
-    return kind.value.startswith("final.")
+def _is_final(value: str) -> bool:
+    return value.startswith("final.")
 
 
 @functools.cache
 def _last_layer(
-    config: QwenConfig, number: int, values: frozenset[str], apart: bool
+    config: QwenConfig, number: int, values: frozenset[str], separate: bool
 ) -> frozenset[Path] | None:
-    """The parameters of this layer that these values need; None if it runs in the loop.
+    """Returns the parameters of this layer that these values need; None if it runs in the loop.
 
-    apart: whether it must follow the loop even if all of it is needed.
+    separate: whether it must follow the loop even if all of it is needed.
     """
     layers = decoder(config, jnp.float32, Kernels(), Layout())
-    final = any(value.startswith("final.") for value in values)
+    final = any(map(_is_final, values))
     paths = layers.paths_for(number, {"resid_post"} if final else values)
     whole = paths == layers.paths_for(number, {"resid_post"})
-    return None if whole and not (apart or final) else paths
+    return None if whole and not (separate or final) else paths
 
 
 @functools.cache
 def _weights_of_a_token(config: QwenConfig, number: int, paths: frozenset[Path] | None) -> int:
-    """How many weights of this layer's matrices a token is multiplied with.
+    """Returns how many weights of this layer's matrices a token is multiplied by.
 
     paths: the parameters that the layer has; None for all.
     """

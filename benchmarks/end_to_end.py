@@ -112,7 +112,7 @@ def prepare(folder: Path, given: argparse.Namespace) -> Bench:
     make_documents(documents, given.documents)
     token_ids = tokenise(model, documents, given.max_seq_length)
     (folder / "token_ids.json").write_text(json.dumps(token_ids))
-    return Bench(folder, given, FAMILIES.read(model / "config.json")[1], token_ids)
+    return Bench(folder, given, FAMILIES.read_config(model / "config.json")[1], token_ids)
 
 
 def measure_peaks(given: argparse.Namespace) -> dict[str, float]:

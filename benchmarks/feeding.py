@@ -42,10 +42,14 @@ ASKED = {
 }
 
 
+def demo_text() -> str:
+    return Path(demo.__file__).with_name("demo_texts.txt").read_text(encoding="utf-8")
+
+
 def make_rows(folder: Path, count: int) -> None:
     """Writes documents of random words, and each as a conversation; half of them in each file."""
     chance = np.random.default_rng(0)
-    words = " ".join(demo._paragraphs()).split()
+    words = demo_text().split()
     lengths = chance.lognormal(np.log(MEDIAN_WORDS), SPREAD, count).astype(int) + 8
     texts = [" ".join(chance.choice(words, n)) for n in lengths]
     for number in range(2):
@@ -64,7 +68,7 @@ def turns_of(text: str) -> list[dict[str, str]]:
 
 
 def make_tokenizer(folder: Path) -> None:
-    demo.write_tokenizer(folder, demo._paragraphs())
+    demo.write_tokenizer(folder, demo_text().split("\n\n"))
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_special_tokens([AddedToken(marker, normalized=False) for marker in (START, END)])

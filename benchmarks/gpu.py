@@ -54,7 +54,7 @@ def random_params(model: HookedModel) -> dict[str, Any]:
         return values * jnp.asarray(shape[-1] ** -0.5, model.dtype)
 
     made = jax.jit(make, static_argnums=(1, 2))
-    table = FAMILIES.named(model.config.model_type).weight_table(model)
+    table = FAMILIES.by_model_type(model.config.model_type).weight_table(model)
     return unflatten_dict(
         {path: made(number, path, spec.shape) for number, (path, spec) in enumerate(table.items())}
     )
@@ -74,7 +74,7 @@ def run_ours(shape: str, given: argparse.Namespace) -> dict[str, Row]:
 
 def run_attention(name: str, shape: str, given: argparse.Namespace) -> Row:
     """The step as the tool would compile it: seconds of compiling, TFLOP/s, with copies and not."""
-    family, config = FAMILIES.of(SHAPES[shape])
+    family, config = FAMILIES.parse_config(SHAPES[shape])
     layers = evenly_spaced(HOOKS, config.num_hidden_layers)
     flags = ["--dtype", "bfloat16", "--batch_size", str(given.rows), "--no_data_parallel"]
     flags += ["--max_seq_length", str(given.length), "--layers_to_extract", *map(str, layers)]

@@ -51,7 +51,7 @@ def measure(
     folder: Path, given: argparse.Namespace, lengths: Sequence[int]
 ) -> dict[str, list[Row]]:
     """Request -> what each round found."""
-    _, config = FAMILIES.read(folder / "model/config.json")
+    _, config = FAMILIES.read_config(folder / "model/config.json")
     found: dict[str, list[Row]] = defaultdict(list)
     sizes = ["--batch_size", str(given.batch_size), "--max_seq_length", str(given.max_seq_length)]
     places = ["--model_path", str(folder / "model")]

@@ -19,7 +19,7 @@ def make_model(folder: Path, config: dict[str, Any]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     demo.write_tokenizer(folder, [])
-    family, read = FAMILIES.of(config)
+    family, read = FAMILIES.parse_config(config)
     table = family.weight_table(family.whole(read))
     if config["tie_word_embeddings"]:
         del table["lm_head", "weight"]

@@ -279,7 +279,7 @@ def compile_for(
     """
     config = parse_args(["--dtype", "bfloat16", *flags.split()])
     devices = chips(topology, **how)
-    family = FAMILIES.named(qwen.model_type)
+    family = FAMILIES.by_model_type(qwen.model_type)
     with patch.object(jax, "devices", return_value=devices):
         model, rows = build_model(family, model_request(config), qwen)
     params = {}

@@ -111,7 +111,7 @@ class Reference:
 
     @property
     def config(self) -> Any:
-        return FAMILIES.read(self.folder / "config.json")[1]
+        return FAMILIES.read_config(self.folder / "config.json")[1]
 
     @property
     def language(self) -> Any:
@@ -126,7 +126,7 @@ class Reference:
         import torch
 
         depth, values, handles = self.config.num_hidden_layers, {}, []
-        hooks = hook_table(self.config).every(depth)
+        hooks = hook_table(self.config).all_hooks(depth)
         for name in {name for hook in hooks for name in hook.names() if name.startswith("model.")}:
             path, side = name.rsplit(".", 1)
 
@@ -301,7 +301,7 @@ def demo_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def inputs_with(model: Mapping[str, Any], demo_inputs: Path, folder: Path) -> Path:
     """A copy of demo_inputs in `folder`, with random weights for this config.json."""
     shutil.copytree(demo_inputs, folder, dirs_exist_ok=True)
-    family, config = FAMILIES.of(model)
+    family, config = FAMILIES.parse_config(model)
     (folder / "model/config.json").write_text(json.dumps(model))
     demo.write_weights(folder / "model/model.safetensors", family.weights_of(config))
     return folder

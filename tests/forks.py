@@ -181,7 +181,7 @@ if __name__ == "__main__":
 
     # Otherwise each process imports this and traces the model that most tests have.
     IterableDataset.from_generator(list)
-    family, config = extract_activations.FAMILIES.of(MODEL_CONFIG)
+    family, config = extract_activations.FAMILIES.parse_config(MODEL_CONFIG)
     family.weights_of(config)
     gc.freeze()  # so that no collection looks at all this, or writes to pages that are shared
     with socket.socket(fileno=int(sys.argv[1])) as found:

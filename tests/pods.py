@@ -158,7 +158,7 @@ def rounding_of_run(folder, model_folder):
     names = {hook["name"]: hook["key"] for hook in facts}
     ids = [record["token_ids"] for record in records_of(folder)[facts[0]["key"]]]
     batch = next(pack(samples_of(ids), rows=16, length=max(map(len, ids))))
-    config = FAMILIES.read(model_folder / "config.json")[1]
+    config = FAMILIES.read_config(model_folder / "config.json")[1]
     hooks = [h for h in every_hook(config) if h.name in names or h.name.endswith(INDICES)]
     model = create_model_with_hooks(config, hooks)
     arrays = batch.token_ids, batch.segment_ids, batch.positions

@@ -162,7 +162,7 @@ def test_a_file_that_changes_under_the_run_ends_it(tmp_path):
     path.write_text(rows_of(range(3)))
     files = DataFiles(list_files(str(path)))
     path.write_text(rows_of(range(4)))
-    files.reads("a.jsonl")
+    files.start_digest("a.jsonl")
     with pytest.raises(RunError, match=r"a\.jsonl: has changed while the run was reading it"):
         files.settle()
 
@@ -184,7 +184,7 @@ def test_large_files_are_compared_all_over(tmp_path, monkeypatch):
 def test_files_at_a_url_count_by_what_their_store_says():
     def record(version):
         files = DataFiles([TextFile("gs://b/a.jsonl", "a.jsonl", 9, version)])
-        files.reads("a.jsonl")
+        files.start_digest("a.jsonl")
         assert files.settle() and not files.settle()
         return {"data_files": files.to_json()}, files.files
 

@@ -58,7 +58,7 @@ def test_a_file_that_may_still_change_is_not_remembered(large, read, monkeypatch
     monkeypatch.setattr(digests, "SETTLED", 1000.0)
     assert digest_files([large]) == digest_files([large])
     assert len(read) == 2
-    assert not digests._memory().exists()
+    assert not digests._cache_file().exists()
 
 
 @pytest.mark.parametrize("damage", ["bit", "empty", "no folder"])
@@ -67,9 +67,9 @@ def test_without_a_memory_files_are_read(large, read, damage, tmp_path):
         (tmp_path / "caches").write_text("a file")
     first = digest_files([large])
     if damage == "bit":
-        flip_middle(digests._memory())
+        flip_middle(digests._cache_file())
     elif damage == "empty":
-        digests._memory().write_bytes(b"")
+        digests._cache_file().write_bytes(b"")
     assert digest_files([large]) == first
     assert len(read) == 2
 

@@ -160,7 +160,7 @@ def test_both_layouts_of_a_checkpoint_give_the_same_weights(small, tmp_path, lay
         (tmp_path / "config.json").write_text((small.folder / "config.json").read_text())
     checkpoint = Checkpoint(str(folder))
     assert ("model.layers.1.mlp.experts.gate_up_proj" in checkpoint.tensors) == (layout == "fused")
-    known = FAMILIES.named("qwen2_moe").tensor_names(small.config, checkpoint.tensors)
+    known = FAMILIES.by_model_type("qwen2_moe").tensor_names(small.config, checkpoint.tensors)
     check_tensors(checkpoint, weight_table(model, checkpoint.tensors).values(), known)
     sparse = load(model, folder)["layers"]["sparse"]["mlp"]["experts"]
     state = {name: tensor.numpy() for name, tensor in small.model.state_dict().items()}

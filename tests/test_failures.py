@@ -16,7 +16,7 @@ from activation_extraction.cli.console import Progress
 from activation_extraction.common.errors import RunError
 from activation_extraction.model.devices import device_errors
 from activation_extraction.run import prepare
-from activation_extraction.run.hosts import Host, Watchdog, together
+from activation_extraction.run.hosts import Host, Watchdog, raise_together
 from activation_extraction.store.formats import ShardFormat
 from qwen2_jax_with_hooks import FAMILIES, HookedQwen2
 
@@ -34,7 +34,7 @@ def failing(demo_inputs, tmp_path, capsys):
 
 
 def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
-    """They wait in `agree`, which therefore has to be called whatever happens."""
+    """They wait in `require_agreement`, which therefore has to be called whatever happens."""
     told = []
 
     def agree(host, fields, problem):
@@ -45,11 +45,11 @@ def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
     def vanished(*_):
         raise FileNotFoundError("a source file")
 
-    monkeypatch.setattr(prepare, "agree", agree)
+    monkeypatch.setattr(prepare, "require_agreement", agree)
     for phase, defect in enumerate(("prepare", "prepare_output")):
         told.clear()
         monkeypatch.setattr(prepare, "prepare_output", lambda *_: SimpleNamespace(commit=None))
-        monkeypatch.setattr(prepare, "same_commit", lambda *_: None)
+        monkeypatch.setattr(prepare, "agree_on_commit", lambda *_: None)
         monkeypatch.setattr(prepare, "prepare", MagicMock())
         monkeypatch.setattr(prepare, defect, vanished)
         with pytest.raises(FileNotFoundError):
@@ -108,7 +108,7 @@ def test_what_does_not_fit_in_memory_asks_for_a_smaller_batch():
 def test_a_host_without_a_problem_points_to_the_one_that_has_it(monkeypatch):
     monkeypatch.setattr("activation_extraction.run.hosts.any_host", lambda host, flags: [True])
     with pytest.raises(RunError, match="another host failed") as raised:
-        together(Host(), None)
+        raise_together(Host(), None)
     assert raised.value.remedy and "its message says" in raised.value.remedy
 
 

@@ -211,7 +211,7 @@ def check_tensors_of(raw, billions):
     billions: how many parameters they have. Shapes alone: nothing is allocated on either side.
     """
     fused, beside = shapes_of(raw), set()
-    family, config = FAMILIES.of(raw)
+    family, config = FAMILIES.parse_config(raw)
     for layout in (fused, apart(fused)):
         specs = family.weight_table(family.whole(config), layout).values()
         for spec in specs:

@@ -38,10 +38,10 @@ def tiny(tmp_path_factory) -> Reference:
 
 
 def test_every_hook_of_the_table_has_its_own_names():
-    names = [name for hook in HOOKS.every(DEPTH) for name in hook.names()]
+    names = [name for hook in HOOKS.all_hooks(DEPTH) for name in hook.names()]
     assert len(names) == len(set(names))
-    assert {hook.layer for hook in HOOKS.every(DEPTH) if hook.name == "hook_embed"} == {0}
-    assert [hook.name for hook in HOOKS.every(DEPTH)[-2:]] == [
+    assert {hook.layer for hook in HOOKS.all_hooks(DEPTH) if hook.name == "hook_embed"} == {0}
+    assert [hook.name for hook in HOOKS.all_hooks(DEPTH)[-2:]] == [
         "ln_final.hook_normalized",
         "ln_final.hook_out",
     ]

@@ -165,7 +165,7 @@ if host == os.environ["HOST_ID"]:
             raise StorageError("no room for metrics")
         ActivationStorage.record = full
     if fault in ("metrics", "slow to leave"):  # the others have nothing more to do by then
-        for name in ("print_summary", "continue_with"):
+        for name in ("print_summary", "how_to_continue"):
             def slow(*args, original=getattr(script, name)):
                 time.sleep(1.5)
                 return original(*args)

@@ -10,7 +10,7 @@ import pytest
 
 from activation_extraction.cli.console import Clock
 from activation_extraction.common.errors import RunError
-from activation_extraction.run.hosts import Lockstep, one_behind
+from activation_extraction.run.hosts import Lockstep, one_step_behind
 
 
 class Exchange:
@@ -65,7 +65,7 @@ class Play:
                 yield batch, exchange(steps.votes)
 
         storing = True
-        for batch, votes in one_behind(started()):
+        for batch, votes in one_step_behind(started()):
             if batch is not None and storing:
                 if batch == self.unstorable:
                     steps.fail(RunError(f"batch {batch} cannot be stored"))

@@ -26,7 +26,7 @@ from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
 
 folder = Path(sys.argv[1])
-config = FAMILIES.read(folder / "config.json")[1]
+config = FAMILIES.read_config(folder / "config.json")[1]
 layout = build_layout(usable_devices(True), json.loads(sys.argv[2]), config.num_key_value_heads)
 hooks = HOOKS.of_layers([23], "residual", 24)
 table = weight_table(create_model_with_hooks(config, hooks, layout=layout))

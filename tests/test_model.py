@@ -46,7 +46,7 @@ def flops_of(config, layers, lengths):
 
 
 def every_hook(config):
-    return hook_table(config).every(config.num_hidden_layers)
+    return hook_table(config).all_hooks(config.num_hidden_layers)
 
 
 def run(model, params, *batch):

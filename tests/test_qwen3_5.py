@@ -90,7 +90,7 @@ def test_quantised_checkpoints_are_refused_wherever_it_is_said():
 
 def test_each_type_of_layer_has_hooks_of_its_own():
     table = hook_table(FAMILIES.config(TEXT))
-    found = {hook.name for hook in table.every(4)}
+    found = {hook.name for hook in table.all_hooks(4)}
     for name, own in (
         ("linear_attn.hook_log_decay", (0, 2)),
         ("linear_attn.out_proj.hook_in", (0, 2)),
@@ -117,7 +117,7 @@ def test_what_is_before_the_mlp_and_what_the_mlp_is_vary_independently():
     assert config.experts.renormalise and config.delta == FAMILIES.config(TEXT).delta
     some = dataclasses.replace(config, sparse_layers=(0, 1), intermediate_size=128)
     assert some.layer_types[1:] == (f"{FULL} sparse", f"{LINEAR} dense", f"{FULL} dense")
-    found = {hook.name for hook in hook_table(some).every(4)}
+    found = {hook.name for hook in hook_table(some).all_hooks(4)}
     for name, own in (
         ("linear_attn.hook_beta", (0, 2)),
         ("attn.hook_q_gate", (1, 3)),
@@ -304,7 +304,7 @@ def test_some_weights_in_float32_and_what_is_beside_the_language_model(tmp_path)
     rounded = {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()}
     beside = {"mtp.fc.weight": np.ones((2, 2), np.float32)}
     save_file(rounded | {name: tensors[name] for name in kept} | beside, file)
-    family, config = FAMILIES.read(tmp_path / "config.json")
+    family, config = FAMILIES.read_config(tmp_path / "config.json")
     model = create_model_with_hooks(config, every_hook(config))
     checkpoint, table = Checkpoint(str(tmp_path)), family.weight_table(model)
     known = family.tensor_names(config, checkpoint.tensors)

@@ -59,7 +59,7 @@ def put(folder, url):
 
 def load(model_path):
     where = Checkpoint(model_path)
-    _, config = FAMILIES.read(where.file("config.json"))
+    _, config = FAMILIES.read_config(where.file("config.json"))
     layout = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
     return load_params(weight_table(Qwen2(config)), where, np.float32, layout), where
 
@@ -176,7 +176,7 @@ Folder.read = read
 if sys.argv[5:]:
     checkpoint.shutil.disk_usage = lambda path: checkpoint.shutil._ntuple_diskusage(9, 9, 9)
 found = Checkpoint("org/tiny", keep=bool(sys.argv[5:]))
-_, config = FAMILIES.read(found.file("config.json"))
+_, config = FAMILIES.read_config(found.file("config.json"))
 layout = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
 table = weight_table(Qwen2(config))
 try:

@@ -136,7 +136,7 @@ def one_layer(model: HookedModel) -> set[tuple[int, ...]]:
     """
     found, mesh = set(), model.layout.mesh
     assert mesh is not None
-    for path, spec in FAMILIES.named(model.config.model_type).weight_table(model).items():
+    for path, spec in FAMILIES.by_model_type(model.config.model_type).weight_table(model).items():
         if path[0] == "layers" and len(spec.shape) > 2 and path[-1] == "weight":
             split = NamedSharding(mesh, model.layout.spec(spec.axes, spec.shape, without="fsdp"))
             local = split.shard_shape(spec.shape)[1:]
@@ -147,7 +147,7 @@ def one_layer(model: HookedModel) -> set[tuple[int, ...]]:
 def weights_per_chip(model: HookedModel) -> float:
     """Bytes, when every axis that should split a weight does."""
     size, total = model.layout.size, 0.0
-    for path, spec in FAMILIES.named(model.config.model_type).weight_table(model).items():
+    for path, spec in FAMILIES.by_model_type(model.config.model_type).weight_table(model).items():
         parts = size("fsdp", "model") * (1 if "self_attn" in path else size("query"))
         parts *= size("pipeline") if path[0] == "layers" else 1
         total += 2 * math.prod(spec.shape) / parts

@@ -17,7 +17,7 @@ from activation_extraction.model.kernels import (
     TOLERANCE,
     AttentionSizes,
     candidates_for,
-    choose,
+    choose_kernel,
     cudnn_attention,
     expert_sizes,
     largest_error,
@@ -33,7 +33,7 @@ BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 
 def sizes_of(shape, length, model=1, **changes):
     """The sizes of a trial for rows of this length, with an axis `model` of that many devices."""
-    config = FAMILIES.of(SHAPES[shape])[1]
+    config = FAMILIES.parse_config(SHAPES[shape])[1]
     config = dataclasses.replace(config, **changes)
     devices = usable_devices(every=True)[:model]
     layout = build_layout(devices, {"model": model}, config.num_key_value_heads)
@@ -125,7 +125,9 @@ def test_a_window_is_tried_too(length):
     for wrong in (ignores_the_window, sees_one_key_more_than_the_window):
         assert not largest_error(wrong, sizes, BFLOAT16) <= 1.5 * TOLERANCE["bfloat16"]
         error_of = partial(largest_error, sizes=sizes, dtype=BFLOAT16)
-        assert choose("x", {"a": wrong, "b": dense_attention}, error_of, BFLOAT16).name == "b"
+        assert (
+            choose_kernel("x", {"a": wrong, "b": dense_attention}, error_of, BFLOAT16).name == "b"
+        )
 
 
 @pytest.mark.long
@@ -137,17 +139,19 @@ def test_float32_may_not_be_rounded():
 def test_the_first_right_one_is_chosen_and_the_others_are_explained():
     candidates = {"broken": broken, "wrong": sees_the_next_token, "right": dense_attention}
     error_of = partial(largest_error, sizes=SIZES["short"], dtype=BFLOAT16)
-    chosen = choose("attention", candidates | {"last": broken}, error_of, BFLOAT16)
+    chosen = choose_kernel("attention", candidates | {"last": broken}, error_of, BFLOAT16)
     assert (chosen.name, chosen.function) == ("right", dense_attention)
     assert list(chosen.passed_over) == ["broken", "wrong"]
     assert chosen.passed_over["broken"] == "it fails: no such instruction"
     assert chosen.passed_over["wrong"].startswith("it differs from the definition by ")
     float32 = partial(largest_error, sizes=SIZES["short"], dtype=FLOAT32)
-    preferred = choose("attention", {"right": dense_attention} | candidates, float32, FLOAT32)
+    preferred = choose_kernel(
+        "attention", {"right": dense_attention} | candidates, float32, FLOAT32
+    )
     assert (preferred.name, preferred.passed_over) == ("right", {})
     message = "no kernel for attention is right on this device: broken: it fails"
     with pytest.raises(RunError, match=message):
-        choose("attention", {"broken": broken}, error_of, BFLOAT16)
+        choose_kernel("attention", {"broken": broken}, error_of, BFLOAT16)
 
 
 def test_other_names_of_platforms():
@@ -212,7 +216,7 @@ def test_wrong_experts_are_found_out():
 
 
 def test_experts_are_tried_at_the_sizes_of_one_device():
-    _, config = FAMILIES.of(SHAPES["qwen3-moe"])
+    _, config = FAMILIES.parse_config(SHAPES["qwen3-moe"])
     assert expert_sizes(config, Layout()) == (8, 1024, 512)
     layout = build_layout(usable_devices(every=True), {"expert": 4, "model": 2}, 8)
     few = dataclasses.replace(config, experts=dataclasses.replace(config.experts, count=12))
@@ -221,7 +225,7 @@ def test_experts_are_tried_at_the_sizes_of_one_device():
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
 def test_experts_are_tried_where_a_model_has_some(shape, monkeypatch):
-    config = FAMILIES.of(SHAPES[shape])[1]
+    config = FAMILIES.parse_config(SHAPES[shape])[1]
     candidates = {
         "attention": {"blocked": blocked_attention},
         "experts": {"absent": broken, "wrong": forgets_the_gate, "tiled": tiled_experts},

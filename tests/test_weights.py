@@ -33,7 +33,7 @@ def test_parts_are_what_the_file_holds_to_the_bit(tmp_path, dtype, metadata):
     for rows, heads in ((slice(64), slice(512)), (slice(60, 64), slice(1, 400))):
         ranges = range(64)[rows], range(512)[heads], range(2)
         with np.errstate(all="ignore"):
-            part = spec.part(read, np.float32, ranges)
+            part = spec.read_slice(read, np.float32, ranges)
         wanted = np.ascontiguousarray(expected.reshape(spec.shape)[rows, heads])
         np.testing.assert_array_equal(part.view(np.uint32), wanted.view(np.uint32))
         assert part.ctypes.data % 64 == 0
@@ -90,7 +90,7 @@ def test_every_layer_lies_where_the_model_has_it(reference: Reference):
     half = config.num_hidden_layers // 2
     stages = 2 if config.layer_types[:half] == config.layer_types[half:] else 1
     layout = build_layout(jax.devices()[: 2 * stages], {"pipeline": stages, "data": 2}, kv_heads=1)
-    hooks = list(hook_table(config).every(config.num_hidden_layers))
+    hooks = list(hook_table(config).all_hooks(config.num_hidden_layers))
     model = create_model_with_hooks(config, hooks, layout=layout)
     table, dtype = weight_table(model, checkpoint.tensors), jnp.dtype("bfloat16")
     params = flatten_dict(load_params(table, checkpoint, dtype, layout, as_bits=True))
@@ -98,5 +98,5 @@ def test_every_layer_lies_where_the_model_has_it(reference: Reference):
     for path, spec in table.items():
         assert params[path].dtype == np.uint16
         assert params[path].sharding == layout.sharding(spec.axes, spec.shape)
-        expected = spec.assemble(checkpoint.read, dtype).view(np.uint16)
+        expected = spec.read_whole(checkpoint.read, dtype).view(np.uint16)
         np.testing.assert_array_equal(params[path], expected)

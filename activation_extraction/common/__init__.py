@@ -1,7 +1,7 @@
-"""What every other folder may use: the two kinds of failure, the log, the filter of texts.
+"""This folder holds what every other folder may use: failures, the log and the filter of texts.
 
-errors.py defines the kinds of failure; log.py is the log, and visible.py the one filter for text
-that leaves the program; retries.py words what libraries say of requests that they retry;
-positions.py parses rules for positions, and choices.py has values that flags offer. This folder
+errors.py defines the two kinds of failure; log.py is the log, and visible.py filters all text that
+leaves the program; retries.py rewords what libraries log about requests that they retry;
+positions.py parses rules for positions, and choices.py has the values that flags offer. This folder
 imports no JAX and nothing from the other folders.
 """

@@ -1,4 +1,4 @@
-"""Values that flags offer and the code below the command line knows by the same names."""
+"""This module lists the values that flags offer and that other folders know by the same names."""
 
 DEFAULT_LAYERS = range(10, 24)  # clipped to the model's depth
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "model")

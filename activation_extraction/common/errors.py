@@ -1,7 +1,7 @@
-"""The two ways a run may fail, and the exit status of each.
+"""A run can fail in two ways, each with an exit status of its own.
 
-`InputError`: the request cannot be met; found before anything expensive starts (status 2).
-`RunError`: the request was sound, but something failed on the way (status 1).
+`InputError` (status 2) means that the request cannot be met; it is raised before anything expensive
+starts. `RunError` (status 1) means that the request was sound, but something failed on the way.
 Both carry one line for the user; any other exception that escapes is a bug in this program.
 """
 
@@ -14,24 +14,24 @@ from activation_extraction.common.visible import say_error, without_secrets
 
 
 def one_line(error: BaseException) -> str:
-    """The message of a library's exception, as one line without secrets."""
+    """Returns the message of a library's exception as one line without secrets."""
     return without_secrets(" ".join(str(error).split())) or type(error).__name__
 
 
 def near_miss(typed: str, known: Iterable[str]) -> str:
-    """Words to add to a refusal: what may have been meant by a name that is not known, if any."""
+    """Returns the end of a refusal, which suggests a known name for the unknown one, or ""."""
     found = get_close_matches(typed, known, 1)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 class InputError(Exception):
-    """Bad input. The message names the flag or file, what was found and what was expected."""
+    """The input is bad. The message names the flag or file, what was found and what was wanted."""
 
 
 class RunError(Exception):
-    """A failure at run time. The message says what failed; the caller adds what is stored.
+    """Something failed at run time. The message says what failed; the caller adds what is stored.
 
-    remedy: what must change before the run can continue; None: nothing, just run it again.
+    remedy: what must change before the run can continue; None if running it again is enough.
     """
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
@@ -44,8 +44,10 @@ class StorageError(RunError):
 
 
 def for_the_user(error: BaseException) -> Exception:
-    """The error itself if `main` knows how to report it. Any other one is a bug in this program:
-    its traceback is logged, and a RunError takes its place."""
+    """Returns the error itself if it can be shown to the user, or else a RunError in its place.
+
+    Any error that the user cannot act on is a bug in this program, so its traceback is logged.
+    """
     if isinstance(error, RunError | InputError | MemoryError):
         return error
     log.error("unexpected error", exc_info=error)
@@ -56,7 +58,7 @@ def for_the_user(error: BaseException) -> Exception:
 
 
 def exit_status(action: Callable[[], int]) -> int:
-    """The status that `action` returns, or that of its failure, which is printed as one line."""
+    """Runs `action` and returns its status; prints a failure as one line and returns its status."""
     try:
         return action()
     except InputError as error:

@@ -1,6 +1,6 @@
-"""transformers, which is imported only by what reads a model's configuration or tokenizer.
+"""This module imports transformers for the code that reads a model's configuration or tokenizer.
 
-Importing it takes most of a second; looking at stored activations does without it.
+The import takes most of a second, so commands that only look at stored activations avoid it.
 """
 
 import importlib
@@ -9,21 +9,19 @@ from types import ModuleType
 
 
 def transformers() -> ModuleType:
-    """The library, without PyTorch, which it would import wherever that is installed.
+    """Returns the library, imported without PyTorch, which it would load wherever that is
+    installed.
 
-    A process that has transformers already keeps it as it is.
+    A process that has imported transformers already keeps it as it is.
     """
-    if "transformers" not in sys.modules and "torch" not in sys.modules:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # looks as if it were not installed
-        try:
-            return _load()
-        finally:
+    hide_torch = "transformers" not in sys.modules and "torch" not in sys.modules
+    if hide_torch:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
+    try:
+        library = importlib.import_module("transformers")
+        for name in ("AutoConfig", "AutoTokenizer"):  # transformers imports these on first use
+            getattr(library, name)
+        return library
+    finally:
+        if hide_torch:
             del sys.modules["torch"]
-    return _load()
-
-
-def _load() -> ModuleType:
-    library = importlib.import_module("transformers")
-    for name in ("AutoConfig", "AutoTokenizer"):  # it imports these when they are asked for
-        getattr(library, name)
-    return library

@@ -1,4 +1,4 @@
-"""The log: one line per event on stderr, which passes the filter of visible.py."""
+"""The log prints one line per event to stderr, through the filter of visible.py."""
 
 import logging
 import sys
@@ -8,13 +8,13 @@ from typing import Any
 from activation_extraction.common.visible import visible
 
 log = logging.getLogger("extract_activations")
-LIBRARIES = ("datasets", "huggingface_hub", "transformers")  # which log to stderr by themselves
+LIBRARIES = ("datasets", "huggingface_hub", "transformers")  # these log to stderr by themselves
 
 
 def start_logging(verbose: bool, machine: int, host: int | None) -> None:
     """Logs one line per event to stderr, above the progress bar.
 
-    What libraries log passes the same filter. Hosts other than the first log only warnings and
+    What libraries log passes the same filter. Hosts other than the first one log only warnings and
     errors. host: None while it is not known.
     """
     handler: logging.Handler = logging.StreamHandler()
@@ -26,17 +26,16 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
     line = f"%(asctime)s %(levelname)s {who}: %(message)s"
     handler.setFormatter(VisibleFormatter(line, "%Y-%m-%d %H:%M:%S"))
     log.handlers = [handler]
-    others = [each for name in LIBRARIES for each in logging.getLogger(name).handlers]
-    for each in filter(None, (logging.lastResort, *others)):
-        each.setFormatter(VisibleFormatter())
+    others = [other for name in LIBRARIES for other in logging.getLogger(name).handlers]
+    for other in filter(None, (logging.lastResort, *others)):
+        other.setFormatter(VisibleFormatter())
     log.propagate = False
     take_over_gcsfs_log()
-    usual = logging.WARNING if host else logging.INFO
-    log.setLevel(logging.DEBUG if verbose else usual)
+    log.setLevel(logging.DEBUG if verbose else logging.WARNING if host else logging.INFO)
 
 
 def on_terminal() -> bool:
-    """Whether stderr is a terminal. Terminals get a progress bar, log files get lines."""
+    """Returns whether stderr is a terminal: terminals get a progress bar, log files get lines."""
     return sys.stderr.isatty()
 
 
@@ -51,9 +50,9 @@ class VisibleFormatter(logging.Formatter):
 
 
 class _GcsfsLog(logging.Handler):
-    """Passes on why gcsfs retries a request; it does so for half a minute before it fails.
+    """Passes on why gcsfs retries a request, which it does for half a minute before it fails.
 
-    Drops everything else, including its traceback for every request that it gives up: our caller
+    Everything else is dropped, including the tracebacks of requests that gcsfs gives up: our caller
     tries again and says so in one line.
     """
 
@@ -67,8 +66,10 @@ gcsfs_listeners: list[Callable[[str], None]] = []  # only the latest one is call
 
 
 def take_over_gcsfs_log() -> None:
-    """Has the listeners hear what gcsfs logs, and nobody else. For the command line alone: a
-    program that uses the library keeps its own logging."""
+    """Sends what gcsfs logs to the listeners and to nobody else.
+
+    Only the command line calls this: a program that uses the library keeps its own logging.
+    """
     gcsfs = logging.getLogger("gcsfs")
     gcsfs.handlers, gcsfs.propagate = [_GcsfsLog()], False
     gcsfs.setLevel(logging.DEBUG)

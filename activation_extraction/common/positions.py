@@ -1,6 +1,6 @@
-"""--positions: a rule that says which positions of a sample are kept.
+"""--positions takes a rule that says which positions of a sample are kept.
 
-This module reads the rule and knows nothing of tokens; text/packing.py applies it.
+This module parses the rule and knows nothing of tokens; text/packing.py applies it.
 """
 
 import argparse
@@ -21,10 +21,10 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Positions:
-    """A slice of a sample's positions, with Python's meaning; or a random share of them; or the
-    last one of every turn of a conversation.
+    """A rule keeps a slice of a sample's positions, as in Python, or a random share of them, or the
+    last position of every turn of a conversation.
 
-    start, stop, step: of the slice. share: above 0 and below 1; None for a slice.
+    start, stop, step: the slice. share: between 0 and 1; None for a slice.
     """
 
     start: int | None = None
@@ -35,25 +35,26 @@ class Positions:
     last_of_turn: bool = False
 
     def expected(self, length: int) -> float:
-        """How many tokens of a sample of `length` tokens are kept, on average, and at most where
-        that depends on its turns."""
+        """Returns how many tokens of a sample of `length` tokens are kept on average; with
+        `last_of_turn`, how many are kept at most.
+        """
         if self.share is not None:
             return self.share * length
         return len(range(length)[self.start : self.stop : self.step])
 
     def may_keep(self, longest: int) -> bool:
-        """Whether a token of any sample of up to `longest` tokens can be kept."""
+        """Returns whether a token of any sample of up to `longest` tokens can be kept."""
         if self.share is not None:
             return self.threshold > 0
         return any(self.expected(length) for length in range(1, longest + 1))
 
     @property
     def threshold(self) -> int:
-        """The share of 2**64."""
+        """Returns the share as an integer out of 2**64."""
         return int((self.share or 0) * 2.0**64)
 
     def __str__(self) -> str:
-        """The rule in one spelling, which `parse_positions` reads back."""
+        """Returns the rule in its canonical spelling, which `parse_positions` reads back."""
         if self.last_of_turn:
             return LAST_OF_TURN
         if self.share is not None:
@@ -71,27 +72,27 @@ class Positions:
 
 
 def parse_positions(typed: str) -> Positions:
-    """Reads a rule. Raises argparse.ArgumentTypeError for anything else."""
+    """Parses a rule. Raises argparse.ArgumentTypeError for anything else."""
     if typed in (ALL, "last"):
         return Positions(start=None if typed == ALL else -1)
     if typed == LAST_OF_TURN:
         return Positions(last_of_turn=True)
-    if found := NAMED.fullmatch(typed):
-        count = _checked(typed, found[2], least=1)
+    if match := NAMED.fullmatch(typed):
+        count = _checked(typed, match[2], least=1)
         slices = {
             "first": (None, count, 1),
             "last": (-count, None, 1),
             "every": (None, None, count),
         }
-        return Positions(*slices[found[1]])
-    if found := RANDOM.fullmatch(typed):
-        if not 0 < (share := float(found[1])) < 1:
+        return Positions(*slices[match[1]])
+    if match := RANDOM.fullmatch(typed):
+        if not 0 < (share := float(match[1])) < 1:
             raise argparse.ArgumentTypeError(f"{typed}: the share is not between 0 and 1")
-        return Positions(share=share, seed=_checked(typed, found[2] or "0"))
-    if found := SLICE.fullmatch(typed):
-        start = _checked(typed, found[1] or "0")
-        stop = None if found[2] is None else _checked(typed, found[2])
-        return Positions(start or None, stop, _checked(typed, found[3] or "1", least=1))
+        return Positions(share=share, seed=_checked(typed, match[2] or "0"))
+    if match := SLICE.fullmatch(typed):
+        start = _checked(typed, match[1] or "0")
+        stop = None if match[2] is None else _checked(typed, match[2])
+        return Positions(start or None, stop, _checked(typed, match[3] or "1", least=1))
     raise argparse.ArgumentTypeError(f"{typed!r} is no choice of positions; {EXPECTED}")
 
 
@@ -103,5 +104,5 @@ def _checked(typed: str, digits: str, least: int = -LARGEST) -> int:
 
 
 def positions(typed: str) -> str:
-    """The rule in its one spelling, for argparse."""
+    """Returns a rule in its canonical spelling, for argparse."""
     return str(parse_positions(typed))

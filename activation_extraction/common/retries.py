@@ -1,4 +1,4 @@
-"""Replaces what libraries log about the requests that they retry by one line of our own."""
+"""This module replaces what libraries log about retried requests by one line of our own."""
 
 import errno
 import functools
@@ -25,12 +25,12 @@ class _FirstFailure(logging.Filter):
     def __init__(self, what: str) -> None:
         super().__init__()
         self._what = what
-        self._said = False
+        self._logged = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         retry = RETRIES.search(record.getMessage())
-        if retry and not self._said:
-            self._said = True
+        if retry and not self._logged:
+            self._logged = True
             log.warning(
                 "%s: the hub is not answering%s; trying again for about half a minute",
                 *(self._what, f" ({retry[1]:.200})" if retry[1] else ""),
@@ -40,7 +40,7 @@ class _FirstFailure(logging.Filter):
 
 @contextmanager
 def hub_requests(what: str) -> Iterator[None]:
-    """Inside the block, retried requests are logged as one line. what: what is asked for."""
+    """Logs retried requests inside the block as one line. what: what is being requested."""
     first = _FirstFailure(what)
     for name in LOGGERS:
         logging.getLogger(name).addFilter(first)
@@ -53,10 +53,10 @@ def hub_requests(what: str) -> Iterator[None]:
 
 @functools.cache
 def hub_unreachable(endpoint: str) -> OSError | None:
-    """Why nothing answers at the hub's URL: no such name, nobody listening, no network.
+    """Returns why nothing answers at the hub's URL, or None if something may answer.
 
-    The libraries would go on trying for a minute. None if there may be an answer, also from a proxy
-    that the environment names.
+    The name may not resolve, nothing may listen there, or there may be no network; the libraries
+    would go on trying for a minute. A proxy that the environment names may always answer.
     """
     url, proxies = urlsplit(endpoint), getproxies()
     if proxies.get(url.scheme) or proxies.get("all"):
@@ -76,14 +76,14 @@ def hub_unreachable(endpoint: str) -> OSError | None:
 
 
 def name_unknown(error: BaseException | None) -> bool:
-    """Whether an error was caused by a host name that does not resolve."""
+    """Returns whether an error was caused by a host name that does not resolve."""
     while error is not None and not isinstance(error, socket.gaierror):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def unwritable_cache(error: BaseException | None) -> str | None:
-    """What an error says of the hub's cache if that cannot be written; None for other errors."""
+    """Returns a message if the error came from a hub cache that cannot be written, else None."""
     while error is not None:
         if isinstance(error, OSError) and error.filename and error.errno in UNWRITABLE:
             return (

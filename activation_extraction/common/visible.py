@@ -1,27 +1,28 @@
-"""The one way of text out of the program: to stdout, to stderr and, by log.py, into the log.
+"""All text leaves the program through this module: to stdout, to stderr and, by log.py, to the log.
 
-Names and messages come from strangers: files, servers, what others have stored. Control characters
-in them are shown as escapes, so that a terminal does not obey them, and URLs lose their secrets.
+Names and messages come from files, from servers and from what others have stored. Control
+characters in them are shown as escapes, so that a terminal does not obey them, and URLs lose their
+secrets.
 """
 
 import re
 import sys
 
-# A URL of fsspec: its scheme, what stands in front of "@", the rest, a query. "::" ends one.
+# An fsspec URL has a scheme, sometimes a name before "@", the rest and a query; "::" ends it.
 URL = re.compile(
     r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^\s/?#]*)@)?(?P<rest>(?:(?!::)[^\s?#])*)"
     r"(?P<query>[?#](?:(?!::)[^\s'\"])*)?"
 )
-# Here a name in front of "@" is no secret: a container, or a repository before its revision.
+# The name before "@" is no secret here: it is a container, or a repository before its revision.
 NAMES_BEFORE_AT = {"abfs", "abfss", "az", "wasb", "wasbs", "adl", "hf"}
-# A parameter of a query, also where a library tells only the end of a URL.
+# This also finds a query's parameter where a library prints only the end of a URL.
 SECRET = re.compile(
     r"(?i)(?<=[?&])([\w.-]*(?:sig|token|secret|credential|passw|key)[\w.-]*)=[^&\s'\")]+"
 )
 
 
 def without_secrets(text: str) -> str:
-    """The text; URLs in it lose names and passwords in front of "@", and queries.
+    """Returns the text without the queries of its URLs and without names and passwords before "@".
 
     A "?" without "=" after it is a wildcard in a bucket, and stays.
     """
@@ -29,9 +30,9 @@ def without_secrets(text: str) -> str:
     return SECRET.sub(r"\1=...", text)
 
 
-def plain_url(place: str) -> str:
-    """A URL without secrets, as it is stored and compared; a path stays as it is."""
-    return without_secrets(place) if "://" in place else place
+def plain_url(path: str) -> str:
+    """Returns a URL without secrets, as it is stored and compared; a path is returned unchanged."""
+    return without_secrets(path) if "://" in path else path
 
 
 def _stripped(url: re.Match[str]) -> str:
@@ -42,7 +43,7 @@ def _stripped(url: re.Match[str]) -> str:
 
 
 def visible(text: object) -> str:
-    """One line without secrets, in which characters that cannot be seen stand as escapes.
+    """Returns the text as one line without secrets, with invisible characters as escapes.
 
     Letters of any script stay; `\\x1b` stands for an escape, `\\u202e` for a change of direction.
     """
@@ -54,7 +55,7 @@ def _shown(character: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, as "1 sample" or "2,000 samples"."""
+    """Returns a number of things as words, such as "1 sample" or "2,000 samples"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 

@@ -1,8 +1,9 @@
-"""What runs on the devices, from a checkpoint to the compiled step.
+"""This folder holds what runs on the devices, from a checkpoint to the compiled step.
 
 model_config.py and rope.py read config.json; checkpoint.py finds a model's files, weight_files.py
-reads tensors from them, and weights.py makes parameters of these; mesh.py spreads arrays over
+reads tensors from them, and weights.py turns these into parameters; mesh.py spreads arrays over
 devices; attention.py and experts.py define what kernels.py computes faster; hooks.py lists the
 hooks and capture.py collects their values; forward.py checks, assembles and compiles all that. The
-model families are handed in. Files of activations, other hosts and the loop are not known here.
+script passes the model families in. This folder knows nothing of files of activations, of other
+hosts or of the loop.
 """

@@ -1,12 +1,13 @@
-"""Attention over packed rows: causal, segment-isolated, grouped-query.
+"""Attention over packed rows is causal, grouped-query and isolated by segments.
 
 Every function here has one signature, `Attention`, so the model takes any of them as a callable.
-`dense_attention` is the definition, materialising all scores; `blocked_attention` is for CPUs.
+`dense_attention` is the definition and materialises all scores; `blocked_attention` is for CPUs.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, G = N / K, H head size.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +16,17 @@ from jax import Array, lax
 from activation_extraction.model.layers import einsum, from_bits, to_bits
 
 # (q BTNH, k BSKH, v BSKH, q_segments BT, k_segments BS, first_query) -> BTNH in q's dtype.
-# Query head n reads key/value head n // (N / K). Scores are the products of q and k: q comes
-# multiplied by H**-0.5, before it was rounded. The queries are the T tokens of the row from
+# Query head n reads key/value head n // (N / K). Scores are the products of q and k: q has been
+# multiplied by H**-0.5 before it was rounded. The queries are the T tokens of the row from
 # `first_query` on (an int or a traced scalar), the keys are the whole row. A token sees the tokens
-# of its own segment that are not after it; with the keyword `window` (an int) only the last so many
-# of them, itself included. The segments of a row follow one another; padding, segment 0, comes
-# last, and what it gives means nothing.
+# of its own segment up to itself; with the keyword `window` (an int) it sees only the last `window`
+# of them. The segments of a row follow one another; padding, segment 0, comes last, and its output
+# means nothing.
 Attention = Callable[..., Array]
 
 QUERY_BLOCK = 64
 KEY_BLOCK = 128
-MOST_LENGTHS = 32  # of runs of keys: what compiling costs grows with it
+MOST_LENGTHS = 32  # of spans of keys: the time to compile grows with it
 
 
 def visible(
@@ -35,7 +36,7 @@ def visible(
     first_key: int | Array = 0,
     window: int | None = None,
 ) -> Array:
-    """Which keys each query sees: (..., T) and (..., S) segments -> (..., T, S) bool.
+    """Returns the keys each query sees: (..., T) and (..., S) segments -> (..., T, S) bool.
 
     The queries and keys are those of their row from `first_query` and `first_key` on.
     """
@@ -54,7 +55,7 @@ def dense_attention(
     first_query: int | Array,
     window: int | None = None,
 ) -> Array:
-    """Attention with all (T, S) scores at once; the reference for tests. See `Attention`."""
+    """Computes all (T, S) scores at once; it is the reference for tests. See `Attention`."""
     seen = visible(q_segments, k_segments, first_query, window=window)
     out = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, seen).astype(v.dtype), v)
     return out.reshape(q.shape).astype(q.dtype)
@@ -69,10 +70,10 @@ def attention_pattern(
     first_query: int | Array,
     window: int | None = None,
 ) -> Array:
-    """How much each head of a token attends to the tokens of its segment: (B, T, N, S), like q.
+    """Returns how much each head of a token attends to its segment's tokens: (B, T, N, S), like q.
 
     Column j belongs to the token at position j of the query's own segment, wherever in the row that
-    lies; what the query does not see is 0. Takes what `Attention` takes, and makes no use of v.
+    lies; tokens that the query does not see have 0. It takes what `Attention` takes and ignores v.
     """
     seen = visible(q_segments, k_segments, first_query, window=window)
     pattern = jnp.moveaxis(_probabilities(q, k, seen), 3, 1)  # BTKGS
@@ -99,12 +100,12 @@ def blocked_attention(
     first_query: int | Array,
     window: int | None = None,
 ) -> Array:
-    """Attention in blocks of queries that read only the keys they may see. See `Attention`.
+    """Computes blocks of queries, each with only the keys that it may see. See `Attention`.
 
-    For CPUs. What a block may see is a run of keys, from the beginning of its first segment, or of
-    its first query's window, to its last query. One program is compiled for each of a few lengths
-    of the run, and each block takes the one it needs; blocks of nothing but padding take none.
-    Memory grows with T, not with T * S.
+    This is for CPUs. The keys that a block may see form a span, which begins at its first segment
+    or at its first query's window and ends at its last query. One program is compiled for each of a
+    few lengths of the span, and each block runs the one it needs; blocks of nothing but padding run
+    none. Memory grows with T, not with T * S.
     """
     batch, length, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -112,10 +113,10 @@ def blocked_attention(
         q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
         q_segments = jnp.pad(q_segments, ((0, 0), (0, padding)))
     per_row = (length + padding) // QUERY_BLOCK
-    sizes = _run_lengths(keys)
-    choices = _choices(q_segments, k_segments, first_query, sizes, window)
+    sizes = _span_lengths(keys)
+    choices = _span_choices(q_segments, k_segments, first_query, sizes, window)
     segments = q_segments.reshape(-1, QUERY_BLOCK)
-    # Queries of a block and heads of a group side by side: rows of one product for each of K heads.
+    # The queries of a block and the heads of a group are rows of one product for each of K heads.
     grouped = to_bits(q).reshape(-1, QUERY_BLOCK, kv_heads, heads // kv_heads * head_dim)
     grouped = grouped.swapaxes(1, 2).reshape(len(segments), kv_heads, -1, head_dim)
     k_bits, v_bits = to_bits(k).swapaxes(1, 2), to_bits(v).swapaxes(1, 2)  # BKSH
@@ -124,45 +125,43 @@ def blocked_attention(
         row = number // per_row
         start = first_query + number % per_row * QUERY_BLOCK
 
-        def seeing(size: int) -> Callable[[], Array]:
-            def run() -> Array:
-                first = jnp.clip(start + QUERY_BLOCK - size, 0, keys - size)
-                run_of = (row, 0, first, 0), (1, kv_heads, size, head_dim)
-                run_segments = lax.dynamic_slice(k_segments, (row, first), (1, size))[0]
-                out = _attend(
-                    from_bits(grouped[number], q.dtype),
-                    from_bits(lax.dynamic_slice(k_bits, *run_of)[0], k.dtype),
-                    from_bits(lax.dynamic_slice(v_bits, *run_of)[0], v.dtype),
-                    visible(segments[number], run_segments, start, first, window),
-                )
-                return to_bits(out)
+        def attend_to_span(size: int) -> Array:
+            first = jnp.clip(start + QUERY_BLOCK - size, 0, keys - size)
+            span = (row, 0, first, 0), (1, kv_heads, size, head_dim)
+            span_segments = lax.dynamic_slice(k_segments, (row, first), (1, size))[0]
+            out = _attend(
+                from_bits(grouped[number], q.dtype),
+                from_bits(lax.dynamic_slice(k_bits, *span)[0], k.dtype),
+                from_bits(lax.dynamic_slice(v_bits, *span)[0], v.dtype),
+                visible(segments[number], span_segments, start, first, window),
+            )
+            return to_bits(out)
 
-            return run
-
-        def nothing() -> Array:
+        def skip() -> Array:
             return jnp.zeros(grouped.shape[1:], grouped.dtype)
 
-        return lax.switch(choices[number], [nothing, *map(seeing, sizes)])
+        spans = [partial(attend_to_span, size) for size in sizes]
+        return lax.switch(choices[number], [skip, *spans])
 
     out = lax.map(block, jnp.arange(len(segments)))
     out = out.reshape(len(segments), kv_heads, QUERY_BLOCK, -1).swapaxes(1, 2)
     return from_bits(out.reshape(batch, -1, heads, head_dim)[:, :length], q.dtype)
 
 
-def _run_lengths(keys: int) -> list[int]:
-    """The lengths of runs of keys that programs are compiled for; the last one is all keys."""
+def _span_lengths(keys: int) -> list[int]:
+    """Returns the span lengths that programs are compiled for; the last one covers all keys."""
     step = KEY_BLOCK * -(-keys // (KEY_BLOCK * MOST_LENGTHS))
     return [*range(step, keys, step), keys]
 
 
-def _choices(
+def _span_choices(
     q_segments: Array,
     k_segments: Array,
     first_query: int | Array,
     sizes: list[int],
     window: int | None,
 ) -> Array:
-    """Says for each block, row by row, which of `sizes` it needs, from 1; 0 for padding."""
+    """Returns, row by row, which of `sizes` each block needs, counted from 1; 0 is for padding."""
     firsts = q_segments[:, ::QUERY_BLOCK, None]
     begins = jnp.argmax(k_segments[:, None, :] == firsts, axis=-1)
     ends = first_query + QUERY_BLOCK * jnp.arange(1, begins.shape[1] + 1)
@@ -174,7 +173,10 @@ def _choices(
 
 
 def _attend(q: Array, k: Array, v: Array, seen: Array) -> Array:
-    """(K, Q * G, H) queries over (K, S, H) keys and values; seen: (Q, S). Like q."""
+    """Attends with (K, Q * G, H) queries to (K, S, H) keys and values; seen: (Q, S).
+
+    The result has the shape and dtype of q.
+    """
     scores = einsum("KQH,KSH->KQS", q, k)
     by_query = scores.reshape(len(k), len(seen), -1, k.shape[1])  # K, Q, G, S
     by_query = jnp.where(seen[:, None], by_query, jnp.finfo(jnp.float32).min)

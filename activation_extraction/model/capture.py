@@ -1,8 +1,8 @@
-"""How the values of hooks get from the layers that compute them into one array per width.
+"""This module moves the values of hooks from the layers that compute them into one array per width.
 
-A loop over layers carries buffers, one for each width, in which every hook has a slot. What a slot
-is, which layer writes to it, and how the buffers become the result is decided here, for a loop over
-all layers as for the stages of a pipeline. The layers themselves belong to the model's file.
+A loop over layers carries one buffer for each width, in which every hook has a slot. This module
+decides what a slot is, which layer writes to it, and how the buffers become the result, both for a
+loop over all layers and for the stages of a pipeline. The layers belong to the model's file.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ Buffers = dict[int, Array]  # width -> bits of the hooks of that width, (slots, 
 
 
 class Plan(NamedTuple):
-    """What layers write: kinds in the order of computing, and for each kind the slots by layer."""
+    """A plan lists the hook kinds to write, in computing order, and each kind's slots by layer."""
 
     kinds: tuple[HookKind, ...]
     slots: tuple[np.ndarray, ...]
@@ -31,8 +31,11 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Capture:
-    """hooks: in their order; sizes: letter -> size, from the model's configuration, and of S, the
-    tokens of a row; dtype: of the values as they are stored."""
+    """The values of some hooks are captured as arrays of one dtype.
+
+    hooks: in their order; sizes: letter -> size, from the model's configuration, and S, the tokens
+    of a row; dtype: the type in which values are stored.
+    """
 
     hooks: tuple[Hook, ...]
     sizes: Mapping[str, int]
@@ -40,19 +43,19 @@ class Capture:
     layout: Layout
 
     def by_width(self) -> dict[int, list[Hook]]:
-        """The hooks of each width, in their order."""
-        found: dict[int, list[Hook]] = {}
+        """Groups the hooks by width, in their order."""
+        groups: dict[int, list[Hook]] = {}
         for hook in self.hooks:
-            found.setdefault(hook.kind.width(self.sizes), []).append(hook)
-        return found
+            groups.setdefault(hook.kind.width(self.sizes), []).append(hook)
+        return groups
 
     def plan(self, layers: range, within: range | None = None, first: int = 0) -> Plan:
-        """Plans a loop over `layers`, into buffers that begin with the hooks of layer `first`.
+        """Plans a loop over `layers` into buffers that begin with the hooks of layer `first`.
 
-        All kinds that `within` (by default: these layers) has hooks of are written at every layer,
-        into the slot of the next hook of their width: a value nobody asked for is overwritten
-        before the loop ends. So memory grows with the hooks, not with the depth. What comes after
-        the last hook goes into one spare slot.
+        Every layer writes all kinds of hooks that `within` (by default these layers) has, each into
+        the slot of the next hook of its width: a value that nobody asked for is overwritten before
+        the loop ends. So memory grows with the hooks, not with the depth. Values that come after
+        the last hook go into one spare slot.
         """
         by_width, slots = self.by_width(), []
         within = layers if within is None else within
@@ -64,35 +67,39 @@ class Capture:
         return Plan(tuple(kind for _, kind in kinds), tuple(slots))
 
     def plan_stages(self, stages: int, length: int) -> Plan:
-        """Plans pipeline stages that have buffers of their own: slots are (stages, length)."""
-        every = range(stages * length)
-        plans = [self.plan(every[k : k + length], every, first=k) for k in every[::length]]
+        """Plans pipeline stages that have buffers of their own; slots are (stages, length)."""
+        layers = range(stages * length)
+        plans = [self.plan(layers[k : k + length], layers, first=k) for k in layers[::length]]
         slots = zip(*(plan.slots for plan in plans), strict=True)
         return Plan(plans[0].kinds, tuple(np.stack(of_stages) for of_stages in slots))
 
     def buffers(self, plans: Sequence[Plan], shape: Sequence[int], stages: int = 1) -> Buffers:
-        """Empty buffers for what the plans write.
+        """Returns empty buffers for what the plans write.
 
-        shape: of the rows, (B, T) or (micro-batches, B, T). Each of several stages has buffers of
-        its own, as long as the longest.
+        shape: (B, T) or (micro-batches, B, T). Each of several stages has buffers of its own, all
+        as long as the longest.
         """
         lengths: dict[int, int] = {}
         for plan in plans:
             for kind, slots in zip(*plan, strict=True):
                 width = kind.width(self.sizes)
                 lengths[width] = max(lengths.get(width, 0), slots.max() + 1)
-        many = stages > 1
-        axes = [*["stage"] * many, "slots", *["micro_batch"] * (len(shape) - 2), *CAPTURED]
-        empty = {
-            width: _bits(jnp.zeros((*[stages] * many, length, *shape, width), self.dtype))
-            for width, length in lengths.items()
-        }
-        return {width: self.layout.constrain(bits, *axes) for width, bits in empty.items()}
+        axes = ["slots", *["micro_batch"] * (len(shape) - 2), *CAPTURED]
+        buffers = {}
+        for width, length in lengths.items():
+            sizes = [length, *shape, width]
+            if stages > 1:
+                empty = _bits(jnp.zeros([stages, *sizes], self.dtype))
+                buffers[width] = self.layout.constrain(empty, "stage", *axes)
+            else:
+                empty = _bits(jnp.zeros(sizes, self.dtype))
+                buffers[width] = self.layout.constrain(empty, *axes)
+        return buffers
 
     def bits_of(self, kinds: Iterable[HookKind], out: dict[str, Any]) -> list[Array]:
-        """The values of these kinds, (B, T, width), from a layer's intermediates.
+        """Returns the values of these kinds, (B, T, width), from a layer's intermediates.
 
-        Zeros for a kind that the layer's type lacks; they are overwritten like any value that
+        A kind that the layer's type lacks gives zeros, which are overwritten like any value that
         nobody asked for.
         """
         shape = out["resid_pre"].shape[:2]
@@ -108,9 +115,9 @@ class Capture:
     def write(
         self, buffers: Buffers, values: Iterable[Array], slots: Iterable[Any], *at: Array
     ) -> Buffers:
-        """Buffers with one layer's values, each device of `model` keeping a part of the row.
+        """Returns the buffers with one layer's values; a device of `model` keeps a part of a row.
 
-        at: what follows the slot, the number of the micro-batch if there is one.
+        at: the index after the slot, which is the number of the micro-batch if there is one.
         """
         buffers = dict(buffers)
         for value, slot in zip(values, slots, strict=True):
@@ -122,18 +129,18 @@ class Capture:
         return buffers
 
     def result(self, buffers: Buffers) -> dict[int, Array]:
-        """Full buffers -> {width: (hooks of that width, B, T, width)}."""
+        """Turns full buffers into {width: (hooks of that width, B, T, width)}."""
         return {
             width: lax.bitcast_convert_type(buffers[width][: len(hooks)], self.dtype)
             for width, hooks in self.by_width().items()
         }
 
     def result_of_stages(self, buffers: Buffers, rows: int, length: int) -> dict[int, Array]:
-        """Does what `result` does, with buffers (stages, slots, micro-batches, B, T, width).
+        """Does what `result` does for buffers (stages, slots, micro-batches, B, T, width).
 
         rows: of all micro-batches together; length: layers of a stage.
         """
-        found = {}
+        result = {}
         for width, hooks in self.by_width().items():
             bits = buffers[width].swapaxes(2, 3)
             bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
@@ -141,13 +148,13 @@ class Capture:
             bits = self.layout.constrain(bits, *axes)
             counts = np.bincount([hook.layer // length for hook in hooks])
             joined = jnp.concatenate([bits[stage, :count] for stage, count in enumerate(counts)])
-            found[width] = lax.bitcast_convert_type(joined, self.dtype)
-        return found
+            result[width] = lax.bitcast_convert_type(joined, self.dtype)
+        return result
 
 
 def _bits(x: Array) -> Array:
-    """The same bits as unsigned integers, which the CPU updates in place (see `to_bits`).
+    """Returns the same bits as unsigned integers, which the CPU updates in place (see `to_bits`).
 
-    For float32 too: XLA then keeps the layout in which results leave out of the loop.
+    This includes float32: XLA then keeps the layout in which results leave the loop.
     """
     return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)

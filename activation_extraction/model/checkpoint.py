@@ -1,7 +1,7 @@
-"""Checkpoints: the files of a model, in a local folder, in a bucket or on the Hugging Face hub.
+"""A checkpoint is the files of a model, in a local folder, in a bucket or on the Hugging Face hub.
 
-`Checkpoint` finds the files and says which of them holds a tensor. How a file is read is the
-business of weight_files.py, how parameters are made of tensors that of weights.py.
+`Checkpoint` finds the files and says which of them holds a tensor. weight_files.py reads the files,
+and weights.py turns tensors into parameters.
 """
 
 import functools
@@ -45,31 +45,32 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
 )
-WEIGHT_FILE = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # lies in the folder of its index
+WEIGHT_FILE = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a file in the folder of its index
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 class Checkpoint:
-    """The files of a model: in a local folder, at a URL that fsspec knows, or on the hub.
+    """A model's files lie in a local folder, at a URL that fsspec knows, or on the hub.
 
-    Small files become local ones. Weights of a URL are read by ranges, straight into memory; those
-    of the hub too, unless they are to be kept and the disk has room for them.
-    Raises InputError, naming path and file, for anything that is missing, truncated or not a
+    Small files are copied to local ones. Weights at a URL are read by ranges, straight into memory;
+    so are those of the hub, unless they are to be kept and the disk has room for them. All methods
+    raise InputError, naming path and file, for anything that is missing, truncated or not a
     floating-point safetensors checkpoint.
     """
 
     def __init__(self, model_path: str, revision: str | None = None, keep: bool = True) -> None:
-        """revision: a branch, tag or commit of a hub model; None: its main branch.
+        """Finds out where the model is; reads nothing yet.
 
-        keep: whether the hub's cache on this machine is to keep its weights, for the next start.
+        revision: a branch, tag or commit of a hub model; None: its main branch. keep: whether the
+        hub's cache on this machine is to keep the weights for the next start.
         """
         self.model_path = model_path
         self._local = Path(os.path.expanduser(model_path))
         self._url = "://" in model_path
-        # After the first file its commit: all others are of the same one.
+        # The first file replaces this by its commit, to which all others belong as well.
         self._revision = revision
         self._keep = keep
-        self._found: dict[str, Path | None] = {}
+        self._files: dict[str, Path | None] = {}
         self._opened: dict[str, WeightFile] = {}
         if os.path.isfile(self._local):
             raise InputError(f"--model_path {model_path}: is a file, expected a folder")
@@ -83,36 +84,36 @@ class Checkpoint:
 
     @property
     def local(self) -> bool:
-        """Whether it is a folder of this machine."""
+        """Returns whether the model is a folder of this machine."""
         return os.path.isdir(self._local)
 
     @property
     def commit(self) -> str | None:
-        """The hub's commit that the files belong to; None for a folder."""
+        """Returns the hub's commit that the files belong to; None for a folder."""
         self.file("config.json")
         return None if self.local or self._url else self._revision
 
     def file(self, name: str) -> Path:
-        """Local path of one small file. Raises InputError when the model does not have it."""
+        """Returns the local path of a small file. Raises InputError if the model lacks it."""
         path = self.find(name)
         if path is None:
             raise InputError(f"--model_path {self.model_path}: has no {name}")
         return path
 
     def find(self, name: str) -> Path | None:
-        """Local path of one small file, None when the model does not have it."""
-        if name not in self._found:
+        """Returns the local path of a small file; None if the model lacks it."""
+        if name not in self._files:
             local = self._local / name
             if self.local:
-                self._found[name] = local if local.is_file() else None
+                self._files[name] = local if local.is_file() else None
             elif self._url:
-                self._found[name] = self._copy(name)
+                self._files[name] = self._copy(name)
             else:
-                self._found[name] = self._download(name)
-        return self._found[name]
+                self._files[name] = self._download(name)
+        return self._files[name]
 
     def _copy(self, name: str) -> Path | None:
-        """Copies a file at a URL; every process makes its own copy."""
+        """Copies a file from a URL; every process makes its own copy."""
         data = self._remote.read(name)
         copy = _folder_for(self.model_path) / name
         try:
@@ -132,17 +133,16 @@ class Checkpoint:
 
     def _download(self, name: str) -> Path | None:
         unreachable = None if constants.HF_HUB_OFFLINE else hub_unreachable(constants.ENDPOINT)
-        cached = unreachable is not None
+        offline = unreachable is not None
         try:
             with hub_requests(f"--model_path {self.model_path}"):
-                found = hf_hub_download(
-                    self.model_path, name, revision=self._revision, local_files_only=cached
+                path = hf_hub_download(
+                    self.model_path, name, revision=self._revision, local_files_only=offline
                 )
-            path = Path(found)
-            self._revision = path.parent.name  # files lie in a folder named after their commit
-            return path
+            self._revision = Path(path).parent.name  # the folder is named after the commit
+            return Path(path)
         except LocalEntryNotFoundError as error:
-            # A kind of EntryNotFoundError, but it means that the network is missing, not the file.
+            # This EntryNotFoundError means that the network is missing, not the file.
             known = try_to_load_from_cache(self.model_path, name, revision=self._revision)
             if known is _CACHED_NO_EXIST:
                 return None
@@ -164,23 +164,23 @@ class Checkpoint:
             ) from error
 
     def local_files(self) -> list[Path]:
-        """config.json and the local files of the checked weights."""
+        """Returns config.json and the local files of the checked weights."""
         paths = [file.path for file in self._opened.values()]
         return [self.file("config.json"), *(path for path in paths if path is not None)]
 
     def remote_digests(self) -> dict[str, str]:
-        """Name -> digest of the remote files of the checked weights."""
+        """Returns name -> digest of the remote files of the checked weights."""
         files = [file for file in self._opened.values() if isinstance(file, RemoteFile)]
         return {file.name: file.digest() for file in files}
 
     def tokenizer_files(self) -> list[Path]:
-        """The files that decide how text is tokenised."""
+        """Returns the files that decide how text is tokenised."""
         paths = [self.find(name) for name in TOKENIZER_FILES]
         return [path for path in paths if path is not None]
 
     @functools.cached_property
     def file_of_tensor(self) -> dict[str, str] | None:
-        """Tensor -> file name from the index; None when the checkpoint is a single file."""
+        """Returns tensor -> file name from the index; None if the checkpoint is a single file."""
         index = self.find(INDEX_FILE)
         if index is None:
             return None
@@ -196,11 +196,11 @@ class Checkpoint:
 
     @functools.cached_property
     def tensors(self) -> set[str]:
-        """The names of all tensors."""
+        """Returns the names of all tensors."""
         return set(self.file_of_tensor or self._open(SINGLE_FILE).header)
 
     def file_with(self, tensor: str) -> WeightFile:
-        """The file that holds (or should hold) a tensor."""
+        """Returns the file that holds (or should hold) a tensor."""
         if self.file_of_tensor is None:
             return self._open(SINGLE_FILE)
         if tensor not in self.file_of_tensor:
@@ -208,27 +208,26 @@ class Checkpoint:
         return self._open(self.file_of_tensor[tensor])
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """Part of a tensor: (start, stop) slices of every axis."""
+        """Reads a part of a tensor; the index has a (start, stop) slice for every axis."""
         return self.file_with(tensor).read(tensor, index)
 
     def position(self, tensor: str) -> tuple[str, int]:
-        """The name of a tensor's file and the byte at which it begins there."""
+        """Returns the name of a tensor's file and the byte at which the tensor begins there."""
         file = self.file_with(tensor)
         return file.name, file.header[tensor].offset
 
     def _open(self, name: str) -> WeightFile:
         if name not in self._opened:
-            remote = not self.local and (self._url or not self._kept(name))
-            self._opened[name] = self._open_remote(name) if remote else LocalFile(self.file(name))
+            if self.local or not (self._url or not self._in_cache(name)):
+                self._opened[name] = LocalFile(self.file(name))
+            elif name in self._sizes:
+                self._opened[name] = RemoteFile(self._remote, name, self._sizes[name])
+            else:
+                raise InputError(f"--model_path {self.model_path}: has no {name}")
         return self._opened[name]
 
-    def _open_remote(self, name: str) -> RemoteFile:
-        if name not in self._sizes:
-            raise InputError(f"--model_path {self.model_path}: has no {name}")
-        return RemoteFile(self._remote, name, self._sizes[name])
-
-    def _kept(self, name: str) -> bool:
-        """Whether a weight file of the hub is in its cache on this machine, or to be put there."""
+    def _in_cache(self, name: str) -> bool:
+        """Returns whether a weight file of the hub is in the local cache, or is to be put there."""
         self.file("config.json")  # from now on the revision is a commit
         if isinstance(try_to_load_from_cache(self.model_path, name, revision=self._revision), str):
             return True
@@ -237,15 +236,13 @@ class Checkpoint:
         cache = Path(constants.HF_HUB_CACHE)
         size, free = self._sizes.get(name, 0), shutil.disk_usage(cache).free
         if size > free:
-            log.warning(
-                "%s has %.3g GB, but %s only %.3g GB free: it is read straight into memory",
-                *(name, size / 1e9, cache, free / 1e9),
-            )
+            text = "%s takes %.3g GB, but %s has only %.3g free: it is read straight into memory"
+            log.warning(text, name, size / 1e9, cache, free / 1e9)
         return size <= free
 
     @functools.cached_property
     def _remote(self) -> Folder:
-        """Where the weights are, if not in a local folder."""
+        """Returns the folder that holds the weights if they are not in a local one."""
         try:
             if self._url:
                 return Folder(self.model_path)
@@ -255,7 +252,7 @@ class Checkpoint:
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
-        """Name -> size in bytes of the remote files."""
+        """Returns name -> size in bytes of the remote files."""
         try:
             return self._remote.files()
         except FolderError as error:
@@ -266,12 +263,9 @@ class Checkpoint:
 
 @functools.cache
 def _folder_for(url: str) -> Path:
-    """A folder of this user for copies of small files."""
-    folder = (
-        default_folder().parent
-        / "models"
-        / hashlib.sha256(plain_url(url).encode()).hexdigest()[:16]
-    )
+    """Returns a folder of this user for copies of small files."""
+    digest = hashlib.sha256(plain_url(url).encode()).hexdigest()
+    folder = default_folder().parent / "models" / digest[:16]
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:

@@ -1,8 +1,8 @@
-"""A stack of layers as pure functions of their parameters.
+"""A decoder is a stack of layers as pure functions of their parameters.
 
-Layers are of one type or of a few. The parameters of whole layers are stacked, those of each type
-apart, and all layers run in one loop; a layer of which only a part is needed has parameters of its
-own. What a layer computes is the model file's part.
+Layers are of one type or of a few. The parameters of whole layers are stacked by type, and all
+layers run in one loop; a layer of which only a part is needed has parameters of its own. The
+model's file decides what a layer computes.
 """
 
 import math
@@ -25,79 +25,76 @@ from activation_extraction.model.layers import from_bits, rotary_table, to_bits
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import QwenConfig
 
-TOKENS_AT_ONCE = 2048  # on one CPU, which is fastest with what its caches can hold
+TOKENS_AT_ONCE = 2048  # so many are fastest on one CPU, whose caches can hold them
 
-Path = tuple[str, ...]  # of a parameter
-Layers = tuple[Any, Any]  # their stacked parameters, and what `Decoder.sliding` says of them
-Keep = Callable[[dict[str, Any]], Any]  # what is to be kept of a layer's intermediates
+Path = tuple[str, ...]  # the path of a parameter
+Layers = tuple[Any, Any]  # the layers' stacked parameters, and which of them have a window
+Keep = Callable[[dict[str, Any]], Any]  # picks what is kept of a layer's intermediates
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """modules: type of layer -> its module, (x, rotary, segment_ids, slides) -> (x, its
-    intermediates by name), where `slides` says whether the layer has a window; None in a model
-    without any.
+    """The layers of a model run with parameters that are passed in.
 
-    The stacked parameters of a model with one type of layer are those of one layer with a leading
-    axis named "layers". With several types they are a dict: type -> the same for its layers.
+    modules: type of layer -> its module, (x, rotary, segment_ids, slides) -> (x, its intermediates
+    by name), where `slides` says whether the layer has a window; it is None in a model without
+    windows. The stacked parameters of a model with one type of layer are those of one layer with a
+    leading axis named "layers". With several types they are a dict: type -> the same for its
+    layers.
     """
 
     config: QwenConfig
     modules: Mapping[str, Any]
 
     @property
-    def types(self) -> tuple[str, ...]:
-        """The type of every layer of the model."""
-        return self.config.layer_types
-
-    @property
     def mixed(self) -> bool:
-        """Whether the model has layers of several types."""
+        """Returns whether the model has layers of several types."""
         return len(self.modules) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:
-        """Parameters of the first `length` layers, and of as many of the same types per stage.
+        """Returns parameters of `length` layers, and of as many of the same types for each stage.
 
         They are zeros, so the random key is not used.
         """
-        types = self.types[:length]
-        stacks = {t: self._init_stack(t, stages * types.count(t)) for t in set(types)}
-        return stacks if self.mixed else stacks[types[0]]
+        types = self.config.layer_types[:length]
 
-    def _init_stack(self, type_: str, count: int) -> Any:
-        def stack(box: Any) -> Any:
-            like = box.value
-            zeros = jnp.zeros((count, *like.shape), like.dtype)
+        def stack(box: Any, count: int) -> Any:
+            zeros = jnp.zeros((count, *box.value.shape), box.value.dtype)
             return box.replace(value=zeros, names=("layers", *box.names))
 
-        return jax.tree.map(stack, self._boxes(type_), is_leaf=_is_boxed)
+        stacks = {}
+        for type_ in set(types):
+            with_count = partial(stack, count=stages * types.count(type_))
+            stacks[type_] = jax.tree.map(with_count, self._boxes(type_), is_leaf=_is_boxed)
+        return stacks if self.mixed else stacks[types[0]]
 
-    def init_part(self, _: Array, number: int, paths: frozenset[Path]) -> Any:
-        """Parameters of one layer, those at `paths` alone. They are zeros, too."""
-        every = flatten_dict(self._boxes(self.types[number]))
-        return _zeros(unflatten_dict({path: every[path] for path in paths}))
+    def init_partial(self, _: Array, number: int, paths: frozenset[Path]) -> Any:
+        """Returns those parameters of one layer that are at `paths`; they are zeros, too."""
+        boxes = flatten_dict(self._boxes(self.config.layer_types[number]))
+        return _zeros(unflatten_dict({path: boxes[path] for path in paths}))
 
     def _example(self) -> tuple[Any, ...]:
-        """The smallest inputs of a layer."""
+        """Returns the smallest inputs that a layer takes."""
         nothing = jnp.zeros((1, 1), jnp.int32)
-        x = jnp.zeros((1, 1, self.config.hidden_size), self.modules[self.types[0]].dtype)
+        dtype = self.modules[self.config.layer_types[0]].dtype
+        x = jnp.zeros((1, 1, self.config.hidden_size), dtype)
         return x, rotary_table(nothing, self.config), nothing, self._slides(0)
 
     def _slides(self, layer: int) -> Any:
         sliding = self.config.sliding(range(layer, layer + 1))
         return None if sliding is None else sliding[0]
 
-    def of(self, params: Any) -> Layers:
-        """The layers that have these stacked parameters, from the first layer on."""
+    def stacked(self, params: Any) -> Layers:
+        """Returns the layers that have these stacked parameters, from the first layer on."""
         return params, self.config.sliding(range(self._count(params)))
 
     def _count(self, params: Any) -> int:
-        """How many layers have these stacked parameters."""
+        """Returns how many layers have these stacked parameters."""
         stacks = params.values() if self.mixed else [params]
         return sum(len(jax.tree.leaves(stack)[0]) for stack in stacks)
 
     def _boxes(self, type_: str) -> Any:
-        """Shapes and logical axes of the parameters of one layer of this type."""
+        """Returns the shapes and logical axes of the parameters of one layer of this type."""
         module = self.modules[type_].clone(layout=Layout())
         return jax.eval_shape(lambda: _init(module, jax.random.key(0), *self._example()))
 
@@ -109,52 +106,52 @@ class Decoder:
         per_layer: Any = None,
         keep: Keep = lambda _: None,
     ) -> Any:
-        """Runs `body(layer_k, carry, per_layer[k]) -> carry` over the layers, as one XLA loop.
+        """Runs `body(layer_k, carry, per_layer[k]) -> carry` over the layers as one XLA loop.
 
         `layer_k(x, rotary, segment_ids)` is layer k with its parameters; it returns the stream and
         what `keep` makes of its intermediates. Returns the last carry.
         """
         params, slides = layers
-        this, one = params, partial(self._one, self.types[0])
+        which, layer_for = params, partial(self._layer, self.config.layer_types[0])
         if self.mixed:
-            this, one = self._numbers(params), partial(self._one_of_several, params)
+            which, layer_for = self._stacks_and_rows(params), partial(self._layer_in, params)
 
         def step(carry: Any, xs: Any) -> tuple[Any, None]:
-            (this, slides), per_layer = xs
-            return body(one(this, slides, keep), carry, per_layer), None
+            (which, slides), per_layer = xs
+            return body(layer_for(which, slides, keep), carry, per_layer), None
 
-        return jax.lax.scan(step, carry, ((this, slides), per_layer))[0]
+        return jax.lax.scan(step, carry, ((which, slides), per_layer))[0]
 
-    def _numbers(self, stacks: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Says of every layer which of these stacks it is in, and which row of it."""
-        names, types = sorted(stacks), self.types[: self._count(stacks)]
+    def _stacks_and_rows(self, stacks: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Returns, for every layer, which of these stacks it is in and in which row."""
+        names, types = sorted(stacks), self.config.layer_types[: self._count(stacks)]
         rows = [types[:layer].count(type_) for layer, type_ in enumerate(types)]
         return np.array([*map(names.index, types)], np.int32), np.array(rows, np.int32)
 
-    def _one_of_several(self, stacks: Any, this: Any, slides: Any, keep: Keep) -> Callable:
-        """The layer in this stack and row: the only weights that are read."""
-        stack, row = this
+    def _layer_in(self, stacks: Any, stack_and_row: Any, slides: Any, keep: Keep) -> Callable:
+        """Returns the layer in this row of this stack; no other weights are read."""
+        stack, row = stack_and_row
 
         def run(type_: str, *inputs: Any) -> Any:
             take = partial(jax.lax.dynamic_index_in_dim, index=row, keepdims=False)
             params = jax.tree.map(take, stacks[type_])
-            return self._one(type_, params, slides, keep)(*inputs)
+            return self._layer(type_, params, slides, keep)(*inputs)
 
         return partial(jax.lax.switch, stack, [partial(run, type_) for type_ in sorted(stacks)])
 
-    def _one(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
+    def _layer(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
         return in_groups(self._apply(type_, params, slides, keep), self.modules[type_])
 
-    def part(self, number: int, params: Any, keep: Keep, *inputs: Any) -> Any:
-        """What `keep` makes of the intermediates of a layer that has only some of its parameters.
+    def partial_layer(self, number: int, params: Any, keep: Keep, *inputs: Any) -> Any:
+        """Returns what `keep` makes of the intermediates of a layer that has only some parameters.
 
-        `keep` must not depend on the others (see `paths_for`): zeros stand for them, and what they
-        enter is in no compiled program.
+        `keep` must not depend on the other parameters (see `paths_for`): zeros stand for them, and
+        the compiled program computes nothing with them.
         """
-        type_ = self.types[number]
-        every = flatten_dict(_zeros(nn.meta.unbox(self._boxes(type_))))
-        own = unflatten_dict(every | flatten_dict(params))
-        layer = self._apply(type_, own, self._slides(number), keep)
+        type_ = self.config.layer_types[number]
+        zeros = flatten_dict(_zeros(nn.meta.unbox(self._boxes(type_))))
+        params = unflatten_dict(zeros | flatten_dict(params))
+        layer = self._apply(type_, params, self._slides(number), keep)
 
         def kept(x: Array, *others: Any) -> tuple[Array, Any]:
             return x, layer(x, *others)[1]
@@ -162,21 +159,21 @@ class Decoder:
         return in_groups(kept, self.modules[type_])(*inputs)[1]
 
     def _apply(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
-        """The layer of this type with these parameters."""
+        """Returns the layer of this type with these parameters."""
         module = self.modules[type_]
         axes = jax.tree.map(lambda box: box.names, self._boxes(type_), is_leaf=_is_boxed)
         gathered = jax.tree.map(module.layout.gather, params, axes)
-        own = {"params": jax.tree.map(from_bits, gathered)}
+        variables = {"params": jax.tree.map(from_bits, gathered)}
 
         def layer(*inputs: Any) -> tuple[Array, Any]:
-            x, out = module.apply(own, *inputs, slides)
+            x, out = module.apply(variables, *inputs, slides)
             return x, keep(out)
 
         return layer
 
     def paths_for(self, number: int, values: Iterable[str]) -> frozenset[Path]:
-        """The parameters that these intermediates of this layer depend on."""
-        type_ = self.types[number]
+        """Returns the parameters that these intermediates of this layer depend on."""
+        type_ = self.config.layer_types[number]
         params = flatten_dict(nn.meta.unbox(self._boxes(type_)))
         layer = self.modules[type_].clone(layout=Layout())
 
@@ -188,8 +185,8 @@ class Decoder:
         return frozenset(path for path, used in zip(sorted(params), needed, strict=True) if used)
 
     def matrix_sizes(self, number: int) -> dict[Path, int]:
-        """The weights of this layer in each parameter that is a matrix, 0 for the others."""
-        boxes = self._boxes(self.types[number])
+        """Returns how many weights each parameter of this layer has if it is a matrix, else 0."""
+        boxes = self._boxes(self.config.layer_types[number])
         boxes = flatten_dict(boxes, is_leaf=lambda _, x: _is_boxed(x))
         return {
             path: math.prod(box.value.shape) if path[-1] == "weight" and len(box.names) > 1 else 0
@@ -197,9 +194,9 @@ class Decoder:
         }
 
 
-@partial(jax.jit, static_argnums=0)  # so that it is traced once for all who ask
+@partial(jax.jit, static_argnums=0)  # jit traces it only once
 def _init(module: nn.Module, key: Array, *example: Any) -> Any:
-    """The parameters of one layer."""
+    """Returns the parameters of one layer."""
     return module.init(key, *example)["params"]
 
 
@@ -208,10 +205,10 @@ def _zeros(shapes: Any) -> Any:
 
 
 def stage_length(types: Sequence[str], stages: int) -> int:
-    """Layers per pipeline stage, so that all stages have the same sequence of types.
+    """Returns the layers per pipeline stage with which all stages have the same sequence of types.
 
     types: of the layers that run. The last stages may be filled up. Raises InputError if some stage
-    had to be filled up completely for this.
+    would have to be filled up completely.
     """
     count = len(types)
     shortest = -(-count // stages)
@@ -227,13 +224,13 @@ def stage_length(types: Sequence[str], stages: int) -> int:
 
 
 def _runs(types: Sequence[str], most: int = 6) -> str:
-    """Such as "1 dense, 3 sparse"."""
+    """Describes a sequence of types, such as "1 dense, 3 sparse"."""
     runs = [f"{len([*group])} {type_}" for type_, group in groupby(types)]
     return ", ".join(runs[:most]) + (", ..." if len(runs) > most else "")
 
 
 def intermediate(out: dict[str, Any], name: str) -> Array | None:
-    """One of a layer's intermediates, by its dotted name; None if it has none of this name."""
+    """Returns one of a layer's intermediates by its dotted name; None if it has none so named."""
     value = flatten_dict(out, sep=".").get(name)
     return value() if callable(value) else value
 
@@ -243,9 +240,9 @@ def _is_boxed(x: Any) -> bool:
 
 
 def rows_at_once(layout: Layout, rows: int, length: int) -> int:
-    """How many rows of `length` tokens go through a layer together; a divisor of `rows`.
+    """Returns how many rows of `length` tokens go through a layer together; it divides `rows`.
 
-    On anything but one CPU these are all rows.
+    All rows do on anything but a single CPU device.
     """
     mesh = layout.mesh
     if mesh is None or mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
@@ -255,11 +252,11 @@ def rows_at_once(layout: Layout, rows: int, length: int) -> int:
 
 
 def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """`layer`, a group of rows at a time where that is faster.
+    """Returns `layer`, run on a group of rows at a time where that is faster.
 
-    layer: (x, rotary, segment_ids) -> (x, arrays that begin with the rows and are no two-byte
-    floating point numbers). Groups of nothing but padding, as in the last batch of a run, keep
-    their x, and their other arrays are zeros. module: whose layout and dtype it has.
+    layer: (x, rotary, segment_ids) -> (x, arrays that begin with the rows and are not two-byte
+    floating-point numbers). Groups of nothing but padding, as in the last batch of a run, keep
+    their x, and their other arrays are zeros. module: gives the layout and the dtype.
     """
     layout, dtype = module.layout, module.dtype
 
@@ -281,13 +278,13 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
 
     def skip(*inputs: Any) -> Any:
         _, kept = jax.eval_shape(compute, *inputs)
-        return inputs[0], jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kept)
+        return inputs[0], _zeros(kept)
 
     return apply
 
 
 def needed_inputs(function: Callable[..., Any], *inputs: Any) -> list[bool]:
-    """Says for every leaf of the inputs (arrays or their shapes) whether any output needs it."""
+    """Returns, for every leaf of the inputs (arrays or shapes), whether any output needs it."""
     program = jax.make_jaxpr(function)(*inputs).jaxpr
     needed = {out for out in program.outvars if not isinstance(out, Literal)}
     for equation in reversed(program.eqns):

@@ -1,7 +1,7 @@
-"""The gated delta net (arXiv:2412.06464): Qwen3.5's layers without attention, over packed rows.
+"""The gated delta net (arXiv:2412.06464) takes the place of attention in layers of Qwen3.5.
 
-The rule keeps a matrix S per head, zero before a segment's first token. A token with query q,
-key k, value v, log decay g and rate b changes it and reads it:
+The rule keeps a matrix S per head, which is zero before a segment's first token. A token with query
+q, key k, value v, log decay g and rate b changes it and reads it:
 
     S <- exp(g) S;  S <- S + k (b (v - S^T k))^T;  o = S^T q
 
@@ -9,12 +9,12 @@ Tokens are computed in chunks (arXiv:2406.06484): what the tokens of a chunk do 
 triangular system, solved for all chunks at once; S goes from chunk to chunk in a loop. All of it is
 in float32, and no token sees another segment of its row.
 
-Letters of the modules are those of qwen2_jax.py, and J key heads, G value heads of each, C key
-size, Z value size, O all values of a token, W taps of the convolution. Key heads, each with its
-value heads, are what is split over devices. The checkpoint keeps queries, keys and values in one
-matrix, one below the other, and the convolutions likewise. Here each has parameters of its own, so
-that heads can be split. Letters of the functions: B rows, T tokens per row, K key heads, G value
-heads of each, D key size, U value size, N chunks, C tokens of a chunk (I and J where two meet).
+The modules use the letters of qwen2_jax.py, and J key heads, G value heads of each, C key size, Z
+value size, O all values of a token, W taps of the convolution. Key heads, each with its value
+heads, are split over devices. The checkpoint keeps queries, keys and values in one matrix, one
+below the other, and the convolutions likewise; here each has parameters of its own, so that heads
+can be split. The functions use the letters B rows, T tokens per row, K key heads, G value heads of
+each, D key size, U value size, N chunks, C tokens of a chunk (I and J where two meet).
 """
 
 from functools import partial
@@ -31,14 +31,14 @@ from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import QwenConfig
 
 CHUNK = 64  # tokens
-EPSILON = 1e-6  # of the squared length of queries and keys
+EPSILON = 1e-6  # added to the squared length of queries and keys
 KEYS = "batch", "sequence", "key_heads", "head_dim"  # logical axes of queries and keys
 VALUES = *KEYS, "head_dim"
 ROWS = "batch", "sequence"
 
 
 class Convolution(nn.Module):
-    """The short convolution of one kind of heads, `JC` or `JGZ`."""
+    """This is the short convolution of one kind of heads, `JC` or `JGZ`."""
 
     config: QwenConfig
     heads: str
@@ -51,7 +51,7 @@ class Convolution(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """Norm of each value head, then the gate. Its weights are stored as they are."""
+    """Normalises each value head, then applies the gate. Its weights are stored as they are."""
 
     config: QwenConfig
     dtype: Any = jnp.float32
@@ -63,7 +63,7 @@ class GatedNorm(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """(B, T, D) -> (B, T, D), token by token from the state that its segment has left."""
+    """Maps (B, T, D) to (B, T, D), token by token, with the state of each token's segment."""
 
     config: QwenConfig
     dtype: Any
@@ -80,13 +80,13 @@ class GatedDeltaNet(nn.Module):
         self.A_log = parameter(self, "A_log", "JG")
         self.dt_bias = parameter(self, "dt_bias", "JG")
         self.norm = GatedNorm(self.config, self.dtype)
-        self.out_proj = linear("O->D")  # TPUs would copy (D, J, G, Z) for each step
+        self.out_proj = linear("O->D")  # TPUs would copy (D, J, G, Z) in each step
 
     def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Out]:
         constrain, out = self.layout.constrain, self._inputs(x, segment_ids)
         names = "q", "k", "v", "log_decay", "beta"
         with jax.named_scope("gated_delta_rule"):
-            out["recurrence_out"] = self.layout.each(
+            out["recurrence_out"] = self.layout.per_device(
                 gated_delta_rule,
                 [*(out[name] for name in names), segment_ids],
                 [KEYS, KEYS, VALUES, KEYS, KEYS, ROWS],
@@ -98,14 +98,13 @@ class GatedDeltaNet(nn.Module):
         return out["out"], out
 
     def _inputs(self, x: Array, segment_ids: Array) -> Out:
-        """What the recurrence and the gate after it take."""
+        """Returns the inputs of the recurrence and of the gate after it."""
         constrain, out = self.layout.constrain, Out()
-        parts = (
+        for name, axes, projection, convolution in (
             ("q", KEYS, self.in_proj_q, self.conv1d_q),
             ("k", KEYS, self.in_proj_k, self.conv1d_k),
             ("v", VALUES, self.in_proj_v, self.conv1d_v),
-        )
-        for name, axes, projection, convolution in parts:
+        ):
             y = out[f"{name}_pre_conv"] = constrain(projection(x), *axes).astype(self.dtype)
             out[name] = convolution(y, segment_ids)
         out["gate_input"] = constrain(self.in_proj_z(x), *VALUES).astype(self.dtype)
@@ -118,7 +117,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
-    """Each channel's weighted sum over the last few tokens of its segment, then silu.
+    """Returns each channel's weighted sum over the last few tokens of its segment, then silu.
 
     x: (B, T, ...channels); weight: (...channels, taps), the last tap being the token's own.
     """
@@ -139,7 +138,7 @@ def _earlier(x: Array, distance: int) -> Array:
 
 
 def gated_norm(x: Array, gate: Array, weight: Array, epsilon: float) -> Array:
-    """RMS norm over the last axis, times `weight`, times silu(gate)."""
+    """Applies an RMS norm over the last axis, then multiplies by `weight` and silu(gate)."""
     x, gate = x.astype(jnp.float32), gate.astype(jnp.float32)
     inverse_rms = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
     return x * inverse_rms * weight.astype(jnp.float32) * jax.nn.silu(gate)
@@ -148,11 +147,11 @@ def gated_norm(x: Array, gate: Array, weight: Array, epsilon: float) -> Array:
 def gated_delta_rule(
     q: Array, k: Array, v: Array, log_decay: Array, beta: Array, segment_ids: Array
 ) -> Array:
-    """The outputs o of all tokens, (B, T, K, G, U) float32.
+    """Returns the outputs o of all tokens, (B, T, K, G, U) float32.
 
-    q, k: (B, T, K, D), normalised here; v: (B, T, K, G, U); log_decay, at most 0, and beta:
-    (B, T, K, G). segment_ids: (B, T); the segments of a row follow one another, all different.
-    Padding, segment 0, comes last, and what it gives means nothing.
+    q, k: (B, T, K, D), normalised here; v: (B, T, K, G, U); log_decay, at most 0, and beta: (B, T,
+    K, G). segment_ids: (B, T); the segments of a row follow one another, all different. Padding,
+    segment 0, comes last, and its outputs mean nothing.
     """
     q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
     per_head = q.shape[-1] ** -0.5 * _unit(q), _unit(k), v, log_decay[..., None], beta[..., None]
@@ -168,14 +167,14 @@ def _unit(x: Array) -> Array:
 
 
 def _in_chunks(x: Array) -> Array:
-    """(B, T, ...heads, size) -> (N, B, ...heads, C, size), filled up with zeros."""
+    """Maps (B, T, ...heads, size) to (N, B, ...heads, C, size), padded with zeros."""
     more = [(0, 0), (0, -x.shape[1] % CHUNK), *[(0, 0)] * (x.ndim - 2)]
     x = jnp.pad(x, more).reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
     return jnp.moveaxis(x, (1, 2), (0, -2))
 
 
 class _Chunks(NamedTuple):
-    """What the loop needs of each chunk. Every array begins with N."""
+    """The loop needs these arrays of each chunk; every array begins with N."""
 
     written: Array  # NBKGCU: what tokens add to S if it was zero before the chunk
     readers: Array  # NBKG(2C)D: what reads the S before the chunk, for the update and for o
@@ -187,7 +186,10 @@ class _Chunks(NamedTuple):
 def _prepare(
     q: Array, k: Array, v: Array, log_decay: Array, beta: Array, segments: Array
 ) -> _Chunks:
-    """q, k: NBKCD; v: NBKGCU; log_decay, beta: NBKGC1; segments: NBC1."""
+    """Prepares all chunks at once, before the loop.
+
+    q, k: NBKCD; v: NBKGCU; log_decay, beta: NBKGC1; segments: NBC1.
+    """
     within, since = _decays(log_decay, segments)
     among_keys = einsum("NBKID,NBKJD->NBKIJ", k, k)[:, :, :, None]
     of_queries = einsum("NBKID,NBKJD->NBKIJ", q, k)[:, :, :, None]
@@ -207,20 +209,21 @@ def _prepare(
 def _inverse(below: Array) -> Array:
     """Inverts the identity plus what `below` (..., C, C) has below its diagonal.
 
-    Block by block on the diagonal, each time of twice the size; where two inverse blocks X and Y
-    become one, -Y (what is below X) X comes between them. These are products of matrices, where a
-    solver would take tokens one after the other; on a CPU with several devices it never returns.
+    It goes along the diagonal block by block, and each time the blocks are twice as large; where
+    two inverse blocks X and Y become one, -Y (what is below X) X comes between them. These are
+    matrix products, where a solver would take tokens one after the other; on a CPU with several
+    devices it never returns.
     """
     tokens = np.arange(CHUNK)
-    found = jnp.eye(CHUNK)
+    inverse = jnp.eye(CHUNK)
     for level in range(CHUNK.bit_length() - 1):
         blocks, twice = tokens >> level, tokens >> (level + 1)
         joined = (twice[:, None] == twice) & (blocks[:, None] > blocks)
         between = jnp.where(joined, below, 0)
         if level:
-            between = _product(_product(found, between), found)
-        found = found - between
-    return found
+            between = _product(_product(inverse, between), inverse)
+        inverse = inverse - between
+    return inverse
 
 
 def _product(x: Array, y: Array) -> Array:
@@ -228,10 +231,10 @@ def _product(x: Array, y: Array) -> Array:
 
 
 def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
-    """How much is left from token to token of a chunk, NBKGIJ, and from before it, NBKGC1.
+    """Returns how much is left from token to token of a chunk, NBKGIJ, and from before it, NBKGC1.
 
-    0 between different segments, by a mask. Numbers of one sign are added, and none is subtracted
-    from another, so a token that forgets everything does not harm the precision of the next ones.
+    A mask puts 0 between different segments. Only numbers of one sign are added, and nothing is
+    subtracted, so a token that forgets everything does not harm the precision of the next ones.
     """
     own = segments[:, :, None, None]  # NB11C1
     before = jnp.pad(own[:-1, ..., -1:, :], [(1, 0), *[(0, 0)] * 5], constant_values=-1)
@@ -239,14 +242,11 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
     until = jnp.tri(CHUNK)  # IC: token C comes no later than I
     between = einsum("IC,NBKGCJ->NBKGIJ", until, log_decay * jnp.tri(CHUNK, k=-1))
     begun = einsum("IC,NBKGCJ->NBKGIJ", until, log_decay)
-    return (
-        jnp.where(seen, jnp.exp(between), 0),
-        jnp.where(own == before, jnp.exp(begun), 0),
-    )
+    return jnp.where(seen, jnp.exp(between), 0), jnp.where(own == before, jnp.exp(begun), 0)
 
 
 def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
-    """One chunk. Returns S after it, (B, K, G, D, U), and its outputs (B, K, G, C, U)."""
+    """Computes one chunk; returns S after it, (B, K, G, D, U), and its outputs (B, K, G, C, U)."""
     stored, read = jnp.split(einsum("BKGCD,BKGDU->BKGCU", chunk.readers, state), 2, axis=3)
     added = chunk.written - stored
     out = read + einsum("BKGIJ,BKGJU->BKGIU", chunk.within, added)

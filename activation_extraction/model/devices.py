@@ -1,8 +1,8 @@
-"""The devices: how fast they are, how their failures are reported, and the cache of programs.
+"""This module knows the devices: their speed, their errors and the cache of compiled programs.
 
-JAX's persistent compilation cache lets a run that starts again not compile again. JAX's key for an
+JAX's persistent compilation cache spares a run that starts again the compilation. JAX's key for an
 entry covers the program, its devices, the compiler's version and flags, and on the CPU the
-machine's instruction sets: a folder may be shared between machines of different kinds.
+machine's instruction sets: machines of different kinds may share a folder.
 """
 
 import os
@@ -40,14 +40,14 @@ PROBLEM = "Error (reading|writing) persistent compilation cache"  # JAX's warnin
 
 
 def use_compilation_cache(given: str | None, output: Path, several: bool) -> None:
-    """Has JAX keep compiled programs in `--compilation_cache`, else in the user's cache folder.
+    """Makes JAX keep compiled programs in `--compilation_cache` or in the user's cache folder.
 
-    given: the flag; output: the folder that it must not lie in; several: whether this is one host
-    of several. These have none unless asked: JAX writes on host 0 only, so their folder must be a
-    shared one. Raises InputError for a folder that was asked for and cannot be used; where the
-    default one cannot, that is a warning.
+    given: the flag; output: the folder that the cache must not lie in; several: whether this is one
+    of several hosts. Such hosts have no cache unless the flag asks for one: JAX writes on host 0
+    only, so all must share the folder. Raises InputError for a folder that was asked for and cannot
+    be used; only a warning is logged if the default one cannot.
     """
-    if not jax.config.values["jax_enable_compilation_cache"]:  # by the environment
+    if not jax.config.values["jax_enable_compilation_cache"]:  # the environment turned it off
         return
     folder = _folder(given, output, several)
     jax.config.update("jax_enable_compilation_cache", folder is not None)
@@ -57,13 +57,13 @@ def use_compilation_cache(given: str | None, output: Path, several: bool) -> Non
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # A damaged entry is compiled anew; `watch_compiling` reports it for the one that counts.
     warnings.filterwarnings("ignore", PROBLEM)
-    if _is_url(folder):
-        # The compiler's own caches, which JAX would put there too, know no URLs.
+    if "://" in folder:
+        # The compiler's own caches, which JAX would put there too, cannot use URLs.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def _folder(given: str | None, output: Path, several: bool) -> str | None:
-    """The folder or URL to be used; None for no cache."""
+    """Returns the folder or URL of the cache; None for no cache."""
     if given == OFF or (given is None and several):
         return None
     if given is None:
@@ -74,26 +74,25 @@ def _folder(given: str | None, output: Path, several: bool) -> str | None:
                 "%s: nothing is kept for the next start; XDG_CACHE_HOME names another cache", error
             )
             return None
-    return given if _is_url(given) else _usable(Path(os.path.expanduser(given)), output)
-
-
-def _is_url(folder: str) -> bool:
-    return "://" in folder
+    return given if "://" in given else _usable(Path(os.path.expanduser(given)), output)
 
 
 def default_folder() -> Path:
-    """Below XDG_CACHE_HOME, else ~/.cache."""
+    """Returns a folder below XDG_CACHE_HOME, or else below ~/.cache."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(caches, "activation_extraction", "jax")
 
 
 def _usable(folder: Path, output: Path) -> str:
-    """The folder, made if need be. Raises InputError where it cannot be written, or lies in the
-    output, which holds nothing but the extraction."""
+    """Returns the folder, which is created if it does not exist.
+
+    Raises InputError if it cannot be written, or lies in the output, which holds nothing but the
+    extraction.
+    """
     if folder.resolve().is_relative_to(output.resolve()):
         raise InputError(f"--compilation_cache {folder}: lies within --output_dir {output}")
     try:
-        # Who can write there can have any code run here.
+        # Anybody who can write there can make this program run any code.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -103,9 +102,9 @@ def _usable(folder: Path, output: Path) -> str:
 
 @contextmanager
 def watch_compiling() -> Iterator[Callable[[], bool]]:
-    """Yields the function that tells whether anything came from the cache inside the block.
+    """Yields a function that says whether anything came from the cache inside the block.
 
-    What JAX has to say about a damaged cache becomes a line of the log.
+    JAX's warnings about a damaged cache become lines of the log.
     """
     hits = 0
 
@@ -126,7 +125,7 @@ def watch_compiling() -> Iterator[Callable[[], bool]]:
 
 
 def peak_flops(devices: int) -> float | None:
-    """What this many devices can do per second in bfloat16; None when that is not known."""
+    """Returns the bfloat16 FLOP/s of this many devices together; None if that is not known."""
     kind = jax.local_devices()[0].device_kind
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
     return None if peak is None else peak * devices

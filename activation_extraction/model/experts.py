@@ -1,10 +1,10 @@
-"""Experts: the part of a layer in which every token goes through a few of many small MLPs.
+"""Experts are many small MLPs in a layer; every token goes through a few of them.
 
-No token is dropped, so what a token's experts give does not depend on its neighbours. The rows of
-all tokens are sorted by expert; then each product is one of many small ones, of the rows of each
-expert with its weights. How that is done depends on the platform: see `GroupedExperts`.
+No token is dropped, so the result for a token does not depend on its neighbours. The rows of all
+tokens are sorted by expert; each product then consists of many small ones, of each expert's rows
+with its weights. How they are computed depends on the platform: see `GroupedExperts`.
 
-Letters as in qwen2_jax.py: X experts of a token; n rows, which are T * X.
+The letters are those of qwen2_jax.py: X experts of a token; n rows, which are T * X.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from activation_extraction.model.mesh import BOTH, Layout
 TILE = 128  # rows
 
 # (rows (n, D), sizes (E,) int32, gate and up (E, D, M), down (E, M, D)) -> (n, D), in the type of
-# the rows. The rows are sorted by expert: the first sizes[0] go through expert 0, and so on. Rows
-# after those of the last expert have none; what is returned for them means nothing.
+# the rows. The rows are sorted by expert: the first sizes[0] go through expert 0, and so on. The
+# rows after those of the last expert have no expert, and what is returned for them means nothing.
 GroupedExperts = Callable[[Array, Array, Array, Array, Array], Array]
 
 
 def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
-    """Router logits (B, T, E) -> weights and numbers of the `count` chosen experts, (B, T, X).
+    """Maps router logits (B, T, E) to weights and numbers of `count` experts, each (B, T, X).
 
     The weights are float32, rounded to the type of the logits, as transformers rounds them. Of
     equal logits, the first ones are taken.
@@ -40,13 +40,13 @@ def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
 
 
 def scattered(weights: Array, chosen: Array, count: int) -> Array:
-    """(B, T, X) -> (B, T, E): the weight of every expert, 0 for those that were not chosen."""
-    every = jax.nn.one_hot(chosen, count, dtype=weights.dtype)
-    return (every * weights[..., None]).sum(axis=-2)
+    """Maps (B, T, X) to (B, T, E), the weight of every expert; experts not chosen have 0."""
+    one_hot = jax.nn.one_hot(chosen, count, dtype=weights.dtype)
+    return (one_hot * weights[..., None]).sum(axis=-2)
 
 
 class Weight(nn.Module):
-    """A weight alone, for products that are no `Linear`."""
+    """Declares a weight for a product that is not a `Linear`."""
 
     config: Any
     letters: str
@@ -58,7 +58,7 @@ class Weight(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts, SwiGLU each. The weights of all of one kind are one parameter.
+    """Each expert is a SwiGLU; the weights of one kind are one parameter for all experts.
 
     Experts are split over the mesh axis `expert`, along which the devices exchange their tokens,
     and each of them over `model` like any MLP. Unlike other weights these have their input axis
@@ -76,20 +76,21 @@ class Experts(nn.Module):
         self.down_proj = Weight(self.config, "EMD", self.dtype)
 
     def __call__(self, x: Array, weights: Array, chosen: Array) -> Array:
-        """x: (B, T, D); of each token, the weights and numbers of its experts, (B, T, X).
+        """Returns the weighted sum of each token's experts, (B, T, D) float32.
 
-        Returns float32 (B, T, D). An expert beyond the last one gives zeros and costs nothing.
+        x: (B, T, D); weights, chosen: the weights and numbers of each token's experts, (B, T, X).
+        An expert number beyond the last one gives zeros and costs nothing.
         """
         parameters = self.gate_proj(), self.up_proj(), self.down_proj()
         layout = self.layout
         if layout.mesh is None or layout.mesh.size == 1:
             return _sum_of_experts(self.grouped, x, weights, chosen, *parameters)
         tokens = layout.spec(("batch", "sequence", "hidden"))
-        split = [layout.spec(axes) for axes in (("experts", "hidden", "mlp"), ("experts", "mlp"))]
+        up, down = layout.spec(("experts", "hidden", "mlp")), layout.spec(("experts", "mlp"))
         return jax.shard_map(
             partial(_exchange, layout, self.grouped),
             mesh=layout.mesh,
-            in_specs=(tokens, tokens, tokens, split[0], split[0], split[1]),
+            in_specs=(tokens, tokens, tokens, up, up, down),
             out_specs=tokens,
             check_vma=False,
         )(x, weights, chosen, *parameters)
@@ -103,7 +104,7 @@ def _exchange(
     chosen: Array,
     *parameters: Array,
 ) -> Array:
-    """What one device does: its experts, for the tokens of all devices along `expert`."""
+    """Runs one device's experts on the tokens of all devices along `expert`."""
     several = layout.size("expert") > 1
     if several:
         x, weights, chosen = (lax.all_gather(a, "expert", tiled=True) for a in (x, weights, chosen))
@@ -118,17 +119,17 @@ def _exchange(
 def _sum_of_experts(
     grouped: GroupedExperts, x: Array, weights: Array, chosen: Array, *parameters: Array
 ) -> Array:
-    """The weighted sum of what the experts here give; those of other numbers give nothing."""
+    """Returns the weighted sum of what the local experts give; other numbers give nothing."""
     count, numbers = len(parameters[0]), chosen.reshape(-1)
-    here = (numbers >= 0) & (numbers < count)
-    group = jnp.where(here, numbers, count)
+    local = (numbers >= 0) & (numbers < count)
+    group = jnp.where(local, numbers, count)
     order = jnp.argsort(group, stable=True)
     sizes = jnp.bincount(group, length=count + 1)[:count].astype(jnp.int32)
     rows = to_bits(x.reshape(-1, x.shape[-1]))[order // chosen.shape[-1]]
     y = grouped(from_bits(rows, x.dtype), sizes, *parameters)
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
-    y = from_bits(to_bits(y)[back], x.dtype).astype(jnp.float32)
-    y = jnp.where(here[:, None], y, 0).reshape(*chosen.shape, -1)
+    inverse_order = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
+    y = from_bits(to_bits(y)[inverse_order], x.dtype).astype(jnp.float32)
+    y = jnp.where(local[:, None], y, 0).reshape(*chosen.shape, -1)
     return (y * weights[..., None]).sum(axis=-2)
 
 
@@ -150,15 +151,15 @@ def in_products(
     up: Array,
     down: Array,
 ) -> Array:
-    """`GroupedExperts` by a product of the rows with the weights of their experts, in float32."""
+    """Computes `GroupedExperts` with `product`, which multiplies rows by their experts' weights."""
     gated = jax.nn.silu(product(x, gate, sizes)) * product(x, up, sizes)
     return product(gated.astype(x.dtype), down, sizes).astype(x.dtype)
 
 
 def tiled_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
-    """One expert after the other takes its rows, a tile at a time. See `GroupedExperts`.
+    """Takes one expert after the other and a tile of its rows at a time. See `GroupedExperts`.
 
-    A tile's rows that are the next expert's are computed again with its tile.
+    Rows of a tile that belong to the next expert are computed again with that expert's tile.
     """
     count, bits = len(x), to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
     first = jnp.cumsum(sizes) - sizes

@@ -1,6 +1,6 @@
-"""What the tool knows of a family of models: one object for each, handed in by the script.
+"""A model family says what the tool must know of some models; the script passes families in.
 
-So this room computes with a family's modules without importing the files that define them.
+So this folder computes with a family's modules without importing the files that define them.
 """
 
 import copy
@@ -17,18 +17,14 @@ from activation_extraction.common.late_imports import transformers
 from activation_extraction.model.hooks import Hook
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.mesh import Layout
-from activation_extraction.model.model_config import (
-    LARGEST_DEPTH,
-    LARGEST_SIZE,
-    SIZES,
-)
+from activation_extraction.model.model_config import LARGEST_DEPTH, LARGEST_SIZE, SIZES
 from activation_extraction.model.weights import WeightSpec
 
 WeightTable = dict[tuple[str, ...], WeightSpec]
 
 
 class HookedModel(Protocol):
-    """A model that returns what its hooks saw: {width: (hooks of that width, B, T, width)}.
+    """A hooked model returns the values at its hooks: {width: (hooks of that width, B, T, width)}.
 
     The hooks of one width are in the order of `hooks`. `apply` takes the parameters, then token
     ids, segment ids and positions, all (B, T) int32.
@@ -56,16 +52,16 @@ class HookedModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """One family of models: the place that says what it has of its own.
+    """One family of models says here what it does not share with the others.
 
     model_type: as in config.json; models: the released ones, for messages; config: (what
-    transformers makes of a config.json, what to call the file) -> the checked configuration;
-    whole: configuration -> the complete language model; hooked: (configuration, hooks, dtype,
-    activation dtype, kernels, layout) -> the HookedModel that computes these hooks and no more;
-    weight_table: (either model, the checkpoint's tensors if known) -> its parameters; ignored:
-    a regular expression for tensors of its checkpoints that are not loaded.
+    transformers makes of a config.json, what to call the file) -> the checked configuration; whole:
+    configuration -> the complete language model; hooked: (configuration, hooks, dtype, activation
+    dtype, kernels, layout) -> the HookedModel that computes these hooks and no more; weight_table:
+    (either model, the checkpoint's tensors if known) -> its parameters; ignored: a regular
+    expression for tensors of its checkpoints that are not loaded.
 
-    A configuration says of every layer which type it is of: `layer_types`.
+    A configuration gives the type of every layer in `layer_types`.
     """
 
     model_type: str
@@ -77,76 +73,74 @@ class ModelFamily:
     ignored: str = ""
 
     def weights_of(self, config: Any) -> Iterable[WeightSpec]:
-        """All weights of the model with this configuration."""
+        """Returns all weights of the model with this configuration."""
         return self.weight_table(self.whole(config)).values()
 
     def tensor_names(self, config: Any, tensors: Iterable[str]) -> set[str]:
-        """The names that tensors of the language model may have in a checkpoint with `tensors`.
+        """Returns the names that the language model's tensors may have beside `tensors`.
 
-        Checkpoints may have a tensor for each expert where there are fused ones, too, and a head
-        where it is tied to the embedding.
+        Checkpoints may hold a tensor for each expert beside the fused ones, and a head even where
+        it is tied to the embedding.
         """
         tables = (self.weight_table(self.whole(config), names) for names in ((), tensors))
-        every = (spec for table in tables for spec in table.values())
-        return {name for spec in every for name in spec.hf_names} | {"lm_head.weight"}
+        specs = (spec for table in tables for spec in table.values())
+        return {name for spec in specs for name in spec.hf_names} | {"lm_head.weight"}
 
 
 @dataclass(frozen=True)
 class Families:
-    """The families that the tool supports. A config.json names its family by the model_type."""
+    """The tool supports these families. A config.json names its family by the model_type."""
 
-    every: tuple[ModelFamily, ...]
+    families: tuple[ModelFamily, ...]
 
-    def named(self, model_type: str) -> ModelFamily:
-        """The one of a configuration's model_type."""
-        return next(one for one in self.every if one.model_type == model_type)
+    def by_model_type(self, model_type: str) -> ModelFamily:
+        """Returns the family with this model_type."""
+        return next(family for family in self.families if family.model_type == model_type)
 
-    def read(self, path: str | Path) -> tuple[ModelFamily, Any]:
-        """The family and configuration of the model with this config.json. Raises InputError."""
-        return self.of(read_json(path), str(path))
+    def read_config(self, path: str | Path) -> tuple[ModelFamily, Any]:
+        """Returns the family and configuration of the model with this config.json."""
+        try:
+            raw = json.loads(Path(path).read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(f"{path}: cannot be read as JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+        return self.parse_config(raw, str(path))
 
-    def of(self, raw: Mapping[str, Any], source: str = "config.json") -> tuple[ModelFamily, Any]:
-        """Does what `read` does, with the contents of a config.json."""
-        asked = raw.get("model_type")
-        for family in self.every:
-            if family.model_type == asked:
+    def parse_config(
+        self, raw: Mapping[str, Any], source: str = "config.json"
+    ) -> tuple[ModelFamily, Any]:
+        """Does what `read_config` does with the contents of a config.json."""
+        model_type = raw.get("model_type")
+        for family in self.families:
+            if family.model_type == model_type:
                 return family, family.config(complete(raw, source), source)
         vision = " (a model with vision inputs)" if "vision_config" in raw else ""
-        known = ", ".join(f"{one.model_type} ({one.models})" for one in self.every)
+        known = ", ".join(f"{family.model_type} ({family.models})" for family in self.families)
         raise InputError(
-            f"{source}: model_type {asked!r}{vision} is not supported; supported are: {known}"
+            f"{source}: model_type {model_type!r}{vision} is not supported; supported are: {known}"
         )
 
     def config(self, raw: Mapping[str, Any]) -> Any:
-        """The configuration of the model with these contents of a config.json."""
-        return self.of(raw)[1]
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """The contents of a config.json. Raises InputError for a file that holds no JSON object."""
-    try:
-        raw = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-    return raw
+        """Returns the configuration of the model with these contents of a config.json."""
+        return self.parse_config(raw)[1]
 
 
 def complete(raw: Mapping[str, Any], source: str) -> Any:
-    """A config.json as transformers understands it, with everything that it leaves out.
+    """Returns a config.json as transformers understands it, with defaults for what it leaves out.
 
     raw: its contents, with a model_type that transformers knows. Raises InputError for what
-    transformers does not take, and for sizes for which it would need too much memory.
+    transformers rejects, and for sizes that would take too much memory.
     """
     text = raw.get("text_config")
-    for part in (raw, text if isinstance(text, Mapping) else {}):
+    for section in (raw, text if isinstance(text, Mapping) else {}):
         for name in SIZES:
-            value: Any = part.get(name)
+            value: Any = section.get(name)
             most = LARGEST_DEPTH if name == "num_hidden_layers" else LARGEST_SIZE
             if type(value) in (int, float) and value > most:
                 raise InputError(f"{source}: {name} is {value:.6g}, expected at most {most:,}")
     try:
-        return transformers().AutoConfig.for_model(**copy.deepcopy(dict(raw)))  # it writes to it
-    except Exception as error:  # its validation raises types of its own, and whatever it runs into
+        # transformers changes what it is given, and its validation may raise anything.
+        return transformers().AutoConfig.for_model(**copy.deepcopy(dict(raw)))
+    except Exception as error:
         raise InputError(f"{source}: {one_line(error)}") from error

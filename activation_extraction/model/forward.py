@@ -1,8 +1,8 @@
-"""The forward pass that a run asks for: the hooked model on its mesh, checked, loaded and compiled.
+"""The forward pass of a run is the hooked model on its mesh, checked, loaded and compiled.
 
-Between the flags and the model: `ModelRequest` is what the flags ask, and everything in it that can
-be wrong is found by `prepare_model`, before a weight is read. `compile_step` then reads the weights
-and compiles the one program for all batches. What happens between steps is the loop's part.
+`ModelRequest` holds what the flags ask for, and `prepare_model` finds everything in it that can be
+wrong before a weight is read. `compile_step` then reads the weights and compiles the one program
+for all batches. The loop decides what happens between steps.
 """
 
 import math
@@ -22,12 +22,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import watch_compiling
-from activation_extraction.model.family import (
-    Families,
-    HookedModel,
-    ModelFamily,
-    WeightTable,
-)
+from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
 from activation_extraction.model.hooks import Hook, hook_table
 from activation_extraction.model.kept import KeptTokens, take_kept
 from activation_extraction.model.kernels import Choice, preferred_kernels, try_kernels
@@ -47,20 +42,20 @@ from activation_extraction.text.batch import Batch
 
 MOST_BYTES_OF_A_ROW = 32 * 2**20  # at a hook whose width grows with the row
 
-Key = int | str  # of a hook in the shards: its layer, or its name
-# {width: (hooks of that width, rows of all hosts, T, width)}, or of the batch's kept tokens alone
+Key = int | str  # a hook's key in the shards: its layer, or its name
+# {width: (hooks of that width, rows of all hosts, T, width)}, or only the batch's kept tokens
 Activations = dict[int, Array] | KeptTokens
-# (batch or None, flags of this host) -> (activations, number of hosts that set each flag); does not
-# wait for the devices.
+# A step maps (batch or None, flags of this host) to (activations, number of hosts that set each
+# flag), and does not wait for the devices.
 Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """What the flags of the same names ask of the model; rows and length are those of a step.
+    """The flags of the same names ask this of the model; rows and length are those of a step.
 
     every_device: False for one device of every host. keep_weights: whether the hub's cache on this
-    machine is to keep the hub's weights.
+    machine is to keep the weights.
     """
 
     model_path: str
@@ -81,7 +76,7 @@ class ModelRequest:
 
 @dataclass(frozen=True)
 class Forward:
-    """A checked model: what it computes, with which weights, on which devices.
+    """A checked model knows what it computes, with which weights and on which devices.
 
     hooks: key in the shards -> hook, in the order in which the model computes them; shape: rows and
     tokens per row that this host feeds in a step.
@@ -101,35 +96,35 @@ class Forward:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Letter -> size, with S for the tokens of a row."""
+        """Returns letter -> size, with S for the tokens of a row."""
         return self.model.config.sizes_with(self.shape[1])
 
     @property
     def keyed_by(self) -> str | list[str]:
-        """What the keys in the shards are: all of them, where hooks have other names there."""
+        """Returns what the shards' keys are: "layer", "hook name", or all keys if neither."""
         if all(isinstance(key, int) for key in self.hooks):
             return "layer"
         keys = [str(key) for key in self.hooks]
         return "hook name" if keys == [hook.name for hook in self.hooks.values()] else keys
 
     def receive(self, activations: Activations) -> dict[Key, np.ndarray]:
-        """What a step returned for this host's rows, by key in the shards.
+        """Returns a step's activations for this host's rows, by key in the shards.
 
-        (B, T, width), or (tokens, width) of the kept tokens, row by row.
+        They are (B, T, width), or (tokens, width) of the kept tokens, row by row.
         """
         if isinstance(activations, KeptTokens):
             stacks = activations.receive()
         else:
             stacks = self.rows.receive(activations)
-        left = {width: iter(stack) for width, stack in stacks.items()}
+        rest = {width: iter(stack) for width, stack in stacks.items()}
         sizes = self.sizes
-        return {key: next(left[hook.kind.width(sizes)]) for key, hook in self.hooks.items()}
+        return {key: next(rest[hook.kind.width(sizes)]) for key, hook in self.hooks.items()}
 
 
 def prepare_model(families: Families, request: ModelRequest) -> Forward:
-    """The model on its mesh, with a checkpoint that has been checked. Raises InputError."""
+    """Returns the model on its mesh and its checked checkpoint. Raises InputError."""
     checkpoint = Checkpoint(request.model_path, request.revision, request.keep_weights)
-    family, config = families.read(checkpoint.file("config.json"))
+    family, config = families.read_config(checkpoint.file("config.json"))
     hooks = choose_hooks(request, config)
     model, rows = build_model(family, request, config)
     chosen = try_kernels(config, model.layout, request.length, jnp.dtype(model.dtype))
@@ -145,7 +140,7 @@ def prepare_model(families: Families, request: ModelRequest) -> Forward:
 def build_model(
     family: ModelFamily, request: ModelRequest, config: Any
 ) -> tuple[HookedModel, HostRows]:
-    """The hooked model on its mesh, and how rows come to the mesh. Raises InputError.
+    """Returns the hooked model on its mesh, and how rows come to the mesh. Raises InputError.
 
     Its kernels are those that its platform prefers; `try_kernels` has the last word.
     """
@@ -158,22 +153,23 @@ def build_model(
     sizes = config.sizes_with(request.length)
     hooks = list(choose_hooks(request, config).values())
     check_hooks(hooks, sizes, stored)
-    alone = family.hooked(config, hooks, dtype, stored)
+    unsharded = family.hooked(config, hooks, dtype, stored)
     rows = host_rows(devices)
-    layout = choose_layout(family, request, alone, devices, rows.hosts)
+    layout = choose_layout(family, request, unsharded, devices, rows.hosts)
     kernels = preferred_kernels(devices[0].platform)
     return family.hooked(config, hooks, dtype, stored, kernels, layout), rows
 
 
 def check_hooks(hooks: Iterable[Hook], sizes: dict[str, int], dtype: Any) -> None:
-    """Raises InputError for hooks that are too wide, or have numbers that `dtype` would round."""
+    """Raises InputError for hooks that are too wide, or whose numbers `dtype` would round."""
     length = sizes["S"]
     largest = int(2 / jnp.finfo(dtype).eps)  # all whole numbers up to it are exact
     for hook in hooks:
-        each = hook.kind.width(sizes) * jnp.dtype(dtype).itemsize
-        if hook.kind.grows and each * length > MOST_BYTES_OF_A_ROW:
+        per_token = hook.kind.width(sizes) * jnp.dtype(dtype).itemsize
+        per_row = per_token * length
+        if hook.kind.grows and per_row > MOST_BYTES_OF_A_ROW:
             raise InputError(
-                f"--hook_names {hook.name}: takes {each:,} bytes per token and {each * length:,} "
+                f"--hook_names {hook.name}: takes {per_token:,} bytes per token and {per_row:,} "
                 f"per row with --max_seq_length {length}; at most {MOST_BYTES_OF_A_ROW:,} per row "
                 "are stored; choose a smaller --max_seq_length"
             )
@@ -185,20 +181,20 @@ def check_hooks(hooks: Iterable[Hook], sizes: dict[str, int], dtype: Any) -> Non
 
 
 def choose_layout(
-    family: ModelFamily, request: ModelRequest, alone: HookedModel, devices: list[Any], hosts: int
+    family: ModelFamily, request: ModelRequest, model: HookedModel, devices: list[Any], hosts: int
 ) -> Layout:
-    """The mesh for a model, given as it is without one. Raises InputError."""
-    config, total_rows = alone.config, request.rows * hosts
+    """Returns the mesh for a model that has no mesh yet. Raises InputError."""
+    config, total_rows = model.config, request.rows * hosts
     smallest_model = 1
     if request.mesh_type == "auto":
         sizes = config.sizes_with(request.length)
-        widths = sum(hook.kind.width(sizes) for hook in alone.hooks)
+        widths = sum(hook.kind.width(sizes) for hook in model.hooks)
         smallest_model = smallest_model_axis(
             len(devices),
             total_rows,
-            weights=sum(math.prod(s.shape) for s in family.weight_table(alone).values()),
+            weights=sum(math.prod(s.shape) for s in family.weight_table(model).values()),
             captured=total_rows * request.length * widths,
-            itemsize=jnp.dtype(alone.dtype).itemsize,
+            itemsize=jnp.dtype(model.dtype).itemsize,
         )
     shape, remark = choose_shape(
         request.mesh_type,
@@ -216,7 +212,7 @@ def choose_layout(
 
 
 def choose_dtypes(request: ModelRequest) -> tuple[Any, Any]:
-    """Returns the dtypes to compute in, for which auto is what suits the hardware, and to store."""
+    """Returns the dtypes to compute in and to store; `auto` depends on the hardware."""
     auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if request.dtype == "auto" else request.dtype)
     stored = request.activation_dtype
@@ -224,7 +220,7 @@ def choose_dtypes(request: ModelRequest) -> tuple[Any, Any]:
 
 
 def choose_hooks(request: ModelRequest, config: QwenConfig) -> dict[Key, Hook]:
-    """The hooks that are asked for, by their keys in the shards and in their order.
+    """Returns the hooks that are asked for, by their keys in the shards and in their order.
 
     The default layers are clipped to the model's depth, explicit ones are not.
     """
@@ -243,23 +239,16 @@ def log_hooks(request: ModelRequest, model: HookedModel) -> None:
     """Logs what is stored of every token, and how many bytes that takes."""
     depth, sizes = model.config.num_hidden_layers, model.config.sizes_with(request.length)
     default = request.layers is None and request.hook_names is None
-    if default and depth <= DEFAULT_LAYERS[-1]:
-        log.info(
-            "the default layers, %d to %d, are clipped: the model has layers 0 to %d",
-            DEFAULT_LAYERS[0],
-            DEFAULT_LAYERS[-1],
-            depth - 1,
-        )
+    first, last = DEFAULT_LAYERS[0], DEFAULT_LAYERS[-1]
+    if default and depth <= last:
+        clipped = "the default layers, %d to %d, are clipped: the model has layers 0 to %d"
+        log.info(clipped, first, last, depth - 1)
     stored = jnp.dtype(model.activation_dtype)
     widths = [hook.kind.width(sizes) for hook in model.hooks]
+    names = ", ".join(hook.name for hook in model.hooks)
     each = f"width {widths[0]} each" if len(set(widths)) == 1 else f"widths {widths}"
-    log.info(
-        "hooks: %s; %s, in %s: %s bytes per token",
-        ", ".join(hook.name for hook in model.hooks),
-        each,
-        stored.name,
-        f"{sum(widths) * stored.itemsize:,}",
-    )
+    size = f"{sum(widths) * stored.itemsize:,}"
+    log.info("hooks: %s; %s, in %s: %s bytes per token", names, each, stored.name, size)
 
 
 def compile_step(forward: Forward) -> Step:
@@ -271,25 +260,25 @@ def compile_step(forward: Forward) -> Step:
     def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
         return model.apply({"params": params}, tokens, segments, positions), flags.sum(axis=0)
 
-    def abstract(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        whole = (shape[0] * rows.hosts, *shape[1:])
+    def abstract(rows_of_host: int, columns: int) -> jax.ShapeDtypeStruct:
+        whole = rows_of_host * rows.hosts, columns
         return jax.ShapeDtypeStruct(whole, jnp.int32, sharding=rows.incoming())
 
     outgoing = rows.outgoing(shape[1]), rows.everywhere()
-    inputs = [abstract(shape)] * 3 + [abstract((1, 3))]
+    inputs = [abstract(*shape)] * 3 + [abstract(1, 3)]
     with watch_compiling() as from_cache:
         compiled = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs).compile()
     where = ", from the cache" if from_cache() else ""
     log.info("compiled in %.1f s%s", time.perf_counter() - began, where)
-    nothing = np.zeros(shape, np.int32)
+    padding = np.zeros(shape, np.int32)
 
     def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Activations, Array]:
-        arrays = [nothing] * 3
+        arrays = [padding] * 3
         if batch is not None:
             arrays = [batch.token_ids, batch.segment_ids, batch.positions]
         votes = np.array([flags], np.int32)
         activations, votes = compiled(params, *map(rows.feed, (*arrays, votes)))
-        if batch is not None and batch.kept is not None:  # now, before the next step is in line
+        if batch is not None and batch.kept is not None:  # this must precede the next step
             activations = take_kept(activations, batch.kept)
         return activations, votes
 
@@ -297,7 +286,7 @@ def compile_step(forward: Forward) -> Step:
 
 
 def read_weights(forward: Forward) -> dict[str, Any]:
-    """The parameters, each in its shards, with a progress bar."""
+    """Reads the parameters straight into their shards, with a progress bar."""
     model = forward.model
     total = sum(math.prod(spec.shape) for spec in forward.weights.values())
     _log_model(forward, total)
@@ -332,10 +321,6 @@ def _log_model(forward: Forward, parameters: int) -> None:
     )
     if model.stages > 1:
         count = model.micro_batches(forward.shape[0] * forward.rows.hosts)
-        idle = (model.stages - 1) / (count + model.stages - 1)
-        log.info(
-            "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%",
-            model.stages,
-            count,
-            100 * idle,
-        )
+        idle = 100 * (model.stages - 1) / (count + model.stages - 1)
+        text = "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%"
+        log.info(text, model.stages, count, idle)

@@ -1,20 +1,19 @@
-"""Hook points: which kinds of hooks there are, what they are called, and which a request means.
+"""A hook point is a kind of hook at a layer; this module names them and finds those asked for.
 
-A hook point is a kind of hook at a layer. Names and meanings are those of TransformerLens with
-unprocessed weights. A norm's `hook_normalized` comes before its weight and `hook_out` after it;
-`hook_q`, `hook_k` and `hook_v` are the projections, which come before any norm on them and before
-the rotary embedding; `hook_rot_q` and `hook_rot_k` come after both; `hook_resid_post` of the last
-layer comes before the final norm, unlike Hugging Face's last hidden state. Values per head are
-flat: (tokens, heads * head size).
+Names and meanings are those of TransformerLens with unprocessed weights. A norm's `hook_normalized`
+comes before its weight and `hook_out` after it; `hook_q`, `hook_k` and `hook_v` are the
+projections, which come before any norm on them and before the rotary embedding; `hook_rot_q` and
+`hook_rot_k` come after both; `hook_resid_post` of the last layer comes before the final norm,
+unlike Hugging Face's last hidden state. Values per head are flat: (tokens, heads * head size).
 `hook_pattern` is (tokens, heads * tokens of a row): how much each head attends to position 0 of the
-token's own sample, to position 1 and so on; 0 for positions that the token does not see.
+token's own sample, to position 1 and so on; positions that the token does not see have 0.
 
 Layers with experts have others after `ln2.hook_out`: `mlp.gate.hook_out` is the router's logits,
 `mlp.hook_expert_weights` the weight of every expert (0 for those that a token does not go through),
 `mlp.hook_expert_indices` the numbers of the chosen ones, the largest weight first,
 `mlp.experts.hook_out` the weighted sum of what they give. `mlp.shared_expert.hook_out` comes before
-it is multiplied with the sigmoid of `mlp.shared_expert_gate.hook_out`. Since `mlp.gate` is the
-router there, the matrices of a dense layer in such a model are called `mlp.dense_gate` and so on.
+it is multiplied by the sigmoid of `mlp.shared_expert_gate.hook_out`. Since `mlp.gate` is the router
+there, the matrices of a dense layer in such a model are called `mlp.dense_gate` and so on.
 
 A hook has one canonical name, TransformerLens's, and may have aliases there and as an input or
 output of a Hugging Face module. Nothing here computes; the hooked model captures the values.
@@ -30,21 +29,21 @@ from typing import Any, NamedTuple
 from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, SPARSE, QwenConfig
 
-HEAD_SIZES = "HCZ"  # letters
+HEAD_SIZES = "HCZ"  # the letters that stand for head sizes
 ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
 
 
 @dataclass(frozen=True)
 class HookKind:
-    """One row of a hook table.
+    """A hook kind is one row of a hook table.
 
-    name: the canonical one, aliases: other ones of TransformerLens, modules: inputs and outputs of
-    Hugging Face modules; "{}" stands for the layer, and without it the kind exists once in a model.
+    name: the canonical one; aliases: other names in TransformerLens; modules: inputs and outputs of
+    Hugging Face modules. "{}" stands for the layer; a name without it exists once in a model.
     letters: the axes of one token's value, as in the model file, and S for the tokens of a row;
-    their sizes give the width. Kinds with S are large, and have to be asked for by name.
-    value: the intermediate of a layer that is captured. at_end: of a kind that exists once, whether
-    it belongs to the last layer; else it belongs to the first. types: words of the configuration's
-    layer_types; the layers that one of them describes have it, and all layers if there are none.
+    their sizes give the width. Kinds with S are large, and have to be asked for by name. value: the
+    intermediate of a layer that is captured. at_end: whether a kind that exists once belongs to the
+    last layer rather than the first. types: words of the configuration's layer_types; the layers
+    that one of them describes have the kind, and all layers have it if there are none.
     """
 
     name: str
@@ -56,27 +55,27 @@ class HookKind:
     types: tuple[str, ...] = ()
 
     def width(self, sizes: Mapping[str, int]) -> int:
-        """Numbers per token. sizes: letter -> size, from the model's configuration."""
+        """Returns the numbers per token. sizes: letter -> size, from the model's configuration."""
         return math.prod(sizes[letter] for letter in self.letters)
 
     def exists_in(self, type_: str) -> bool:
-        """Whether layers of this type have it."""
+        """Returns whether layers of this type have this kind."""
         return not self.types or not {*self.types}.isdisjoint(type_.split())
 
     @property
     def grows(self) -> bool:
-        """Whether the width grows with the row."""
+        """Returns whether the width grows with the row."""
         return "S" in self.letters
 
     def layers(self, depth: int, types: Sequence[str] = ()) -> Sequence[int]:
-        """The layers of a model that have a hook of this kind. types: of each layer."""
+        """Returns the layers of a model that have a hook of this kind. types: of each layer."""
         if "{}" in self.name:
             return [k for k in range(depth) if not types or self.exists_in(types[k])]
         return range(depth - 1, depth) if self.at_end else range(1)
 
 
 class Hook(NamedTuple):
-    """A kind of hook at one layer. Hooks sort in the order in which the model computes them."""
+    """A hook is a kind of hook at one layer. Hooks sort in the order in which they are computed."""
 
     layer: int
     order: int  # of the kind within a layer: its index in the family's table
@@ -84,40 +83,43 @@ class Hook(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The canonical name."""
+        """Returns the canonical name."""
         return self.kind.name.format(self.layer)
 
     @property
     def module(self) -> str | None:
-        """The Hugging Face module's input or output, None where no module has it."""
+        """Returns the Hugging Face module's input or output; None if no module has it."""
         return self.kind.modules[0].format(self.layer) if self.kind.modules else None
 
     def matching(self, pattern: str) -> list[str]:
-        """Its names that a glob matches; none for a large kind whose own name the glob lacks."""
+        """Returns the hook's names that a glob matches.
+
+        A hook of a large kind matches only if the glob contains the kind's own name.
+        """
         if self.kind.grows and pattern.rpartition(".")[2] != self.name.rpartition(".")[2]:
             return []
         return [name for name in self.names() if fnmatchcase(name, pattern)]
 
     def names(self) -> Iterator[str]:
-        """Every name, the canonical one first."""
+        """Yields every name, the canonical one first."""
         for name in (self.kind.name, *self.kind.aliases, *self.kind.modules):
             yield name.format(self.layer)
 
     def facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """What metadata.json says of it beside its canonical name."""
-        found: dict[str, Any] = {"module": self.module, "aliases": [*self.names()][1:]}
-        found["width"] = self.kind.width(sizes)
+        """Returns what metadata.json records of the hook besides its canonical name."""
+        facts: dict[str, Any] = {"module": self.module, "aliases": [*self.names()][1:]}
+        facts["width"] = self.kind.width(sizes)
         heads, size = self.kind.letters[:-1], self.kind.letters[-1]
         if size in HEAD_SIZES:
-            found |= {"heads": math.prod(sizes[axis] for axis in heads), "head_size": sizes[size]}
+            facts |= {"heads": math.prod(sizes[axis] for axis in heads), "head_size": sizes[size]}
         if self.kind.grows:
-            found |= {"heads": sizes[self.kind.letters[0]], "keys": sizes["S"]}
-        return found
+            facts |= {"heads": sizes[self.kind.letters[0]], "keys": sizes["S"]}
+        return facts
 
 
 @dataclass(frozen=True)
 class HookTable:
-    """The kinds of hooks of a model family, in the order in which a layer computes them.
+    """A table lists the kinds of hooks of a family in the order in which a layer computes them.
 
     types: of each layer of a model, where that decides which kinds the layer has.
     """
@@ -125,15 +127,15 @@ class HookTable:
     kinds: tuple[HookKind, ...]
     types: tuple[str, ...] = ()
 
-    def of(self, types: Sequence[str]) -> "HookTable":
-        """The hooks of a model with layers of these types."""
+    def for_layer_types(self, types: Sequence[str]) -> "HookTable":
+        """Returns the hooks of a model with layers of these types."""
         kinds = [kind for kind in self.kinds if any(map(kind.exists_in, types))]
         return HookTable(tuple(kinds), tuple(types))
 
-    def every(self, depth: int, growing: bool = False) -> list[Hook]:
-        """All hooks of a model with `depth` layers, in their order.
+    def all_hooks(self, depth: int, growing: bool = False) -> list[Hook]:
+        """Returns all hooks of a model with `depth` layers, in their order.
 
-        growing: also those that have to be asked for by name.
+        growing: whether to include those that have to be asked for by name.
         """
         return sorted(
             Hook(layer, order, kind)
@@ -143,7 +145,7 @@ class HookTable:
         )
 
     def of_layers(self, layers: Sequence[int], activation_type: str, depth: int) -> list[Hook]:
-        """One hook per layer. Raises InputError for a layer outside 0 .. depth - 1."""
+        """Returns one hook per layer. Raises InputError for a layer outside 0 .. depth - 1."""
         for layer in layers:
             if not 0 <= layer < depth:
                 raise InputError(
@@ -153,43 +155,43 @@ class HookTable:
         return list(self.matching(wanted, depth).values())
 
     def matching(self, patterns: Sequence[str], depth: int) -> dict[str, Hook]:
-        """The hooks that any glob matches, each by the name that was asked for, in their order.
+        """Returns the hooks that any glob matches, by the name that was asked for, in their order.
 
         A glob that matches several names of a hook asks for the canonical one, or else for the
         first of them. Raises InputError for a glob that matches nothing.
         """
         asked: dict[Hook, str] = {}
         for pattern in patterns:
-            found = {
+            matches = {
                 hook: names[0]
-                for hook in self.every(depth, growing=True)
+                for hook in self.all_hooks(depth, growing=True)
                 if (names := hook.matching(pattern))
             }
-            if not found:
-                raise self._nothing(pattern, depth)
-            asked = found | asked
+            if not matches:
+                raise self._refusal(pattern, depth)
+            asked = matches | asked
         return {asked[hook]: hook for hook in sorted(asked)}
 
-    def _nothing(self, pattern: str, depth: int) -> InputError:
-        """Words the refusal of a glob that matches nothing."""
-        elsewhere = HookTable(self.kinds).every(depth, growing=True)
-        for hook in elsewhere:
+    def _refusal(self, pattern: str, depth: int) -> InputError:
+        """Returns the refusal of a glob that matches nothing."""
+        for hook in HookTable(self.kinds).all_hooks(depth, growing=True):  # in layers of any type
             if hook.matching(pattern):
                 return InputError(
                     f"--hook_names {pattern}: layer {hook.layer} is of type "
                     f"{self.types[hook.layer]} and has no such hook; --list_hooks shows their names"
                 )
-        known = [name for hook in self.every(depth, growing=True) for name in hook.names()]
+        known = [name for hook in self.all_hooks(depth, growing=True) for name in hook.names()]
         return InputError(
             f"--hook_names {pattern}: matches no hook of a model with layers 0 to "
             f"{depth - 1}{near_miss(pattern, known)}; --list_hooks shows their names"
         )
 
 
-# The kinds of hooks of layers, in the order in which a layer computes them. Which layers have it
-# (see `hook_table`), name, letters of the width, intermediate, Hugging Face modules, aliases; "{}"
-# and what all names begin with is left out.
+# The kinds of hooks of layers, in the order in which a layer computes them. The columns are: which
+# layers have the kind (see `hook_table`), its name, the letters of its width, the intermediate, its
+# Hugging Face modules, its aliases. The beginning that all names share, with "{}", is left out.
 EVERY, NORMED, GATED, SHARED = "every", "normed", "gated", "shared"
+# fmt: off
 KINDS = (
     (EVERY, "hook_resid_pre", "D", "resid_pre", "input", "hook_in ln1.hook_in"),
     (EVERY, "ln1.hook_normalized", "D", "ln1.normalized", "", ""),
@@ -201,28 +203,18 @@ KINDS = (
     (LINEAR, "linear_attn.hook_q", "JC", "linear_attn.q", "", ""),
     (LINEAR, "linear_attn.hook_k", "JC", "linear_attn.k", "", ""),
     (LINEAR, "linear_attn.hook_v", "JGZ", "linear_attn.v", "", ""),
-    (
-        *(LINEAR, "linear_attn.hook_beta_logit", "JG", "linear_attn.beta_logit"),
-        *("linear_attn.in_proj_b.output", ""),
-    ),
+    (LINEAR, "linear_attn.hook_beta_logit", "JG", "linear_attn.beta_logit",
+     "linear_attn.in_proj_b.output", ""),
     (LINEAR, "linear_attn.hook_beta", "JG", "linear_attn.beta", "", ""),
     (LINEAR, "linear_attn.hook_log_decay", "JG", "linear_attn.log_decay", "", ""),
-    (
-        *(LINEAR, "linear_attn.hook_recurrence_out", "JGZ", "linear_attn.recurrence_out"),
-        *("linear_attn.norm.input", ""),
-    ),
-    (
-        *(LINEAR, "linear_attn.hook_gate_input", "JGZ", "linear_attn.gate_input"),
-        *("linear_attn.in_proj_z.output", ""),
-    ),
-    (
-        *(LINEAR, "linear_attn.out_proj.hook_in", "JGZ", "linear_attn.gated"),
-        *("linear_attn.out_proj.input", ""),
-    ),
-    (
-        *(LINEAR, "linear_attn.hook_out", "D", "linear_attn.out"),
-        *("linear_attn.output linear_attn.out_proj.output", ""),
-    ),
+    (LINEAR, "linear_attn.hook_recurrence_out", "JGZ", "linear_attn.recurrence_out",
+     "linear_attn.norm.input", ""),
+    (LINEAR, "linear_attn.hook_gate_input", "JGZ", "linear_attn.gate_input",
+     "linear_attn.in_proj_z.output", ""),
+    (LINEAR, "linear_attn.out_proj.hook_in", "JGZ", "linear_attn.gated",
+     "linear_attn.out_proj.input", ""),
+    (LINEAR, "linear_attn.hook_out", "D", "linear_attn.out",
+     "linear_attn.output linear_attn.out_proj.output", ""),
     (ATTENTION, "attn.hook_q", "QH", "attn.q", "self_attn.q_proj.output", "attn.q.hook_out"),
     (ATTENTION, "attn.hook_k", "KH", "attn.k", "self_attn.k_proj.output", "attn.k.hook_out"),
     (ATTENTION, "attn.hook_v", "KH", "attn.v", "self_attn.v_proj.output", "attn.v.hook_out"),
@@ -233,16 +225,12 @@ KINDS = (
     (ATTENTION, "attn.hook_rot_k", "KH", "attn.rot_k", "", ""),
     (ATTENTION, "attn.hook_pattern", "NS", "attn.pattern", "", ""),
     (ATTENTION, "attn.hook_z", "NH", "attn.z", "self_attn.o_proj.input", "attn.o.hook_in"),
-    (
-        *(ATTENTION, "hook_attn_out", "D", "attn.out"),
-        *("self_attn.output self_attn.o_proj.output", "attn.hook_out"),
-    ),
+    (ATTENTION, "hook_attn_out", "D", "attn.out",
+     "self_attn.output self_attn.o_proj.output", "attn.hook_out"),
     (EVERY, "hook_resid_mid", "D", "resid_mid", "post_attention_layernorm.input", "ln2.hook_in"),
     (EVERY, "ln2.hook_normalized", "D", "ln2.normalized", "", ""),
-    (
-        *(EVERY, "ln2.hook_out", "D", "ln2.out"),
-        *("mlp.input post_attention_layernorm.output", "mlp.hook_in"),
-    ),
+    (EVERY, "ln2.hook_out", "D", "ln2.out",
+     "mlp.input post_attention_layernorm.output", "mlp.hook_in"),
     (DENSE, "mlp.hook_pre", "F", "mlp.pre", "mlp.gate_proj.output", "mlp.gate.hook_out"),
     (DENSE, "mlp.hook_pre_linear", "F", "mlp.pre_linear", "mlp.up_proj.output", "mlp.in.hook_out"),
     (DENSE, "mlp.hook_post", "F", "mlp.post", "mlp.down_proj.input", "mlp.out.hook_in"),
@@ -251,34 +239,25 @@ KINDS = (
     (SPARSE, "mlp.hook_expert_weights", "R", "mlp.weights", "", ""),
     (SPARSE, "mlp.hook_expert_indices", "X", "mlp.chosen", "", ""),
     (SPARSE, "mlp.experts.hook_out", "D", "mlp.routed", "mlp.experts.output", ""),
-    (
-        *(SHARED, "mlp.shared_expert.hook_pre", "P", "mlp.shared.pre"),
-        *("mlp.shared_expert.gate_proj.output", ""),
-    ),
-    (
-        *(SHARED, "mlp.shared_expert.hook_pre_linear", "P", "mlp.shared.pre_linear"),
-        *("mlp.shared_expert.up_proj.output", ""),
-    ),
-    (
-        *(SHARED, "mlp.shared_expert.hook_post", "P", "mlp.shared.post"),
-        *("mlp.shared_expert.down_proj.input", ""),
-    ),
-    (
-        *(SHARED, "mlp.shared_expert.hook_out", "D", "mlp.shared.out"),
-        *("mlp.shared_expert.output mlp.shared_expert.down_proj.output", ""),
-    ),
-    (
-        *(SHARED, "mlp.shared_expert_gate.hook_out", "U", "mlp.shared_share"),
-        *("mlp.shared_expert_gate.output", ""),
-    ),
+    (SHARED, "mlp.shared_expert.hook_pre", "P", "mlp.shared.pre",
+     "mlp.shared_expert.gate_proj.output", ""),
+    (SHARED, "mlp.shared_expert.hook_pre_linear", "P", "mlp.shared.pre_linear",
+     "mlp.shared_expert.up_proj.output", ""),
+    (SHARED, "mlp.shared_expert.hook_post", "P", "mlp.shared.post",
+     "mlp.shared_expert.down_proj.input", ""),
+    (SHARED, "mlp.shared_expert.hook_out", "D", "mlp.shared.out",
+     "mlp.shared_expert.output mlp.shared_expert.down_proj.output", ""),
+    (SHARED, "mlp.shared_expert_gate.hook_out", "U", "mlp.shared_share",
+     "mlp.shared_expert_gate.output", ""),
     (SPARSE, "hook_mlp_out", "D", "mlp.out", "mlp.output", "mlp.hook_out"),
     (EVERY, "hook_resid_post", "D", "resid_post", "output", "hook_out"),
 )
+# fmt: on
 
 
 def hook_table(config: QwenConfig) -> HookTable:
-    """The hooks of the model with this configuration."""
-    attention = (ATTENTION,) if config.delta is not None else ()  # else all layers have it
+    """Returns the hooks of the model with this configuration."""
+    attention = (ATTENTION,) if config.delta is not None else ()  # () if all layers have it
     dense = (DENSE,) if config.experts is not None else ()
     types: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention, DENSE: dense}
     if config.delta is not None:
@@ -291,16 +270,16 @@ def hook_table(config: QwenConfig) -> HookTable:
         types[SPARSE] = (SPARSE,)
         if config.experts.shared_width:
             types[SHARED] = (SPARSE,)
-    return _table(types).of(config.layer_types)
+    return _table(types).for_layer_types(config.layer_types)
 
 
 def _table(types: Mapping[str, tuple[str, ...]]) -> HookTable:
-    """types: for what the first column of KINDS has -> the types of the layers that have it."""
+    """Builds a table. types: first column of KINDS -> types of the layers that have the kind."""
     kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
     for layers, name, letters, value, modules, aliases in KINDS:
         if layers not in types:
             continue
-        if types[layers] == (DENSE,):  # beside layers where `mlp.gate` is the router
+        if types[layers] == (DENSE,):  # `mlp.gate` is the router of other layers
             aliases = re.sub(r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", aliases)
         kinds.append(
             HookKind(
@@ -319,4 +298,4 @@ def _table(types: Mapping[str, tuple[str, ...]]) -> HookTable:
     return HookTable(tuple(kinds))
 
 
-HOOKS = _table({EVERY: (), ATTENTION: (), DENSE: ()})  # of a dense model of the plainest family
+HOOKS = _table({EVERY: (), ATTENTION: (), DENSE: ()})  # the hooks of Qwen2, the plainest family

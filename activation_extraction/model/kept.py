@@ -1,8 +1,9 @@
 """Only the tokens that are kept leave the devices.
 
-A host marks the kept tokens of its rows before the step. Each of its devices then gathers those of
-its own part of the rows, in pieces of one size, so one small program serves every batch: it runs
-as often as the device with the most kept tokens needs it. Devices of other hosts take no part.
+A host marks the kept tokens of its rows before the step. Each of its devices then gathers the kept
+tokens of its own part of the rows, in pieces of one size, so one small program serves every batch:
+it runs as often as the device with the most kept tokens needs it. Devices of other hosts take no
+part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,47 +16,47 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-PIECES = 16  # that the tokens of a device make if all of them are kept
+PIECES = 16  # of each device if all its tokens are kept
 
 
 class Piece(NamedTuple):
-    """Kept tokens of every device of this host.
+    """A piece holds kept tokens of every device of this host.
 
-    values: width -> (hooks, devices * tokens of a piece, width). rows: where in the piece they are;
-    places: their numbers among all kept tokens of the batch.
+    values: width -> (hooks, devices * tokens of a piece, width). rows: the tokens' rows in the
+    piece; indices: their indices among all kept tokens of the batch.
     """
 
     values: dict[int, Array]
     rows: np.ndarray
-    places: np.ndarray
+    indices: np.ndarray
 
 
 class KeptTokens(NamedTuple):
-    """The kept tokens of a batch, on their way to the host. count: how many there are."""
+    """The kept tokens of a batch are on their way to the host."""
 
     pieces: list[Piece]
     shapes: dict[int, tuple[int, int, int]]
     dtype: Any
 
     def receive(self) -> dict[int, np.ndarray]:
-        """{width: (hooks, kept tokens of the batch, width)}, row by row of the batch."""
+        """Returns {width: (hooks, kept tokens of the batch, width)}, row by row of the batch."""
         for piece in self.pieces:
             for value in piece.values.values():
                 value.copy_to_host_async()
-        found = {width: np.empty(shape, self.dtype) for width, shape in self.shapes.items()}
+        received = {width: np.empty(shape, self.dtype) for width, shape in self.shapes.items()}
         for piece in self.pieces:
             for width, value in piece.values.items():
-                _bits(found[width])[:, piece.places] = _bits(np.asarray(value))[:, piece.rows]
-        return found
+                _bits(received[width])[:, piece.indices] = _bits(np.asarray(value))[:, piece.rows]
+        return received
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
-    """Two-byte numbers as integers: NumPy is slow with those that it does not know itself."""
+    """Views two-byte numbers as integers: NumPy is slow with number types of other packages."""
     return values.view(np.uint16) if values.dtype.itemsize == 2 else values
 
 
 def take_kept(activations: Mapping[int, Array], kept: np.ndarray) -> KeptTokens:
-    """Starts the gathering; does not wait for the devices.
+    """Starts to gather the kept tokens; does not wait for the devices.
 
     activations: {width: (hooks, rows of all hosts, T, width)}, each device with another part of T.
     kept: bool (B, T), of this host's rows.
@@ -64,19 +65,19 @@ def take_kept(activations: Mapping[int, Array], kept: np.ndarray) -> KeptTokens:
     first = next(iter(shards.values()))
     mesh = Mesh(np.array([shard.device for shard in first]), ("device",))
     split = NamedSharding(mesh, PartitionSpec("device"))
-    local = {width: _joined(mesh, [s.data for s in each]) for width, each in shards.items()}
+    local = {width: _joined(mesh, different) for width, different in shards.items()}
     pieces = []
-    for tokens, rows, places in _cut(kept, [shard.index[2] for shard in first]):
+    for tokens, rows, indices in _cut(kept, [shard.index[2] for shard in first]):
         put = jax.device_put(tokens, split)
         values = {width: take(mesh, array, put) for width, array in local.items()}
-        pieces.append(Piece(values, rows, places))
+        pieces.append(Piece(values, rows, indices))
     total = int(kept.sum())
     shapes = {width: (len(array), total, width) for width, array in activations.items()}
     return KeptTokens(pieces, shapes, next(iter(activations.values())).dtype)
 
 
 def _different_shards(array: Array) -> list[Any]:
-    """One of this host's shards for each part of the rows that it has, in the order of tokens."""
+    """Returns one of this host's shards for each part of the rows it has, in order of tokens."""
     shards = {shard.index[2].start or 0: shard for shard in array.addressable_shards}
     return [shards[start] for start in sorted(shards)]
 
@@ -84,39 +85,41 @@ def _different_shards(array: Array) -> list[Any]:
 def _cut(
     kept: np.ndarray, spans: Sequence[slice]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """The pieces of a batch. spans: the tokens of a row that each device has.
+    """Yields the pieces of a batch. spans: the tokens of a row that each device has.
 
-    Of each piece: which tokens a device gathers, int32 (devices, size), padded with zeros; and rows
-    and places as in `Piece`.
+    A piece says which tokens each device gathers, int32 (devices, size), padded with zeros; rows
+    and indices are those of `Piece`.
     """
-    places = np.cumsum(kept).reshape(kept.shape) - 1
+    indices = np.cumsum(kept).reshape(kept.shape) - 1
     tokens = [np.flatnonzero(kept[:, span]) for span in spans]
-    numbers = [places[:, span][kept[:, span]] for span in spans]
+    numbers = [indices[:, span][kept[:, span]] for span in spans]
     size = -(-kept[:, spans[0]].size // PIECES)
     for start in range(0, max(map(len, tokens)), size):
-        part = slice(start, start + size)
+        piece = [of_device[start : start + size] for of_device in tokens]
         padded = np.zeros((len(spans), size), np.int32)
-        for row, each in zip(padded, tokens, strict=True):
-            row[: len(each[part])] = each[part]
-        rows = [i * size + np.arange(len(each[part])) for i, each in enumerate(tokens)]
-        yield padded, np.concatenate(rows), np.concatenate([each[part] for each in numbers])
+        for row, of_device in zip(padded, piece, strict=True):
+            row[: len(of_device)] = of_device
+        rows = [i * size + np.arange(len(of_device)) for i, of_device in enumerate(piece)]
+        numbers_of_piece = [of_device[start : start + size] for of_device in numbers]
+        yield padded, np.concatenate(rows), np.concatenate(numbers_of_piece)
 
 
-def _joined(mesh: Mesh, parts: list[Array]) -> Array:
-    """The parts of this host as one array, (hooks, B, T, width)."""
-    hooks, rows, length, width = parts[0].shape
+def _joined(mesh: Mesh, shards: list[Any]) -> Array:
+    """Returns the shards of this host as one array, (hooks, B, T, width)."""
+    hooks, rows, length, width = shards[0].data.shape
     sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))
-    shape = hooks, rows, length * len(parts), width
-    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+    shape = hooks, rows, length * len(shards), width
+    arrays = [shard.data for shard in shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 @partial(jax.jit, static_argnums=0)
 def take(mesh: Mesh, values: Array, tokens: Array) -> Array:
-    """Every device's tokens: (hooks, B, T, width), (devices, size) -> (hooks, all, width)."""
+    """Gathers tokens on devices: (hooks, B, T, width), (devices, size) -> (hooks, all, width)."""
 
     def local(values: Array, tokens: Array) -> Array:
         hooks, rows, length, width = values.shape
-        # Rows of one table, as of an embedding: along another axis XLA would copy all values first.
+        # Rows of one table are taken, as by an embedding: XLA would copy all values for other axes.
         numbers = jnp.arange(hooks)[:, None] * (rows * length) + tokens
         flat = jnp.take(values.reshape(-1, width), numbers.reshape(-1), axis=0, mode="clip")
         return flat.reshape(hooks, -1, width)

@@ -1,10 +1,10 @@
-"""Kernels, and the trial that says which of them a run uses.
+"""A trial decides which kernels a run uses.
 
-Of attention there are splash attention for TPUs and cuDNN's for GPUs, which work on blocks that
-stay on the chip, so that no scores reach its memory; of experts tokamax's for GPUs. None of them
-rounds float32. Before a run loads its weights, each candidate of the platform computes a small
-packed batch, or a few rows for some experts, of the sizes that one device has in the run. The first
-one whose numbers are those of the definition is used.
+For attention there are splash attention on TPUs and cuDNN's kernel on GPUs, which work on blocks
+that stay on the chip, so that no scores reach its memory; for experts there is tokamax's kernel on
+GPUs. None of them rounds float32. Before a run loads its weights, each candidate of the platform
+computes a small packed batch, or a few rows for some experts, of the sizes that one device has in
+the run. The run uses the first one whose numbers are those of the definition.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
@@ -40,18 +40,18 @@ from activation_extraction.model.mesh import Layout
 LANES = 128  # the width of a TPU's registers: splash attention's blocks are multiples of it
 MOST_IN_BLOCK = 1024  # bytes of one number of each query or key: 512 in bfloat16
 PADDING = -1  # the segment of tokens that only fill a block
-# The largest relative error of any token's value in any head, or of what it gets from an expert.
+# This bounds the relative error of any token's value in any head, and of what an expert gives it.
 # bfloat16 rounds two factors by at most 2**-9 each, which adds up to less than 2**-7. float32 sums
 # of some hundred products are good to 2**-18; products of TF32 or bfloat16 are not good to 2**-14.
-# A key too many or too few among n changes a value by about 0.4 * n**-0.5, or 2**-5 for the
-# segments here.
+# One key too many or too few among n changes a value by about 0.4 * n**-0.5, which is 2**-5 for the
+# segments of a trial.
 TOLERANCE = {"bfloat16": 2.0**-6, "float32": 2.0**-15}
-ALIGNMENT = 128  # kernels treat rows alike whose lengths are the same modulo this
-MOST_EXPERTS = 8  # that a trial has
+ALIGNMENT = 128  # kernels treat rows alike if their lengths are the same modulo this
+MOST_EXPERTS = 8  # in a trial
 
 
 class Kernels(NamedTuple):
-    """The functions that each platform has in a form of its own."""
+    """Each platform has its own form of these functions."""
 
     attention: Attention = blocked_attention
     experts: GroupedExperts = tiled_experts
@@ -67,14 +67,14 @@ def splash_attention(
     window: int | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Pallas splash attention, for TPUs. See `Attention`; `interpret` is for tests on other ones.
+    """Computes Pallas splash attention on TPUs. See `Attention`; `interpret` is for tests.
 
     The kernel must know when compiling where the queries begin: a traced `first_query` has to be a
     multiple of T, and each of its values becomes a branch of its own.
     """
     length, keys = q.shape[1], k.shape[1]
-    q, k, v = (_fill(x, 0) for x in (q, k, v))
-    segments = splash.SegmentIds(_fill(q_segments, PADDING), _fill(k_segments, PADDING))
+    q, k, v = (_pad(x, 0) for x in (q, k, v))
+    segments = splash.SegmentIds(_pad(q_segments, PADDING), _pad(k_segments, PADDING))
     heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]  # BNTH, BKSH
     blocks = splash.BlockSizes(
         block_q=_block(q.shape[1], q.dtype), block_kv=_block(k.shape[1], k.dtype)
@@ -88,8 +88,9 @@ def splash_attention(
         kernel = splash.make_splash_mha_single_device(
             splash.MultiHeadMask([mask] * q.shape[2]), block_sizes=blocks, interpret=interpret
         )
-        # The kernel asks for no precision, and a TPU would round float32 to bfloat16.
-        with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
+        # The kernel sets no precision, so a TPU would round float32 to bfloat16.
+        precision = "highest" if q.dtype == jnp.float32 else "default"
+        with jax.default_matmul_precision(precision):
             return jax.vmap(kernel)(*heads_first, segments)
 
     if isinstance(first_query, int):
@@ -100,14 +101,14 @@ def splash_attention(
     return out.swapaxes(1, 2)[:, :length]
 
 
-def _fill(x: Array, value: int) -> Array:
-    """Lengthens rows to a multiple of LANES."""
+def _pad(x: Array, value: int) -> Array:
+    """Pads rows to a multiple of LANES."""
     widths = [(0, 0), (0, -x.shape[1] % LANES), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, widths, constant_values=value)
 
 
 def _block(length: int, dtype: Any) -> int:
-    """The largest block of at most MOST_IN_BLOCK that divides a multiple of LANES."""
+    """Returns the largest block of at most MOST_IN_BLOCK that divides a multiple of LANES."""
     most = min(length, MOST_IN_BLOCK // dtype.itemsize)
     return max(size for size in range(LANES, most + 1, LANES) if length % size == 0)
 
@@ -121,9 +122,9 @@ def cudnn_attention(
     first_query: int | Array,
     window: int | None = None,
 ) -> Array:
-    """cuDNN's, for GPUs. See `Attention`. It gets the segments as a mask (B, 1, T, S).
+    """Computes attention with cuDNN on GPUs; the segments become a mask (B, 1, T, S).
 
-    float32 is left to `blocked_attention`: the GPU's matrix units would round it.
+    See `Attention`. float32 is left to `blocked_attention`: the GPU's matrix units would round it.
     """
     if q.dtype == jnp.float32:
         return blocked_attention(q, k, v, q_segments, k_segments, first_query, window)
@@ -132,7 +133,7 @@ def cudnn_attention(
 
 
 def tokamax_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
-    """tokamax's grouped products, for NVIDIA GPUs. See `GroupedExperts`.
+    """Computes experts with tokamax's grouped products on NVIDIA GPUs. See `GroupedExperts`.
 
     float32 is left to `tiled_experts`: the GPU's matrix units would round it.
     """
@@ -141,8 +142,8 @@ def tokamax_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array)
     import tokamax
     from absl import flags, logging
 
-    flags.FLAGS.mark_as_parsed()  # it would look for its own flags among those of this program
-    logging.set_verbosity("error")  # it warns of every shape that it was not tuned for
+    flags.FLAGS.mark_as_parsed()  # tokamax would look for its own flags in our command line
+    logging.set_verbosity("error")  # tokamax warns of every shape that it was not tuned for
     product = partial(
         tokamax.ragged_dot,
         preferred_element_type=jnp.float32,
@@ -151,7 +152,7 @@ def tokamax_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array)
     return in_products(product, x, sizes, gate, up, down)
 
 
-# A field of `Kernels` -> its candidates by name, in the order of preference.
+# Maps a field of `Kernels` to its candidates by name, in the order of preference.
 Candidates = Mapping[str, Mapping[str, Callable[..., Array]]]
 ON_GPU: Candidates = {
     "attention": {"cudnn": cudnn_attention, "blocked": blocked_attention},
@@ -169,7 +170,7 @@ CANDIDATES: dict[str, Candidates] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """One of the kernels of a run; passed_over: name -> why it is not one of those before it."""
+    """A choice is one kernel of a run. passed_over: name -> why an earlier candidate is not it."""
 
     name: str
     function: Callable[..., Array]
@@ -180,7 +181,7 @@ class Choice:
 
 
 def candidates_for(platform: str) -> Candidates:
-    """Raises InputError for a platform that has none."""
+    """Returns the candidates of a platform. Raises InputError for a platform that has none."""
     if platform not in CANDIDATES:
         raise InputError(f"JAX runs on the platform {platform!r}: expected cpu, gpu or tpu")
     return CANDIDATES[platform]
@@ -188,11 +189,12 @@ def candidates_for(platform: str) -> Candidates:
 
 def preferred_kernels(platform: str) -> Kernels:
     """Returns the kernels to try first. Raises InputError for a platform that has none."""
-    return Kernels(**{k: next(iter(each.values())) for k, each in candidates_for(platform).items()})
+    candidates = candidates_for(platform)
+    return Kernels(**{kind: next(iter(each.values())) for kind, each in candidates.items()})
 
 
 def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> dict[str, Choice]:
-    """The kernels of the run, by fields of `Kernels`; logs the outcome.
+    """Returns the kernels of the run by fields of `Kernels`; logs the outcome.
 
     Every host tries them on a device of its own. What has a single candidate, as on the CPU, is not
     tried. length: tokens per row.
@@ -204,27 +206,27 @@ def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> d
         experts = expert_sizes(config, layout)
         tried["experts"] = partial(largest_error_of_experts, sizes=experts, dtype=dtype)
     chosen = {}
-    for what, error_of in tried.items():
-        if len(candidates[what]) == 1:
-            chosen[what] = Choice(*next(iter(candidates[what].items())))
+    for kind, error_of in tried.items():
+        if len(candidates[kind]) == 1:
+            chosen[kind] = Choice(*next(iter(candidates[kind].items())))
             continue
-        choice = chosen[what] = choose(what, candidates[what], error_of, dtype)
+        choice = chosen[kind] = choose_kernel(kind, candidates[kind], error_of, dtype)
         for name, why in choice.passed_over.items():
-            log.warning("%s: %s is not used: %s", what, name, why)
-        log.info("%s: %s, which agrees with its definition on this device", what, choice.name)
+            log.warning("%s: %s is not used: %s", kind, name, why)
+        log.info("%s: %s, which agrees with its definition on this device", kind, choice.name)
     return chosen
 
 
-def choose(
-    what: str,
+def choose_kernel(
+    kind: str,
     candidates: Mapping[str, Callable[..., Array]],
     error_of: Callable[..., float],
     dtype: jnp.dtype,
 ) -> Choice:
-    """The first candidate that is right on this process's first device.
+    """Returns the first candidate that is right on this process's first device.
 
-    error_of: what `largest_error` gives for a candidate. Raises RunError when none is right: the
-    device computes wrongly then.
+    error_of: what `largest_error` gives for a candidate. Raises RunError if none is right, since
+    the device then computes wrongly.
     """
     passed_over: dict[str, str] = {}
     most = TOLERANCE[dtype.name]
@@ -232,7 +234,7 @@ def choose(
         for name, candidate in candidates.items():
             try:
                 error = error_of(candidate)
-            except Exception as failure:  # whatever a kernel or its compiler may raise
+            except Exception as failure:  # a kernel or its compiler may raise anything
                 passed_over[name] = f"it fails: {one_line(failure):.300}"
                 continue
             if error <= most:
@@ -241,11 +243,11 @@ def choose(
                 f"it differs from the definition by {error:.2g} (allowed: {most:.2g})"
             )
     reasons = "; ".join(f"{name}: {why}" for name, why in passed_over.items())
-    raise RunError(f"no kernel for {what} is right on this device: {reasons}")
+    raise RunError(f"no kernel for {kind} is right on this device: {reasons}")
 
 
 class AttentionSizes(NamedTuple):
-    """What one device computes in a trial: its queries of each row, all keys, heads, head size.
+    """A trial has the sizes of one device: its queries of each row, all keys, and its heads.
 
     window: of the layers that have one, None without such layers.
     """
@@ -275,46 +277,47 @@ class AttentionSizes(NamedTuple):
 
 
 def largest_error(attention: Attention, sizes: AttentionSizes, dtype: jnp.dtype) -> float:
-    """Returns the largest relative error of any token in any head: the norm of the difference to
-    float32, over that of the value.
+    """Returns the largest relative error of any token in any head.
 
-    Every part of the queries is computed, as by the devices that share the queries of a row; with
-    and without the window, if there is one.
+    The error is the norm of the difference to float32, over the norm of the value. Every part of
+    the queries is computed, as by devices that share the queries of a row; with and without the
+    window, if there is one.
     """
     q, k, v, segments = trial_batch(sizes, dtype)
     exact_q, exact_k, exact_v = (x.astype(jnp.float32) for x in (q, k, v))
     split = sizes.queries < sizes.keys
     errors = []
-    ways: list[dict[str, Any]] = [{}]
+    windows: list[dict[str, Any]] = [{}]
     if sizes.window is not None:
-        ways.append({"window": sizes.window})
-    for how in ways:
-        compute = jax.jit(partial(attention, **how), static_argnums=() if split else 5)
+        windows.append({"window": sizes.window})
+    for options in windows:
+        compute = jax.jit(partial(attention, **options), static_argnums=() if split else 5)
         for first in range(0, sizes.keys, sizes.queries):
-            part = slice(first, first + sizes.queries)
-            own = segments[:, part]
-            got = compute(q[:, part], k, v, own, segments, jnp.int32(first) if split else first)
-            arrays = exact_q[:, part], exact_k, exact_v, own, segments
-            exact, real = dense_attention(*arrays, first, **how), np.asarray(own) > 0
-            errors.append(_relative_error(np.asarray(got)[real], np.asarray(exact)[real]))
+            queries = slice(first, first + sizes.queries)
+            own = segments[:, queries]
+            first_query = jnp.int32(first) if split else first
+            computed = compute(q[:, queries], k, v, own, segments, first_query)
+            arrays = exact_q[:, queries], exact_k, exact_v, own, segments
+            exact, real = dense_attention(*arrays, first, **options), np.asarray(own) > 0
+            errors.append(_relative_error(np.asarray(computed)[real], np.asarray(exact)[real]))
     return float(np.max(errors))
 
 
 def trial_batch(sizes: AttentionSizes, dtype: jnp.dtype) -> tuple[Array, Array, Array, Array]:
-    """q, k, v and segments of two rows of three segments; the second row ends in padding."""
-    chance = np.random.default_rng(0)
-    of_keys = 2, sizes.keys, sizes.kv_heads, sizes.head_dim
-    shapes = (2, sizes.keys, sizes.heads, sizes.head_dim), of_keys, of_keys
-    q, k, v = (jnp.asarray(chance.standard_normal(shape), jnp.float32) for shape in shapes)
+    """Returns q, k, v and segments: two rows of three segments, the second ending in padding."""
+    rng = np.random.default_rng(0)
+    kv_shape = 2, sizes.keys, sizes.kv_heads, sizes.head_dim
+    shapes = (2, sizes.keys, sizes.heads, sizes.head_dim), kv_shape, kv_shape
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
     segments = np.ones((2, sizes.keys), np.int32)
     segments[:, sizes.keys // 3 :], segments[:, sizes.keys // 2 :] = 2, 3
     segments[1, sizes.keys - sizes.keys // 5 :] = 0
-    q *= sizes.head_dim**-0.5  # the scores spread so little that every key of a segment counts
+    q *= sizes.head_dim**-0.5  # the scores then spread so little that every key counts
     return q.astype(dtype), k.astype(dtype), v.astype(dtype), jnp.asarray(segments)
 
 
 def expert_sizes(config: Any, layout: Layout) -> tuple[int, int, int]:
-    """What one device has in a trial: experts, the width of a token and that of an expert."""
+    """Returns a device's sizes in a trial: experts, the width of a token and that of an expert."""
     sizes: tuple[int, ...] = config.experts.count, config.hidden_size, config.experts.width
     if layout.mesh is not None:
         sizes = layout.sharding(("experts", "hidden", "mlp"), sizes).shard_shape(sizes)
@@ -324,36 +327,36 @@ def expert_sizes(config: Any, layout: Layout) -> tuple[int, int, int]:
 def largest_error_of_experts(
     grouped: GroupedExperts, sizes: tuple[int, int, int], dtype: jnp.dtype
 ) -> float:
-    """Returns what `largest_error` does, of any row that goes through an expert."""
+    """Returns the largest relative error, as `largest_error` does, of any row with an expert."""
     x, counts, gate, up, down = arrays = trial_rows(sizes, dtype)
-    found = np.asarray(jax.jit(grouped)(*arrays))
+    computed = np.asarray(jax.jit(grouped)(*arrays))
     x, gate, up, down = (array.astype(jnp.float32) for array in (x, gate, up, down))
     ends = np.cumsum(counts)
-    wanted = []
+    exact = []
     for expert, rows in enumerate(np.split(np.asarray(x), ends)[:-1]):
         gated = jax.nn.silu(einsum("nD,DM->nM", jnp.asarray(rows), gate[expert]))
         gated *= einsum("nD,DM->nM", jnp.asarray(rows), up[expert])
-        wanted.append(einsum("nM,MD->nD", gated, down[expert]))
-    return _relative_error(found[: ends[-1]], np.concatenate(wanted))
+        exact.append(einsum("nM,MD->nD", gated, down[expert]))
+    return _relative_error(computed[: ends[-1]], np.concatenate(exact))
 
 
 def trial_rows(sizes: tuple[int, int, int], dtype: jnp.dtype) -> list[Array]:
-    """Arguments for a `GroupedExperts`; an expert has no rows, and the last rows have no expert."""
-    chance = np.random.default_rng(0)
+    """Returns arguments for a `GroupedExperts`; one expert has no rows, the last rows no expert."""
+    rng = np.random.default_rng(0)
     experts, hidden, width = sizes
-    count = [0 if expert == 2 else (expert + 1) * 67 % 300 for expert in range(experts)]
+    counts = [0 if expert == 2 else (expert + 1) * 67 % 300 for expert in range(experts)]
 
     def normal(size: float, *shape: int) -> Array:
-        return jnp.asarray(size * chance.standard_normal(shape, np.float32), dtype)
+        return jnp.asarray(size * rng.standard_normal(shape, np.float32), dtype)
 
-    x = normal(1, sum(count) + 21, hidden)
+    x = normal(1, sum(counts) + 21, hidden)
     gate, up = (normal(hidden**-0.5, experts, hidden, width) for _ in range(2))
     down = normal(width**-0.5, experts, width, hidden)
-    return [x, jnp.asarray(count, jnp.int32), gate, up, down]
+    return [x, jnp.asarray(counts, jnp.int32), gate, up, down]
 
 
-def _relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
-    """The largest norm of the difference over that of `wanted`, along the last axis."""
-    found, wanted = found.astype(np.float64), wanted.astype(np.float64)
-    norms = np.linalg.norm(wanted, axis=-1)
-    return float(np.max(np.linalg.norm(found - wanted, axis=-1) / norms))
+def _relative_error(computed: np.ndarray, exact: np.ndarray) -> float:
+    """Returns the largest norm of the difference over that of `exact`, along the last axis."""
+    computed, exact = computed.astype(np.float64), exact.astype(np.float64)
+    norms = np.linalg.norm(exact, axis=-1)
+    return float(np.max(np.linalg.norm(computed - exact, axis=-1) / norms))

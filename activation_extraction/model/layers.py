@@ -1,4 +1,4 @@
-"""What the modules of every family are made of: parameters, projections, norms and rotations.
+"""The modules of every family are made of these parameters, projections, norms and rotations.
 
 `einsum` fixes the numerics of every matrix product of the model, and `to_bits` how two-byte numbers
 are moved. The letters are those of qwen2_jax.py.
@@ -39,31 +39,32 @@ LOGICAL_AXES = {
     "W": "taps",
 }
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
-# Where one is a function, it is computed when somebody calls that.
-Out = dict[str, Any]  # a module's intermediates by name; those of its parts are nested
+# A module's intermediates by name; those of its submodules are nested. An intermediate that is a
+# function is computed only if it is called.
+Out = dict[str, Any]
 
 
 def einsum(equation: str, x: Array, y: Array) -> Array:
-    """`jnp.einsum` that accumulates in float32 and returns float32.
+    """Does what `jnp.einsum` does, but accumulates in float32 and returns float32.
 
-    float32 operands are multiplied as such: TPUs and GPUs would otherwise round them to bfloat16
-    or TF32, which is not what somebody who asked for float32 expects.
+    float32 operands are multiplied as such: TPUs and GPUs would otherwise round them to bfloat16 or
+    TF32, which is not what somebody who asked for float32 expects.
     """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 def to_bits(x: Array) -> Array:
-    """A two-byte type as the uint16 that its bits spell, anything else as it is.
+    """Returns a two-byte type as the uint16 with the same bits, anything else unchanged.
 
     XLA has no slices, gathers or updates of bfloat16 on the CPU: it widens whole arrays to float32
-    for them, in every step. So where arrays are only moved, they are moved as bits.
+    for them, in every step. So arrays that are only moved are moved as bits.
     """
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
 def from_bits(x: Array, dtype: Any = jnp.bfloat16) -> Array:
-    """`dtype` from uint16 bits; anything else as it is."""
+    """Returns uint16 bits as `dtype`, anything else unchanged."""
     return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
 
 
@@ -78,9 +79,9 @@ def parameter(module: Any, name: str, letters: str) -> Array:
     return module.param(name, zeros, shape, module.dtype)
 
 
-@cache  # tracing takes a while, and a run asks several times
+@cache  # tracing takes a while, and a run calls this several times
 def declared(model: nn.Module) -> Mapping[tuple[str, ...], Any]:
-    """Path -> shape and logical axes, for every parameter of a model without a mesh.
+    """Returns path -> shape and logical axes for every parameter of a model without a mesh.
 
     The model takes token ids, segment ids and positions.
     """
@@ -90,7 +91,7 @@ def declared(model: nn.Module) -> Mapping[tuple[str, ...], Any]:
 
 
 class Linear(nn.Module):
-    """A projection named by its letters: `D->NH` maps (B, T, D) to (B, T, N, H).
+    """A projection is named by its letters: `D->NH` maps (B, T, D) to (B, T, N, H).
 
     The weight has the checkpoint's orientation, output axes first. Products accumulate in float32,
     the bias is added in float32, and so is the result: the caller rounds once, when it stores it.
@@ -112,9 +113,9 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv:1910.07467) over the axis `over`.
+    """This is the root mean square norm (arXiv:1910.07467) over the axis `over`.
 
-    Computed in float32; `out` is rounded once, at the end, unless it is to stay `wide`. Some
+    It is computed in float32; `out` is rounded once, at the end, unless it is to stay `wide`. Some
     families store the weights less 1.
     """
 
@@ -135,9 +136,9 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(positions: Array, config: QwenConfig) -> tuple[Array, Array]:
-    """Cosine and sine of the rotary embedding, both times the attention factor, for `rotate`.
+    """Returns the cosine and sine of the rotary embedding, both times the attention factor.
 
-    positions: (B, T) int32. Two float32 arrays (B, T, 1, H/2), the 1 standing for heads.
+    positions: (B, T) int32. The two arrays are float32 (B, T, 1, H/2), the 1 standing for heads.
     """
     rope, frequencies = config.rope, config.rope.frequencies(config.head_dim)
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
@@ -147,7 +148,7 @@ def rotary_table(positions: Array, config: QwenConfig) -> tuple[Array, Array]:
 def rotate(x: Array, rotary: tuple[Array, Array]) -> Array:
     """Rotates (B, T, heads, H) float32; dimension i pairs with i + H/2, as in Hugging Face.
 
-    Where a share of the dimensions is rotated, that share is H here, and the others stay.
+    If only a share of the dimensions is rotated, that share is H here, and the others stay.
     """
     cos, sin = rotary
     half = cos.shape[-1]

@@ -1,9 +1,9 @@
-"""Devices -> mesh, whose shape the flags choose, and how arrays lie on it.
+"""This module builds the mesh from the flags and the devices, and says how arrays lie on it.
 
-Model and step name logical axes only; `RULES` maps them to mesh axes, and an axis that the mesh
-lacks drops out. Users know the mesh axes pipeline, data, fsdp, expert and model. Inside, `model` is
-two axes: `model` proper, along which attention heads are split, and `query`, along which the
-queries of a row are split where the key/value heads do not divide further; all else uses both
+The model and the step name logical axes only; `RULES` maps them to mesh axes, and an axis that the
+mesh lacks drops out. Users know the mesh axes pipeline, data, fsdp, expert and model. Inside,
+`model` is two axes: `model` proper, along which attention heads are split, and `query`, along which
+the queries of a row are split where the key/value heads do not divide further; all else uses both
 alike.
 """
 
@@ -29,7 +29,7 @@ DEFAULT_3D_AXES = ("pipeline", "data", "model")
 DEFAULT_2D_AXES = ("data", "model")
 BOTH = ("model", "query")
 RULES: dict[str, tuple[str, ...]] = {
-    # of weights
+    # These are axes of weights,
     "layers": ("pipeline",),
     "embed": ("fsdp",),
     "heads": ("model",),
@@ -38,7 +38,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "mlp": BOTH,
     "experts": ("expert",),
     "vocab": BOTH,
-    # of activations
+    # and these of activations.
     "stage": ("pipeline",),
     "batch": ("data", "fsdp", "expert"),
     "query_sequence": ("query",),
@@ -49,18 +49,18 @@ RULES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and the rules. Without a mesh (one device, shapes only) nothing is constrained."""
+    """A layout is a mesh with the rules. Without a mesh (one device, shapes only) it is inert."""
 
     mesh: Mesh | None = None
 
     def size(self, *axes: str) -> int:
-        """Devices along these mesh axes together; 1 for axes that are absent."""
+        """Returns the number of devices along these mesh axes together; absent axes count as 1."""
         shape = {} if self.mesh is None else self.mesh.shape
         return math.prod(shape.get(axis, 1) for axis in axes)
 
     @property
     def shape(self) -> dict[str, int]:
-        """Mesh axis -> size, `model` as the user knows it."""
+        """Returns mesh axis -> size, with `model` as the user knows it."""
         sizes = {} if self.mesh is None else dict(self.mesh.shape)
         if "query" in sizes:
             sizes["model"] *= sizes.pop("query")
@@ -69,9 +69,9 @@ class Layout:
     def spec(
         self, axes: Sequence[str], shape: Sequence[int] | None = None, without: str | None = None
     ) -> PartitionSpec:
-        """How an array with these logical axes is split. `without` leaves one mesh axis out.
+        """Returns how an array with these logical axes is split, never along `without`.
 
-        With `shape`, a dimension that does not divide is not split.
+        With `shape`, a dimension that does not divide is not split. without: a mesh axis.
         """
         present = self.mesh.axis_names if self.mesh is not None else ()
         entries: list[tuple[str, ...] | None] = []
@@ -82,7 +82,7 @@ class Layout:
         return PartitionSpec(*entries)
 
     def sharding(self, axes: Sequence[str], shape: Sequence[int]) -> NamedSharding:
-        """`spec` on the mesh, for arrays that come in or go out."""
+        """Returns `spec` on the mesh, for arrays that come in or go out."""
         assert self.mesh is not None
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
@@ -94,23 +94,23 @@ class Layout:
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def gather(self, weight: Array, axes: Sequence[str]) -> Array:
-        """A weight just before its use: complete along fsdp, split as before along the rest."""
+        """Gathers a weight along fsdp just before its use; its split along the rest stays."""
         return weight if self.size("fsdp") == 1 else self.constrain(weight, *axes, without="fsdp")
 
-    def each(
+    def per_device(
         self,
         function: Callable[..., Array],
         arrays: Sequence[Array],
         axes: Sequence[Sequence[str]],
         like: int,
     ) -> Array:
-        """Runs `function` on every device with its own part of the arrays, given with their axes.
+        """Runs `function` on every device with its own part of the arrays, whose axes are given.
 
         like: the number of the array that has the shape and the axes of the result.
         """
         if self.mesh is None or self.mesh.size == 1:
             return function(*arrays)
-        specs = tuple(self.spec(of, array.shape) for of, array in zip(axes, arrays, strict=True))
+        specs = tuple(self.spec(a, array.shape) for a, array in zip(axes, arrays, strict=True))
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=specs, out_specs=specs[like], check_vma=False
         )(*arrays)
@@ -128,16 +128,16 @@ class Layout:
         queries = "batch", "query_sequence", "heads", "head_dim"
         keys = "batch", "sequence", "kv_heads", "head_dim"
         arrays = q, k, v, segment_ids, segment_ids
-        return self.each(local, arrays, [queries, keys, keys, queries[:2], keys[:2]], like=0)
+        return self.per_device(local, arrays, [queries, keys, keys, queries[:2], keys[:2]], like=0)
 
 
 @dataclass(frozen=True)
 class HostRows:
-    """How rows come from the hosts and activations go back to them.
+    """This says how rows come from the hosts and how activations go back to them.
 
     The mesh has the same devices in the same order as the layout's, as hosts x devices of a host,
     so that one program uses both. Each host feeds its own rows and receives the activations of its
-    own rows, from every device another part of the sequence.
+    own rows, with a different part of the sequence from every device.
     """
 
     mesh: Mesh
@@ -147,44 +147,44 @@ class HostRows:
         return self.mesh.shape["host"]
 
     def incoming(self) -> NamedSharding:
-        """The sharding of arrays whose first axis is the rows of all hosts."""
+        """Returns the sharding of arrays whose first axis is the rows of all hosts."""
         return NamedSharding(self.mesh, PartitionSpec("host"))
 
     def outgoing(self, length: int) -> NamedSharding:
-        """The sharding of activations (hooks, rows of all hosts, T, width)."""
+        """Returns the sharding of activations (hooks, rows of all hosts, T, width)."""
         split = "device" if length % self.mesh.shape["device"] == 0 else None
         return NamedSharding(self.mesh, PartitionSpec(None, "host", split))
 
     def everywhere(self) -> NamedSharding:
-        """The sharding of values that every host needs."""
+        """Returns the sharding of values that every host needs."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def feed(self, array: np.ndarray) -> Array:
-        """This host's rows -> the rows of all hosts."""
+        """Turns this host's rows into the rows of all hosts."""
         shape = (array.shape[0] * self.hosts, *array.shape[1:])
         return jax.make_array_from_process_local_data(self.incoming(), array, shape)
 
     def receive(self, activations: Mapping[int, Array]) -> dict[int, np.ndarray]:
-        """The activations of this host's rows, {width: (hooks, B, T, width)}, as NumPy."""
-        parts = {}  # one of this host's shards for each part of an array that it has
+        """Returns the activations of this host's rows, {width: (hooks, B, T, width)}, as NumPy."""
+        shards = {}  # of this host, without replicas
         for width, array in activations.items():
-            parts[width] = {str(part.index): part for part in array.addressable_shards}.values()
-            for part in parts[width]:
-                part.data.copy_to_host_async()
-        found = {}
-        for width, (first, *others) in parts.items():
-            found[width] = np.asarray(first.data)
-            if others:  # each has another part of the sequence
+            shards[width] = {str(shard.index): shard for shard in array.addressable_shards}.values()
+            for shard in shards[width]:
+                shard.data.copy_to_host_async()
+        received = {}
+        for width, (first, *others) in shards.items():
+            received[width] = np.asarray(first.data)
+            if others:  # each shard has another part of the sequence
                 hooks, rows = first.data.shape[:2]
                 shape = hooks, rows, *activations[width].shape[2:]
-                found[width] = np.empty(shape, first.data.dtype)
-                for part in (first, *others):
-                    found[width][:, :, part.index[2]] = part.data
-        return found
+                received[width] = np.empty(shape, first.data.dtype)
+                for shard in (first, *others):
+                    received[width][:, :, shard.index[2]] = shard.data
+        return received
 
 
 def host_rows(devices: Sequence[Any]) -> HostRows:
-    """Raises InputError when the hosts have different numbers of devices."""
+    """Groups the devices by host. Raises InputError if hosts have different numbers of devices."""
     counts = Counter(device.process_index for device in devices)
     if len(set(counts.values())) > 1:
         raise InputError(f"hosts have different numbers of devices: {dict(counts)}")
@@ -193,7 +193,7 @@ def host_rows(devices: Sequence[Any]) -> HostRows:
 
 
 def build_layout(devices: Sequence[Any], shape: dict[str, int], kv_heads: int) -> Layout:
-    """The mesh with these axes (in this order, first axis slowest) over the devices in order.
+    """Builds the mesh with these axes over the devices in order, the first axis being the slowest.
 
     `model` is split into heads and queries: as many ways over heads as key/value heads allow.
     """
@@ -207,7 +207,7 @@ def build_layout(devices: Sequence[Any], shape: dict[str, int], kv_heads: int) -
 
 
 def check_divisibility(layout: Layout, rows: int, length: int, sizes: dict[str, int]) -> None:
-    """Raises InputError when rows, tokens or widths do not divide among the devices.
+    """Raises InputError if rows, tokens or widths do not divide among the devices.
 
     rows: of all hosts per step; sizes: letter -> size as in the model's configuration.
     """
@@ -233,9 +233,9 @@ def check_divisibility(layout: Layout, rows: int, length: int, sizes: dict[str, 
 
 
 def usable_devices(every: bool) -> list[Any]:
-    """All devices, those of a host together, or (not `every`) the first one of each host.
+    """Returns all devices, ordered by host, or (not `every`) the first one of each host.
 
-    Raises InputError when JAX has none on the platform that the environment asks for.
+    Raises InputError if JAX has none on the platform that the environment asks for.
     """
     try:
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
@@ -249,11 +249,11 @@ def usable_devices(every: bool) -> list[Any]:
 
 
 def smallest_model_axis(devices: int, rows: int, weights: int, captured: int, itemsize: int) -> int:
-    """The smallest `model` axis with which everything fits, for --mesh_type auto.
+    """Returns the smallest `model` axis with which everything fits, for --mesh_type auto.
 
-    weights: number of parameters; captured: activations of one step, all hosts together. Counts
-    weights, two steps of activations, and half as much again as the activations for what lies
-    between; leaves a tenth of the memory free. 1 where devices do not tell their memory (CPU).
+    weights: number of parameters; captured: activations of one step, all hosts together. It counts
+    the weights, two steps of activations, and half as much again for what lies between; a tenth of
+    the memory stays free. It is 1 where devices do not report their memory (CPU).
     """
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     for model in range(1, devices + 1):
@@ -272,10 +272,11 @@ def choose_shape(
     hosts: int,
     smallest_model: int = 1,
 ) -> tuple[dict[str, int], str | None]:
-    """Mesh axis -> size for --mesh_type, --mesh_shape and --mesh_axes, and a remark or None.
+    """Returns mesh axis -> size for the flags of the mesh, and a remark or None.
 
-    kind: None when only a shape is given. smallest_model: what `auto` takes as the `model` axis, a
-    divisor of `devices`. Raises InputError when a given shape does not fit the axes or the devices.
+    kind: --mesh_type; None if only a shape is given. smallest_model: what `auto` takes as the
+    `model` axis, a divisor of `devices`. Raises InputError if a given shape does not fit the axes
+    or the devices.
     """
     dimensions = {"1d": 1, "2d": 2, "3d": 3}.get(kind or "")
     if shape is not None:
@@ -292,7 +293,7 @@ def choose_shape(
             names = tuple(axes or DEFAULT_3D_AXES)
             if len(names) != 3:
                 raise InputError(f"--mesh_axes {','.join(names)}: a 3d mesh has three axes")
-            # Four along two axes; the rest along the one that splits rows alone, or the first.
+            # Two axes get four devices; the one that splits only rows, or the first, gets the rest.
             rest = next(axis for axis in ("data", "fsdp", names[0]) if axis in names)
             return {name: devices // 16 if name == rest else 4 for name in names}, None
         remark = (
@@ -318,7 +319,7 @@ def _explicit(
     if math.prod(shape) != devices:
         factors = [n for n in range(1, devices + 1) if devices % n == 0]
         shapes = [s for s in product(factors, repeat=len(shape)) if math.prod(s) == devices]
-        shapes.sort(key=lambda s: (max(s) - min(s), s))  # the most even ones first
+        shapes.sort(key=lambda s: (max(s) - min(s), s))  # the most even shapes come first
         fitting = "; ".join(",".join(map(str, s)) for s in shapes[:8])
         raise InputError(
             f"--mesh_shape {text}: is {counted(math.prod(shape), 'device')}, there are {devices}; "

@@ -1,4 +1,4 @@
-"""QwenConfig: what a Hugging Face config.json says of a model, checked.
+"""QwenConfig holds what a Hugging Face config.json says of a model, checked.
 
 transformers fills in what a file leaves out and knows every spelling; what this tool would compute
 wrongly is refused here, by name. Sizes of axes and counts of operations follow from the result.
@@ -14,14 +14,14 @@ import numpy as np
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.rope import Rope, positive
 
-# Hundreds of times what any model has, so that an absurd one is refused before it is computed with.
+# Models are hundreds of times smaller; an absurd one is refused before it is computed with.
 LARGEST_SIZE = 2**27
 LARGEST_DEPTH = 10_000
-# What a layer has before its MLP, in the words of config.json, and what its MLP is.
+# These say what a layer has before its MLP, in the words of config.json, and what its MLP is.
 ATTENTION, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 DENSE, SPARSE = "dense", "sparse"
 
-# Fields that must be positive integers: name here -> name in config.json.
+# These fields must be positive integers: name here -> name in config.json.
 SIZES = {
     name: name
     for name in (
@@ -50,7 +50,7 @@ DELTA_SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """How many experts a layer has and how wide they are.
+    """Says how many experts a layer has and how wide they are.
 
     per_token: how many a token goes through; shared_width: of the expert that every token goes
     through, 0 without one; renormalise: whether a token's weights are made to sum to 1.
@@ -65,7 +65,7 @@ class ExpertsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNet:
-    """The layers that have a gated delta net in place of attention, and the sizes of it.
+    """These layers have a gated delta net of these sizes in place of attention.
 
     values_per_key: value heads that share a key head; taps: of the convolution, in tokens.
     """
@@ -80,13 +80,13 @@ class DeltaNet:
 
 @dataclasses.dataclass(frozen=True)
 class QwenConfig:
-    """The shape and constants of a model, mostly under the names of its config.json.
+    """The shape and constants of a model have mostly the names that config.json gives them.
 
     In sliding_layers a token sees only the last `sliding_window` tokens, itself included. Families
     differ in their biases; in qk_norm, a norm on the queries and keys of each head; in q_gate, a
     gate on the output of each head, which q_proj gives beside the queries; in norm_offset, which is
     added to the weights of norms; and in what their tensors' names begin with. The layers in
-    sparse_layers have experts in place of an MLP, and those of `delta` no attention.
+    sparse_layers have experts in place of an MLP, and those of `delta` have no attention.
     """
 
     model_type: str
@@ -115,7 +115,7 @@ class QwenConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Letter -> size, for the axes of weights and hooks; the letters are qwen2_jax.py's."""
+        """Returns letter -> size for the axes of weights and hooks, with qwen2_jax.py's letters."""
         sizes = {
             "D": self.hidden_size,
             "N": self.num_attention_heads,
@@ -136,7 +136,10 @@ class QwenConfig:
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """The words for what not every layer of the family has, or "dense", for each layer."""
+        """Returns a type for each layer: the words for what not all layers of the family have.
+
+        Where all layers have the same, the word is "dense".
+        """
         types = []
         for layer in range(self.num_hidden_layers):
             words = []
@@ -148,32 +151,33 @@ class QwenConfig:
         return tuple(types)
 
     def sizes_with(self, length: int) -> dict[str, int]:
-        """`sizes`, and S: the tokens of a row, which is a width of some hooks."""
+        """Returns `sizes` with S, the tokens of a row, which is a width of some hooks."""
         return self.sizes | {"S": length}
 
     @property
     def longest_row(self) -> int:
-        """Tokens. Configurations with YaRN often keep the number of positions without it."""
+        """Returns the most tokens of a row; with YaRN they may exceed max_position_embeddings."""
         return max(self.max_position_embeddings, int(self.rope.factor * self.rope.trained))
 
     def sliding(self, layers: range) -> np.ndarray | None:
-        """Which of these layers have a window; None when no layer of the model has one."""
+        """Returns which of these layers have a window; None if no layer of the model has one."""
         return np.isin(layers, self.sliding_layers) if self.sliding_layers else None
 
     def flops_of(self, layer: int, weights: int, attends: bool, lengths: Iterable[int]) -> float:
-        """Floating point operations of this layer for samples of these lengths, in tokens.
+        """Returns the floating-point operations of this layer for samples of these lengths.
 
-        Two per token for each of so many weights of matrices, and what causal attention needs
-        (arXiv:2204.02311, appendix B, without the half above the diagonal) if it `attends`.
+        A token takes two for each of `weights` weights of matrices, and what causal attention needs
+        (arXiv:2204.02311, appendix B, without the half above the diagonal) if the layer `attends`.
+        The lengths are in tokens.
         """
         if self.delta is not None and layer in self.delta.layers:
-            products = 3 * self.sizes["O"] * self.delta.key_size  # three by each head's state
+            products = 3 * self.sizes["O"] * self.delta.key_size  # three for each head's state
             return 2.0 * (weights + attends * products) * sum(lengths)
         heads = self.num_attention_heads * self.head_dim
         window = self.sliding_window if layer in self.sliding_layers else None
 
         def seen(n: int) -> int:
-            """Twice the pairs of tokens of which one sees the other."""
+            """Returns twice the number of pairs of tokens of which one sees the other."""
             most = n if window is None else min(window, n)
             return most * (2 * n - most)
 
@@ -181,7 +185,7 @@ class QwenConfig:
 
 
 def qwen2_config(hf: Any, source: str) -> QwenConfig:
-    """Reads a configuration that transformers has completed. Raises InputError, like all here."""
+    """Reads a configuration that transformers has completed. Raises InputError, as all do here."""
     return _config(hf, source, qkv_bias=True, o_bias=False, qk_norm=False)
 
 
@@ -200,7 +204,7 @@ def qwen3_moe_config(hf: Any, source: str) -> QwenConfig:
 
 
 def qwen3_5_text_config(hf: Any, source: str, **details: Any) -> QwenConfig:
-    """Reads the configuration of a language model alone."""
+    """Reads the configuration of a language model without vision inputs."""
     if not getattr(hf, "attn_output_gate", True):
         raise InputError(f"{source}: attn_output_gate False is not supported, only True is")
     delta = _delta_net(hf, source)
@@ -208,7 +212,7 @@ def qwen3_5_text_config(hf: Any, source: str, **details: Any) -> QwenConfig:
 
 
 def qwen3_5_moe_text_config(hf: Any, source: str) -> QwenConfig:
-    """Reads the configuration of a language model alone, whose layers all have experts."""
+    """Reads the configuration of a model without vision inputs whose layers all have experts."""
     return qwen3_5_text_config(
         hf,
         source,
@@ -221,7 +225,7 @@ def qwen3_5_moe_text_config(hf: Any, source: str) -> QwenConfig:
 def config_beside_vision(
     text_config: Callable[[Any, str], QwenConfig], hf: Any, source: str
 ) -> QwenConfig:
-    """Reads the language model of a model with vision inputs; text_config reads one alone."""
+    """Reads the language model of a model with vision inputs; text_config reads one without."""
     _refuse_quantized(hf, source)
     return dataclasses.replace(
         text_config(hf.text_config, source),
@@ -232,7 +236,7 @@ def config_beside_vision(
 
 
 def _config(hf: Any, source: str, **details: Any) -> QwenConfig:
-    """details: what the family adds, or says in place of config.json."""
+    """Reads what all families share. details: what the family adds, or overrides in config.json."""
     _refuse_quantized(hf, source)
     if hf.hidden_act != "silu":
         raise InputError(f"{source}: hidden_act {hf.hidden_act!r} is not supported, only 'silu' is")
@@ -264,7 +268,7 @@ def _config(hf: Any, source: str, **details: Any) -> QwenConfig:
 
 
 def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str, Any]:
-    """fields: name in the result -> name in config.json."""
+    """Reads positive integers. fields: name in the result -> name in config.json."""
     numbers = {}
     for name, field in fields.items():
         value = numbers[name] = getattr(hf, field)
@@ -278,15 +282,15 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
 def _refuse_quantized(hf: Any, source: str) -> None:
     quantized = getattr(hf, "quantization_config", None)
     if quantized is not None:
-        how = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         raise InputError(
-            f"{source}: quantization_config ({how}): quantised checkpoints are not supported; use "
-            "the model's bfloat16, float16 or float32 weights"
+            f"{source}: quantization_config ({method}): quantised checkpoints are not supported; "
+            "use the model's bfloat16, float16 or float32 weights"
         )
 
 
 def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
-    """The one set of them for all layers. YaRN's factor may be left to the numbers of positions."""
+    """Returns the one set for all layers; YaRN's factor may follow from numbers of positions."""
     rope = hf.rope_parameters
     if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
         raise InputError(f"{source}: rope_parameters {rope!r} is not supported, only one flat set")
@@ -297,9 +301,9 @@ def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
 
 
 def _sliding(hf: Any, known: tuple[str, ...], source: str) -> tuple[int | None, tuple[int, ...]]:
-    """The window, and the layers that have it. known: the types of layers that are supported."""
+    """Returns the window and the layers that have it. known: the supported types of layers."""
     types = getattr(hf, "layer_types", None)
-    if types is None:  # a family whose layers all have it
+    if types is None:  # all layers of the family have the window, or none has
         types = [SLIDING if hf.sliding_window else ATTENTION] * hf.num_hidden_layers
     for layer, kind in enumerate(types):
         if kind not in known:
@@ -319,10 +323,10 @@ def _sliding(hf: Any, known: tuple[str, ...], source: str) -> tuple[int | None, 
 
 
 def _experts(hf: Any, source: str) -> dict[str, Any]:
-    """The fields of a model some of whose layers have experts, at least one."""
+    """Returns the fields of a model in which at least one layer has experts."""
     step = _positive_ints(hf, source, {"step": "decoder_sparse_step"})["step"]
-    every = range(step - 1, hf.num_hidden_layers, step)
-    layers = tuple(layer for layer in every if layer not in hf.mlp_only_layers)
+    candidates = range(step - 1, hf.num_hidden_layers, step)
+    layers = tuple(layer for layer in candidates if layer not in hf.mlp_only_layers)
     if not layers:
         raise InputError(
             f"{source}: no layer has experts (decoder_sparse_step {step}, mlp_only_layers "

@@ -1,4 +1,4 @@
-"""The rotary embedding (arXiv:2104.09864), plain or scaled to contexts longer than the trained one.
+"""The rotary embedding (arXiv:2104.09864) is plain, or scaled to contexts longer than trained.
 
 Frequencies follow `transformers.modeling_rope_utils`, in float32 as there. Linear scaling divides
 them all by the factor; YaRN (arXiv:2309.00071) divides those that turn slowly, leaves those that
@@ -15,17 +15,17 @@ import numpy as np
 
 from activation_extraction.common.errors import InputError
 
-BETA_FAST, BETA_SLOW = 32.0, 1.0  # YaRN's bounds, in turns over the trained context
+BETA_FAST, BETA_SLOW = 32.0, 1.0  # YaRN's default bounds, in turns over the trained context
 
 
 @dataclass(frozen=True)
 class Rope:
-    """theta: the base of the wavelengths. rope_type: "default", "linear" or "yarn".
+    """A rotary embedding has a base `theta` of the wavelengths and may be scaled.
 
-    The rest is for scaled types. factor: how many times longer the context becomes. For YaRN:
-    attention_factor; blended, the first and last index of the frequencies that are between left
-    and divided; trained, the tokens of the context before it became longer. share: of a head's
-    dimensions, from the first on, are rotated.
+    rope_type: "default", "linear" or "yarn"; the rest is for scaled types. factor: how many times
+    longer the context becomes. For YaRN, attention_factor; blended, the first and last index of the
+    frequencies that are between left and divided; trained, the tokens of the context before it
+    became longer. share: of a head's dimensions, from the first on, that are rotated.
     """
 
     theta: float
@@ -64,9 +64,10 @@ class Rope:
         return cls(theta, kind, factor, attention_factor, blended, trained, share)
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians per position of each pair of rotated dimensions, (H/2,) float32 if all are.
+        """Returns the radians per position of each pair of rotated dimensions, float32.
 
-        NumPy's own float32 power is not good to the last bit, which a late position multiplies.
+        They are (H/2,) if all dimensions are rotated. NumPy's own float32 power is not good to the
+        last bit, which a late position multiplies.
         """
         head_dim = int(head_dim * self.share)
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
@@ -81,7 +82,7 @@ class Rope:
 
 
 def positive(fields: Mapping[str, Any], field: str, source: str) -> float:
-    """A number above 0. Raises InputError."""
+    """Returns a number above 0. Raises InputError for anything else."""
     value: Any = fields.get(field)
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise InputError(f"{source}: {field} must be a positive number, found {value!r}")
@@ -119,10 +120,10 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> fl
 def _blended(
     rope: Mapping[str, Any], theta: float, trained: int, head_dim: int, source: str
 ) -> tuple[float, float]:
-    """Between which frequencies YaRN goes from leaving them to dividing them."""
+    """Returns the frequencies between which YaRN goes from leaving them to dividing them."""
 
     def with_turns(turns: float) -> float:
-        """The index of the frequency that turns so many times over the trained context."""
+        """Returns the index of the frequency that turns so many times over the trained context."""
         return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     turns = [

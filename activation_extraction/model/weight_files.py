@@ -1,8 +1,8 @@
-"""Weight files: safetensors on the local disk, or in a bucket or on the hub, read by ranges.
+"""Weight files are safetensors on the local disk, or read by ranges from a bucket or the hub.
 
-Whoever reads a tensor asks for a part of it and gets its values. A file of this machine is mapped
-into memory. Of a remote file only the bytes that are asked for are downloaded, many requests at a
-time, and nothing is kept on disk.
+A caller asks for a part of a tensor and gets its values. A local file is mapped into memory. Of a
+remote file only the bytes that are asked for are downloaded, with many requests at a time, and
+nothing is kept on disk.
 """
 
 import hashlib
@@ -25,20 +25,20 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.safetensors_file import MAX_HEADER_BYTES, Tensor
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
-FIRST_BYTES = 2**17  # of a remote file, read at once; most headers are shorter
+FIRST_BYTES = 2**17  # the first request for a remote file; most headers are shorter
 PIECE = 8 * 2**20  # bytes of one request
-CONNECTIONS = 16  # requests at a time, of all files together
-GAP = 2**20  # bytes between two ranges that take less time than another request
+CONNECTIONS = 16  # requests at a time, for all files together
+GAP = 2**20  # reading so many bytes between two ranges takes less time than another request
 AHEAD = 2**30  # bytes that may wait until their digest can be computed
 
 Index = tuple[slice, ...]
 
 
 class LocalFile:
-    """A safetensors file of this machine.
+    """A safetensors file of this machine is mapped into memory.
 
-    name: without folders; where: for messages. `header` raises InputError, naming the file, when
-    it is not complete or holds other numbers than floats.
+    name: without folders; where: for messages. `header` raises InputError, naming the file, if it
+    is not complete or holds other numbers than floats.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,12 +50,13 @@ class LocalFile:
             with safe_open(self.path, "np"):  # checks the header, and the file's size against it
                 pass
             with open(self.path, "rb") as file:
-                return parse_header(file.read(_header_length(file.read(8))), self.where)
+                length = int.from_bytes(file.read(8), "little")
+                return parse_header(file.read(length), self.where)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self.path}: not a complete safetensors file: {error}") from error
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """A view of the file: its bytes are read when it is copied.
+        """Returns a view of the file: its bytes are read when it is copied.
 
         The file is mapped for as long as the view lives, so pages that were read do not pile up.
         """
@@ -67,16 +68,16 @@ class LocalFile:
 
 
 class RemoteFile:
-    """A safetensors file in a bucket or on the hub, with the attributes of `LocalFile`.
+    """A safetensors file in a bucket or on the hub has the attributes of `LocalFile`.
 
-    Methods raise FolderError when it cannot be read. If the store reports a digest, and every byte
-    of the file is read, the digest is compared; RunError is raised when it differs.
+    Methods raise FolderError if it cannot be read. If the store reports a digest, and every byte of
+    the file is read, the digest is compared; RunError is raised if it differs.
     """
 
     path = None
 
     def __init__(self, folder: Folder, name: str, size: int) -> None:
-        """size: in bytes."""
+        """Asks the store for the file's digest. size: in bytes."""
         self.name, self.where = name, f"{folder.url}/{name}"
         self._folder, self._size = folder, size
         self._reported = folder.digest(name)
@@ -85,7 +86,7 @@ class RemoteFile:
     @cached_property
     def header(self) -> dict[str, Tensor]:
         start = self._fetch(0, min(FIRST_BYTES, self._size))
-        length = _header_length(start[:8])
+        length = int.from_bytes(start[:8], "little")
         if not 0 < length <= min(self._size - 8, MAX_HEADER_BYTES):
             raise InputError(
                 f"{self.where}: not a complete safetensors file: has {self._size:,} bytes, its "
@@ -104,21 +105,21 @@ class RemoteFile:
         return entries
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """A new array; downloads little more than its bytes (see `blocks_of`)."""
+        """Returns a new array; downloads little more than its bytes (see `blocks_of`)."""
         entry = self.header[tensor]
         bounds = [part.indices(size)[:2] for part, size in zip(index, entry.shape, strict=True)]
         depth, blocks = blocks_of(entry, bounds)
-        found = np.empty(sum(stop - start for start, stop in blocks), np.uint8)
+        content = np.empty(sum(stop - start for start, stop in blocks), np.uint8)
         pieces, filled = [], 0
         for start, stop in blocks:
             for first in range(start, stop, PIECE):
                 last = min(first + PIECE, stop)
-                pieces.append((first, found[filled : filled + last - first]))
+                pieces.append((first, content[filled : filled + last - first]))
                 filled += last - first
         for _ in _connections().map(lambda piece: self._fill(*piece), pieces):
             pass
         lengths = [stop - start for start, stop in bounds[: depth + 1]]
-        values = found.view(entry.dtype).reshape(*lengths, *entry.shape[depth + 1 :])
+        values = content.view(entry.dtype).reshape(*lengths, *entry.shape[depth + 1 :])
         return values[(slice(None),) * len(lengths) + tuple(index[depth + 1 :])]
 
     def digest(self) -> str:
@@ -154,18 +155,18 @@ WeightFile = LocalFile | RemoteFile
 
 
 class Check:
-    """Compares the digest of a file whose bytes come in any order.
+    """The digest of a file is compared, although its bytes come in any order.
 
     Bytes that are far ahead of the first missing one wait; if more than AHEAD have to, or some
     bytes never come, nothing is compared.
     """
 
     def __init__(self, where: str, size: int, algorithm: str, expected: str) -> None:
-        """where: of the file, for the message; size: in bytes; expected: hexadecimal."""
+        """Expects all bytes of a file. where: it is, for messages; expected: hexadecimal."""
         self._where, self._size = where, size
         self._algorithm, self._expected = algorithm, expected
         self._digest = hashlib.new(algorithm, usedforsecurity=False)
-        self._next = 0  # the first byte that has not come
+        self._next = 0  # the first byte that is still missing
         self._waiting: dict[int, bytes] = {}
         self._lock = threading.Lock()
 
@@ -191,11 +192,11 @@ class Check:
 def blocks_of(
     entry: Tensor, bounds: Sequence[tuple[int, int]]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """The ranges of bytes to read for a part of a tensor, and the axis that they run along.
+    """Returns the ranges of bytes to read for a part of a tensor, and the axis they run along.
 
     bounds: (start, stop) of every axis. There is one range for each index of the axes before that
-    axis; axes after it are whole in it, because what lies between shorter ranges is downloaded
-    faster than it is asked for apart.
+    axis; axes after it are whole in it, because the bytes between shorter ranges are downloaded
+    faster than they could be left out by separate requests.
     """
     sizes = [entry.dtype.itemsize * math.prod(entry.shape[k + 1 :]) for k in range(len(bounds))]
     lengths = [stop - start for start, stop in bounds]
@@ -211,9 +212,10 @@ def blocks_of(
 
 
 def parse_header(text: bytes, where: str) -> dict[str, Tensor]:
-    """The tensors that a safetensors header describes; without the 8 bytes that give its length.
+    """Returns the tensors that a safetensors header describes.
 
-    Raises InputError for text that is no such header, and for dtypes not in FLOAT_TYPES.
+    text: the header without the 8 bytes that give its length. Raises InputError for text that is no
+    such header, and for dtypes not in FLOAT_TYPES.
     """
     entries = {}
     try:
@@ -229,11 +231,6 @@ def parse_header(text: bytes, where: str) -> dict[str, Tensor]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{where}: not a safetensors file: {error!r}") from error
     return entries
-
-
-def _header_length(first: bytes) -> int:
-    """first: a file's first 8 bytes."""
-    return int.from_bytes(first, "little")
 
 
 @cache

@@ -1,8 +1,8 @@
-"""Weights: how each parameter of a model is made of checkpoint tensors, and put into its shards.
+"""This module makes parameters from checkpoint tensors and puts them into their shards.
 
 `WeightSpec` says how one parameter is made; `load_params` puts every parameter straight into its
-shards, reading only the parts of the files that they need. Which parameters exist is the model's
-knowledge (qwen2_jax.py), and where the files are is checkpoint.py's.
+shards, reading only the parts of the files that they need. The model (qwen2_jax.py) says which
+parameters exist, and checkpoint.py where the files are.
 """
 
 import dataclasses
@@ -25,19 +25,19 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.weight_files import Index
 
-# Written by some exporters, recomputed by every model from rope_theta.
+# Some exporters write these; every model recomputes them from rope_theta.
 IGNORED_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")
-READERS = 3  # threads, and tensors in flight
-ALIGNMENT = 64  # bytes, of XLA's buffers
+READERS = 3  # threads that read, and tensors in flight
+ALIGNMENT = 64  # XLA's buffers are aligned to so many bytes
 
-Path = tuple[str, ...]  # of a parameter
+Path = tuple[str, ...]  # the path of a parameter
 ReadTensor = Callable[[str, Index], np.ndarray]
 
 
-class Share(NamedTuple):
-    """The part of a checkpoint tensor that is a parameter's, where several parameters share it.
+class TensorSlice(NamedTuple):
+    """Several parameters share a checkpoint tensor; this is the slice of one of them.
 
-    axis: the tensor's axis along which it is split; start: where the part begins on this axis;
+    axis: the tensor's axis along which it is split; start: where the slice begins on this axis;
     total: the tensor's size along it.
     """
 
@@ -48,32 +48,35 @@ class Share(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
-    """One parameter: its shape, the logical axis of each dimension, and its checkpoint tensors.
+    """One parameter has a shape, a logical axis for each dimension, and checkpoint tensors.
 
     stacked: along how many of the first axes ("layers", "experts") the parameter is a stack of
     tensors, whose names come in this order. Layers that the checkpoint does not have are zeros: a
-    block of zeros changes nothing. share: None for a parameter that has its tensors to itself.
-    The checkpoint keeps (heads, head_dim) as one flat dimension, and the last two axes of experts
-    the other way round.
+    block of zeros changes nothing. tensor_slice: None for a parameter that has its tensors to
+    itself. The checkpoint keeps (heads, head_dim) as one flat dimension, and the last two axes of
+    experts in reverse order.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     hf_names: tuple[str, ...]
     stacked: int = 0
-    share: Share | None = None
+    tensor_slice: TensorSlice | None = None
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Shape of each checkpoint tensor."""
+        """Returns the shape of each checkpoint tensor."""
         bounds = self._bounds([*map(range, self.shape[self.stacked :])])
         sizes = [stop - start for start, stop in bounds]
-        if self.share is not None:
-            sizes[self.share.axis] = self.share.total
+        if self.tensor_slice is not None:
+            sizes[self.tensor_slice.axis] = self.tensor_slice.total
         return tuple(sizes)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
-        """(start, stop) of every axis of a tensor, for ranges of the axes that are not stacked."""
+        """Returns (start, stop) of every axis of a tensor, for ranges of the inner axes.
+
+        Inner axes are those that are not stacked.
+        """
         bounds: list[tuple[int, int]] = []
         axes, sizes = self.axes[self.stacked :], self.shape[self.stacked :]
         for axis, size, chosen in zip(axes, sizes, ranges, strict=True):
@@ -85,13 +88,14 @@ class WeightSpec:
                 raise ValueError("head_dim cannot be split: it is the inner part of a flat axis")
         if "experts" in self.axes:
             bounds[-2:] = bounds[:-3:-1]
-        if self.share is not None:
-            start, stop = bounds[self.share.axis]
-            bounds[self.share.axis] = start + self.share.start, stop + self.share.start
+        if self.tensor_slice is not None:
+            split, offset, _ = self.tensor_slice
+            start, stop = bounds[split]
+            bounds[split] = start + offset, stop + offset
         return bounds
 
     def check(self, name: str, shape: tuple[int, ...] | None, source: str) -> None:
-        """Raises InputError for a tensor without a shape, which is missing, or with another one."""
+        """Raises InputError for a tensor that is missing (shape None) or has another shape."""
         if shape is None:
             raise InputError(f"{source}: tensor {name} is missing")
         if tuple(shape) != self.hf_shape:
@@ -100,8 +104,8 @@ class WeightSpec:
                 f"config.json asks for {self.hf_shape}"
             )
 
-    def part(self, read: ReadTensor, dtype: Any, ranges: Sequence[range]) -> np.ndarray:
-        """Part of the parameter, with a range of every axis, as a new array of `dtype`.
+    def read_slice(self, read: ReadTensor, dtype: Any, ranges: Sequence[range]) -> np.ndarray:
+        """Returns part of the parameter, given by a range of every axis, as a new array of `dtype`.
 
         `read(name, index)` returns part of a checkpoint tensor. Each value is copied once, straight
         to where it belongs.
@@ -121,13 +125,13 @@ class WeightSpec:
                 values[at] = read(self.hf_names[number], index).reshape([*map(len, inner)])
         return values
 
-    def assemble(self, read: ReadTensor, dtype: Any) -> np.ndarray:
-        """The whole parameter as a NumPy array of `dtype`."""
-        return self.part(read, dtype, [*map(range, self.shape)])
+    def read_whole(self, read: ReadTensor, dtype: Any) -> np.ndarray:
+        """Returns the whole parameter as a NumPy array of `dtype`."""
+        return self.read_slice(read, dtype, [*map(range, self.shape)])
 
 
 def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """An empty array as XLA wants it: on the CPU it takes such memory over instead of copying."""
+    """Returns an empty array, aligned so that XLA on the CPU takes it over without copying it."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
@@ -140,8 +144,8 @@ def check_tensors(
     """Compares the checkpoint's headers with what the model needs, before anything is read.
 
     table: the parameters to load; known: every tensor name that the architecture has; ignored: a
-    regular expression for those that it has beside the language model.
-    Raises InputError for missing, unknown, misshapen or non-float tensors.
+    regular expression for those that it has beside the language model. Raises InputError for
+    missing, unknown, misshapen or non-float tensors.
     """
     names = set(checkpoint.tensors)
     for spec in table:
@@ -150,11 +154,10 @@ def check_tensors(
             names.update(file.header)
             shape = file.header[name].shape if name in file.header else None
             spec.check(name, shape, file.where)
-    beside = re.compile(ignored)
     unknown = sorted(
         name
         for name in names - known
-        if not IGNORED_TENSORS.fullmatch(name) and not beside.fullmatch(name)
+        if not IGNORED_TENSORS.fullmatch(name) and not re.fullmatch(ignored, name)
     )
     if unknown:
         raise InputError(
@@ -174,26 +177,26 @@ def load_params(
     """Reads every parameter straight into its shards, layer by layer (of all stages at once).
 
     They come in the order of the files, which are thus read from beginning to end. A process reads
-    only the parts that its devices hold, each once, with several threads, and holds no more besides
-    them than its parts of READERS tensors (of every stage that it takes part in). as_bits: hand a
-    2-byte `dtype` over as uint16. `progress` is called with the bytes of each part. Returns the
-    nested dict.
+    only the parts that its devices hold, each once, with several threads. Besides these parts it
+    holds those of READERS tensors (of every stage that it takes part in) and no more. as_bits:
+    whether a 2-byte `dtype` is returned as uint16. `progress` is called with the bytes of each
+    part. Returns the nested dict.
     """
-    stages, held = layout.size("pipeline"), np.uint16 if as_bits else dtype
+    stages, loaded_dtype = layout.size("pipeline"), np.uint16 if as_bits else dtype
     stacks = {path: spec for path, spec in table.items() if spec.axes[0] == "layers"}
 
     def empty() -> dict[Path, jax.Array]:
-        return {path: jnp.zeros(spec.shape, held) for path, spec in stacks.items()}
+        return {path: jnp.zeros(spec.shape, loaded_dtype) for path, spec in stacks.items()}
 
     shardings = {path: layout.sharding(spec.axes, spec.shape) for path, spec in stacks.items()}
     params = jax.jit(empty, out_shardings=shardings)()
-    # A parameter, and a layer of each stage if it has any.
+    # A job is a parameter, and the number of a layer of each stage if it has layers.
     jobs: list[tuple[Path, int | None]] = [(path, None) for path in table if path not in stacks]
     for path, spec in stacks.items():
         jobs += [(path, k) for k in range(spec.shape[0] // stages)]
 
     def position(job: tuple[Path, int | None]) -> tuple[bool, str, int]:
-        """Where the first tensor of a job begins, to sort by; layers of zeros come last."""
+        """Returns where the first tensor of a job begins, to sort by; layers of zeros come last."""
         spec, k = table[job[0]], job[1] or 0
         names = spec.hf_names[k * math.prod(spec.shape[1 : spec.stacked]) :]
         return (False, *checkpoint.position(names[0])) if names else (True, "", 0)
@@ -204,17 +207,17 @@ def load_params(
         if k is not None:
             axes = ("stage", *axes[1:])
             ranges[0] = range(k, spec.shape[0], spec.shape[0] // stages)
-        parts: dict[str, np.ndarray] = {}  # for all devices that hold the same
+        slices: dict[str, np.ndarray] = {}  # one for all devices that hold the same
 
-        def part(index: Index | None) -> np.ndarray:
+        def slice_at(index: Index | None) -> np.ndarray:
             key = str(index)
-            if key not in parts:
+            if key not in slices:
                 chosen = [r[i] for r, i in zip(ranges, index, strict=True)] if index else ranges
-                parts[key] = spec.part(checkpoint.read, dtype, chosen).view(held)
-            return parts[key]
+                slices[key] = spec.read_slice(checkpoint.read, dtype, chosen).view(loaded_dtype)
+            return slices[key]
 
         shape = tuple(map(len, ranges))
-        array = jax.make_array_from_callback(shape, layout.sharding(axes, shape), part)
+        array = jax.make_array_from_callback(shape, layout.sharding(axes, shape), slice_at)
         return jax.block_until_ready(array)  # from now on the host's copy is not needed
 
     jobs.sort(key=position)
@@ -225,23 +228,23 @@ def load_params(
             progress(array.nbytes)
             if k is not None:
                 array = _put_layer(params[path], array, np.int32(k))
-            # Waiting, because layers would otherwise queue up in front of the devices.
+            # Without this wait, layers would queue up in front of the devices.
             params[path] = jax.block_until_ready(array)
-            del array  # it counts among those in flight
+            del array  # it would count among those in flight
     return unflatten_dict(params)
 
 
 def _ahead(
     pool: ThreadPoolExecutor, load: Callable[..., jax.Array], jobs: Iterable[tuple[Any, ...]]
 ) -> Iterator[jax.Array]:
-    """`load(*job)` of every job, in order; READERS at a time, the one that is out included."""
-    begun: deque[Future[jax.Array]] = deque()
+    """Yields `load(*job)` of every job, in order, with at most READERS of them alive at a time."""
+    pending: deque[Future[jax.Array]] = deque()
     for job in jobs:
-        begun.append(pool.submit(load, *job))
-        if len(begun) == READERS:
-            yield begun.popleft().result()
-    while begun:
-        yield begun.popleft().result()
+        pending.append(pool.submit(load, *job))
+        if len(pending) == READERS:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
 
 
 @functools.partial(jax.jit, donate_argnums=0)

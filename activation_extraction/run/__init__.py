@@ -1,4 +1,4 @@
-"""One run, on one host or many. Only this folder knows model, text and output together.
+"""This folder holds one run, on one host or many; it alone knows model, text and output together.
 
 prepare.py turns a checked command line into a job, with the text of host_text.py; data_files.py and
 digests.py tell whether files are still the same. hosts.py joins the hosts, compares what must be

@@ -1,8 +1,9 @@
-"""The files of a local data set, or at a URL: whether they still are what stored shards have read.
+"""This module checks that a data set's files still are what stored shards have read.
 
-metadata.json lists them in the order in which they are read, with a digest of those that a shard
-has samples of. A run that continues reads them in the recorded order, whatever they are called now,
-and refuses a file that has changed. The others are digested while the run computes.
+metadata.json lists the files, local ones or those at a URL, in the order in which they are read,
+with a digest of those that a shard has samples of. A run that continues reads them in the recorded
+order, whatever they are called now, and refuses a file that has changed. The others are digested
+while the run computes.
 """
 
 import hashlib
@@ -21,31 +22,31 @@ from activation_extraction.store.metadata import FIELDS
 from activation_extraction.store.sealed_json import DamagedError, check_fields
 from activation_extraction.text.sources import JSON_LINES, TextFile, modified
 
-RECORD = "data_files"  # in metadata.json
+RECORD = "data_files"  # the field in metadata.json
 CHANGED = "restore the file that the run began with, give another folder, or --overwrite"
 OTHER_CONTENT = (
     "--dataset_path: {} has other content here than where another host of this run has read it"
 )
-# What hosts compare of a file at the start: blocks all over it, or all of it if it is small.
+# At the start, hosts compare blocks from all over a file, or all of it if it is small.
 BLOCK, BLOCKS = 2**16, 64
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A file as metadata.json lists it. digest: "" if no stored shard has read the file."""
+    """A file is recorded in metadata.json. digest: "" if no stored shard has read the file."""
 
     name: str
     bytes: int
     digest: str = ""
 
     def contradicts(self, other: "Recorded") -> bool:
-        """Whether a file had two contents. If their sizes differ, it may have grown in between."""
+        """Returns whether a file had two contents; with other sizes, it may just have grown."""
         both = self.digest and other.digest and self.bytes == other.bytes
         return bool(both) and self.digest != other.digest
 
 
 class DataFiles:
-    """Files in the order in which they are read, with digests of those that have been read.
+    """The files are listed in the order in which they are read, with digests of those read so far.
 
     `grown`: whether a file that the stored shards have read has new rows at its end.
     """
@@ -55,7 +56,7 @@ class DataFiles:
         self.grown = False
         self._by_name = {file.name: file for file in files}
         self._read: dict[str, Recorded] = {}
-        self._elsewhere: dict[str, Recorded] = {}  # read by other hosts
+        self._read_by_others: dict[str, Recorded] = {}
         self._pending: dict[str, Future[str]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="digest-data")
 
@@ -77,14 +78,13 @@ class DataFiles:
         recorded = _merged([*own, *others])
         if not recorded:
             return cls(files)
-        mine = {file.name for metadata in own for file in _recorded_in(metadata) if file.digest}
-        known = cls(_in_recorded_order(files, recorded))
-        pairs = zip(known.files, recorded, strict=True)
-        read = [(now, before) for now, before in pairs if before.name in mine]
-        digests = _digests(
-            [now for now, before in read if now.size == before.bytes], "the data set"
-        )
-        known._elsewhere = {file.name: file for file in recorded if file.digest}
+        read_here = {f.name for metadata in own for f in _recorded_in(metadata) if f.digest}
+        data_files = cls(_in_recorded_order(files, recorded))
+        pairs = zip(data_files.files, recorded, strict=True)
+        read = [(now, before) for now, before in pairs if before.name in read_here]
+        same_size = [now for now, before in read if now.size == before.bytes]
+        digests = _digests(same_size, "the data set")
+        data_files._read_by_others = {file.name: file for file in recorded if file.digest}
         for now, before in read:
             if digests.get(now.name) != before.digest:
                 if not may_grow or now is not read[-1][0] or not _has_grown(now, before):
@@ -93,12 +93,12 @@ class DataFiles:
                         f"--dataset_path: {now.url} has changed since stored shards read it"
                         f"{sizes if now.size != before.bytes else ''}; {CHANGED}"
                     )
-                known.grown = True
-            known._read[now.name] = before
-        return known
+                data_files.grown = True
+            data_files._read[now.name] = before
+        return data_files
 
-    def reads(self, name: str) -> None:
-        """Starts to digest a file, since a row of it has been read."""
+    def start_digest(self, name: str) -> None:
+        """Starts to digest a file, because a row of it has been read."""
         if name not in self._pending:
             self._pending[name] = self._pool.submit(_digest_unchanged, self._by_name[name])
 
@@ -113,27 +113,27 @@ class DataFiles:
             if not future.done():
                 log.info("waiting for the SHA-256 of %s", self._by_name[name].url)
             now = Recorded(name, self._by_name[name].size, future.result())
-            if now.contradicts(self._elsewhere.get(name, now)):
+            if now.contradicts(self._read_by_others.get(name, now)):
                 raise RunError(OTHER_CONTENT.format(name))
             self._read[name] = now
         return self._read != before
 
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the files as metadata.json lists them."""
-        read = dict(self._read)
-        every = (read.get(file.name, Recorded(file.name, file.size)) for file in self.files)
-        return [{**vars(file)} for file in every]
+        read = dict(self._read)  # another thread may add to it
+        files = (read.get(file.name, Recorded(file.name, file.size)) for file in self.files)
+        return [{**vars(file)} for file in files]
 
     def sampled(self) -> dict[str, str]:
         """Returns a digest of each file's size and of samples of its content, for hosts to compare.
 
-        Reading all of a large file would take long. All of a small one counts.
+        Reading all of a large file would take too long; a small one is read whole.
         """
         return {f"data file {file.name}": _sampled(file) for file in self.files}
 
 
 def _merged(earlier: Iterable[Mapping[str, Any]]) -> list[Recorded]:
-    """What all hosts have recorded. Raises InputError if they have read different files."""
+    """Returns what all hosts have recorded. Raises InputError if they have read different files."""
     merged: list[Recorded] = []
     for recorded in filter(None, map(_recorded_in, earlier)):
         merged = merged or recorded
@@ -147,7 +147,7 @@ def _merged(earlier: Iterable[Mapping[str, Any]]) -> list[Recorded]:
 
 
 def _recorded_in(metadata: Mapping[str, Any]) -> list[Recorded]:
-    """The files that metadata.json lists. Raises InputError if they are not what may be there."""
+    """Returns the files that metadata.json lists. Raises InputError if they have the wrong form."""
     try:
         check_fields(metadata, {RECORD: FIELDS[RECORD]}, METADATA)
     except DamagedError as error:
@@ -156,7 +156,7 @@ def _recorded_in(metadata: Mapping[str, Any]) -> list[Recorded]:
 
 
 def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) -> list[TextFile]:
-    """The files under their recorded names. A renamed file is known by its size and content.
+    """Returns the files under their recorded names, recognising renamed ones by size and content.
 
     Raises InputError if there is one too many or too few.
     """
@@ -167,8 +167,9 @@ def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) 
     for before in recorded:
         now = by_name.get(before.name)
         if now is None:
-            now = next((file for file in new if _may_be(file, before)), None)
-            if now is None:
+            same_size = (file for file in new if file.size == before.bytes)
+            alike = (f for f in same_size if before.digest in ("", *_digests([f]).values()))
+            if (now := next(alike, None)) is None:
                 raise InputError(f"--dataset_path: {before.name} is missing; {CHANGED}")
             new.remove(now)
         ordered.append(replace(now, name=before.name))
@@ -180,19 +181,14 @@ def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) 
     return ordered
 
 
-def _may_be(file: TextFile, before: Recorded) -> bool:
-    same_size = file.size == before.bytes
-    return same_size and before.digest in ("", *_digests([file]).values())
-
-
 def _digests(files: Sequence[TextFile], what: str | None = None) -> dict[str, str]:
-    """What identifies each file's content, by name: SHA-256 here, the store's version at a URL.
+    """Returns what identifies each file's content by name: a SHA-256, or the store's version.
 
     what: what a progress bar calls the files; None: there is no bar.
     """
-    here = file_digests([Path(file.url) for file in files if file.local], what)
+    sha256 = file_digests([Path(file.url) for file in files if file.local], what)
     return {
-        file.name: f"sha256 {here[Path(file.url)]}"
+        file.name: f"sha256 {sha256[Path(file.url)]}"
         if file.local
         else file.version or f"{file.size} bytes"
         for file in files
@@ -200,7 +196,7 @@ def _digests(files: Sequence[TextFile], what: str | None = None) -> dict[str, st
 
 
 def _digest_unchanged(file: TextFile) -> str:
-    """The digest of a file. Raises RunError if it has changed since it was listed."""
+    """Returns a file's digest. Raises RunError if it has changed since it was listed."""
     digest = _digests([file])[file.name]
     if file.local and modified(os.stat(file.url).st_mtime) != file.version:
         raise RunError(
@@ -211,7 +207,7 @@ def _digest_unchanged(file: TextFile) -> str:
 
 
 def _has_grown(now: TextFile, before: Recorded) -> bool:
-    """Whether lines were added at the end of a file, and nothing else has changed."""
+    """Returns whether lines were added at the end of a file, and nothing else has changed."""
     if now.size <= before.bytes or not now.local or not now.url.endswith(JSON_LINES[0]):
         return False
     return same_beginning(Path(now.url), before.bytes, before.digest.removeprefix("sha256 "))

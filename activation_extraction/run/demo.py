@@ -1,4 +1,4 @@
-"""The demo's inputs: a small Qwen2 checkpoint and sample documents, made on the spot.
+"""The demo's inputs are a small Qwen2 checkpoint and sample documents, made on the spot.
 
 The files look like real ones (config.json, safetensors, tokenizer.json; Parquet in FineWeb-Edu's
 schema) and have the same bytes every time. The weights are random: the demo shows that the pipeline
@@ -31,9 +31,9 @@ from activation_extraction.store.patience import reason_of
 
 VOCAB_SIZE = 2048
 DOCUMENTS = 300
-MEDIAN_SENTENCES, SPREAD = 6, 0.8  # of the documents' log-normal lengths
+MEDIAN_SENTENCES, SPREAD = 6, 0.8  # the documents' lengths are log-normal
 END_OF_TEXT = "<|endoftext|>"
-# How Qwen2 splits text before byte-level BPE (the pattern in its tokenizer.json).
+# Qwen2 splits text like this before byte-level BPE (the pattern is in its tokenizer.json).
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -65,13 +65,14 @@ def make_demo(output: Path, families: Families) -> tuple[Path, Path]:
     """
     folder = output / "demo_inputs"
     model, documents = folder / "model", folder / "documents.parquet"
-    family, config = families.of(MODEL_CONFIG)
-    paragraphs = _paragraphs()
+    family, config = families.parse_config(MODEL_CONFIG)
+    text = resources.files(__package__).joinpath("demo_texts.txt").read_text(encoding="utf-8")
+    paragraphs = text.strip().split("\n\n")
     try:
-        for each in (folder, model):
-            if each.is_symlink():
+        for path in (folder, model):
+            if path.is_symlink():
                 raise OSError(errno.ELOOP, "")
-            each.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
         write_documents(documents, paragraphs)
         write_tokenizer(model, paragraphs)
         write_bytes(model / "config.json", _json(MODEL_CONFIG))
@@ -85,21 +86,16 @@ def _json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _paragraphs() -> list[str]:
-    text = resources.files(__package__).joinpath("demo_texts.txt").read_text(encoding="utf-8")
-    return text.strip().split("\n\n")
-
-
 def write_documents(path: Path, paragraphs: list[str]) -> None:
     """Writes documents in FineWeb-Edu's schema: runs of sentences, of log-normal length."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     sentences = [s for paragraph in paragraphs for s in re.split(r"(?<=[.!?]) ", paragraph)]
     rows = []
     for number in range(DOCUMENTS):
-        count = math.ceil(chance.lognormvariate(math.log(MEDIAN_SENTENCES), SPREAD))
-        start = chance.randrange(len(sentences))
+        count = math.ceil(rng.lognormvariate(math.log(MEDIAN_SENTENCES), SPREAD))
+        start = rng.randrange(len(sentences))
         text = " ".join(sentences[start : start + count])
-        score = chance.uniform(3, 5)
+        score = rng.uniform(3, 5)
         rows.append(
             {
                 "text": text,
@@ -149,11 +145,11 @@ def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
 
 def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
     """Writes random bfloat16 weights: norms near 1, matrices scaled by their fan-in."""
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     tensors = {}
     for spec in table:
         for name in spec.hf_names:
-            values = chance.standard_normal(spec.hf_shape, np.float32)
+            values = rng.standard_normal(spec.hf_shape, np.float32)
             values /= math.sqrt(spec.hf_shape[-1])
             if name.endswith("norm.weight"):
                 values += 1

@@ -1,4 +1,4 @@
-"""What shows whether two runs are the same: digests of files, and the identity of an extraction.
+"""Digests of files and the identity of an extraction show whether two runs are the same.
 
 Every byte of a file counts, yet weights are read for this only once: the digest of a large file is
 kept in the user's cache folder until the file changes. A large file in the hub's cache is not read
@@ -37,17 +37,22 @@ from activation_extraction.text.sources import TextFile
 
 LARGE = 16 * 2**20  # bytes; smaller files are simply read
 CHUNK = 2**20  # bytes
-READERS = 8  # files read at the same time
+READERS = 8  # files are read at the same time
 # A file that changed less than this many seconds ago may change again and keep its timestamp.
 SETTLED = 3.0
-REMEMBERED = 10_000  # files
-MEMORY = "file_digests.json"
+MOST_CACHED = 10_000  # files
+CACHE_NAME = "file_digests.json"
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
 SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
 # Fields of the configuration that may differ between the hosts of a run.
-OWN_SETTINGS = {
-    *("host_id", "coordinator_address", "output_dir", "model_path", "dataset_path", "verbose"),
+HOST_FIELDS = {
+    "host_id",
+    "coordinator_address",
+    "output_dir",
+    "model_path",
+    "dataset_path",
+    "verbose",
     "compilation_cache",
 }
 
@@ -60,7 +65,7 @@ def identity_of(
     worker: Worker,
     template: ChatTemplate | None,
 ) -> Identity:
-    """Returns all that decides the content of the shards, and may not change on continuing."""
+    """Returns everything that decides the content of the shards, and must stay the same."""
     model, seed = forward.model, config.shuffle_documents
     files = [] if config.ids_column else forward.checkpoint.tokenizer_files()
     return Identity(
@@ -101,11 +106,11 @@ def fingerprint(
     config: Config, forward: Forward, identity: Identity, files: Sequence[TextFile]
 ) -> dict[str, Any]:
     """Returns all that must be the same on every host of a run, by name. files: of the data set."""
-    asked = {name: value for name, value in config.to_json().items() if name not in OWN_SETTINGS}
+    shared = {name: value for name, value in config.to_json().items() if name not in HOST_FIELDS}
     package = Path(activation_extraction.__file__).parent
     sources = [*(package.parent / name for name in SCRIPTS), *package.rglob("*.py")]
     return {
-        "configuration": json.dumps(asked, sort_keys=True, default=str),
+        "configuration": json.dumps(shared, sort_keys=True, default=str),
         **identity.shared,
         "data files": json.dumps([(file.name, file.size) for file in files]),
         "package versions": json.dumps(package_versions()),
@@ -133,31 +138,31 @@ def digest_files(paths: Sequence[Path], remote: Mapping[str, str] = MappingProxy
     """
     known = {path: digest for path in paths if (digest := _hub_digest(path)) is not None}
     known |= file_digests([path for path in paths if path not in known], "weights")
-    every = [*((path.name, known[path]) for path in paths), *remote.items()]
-    lines = sorted(f"{name} {digest}\n" for name, digest in every)
+    digests = [*((path.name, known[path]) for path in paths), *remote.items()]
+    lines = sorted(f"{name} {digest}\n" for name, digest in digests)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def file_digests(paths: Sequence[Path], what: str | None = None) -> dict[Path, str]:
-    """Returns the SHA-256 of each file. what: they are, for a progress bar; None: without one."""
+    """Returns the SHA-256 of each file. what: a progress bar's name for them; None: no bar."""
     large = {}
     for path in paths:
         with reading(path):
             if path.stat().st_size >= LARGE:
                 large[path] = _state(path)
-    remembered = _recall() if large else {}
-    known = {path: remembered[state] for path, state in large.items() if state in remembered}
+    cached = _read_cache() if large else {}
+    known = {path: cached[state] for path, state in large.items() if state in cached}
     unread = [path for path in large if path not in known]
     settled = [path for path in unread if time.time() - path.stat().st_ctime > SETTLED]
     known |= _read_all(unread, what)
     same = {large[path]: known[path] for path in settled if _state(path) == large[path]}
     if same:
-        _remember(remembered | same)
+        _write_cache(cached | same)
     return {path: known[path] if path in known else _read(path) for path in paths}
 
 
 def same_beginning(path: Path, size: int, sha256: str) -> bool:
-    """Whether the first `size` bytes of a file are whole lines with this SHA-256."""
+    """Returns whether the first `size` bytes of a file are whole lines with this SHA-256."""
     digest, last = hashlib.sha256(), b""
     with reading(path), open(path, "rb") as file:
         while size > 0 and (last := file.read(min(size, CHUNK))):
@@ -176,7 +181,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _hub_digest(path: Path) -> str | None:
-    """The SHA-256 that the hub reported; None for other files, and for one that was edited here.
+    """Returns the SHA-256 that the hub reported; None for other files and for ones edited here.
 
     The hub's cache keeps a large file under its SHA-256, and its snapshots link to it. A file that
     has changed since its link was made was edited through the link.
@@ -190,20 +195,19 @@ def _hub_digest(path: Path) -> str | None:
 
 
 def _state(path: Path) -> str:
-    """Digest of the path and of everything that changes when the file is written to."""
+    """Returns a digest of the path and of everything that changes when the file is written to."""
     stat = path.stat()
     state = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
     return hashlib.sha256(os.fsencode(path.resolve()) + repr(state).encode()).hexdigest()
 
 
 def _read_all(paths: Sequence[Path], what: str | None) -> dict[Path, str]:
-    """The SHA-256 of every file; with a progress bar, several are read at a time."""
+    """Returns the SHA-256 of every file; with a progress bar, several are read at a time."""
     if what is None or not paths:
         return {path: _read(path) for path in paths}
     total = sum(path.stat().st_size for path in paths)
-    log.info(
-        "reading %.2g GB of %s to compute the SHA-256; later starts remember it", total / 1e9, what
-    )
+    text = "reading %.2g GB of %s to compute the SHA-256; later starts remember it"
+    log.info(text, total / 1e9, what)
     bar = tqdm(
         total=total,
         unit="B",
@@ -217,7 +221,7 @@ def _read_all(paths: Sequence[Path], what: str | None) -> dict[Path, str]:
 
 
 def _read(path: Path, progress: Callable[[int], object] = lambda _: None) -> str:
-    """The SHA-256 of a file; `progress` is called with the bytes of each piece."""
+    """Returns the SHA-256 of a file; `progress` is called with the bytes of each piece."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
     with reading(path), open(path, "rb", buffering=0) as file:
         while size := file.readinto(buffer):
@@ -226,21 +230,21 @@ def _read(path: Path, progress: Callable[[int], object] = lambda _: None) -> str
     return digest.hexdigest()
 
 
-def _memory() -> Path:
-    return default_folder().parent / MEMORY
+def _cache_file() -> Path:
+    return default_folder().parent / CACHE_NAME
 
 
-def _recall() -> dict[str, str]:
-    """State of a file -> its SHA-256."""
+def _read_cache() -> dict[str, str]:
+    """Returns state of a file -> its SHA-256."""
     try:
-        return unseal(_memory().read_bytes(), MEMORY)
+        return unseal(_cache_file().read_bytes(), CACHE_NAME)
     except (OSError, DamagedError):
         return {}
 
 
-def _remember(digests: dict[str, str]) -> None:
+def _write_cache(digests: dict[str, str]) -> None:
     """Keeps the newest digests. If the cache folder is read-only, every start reads the files."""
-    newest = dict(list(digests.items())[-REMEMBERED:])
+    newest = dict(list(digests.items())[-MOST_CACHED:])
     with suppress(OSError):
-        _memory().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_bytes(_memory(), seal(newest))
+        _cache_file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_bytes(_cache_file(), seal(newest))

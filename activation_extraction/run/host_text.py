@@ -1,4 +1,4 @@
-"""The text of a run: opens the data set, and makes batches of one host's share of it.
+"""This module opens the data set of a run and makes batches of one host's share of it.
 
 A thread prepares the next batches while the devices compute.
 """
@@ -61,7 +61,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """All open data sets of a run. Name and content must stay the same when it continues.
+    """The data sets of a run are open. Their name and content must stay the same when it continues.
 
     content: the revision of a hub data set; "" for files, which `files` compares one by one.
     """
@@ -104,11 +104,11 @@ class Dataset:
         return Mixture(streams, names, [source.weight for source in self.sources])
 
     def _reads(self, prefix: str, name: str) -> None:
-        self.files.reads(prefix + name)
+        self.files.start_digest(prefix + name)
 
 
 def open_dataset(
-    asked: Mapping[str, Any],
+    configuration: Mapping[str, Any],
     columns: Columns,
     own: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]] = (),
@@ -119,14 +119,14 @@ def open_dataset(
     opened at the revision that it records; files must be those that it lists. Raises InputError.
     """
     recorded = [identity_of(metadata, METADATA) for metadata in (*own, *others)]
-    if asked.get("mix"):
-        return _open_mixture(asked, columns, recorded, own, others)
-    path = asked["dataset_path"]
+    if configuration.get("mix"):
+        return _open_mixture(configuration["mix"], columns, recorded, own, others)
+    path = configuration["dataset_path"]
     if path is not None:
-        grows = asked.get("shuffle_documents") is None
-        files = DataFiles.as_recorded(list_files(path), own, others, grows)
+        may_grow = configuration.get("shuffle_documents") is None
+        files = DataFiles.as_recorded(list_files(path), own, others, may_grow)
         return Dataset((Source(open_files(path, columns, files.files)),), "files", "", files)
-    name, config, split = (asked[f"dataset_{what}"] for what in ("name", "config", "split"))
+    name, config, split = (configuration[f"dataset_{x}"] for x in ("name", "config", "split"))
     source = " ".join(filter(None, (name, config, split)))
     revisions = [identity.data_revision for identity in recorded if identity.data == source]
     rows, revision = open_hub_dataset(name, config, split, next(iter(revisions), None))
@@ -134,14 +134,14 @@ def open_dataset(
 
 
 def _open_mixture(
-    asked: Mapping[str, Any],
+    given: Sequence[tuple[str, float]],
     columns: Columns,
     recorded: Sequence[Identity],
     own: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]],
 ) -> Dataset:
     """The files of all sources are listed together, each under the number of its source."""
-    mix = [(plain_url(source), source, weight) for source, weight in asked["mix"]]
+    mix = [(plain_url(source), source, weight) for source, weight in given]
     name = " ".join(f"{plain}={weight:g}" for plain, _, weight in mix)
     before = next((each.data_revision for each in recorded if each.data == name), "")
     revisions = dict(each.rsplit("@", 1) for each in before.split())
@@ -224,13 +224,13 @@ class Prefetch(Generic[T]):
         try:
             for item in items:
                 self._ready.put((item, None))
-        except BaseException as error:  # a thread that ends without a word is waited for
+        except BaseException as error:  # otherwise the consumer would wait forever
             self._ready.put((None, error))
         self._ready.put((None, None))
 
     @property
     def ready(self) -> int:
-        """How many items are ready."""
+        """Returns how many items are ready."""
         return self._ready.qsize()
 
     def peek(self) -> T | None:
@@ -271,7 +271,7 @@ def sample_form(asked: Config | Identity) -> SampleForm:
 
 @dataclass(frozen=True)
 class HostText:
-    """How one host turns its share of a data set into batches, as the configuration asks.
+    """One host turns its share of a data set into batches, as the configuration asks.
 
     tokenizer: None if the data set has token ids.
     """
@@ -292,17 +292,17 @@ class HostText:
 
     @property
     def max_samples(self) -> int | None:
-        """The most samples that this host stores; None: no limit."""
+        """Returns the most samples that this host stores; None: no limit."""
         return self._share(self.config.max_samples)
 
     @property
     def max_tokens(self) -> int | None:
-        """The most tokens that this host stores; None: no limit."""
+        """Returns the most tokens that this host stores; None: no limit."""
         return self._share(self.config.max_tokens)
 
-    def _share(self, most: int | None) -> int | None:
-        """This host's share of a limit of the machine."""
-        return None if most is None else len(range(self.worker.host, most, self.worker.hosts))
+    def _share(self, limit: int | None) -> int | None:
+        """Returns this host's share of a limit of the machine."""
+        return None if limit is None else len(range(self.worker.host, limit, self.worker.hosts))
 
     def open(
         self, storage: ActivationStorage, watchdog: AbstractContextManager[object]
@@ -326,14 +326,14 @@ class HostText:
         return documents, batches
 
     def _documents(self) -> Documents:
-        """The host's share of the documents, from the beginning."""
+        """Returns the host's share of the documents, from the beginning."""
         config = self.config
         return self.dataset.documents(
             self.rows, self.worker, config.skip_bad_rows, config.shuffle_documents
         )
 
     def _not_stored(self, documents: Documents, storage: ActivationStorage) -> Iterator[Batch]:
-        """The batches of every range of shards to store, and one more after each but the last."""
+        """Yields the batches of every range of shards to store, and one more between ranges."""
         rows, length = self.config.batch_size, self.config.max_seq_length
         for number, gap in enumerate(storage.plan.ranges):
             documents = self._documents() if number else documents

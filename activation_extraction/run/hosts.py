@@ -1,9 +1,10 @@
-"""Many processes as one run: joining, comparing, and taking the same steps.
+"""Many processes join as one run, compare what must be the same, and take the same steps.
 
-`jax.distributed` joins the processes of a pod. Before anything expensive, `agree` compares digests
-of everything that must be the same on all hosts, such as the flags and the model files. During the
-run, `Lockstep` keeps the hosts at the same step, a watchdog ends a process whose steps no longer
-finish, and a helper process says what to do when JAX ends this one because another one died.
+`jax.distributed` joins the processes of a pod. Before anything expensive, `require_agreement`
+compares digests of everything that must be the same on all hosts, such as the flags and the model
+files. During the run, `Lockstep` keeps the hosts at the same step, a watchdog ends a process whose
+steps no longer finish, and a helper process says what to do when JAX ends this one because another
+one died.
 """
 
 import faulthandler
@@ -31,13 +32,13 @@ from activation_extraction.common.visible import say_error
 from activation_extraction.text.batch import Batch
 
 TEXT_BYTES = 64
-AHEAD = 2  # steps
+STEPS_AHEAD = 2
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Host:
-    """This process, as one of the hosts of the run."""
+    """This process is one of the hosts of the run."""
 
     id: int = 0
     count: int = 1
@@ -68,11 +69,9 @@ def join(
         _wait_for_port(coordinator, connect_seconds, failed)
     elif coordinator is not None:
         _check_port(coordinator)
-    # Under Slurm JAX takes one GPU per task, but one that is alone on its node should use all.
+    # Under Slurm JAX takes one GPU per task, but a task that is alone on its node should use all.
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 1(x16)
-    devices: list[int] | None = (
-        [] if re.fullmatch(r"1(\(x\d+\))?", tasks) else None
-    )  # None: JAX chooses
+    alone = re.fullmatch(r"1(\(x\d+\))?", tasks) is not None
     # This program handles SIGTERM itself; JAX's preemption service would swallow the signal.
     jax.config.update("jax_enable_preemption_service", False)
     timer = threading.Timer(connect_seconds, _end_process, [f"error: {failed}"])
@@ -83,8 +82,8 @@ def join(
             coordinator_address=coordinator,
             num_processes=num_hosts,
             process_id=host_id,
-            local_device_ids=devices,
-            initialization_timeout=connect_seconds + 60,  # JAX aborts then; our timer is earlier
+            local_device_ids=[] if alone else None,  # None: JAX chooses
+            initialization_timeout=connect_seconds + 60,  # JAX aborts then, after our timer
             heartbeat_timeout_seconds=heartbeat_seconds,
         )
     except ValueError as error:
@@ -105,7 +104,7 @@ def _end_process(message: str) -> None:
 
 
 def _check_port(address: str) -> None:
-    """Raises RunError unless host 0 can listen at the port: JAX would abort without a word."""
+    """Raises RunError unless host 0 can listen at the port: JAX would abort without a message."""
     port = int(address.rsplit(":", 1)[1])
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
@@ -136,7 +135,7 @@ def _wait_for_port(address: str, seconds: float, failed: str) -> None:
 
 
 def _gather(values: Any) -> np.ndarray:
-    """Every host's array, in host order. All hosts must call this together."""
+    """Returns every host's array, in host order. All hosts must call this together."""
     return np.asarray(multihost_utils.process_allgather(values))
 
 
@@ -153,17 +152,17 @@ def leave(host: Host) -> None:
         jax.distributed.shutdown()
 
 
-def together(host: Host, failure: Exception | None) -> None:
+def raise_together(host: Host, failure: Exception | None) -> None:
     """Raises `failure` on the host that has one and RunError on all others; a barrier for all.
 
     All hosts leave the run before anything is raised.
     """
     if any_host(host, [failure is not None])[0]:
         leave(host)
-        raise failure or elsewhere()
+        raise failure or other_host_failed()
 
 
-def elsewhere() -> RunError:
+def other_host_failed() -> RunError:
     """Returns what a host raises if it has no problem itself, but another host has failed."""
     return RunError("another host failed", remedy="its message says what to do on all hosts")
 
@@ -172,11 +171,11 @@ def gather(host: Host, text: str) -> list[str]:
     """Returns every host's text, at most TEXT_BYTES long, in order. All hosts must call this."""
     if not host.several:
         return [text]
-    mine = np.frombuffer(text.encode().ljust(TEXT_BYTES), np.uint8)
-    return [row.tobytes().decode().rstrip() for row in _gather(mine)]
+    local = np.frombuffer(text.encode().ljust(TEXT_BYTES), np.uint8)
+    return [row.tobytes().decode().rstrip() for row in _gather(local)]
 
 
-def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -> None:
+def require_agreement(host: Host, fields: Mapping[str, object], problem: Exception | None) -> None:
     """Compares `fields` (name -> content) over all hosts. If one has a problem, all of them raise.
 
     All hosts must call this with the same names; a host with a problem may leave the fields out.
@@ -184,10 +183,10 @@ def agree(host: Host, fields: Mapping[str, object], problem: Exception | None) -
     InputError, or RunError if no host found bad input. If there is no problem but a field differs,
     raises InputError with the field and its hosts. All hosts leave the run before that.
     """
-    found = _disagreement(fields, problem) if host.several else problem
-    if found is not None:
+    error = _disagreement(fields, problem) if host.several else problem
+    if error is not None:
         leave(host)
-        raise found
+        raise error
 
 
 def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Exception | None:
@@ -199,10 +198,10 @@ def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Ex
             return problem or InputError(f"host {hosts} refused the request: see the message there")
         return problem or RunError(f"host {hosts} failed: see the message there")
     digests = [hashlib.sha256(str(value).encode()).digest() for value in fields.values()]
-    mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(fields), -1)
-    for name, every in zip(fields, _gather(mine).swapaxes(0, 1), strict=True):  # of all hosts
+    local = np.frombuffer(b"".join(digests), np.uint8).reshape(len(fields), -1)
+    for name, of_hosts in zip(fields, _gather(local).swapaxes(0, 1), strict=True):
         groups: dict[str, list[str]] = {}
-        for number, digest in enumerate(every):
+        for number, digest in enumerate(of_hosts):
             groups.setdefault(digest.tobytes().hex()[:12], []).append(str(number))
         if len(groups) > 1:
             who = "; ".join(f"{digest} on {', '.join(ids)}" for digest, ids in groups.items())
@@ -221,7 +220,7 @@ class Watchdog:
         self._last = time.monotonic()
         self._done = threading.Event()
 
-    def alive(self) -> None:
+    def reset(self) -> None:
         self._last = time.monotonic()
 
     def __enter__(self) -> "Watchdog":
@@ -238,15 +237,15 @@ class Watchdog:
             if time.monotonic() - self._last > self._seconds:
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
                 _end_process(
-                    "error: no batch has become ready and no step has finished for "
-                    f"{self._seconds:g} s (--stall_timeout); the "
-                    "stack of every thread is above; committed shards are safe; to continue, start "
-                    "the run again without --overwrite"
+                    f"error: no batch has become ready and no step has finished for "
+                    f"{self._seconds:g} s (--stall_timeout); the stack of every thread is above; "
+                    "committed shards are safe; to continue, start the run again without "
+                    "--overwrite"
                 )
 
 
 @contextmanager
-def last_words(host: Host, message: str) -> Iterator[None]:
+def explain_abort(host: Host, message: str) -> Iterator[None]:
     """Prints `message` to stderr if JAX ends this process inside the block.
 
     JAX aborts a process whose peers are gone and runs no `finally` blocks. A helper process waits
@@ -270,7 +269,7 @@ def last_words(host: Host, message: str) -> Iterator[None]:
 
 
 class Votes(NamedTuple):
-    """What one host sends along with a step. The sums over all hosts say how many agree."""
+    """A host sends these along with a step. The sums over all hosts say how many agree."""
 
     with_data: bool
     stopping: bool
@@ -278,7 +277,7 @@ class Votes(NamedTuple):
 
 
 class Lockstep:
-    """The batches of this host, one for each step that all hosts take together.
+    """Gives out the batches of this host, one for each step that all hosts take together.
 
     Hosts run out of data at different times, and any of them may fail or be asked to stop. Along
     with step n, each host sends its `votes`: what it knows about step n + 2. The sum over all hosts
@@ -302,16 +301,16 @@ class Lockstep:
     ) -> None:
         self.failure: Exception | None = None
         self._batches, self._stopped, self._clock = batches, stopped, clock
-        self._upcoming = deque(self._fetch() for _ in range(AHEAD))
+        self._upcoming = deque(self._fetch() for _ in range(STEPS_AHEAD))
         present = [batch is not None for batch in self._upcoming]
-        asked = [*present, bool(stopped()), self.failure is not None]
-        *some_data, stopping, failed = any_host(asked)
+        flags = [*present, bool(stopped()), self.failure is not None]
+        *some_data, stopping, failed = any_host(flags)
         self.complete = not stopping
         ending = stopping or (failed and not any(some_data))
-        self._wanted = deque([] if ending else some_data)
+        self._take_step = deque([] if ending else some_data)
 
     def __iter__(self) -> Iterator[Batch | None]:
-        while self._wanted and self._wanted.popleft():
+        while self._take_step and self._take_step.popleft():
             batch = self._upcoming.popleft()
             self._upcoming.append(self._fetch())
             yield batch
@@ -321,13 +320,13 @@ class Lockstep:
             try:
                 with self._clock.measure("data"):
                     return next(self._batches, None)
-            except Exception as error:  # raised at the end, once all hosts have stopped
+            except Exception as error:  # it is raised once all hosts have stopped
                 self.fail(error)
         return None
 
     @property
     def votes(self) -> Votes:
-        """What to send with the step of the batch that was yielded last."""
+        """Returns what to send with the step of the batch that was yielded last."""
         return Votes(
             with_data=self._upcoming[-1] is not None,
             stopping=bool(self._stopped()),
@@ -335,12 +334,12 @@ class Lockstep:
         )
 
     def learn(self, votes: Iterable[float]) -> None:
-        """Takes in how many hosts cast each vote with a step; decides on the step two later."""
+        """Learns how many hosts cast each vote with a step; decides on the step two later."""
         with_data, stopping, failed = (bool(count) for count in votes)
         if failed and self.failure is None:
-            self.failure = elsewhere()
+            self.failure = other_host_failed()
         self.complete = self.complete and not stopping
-        self._wanted.append(with_data and not stopping and not failed)
+        self._take_step.append(with_data and not stopping and not failed)
 
     def fail(self, error: Exception) -> None:
         """Records a failure on this host; only the first counts. Logs the traceback of a bug."""
@@ -348,13 +347,13 @@ class Lockstep:
             self.failure = for_the_user(error)
 
 
-def one_behind(items: Iterable[T]) -> Iterator[T]:
+def one_step_behind(items: Iterable[T]) -> Iterator[T]:
     """Yields each item only once the next one has been made, and the last one at the end.
 
-    So of steps that compute in the background, one is always in flight.
+    So one of the steps that compute in the background is always in flight.
     """
-    before: list[T] = []
+    previous: list[T] = []
     for item in items:
-        yield from before
-        before = [item]
-    yield from before
+        yield from previous
+        previous = [item]
+    yield from previous

@@ -1,4 +1,4 @@
-"""Turns a checked command line into a job, and finds everything that can be wrong with it.
+"""This module turns a checked command line into a job, and finds all that can be wrong with it.
 
 The cheapest checks come first, and no weight is read here. The hosts of a pod compare what they
 have found before they go on.
@@ -34,7 +34,7 @@ from activation_extraction.run.host_text import (
     open_dataset,
     row_form,
 )
-from activation_extraction.run.hosts import Host, Watchdog, agree, gather
+from activation_extraction.run.hosts import Host, Watchdog, gather, require_agreement
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.run_folders import RunFolders, check_siblings, find_metadata
 from activation_extraction.store.folder import Folder
@@ -48,15 +48,15 @@ from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.documents import Documents
 
 T = TypeVar("T")
-RECORDED, NEW = "recorded", "new"  # a hub model's commit
+RECORDED, NEW = "recorded", "new"  # where the commit of a hub model comes from
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request that has been checked: the model, the text, and where the result goes.
+    """A job is a request that has been checked: the model, the text, and where the result goes.
 
-    batches: those that were not stored yet when the text was opened; documents: what they are made
-    from. repair: of --repair alone.
+    batches: those that were not stored yet when the text was opened; documents: what the batches
+    are made from. repair: None without --repair.
     """
 
     host: Host
@@ -70,7 +70,7 @@ class Job:
 
     @property
     def where(self) -> str:
-        """The URL or path of the output, for messages."""
+        """Returns the URL or path of the output, for messages."""
         return self.storage.destination.url
 
     def with_text_reopened(self, watchdog: Watchdog) -> "Job":
@@ -81,11 +81,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Output:
-    """Where the output goes and what is there already.
+    """The output goes to these folders, which may hold an extraction already.
 
     remote: this host's folder in the bucket. earlier: the metadata of an earlier run in each root
-    that holds one, and own that of this host; both are empty when this run starts anew. commit: the
-    hub model's, as this host sees it (see choose_commit).
+    that holds one; own: the metadata of this host. Both are empty when this run starts anew.
+    commit: the hub model's, as this host sees it (see choose_commit).
     """
 
     folders: RunFolders
@@ -97,17 +97,17 @@ class Output:
 
 def prepare_together(config: Config, host: Host, families: Families, watchdog: Watchdog) -> Job:
     """Checks the request here and compares it with the other hosts'. Raises InputError."""
-    output, problem = _attempt(lambda: prepare_output(config, host, watchdog.alive))
-    agree(host, {"--model_revision": config.model_revision}, problem)
+    output, problem = _attempt(lambda: prepare_output(config, host, watchdog.reset))
+    require_agreement(host, {"--model_revision": config.model_revision}, problem)
     assert output is not None
-    commit = same_commit(host, output.commit)
-    found, problem = _attempt(lambda: prepare(config, host, families, output, commit, watchdog))
-    agree(host, found[1] if found else {}, problem)
-    assert found is not None
-    job = found[0]
-    if host.several:  # only now do all of them have files of the same names
+    commit = agree_on_commit(host, output.commit)
+    prepared, problem = _attempt(lambda: prepare(config, host, families, output, commit, watchdog))
+    require_agreement(host, prepared[1] if prepared else {}, problem)
+    assert prepared is not None
+    job = prepared[0]
+    if host.several:  # only now is it certain that they all have files of the same names
         sampled, problem = _attempt(job.text.dataset.files.sampled)
-        agree(host, sampled or {}, problem)
+        require_agreement(host, sampled or {}, problem)
     log_hooks(model_request(config), job.forward.model)
     if not job.text.choice.everything:
         log.info("kept tokens: %s", job.text.choice)
@@ -115,7 +115,7 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What `action` returns or raises: the other hosts must not be left waiting for this one."""
+    """Returns what `action` returns or raises, so that other hosts are not left waiting."""
     try:
         return action(), None
     except Exception as error:
@@ -134,11 +134,11 @@ def prepare_output(config: Config, host: Host, on_progress: Callable[[], None]) 
     use_compilation_cache(config.compilation_cache, folders.local, host.several)
     remote = folders.open_bucket(on_progress)
     folders.check_stale_folders(config.overwrite)
-    roots = [] if config.overwrite else folders.roots
-    earlier = [found for root in roots if (found := find_metadata(root)) is not None]
-    places = [] if config.overwrite else [Folder(str(folders.folder)), *filter(None, (remote,))]
-    own = [metadata for metadata in map(read_metadata, places) if metadata is not None]
-    commit = None
+    earlier, own, commit = [], [], None
+    if not config.overwrite:
+        earlier = [found for root in folders.roots if (found := find_metadata(root)) is not None]
+        own_folders = [Folder(str(folders.folder)), *filter(None, (remote,))]
+        own = [metadata for metadata in map(read_metadata, own_folders) if metadata is not None]
     if not config.demo:
         where, metadata = earlier[0] if earlier else ("", {})
         commit = choose_commit(config.model_path, config.model_revision, where, metadata)
@@ -156,7 +156,7 @@ def choose_commit(
     for is not the recorded commit.
     """
     recorded = recorded_commit(model_path, metadata)
-    # A branch may have moved on: the command that began the extraction continues it all the same.
+    # Even if a branch has moved on, the command that began the extraction continues it.
     if recorded and revision in (None, metadata["configuration"].get("model_revision")):
         return RECORDED, recorded
     commit = Checkpoint(model_path, revision).commit
@@ -172,19 +172,21 @@ def choose_commit(
 
 def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
     """Returns the commit that an extraction used; None if its model is another or a local one."""
-    theirs = metadata.get("configuration", {}).get("model_path")
-    if theirs != plain_url(model_path) or Checkpoint(model_path).local:
+    recorded_path = metadata.get("configuration", {}).get("model_path")
+    if recorded_path != plain_url(model_path) or Checkpoint(model_path).local:
         return None
     return metadata.get("model_commit")
 
 
-def same_commit(host: Host, chosen: tuple[str, str] | None) -> str | None:
-    """Returns one commit for all hosts, which must all call this: a recorded one, else the first
-    host's."""
-    every = [text.split() for text in gather(host, " ".join(chosen or ())) if text]
+def agree_on_commit(host: Host, chosen: tuple[str, str] | None) -> str | None:
+    """Returns one commit for all hosts: a recorded one, or else the first host's.
+
+    All hosts must call this.
+    """
+    commits = [text.split() for text in gather(host, " ".join(chosen or ())) if text]
     if chosen is None:
         return None
-    return min(every, key=lambda each: each[0] != RECORDED)[1]
+    return min(commits, key=lambda commit: commit[0] != RECORDED)[1]
 
 
 def prepare(
@@ -215,12 +217,11 @@ def prepare(
         for root in folders.roots:
             check_siblings(root, identity)
     text = HostText(config, dataset, rows, tokenizer, worker)
-    described = describe_run(config, forward)
-    repair = None
+    facts, repair = describe_run(config, forward), None
     if config.repair:
         local = Folder(str(folders.folder))
-        repair = RepairPlanner(local, output.remote, identity, described)
-    storage = open_storage(text, forward, output, identity, described, repair)
+        repair = RepairPlanner(local, output.remote, identity, facts)
+    storage = open_storage(text, forward, output, identity, facts, repair)
     documents, batches = text.open(storage, watchdog)
     job = Job(host, forward, folders, storage, text, documents, batches, repair)
     return job, fingerprint(config, forward, identity, dataset.files.files)
@@ -242,7 +243,7 @@ def model_request(config: Config) -> ModelRequest:
         mesh_shape=config.mesh_shape,
         mesh_axes=config.mesh_axes,
         every_device=config.use_data_parallel,
-        keep_weights=not config.multihost,  # the hosts of a pod may need parts of them only
+        keep_weights=not config.multihost,  # a host of a pod may need only parts of them
     )
 
 
@@ -258,8 +259,8 @@ def check_dropped(token_ids: Sequence[int], vocabulary: int) -> None:
 
 def _with_demo(config: Config, folder: Path, families: Families) -> Config:
     """Makes the demo's model and documents in `folder`; returns the configuration with them."""
-    family, model_config = families.of(MODEL_CONFIG)
-    build_model(family, model_request(config), model_config)  # checks
+    family, model_config = families.parse_config(MODEL_CONFIG)
+    build_model(family, model_request(config), model_config)  # this checks the flags
     log.info("demo: making a tiny Qwen2 model and sample documents")
     model, documents = make_demo(folder, families)
     return replace(config, model_path=str(model), dataset_path=str(documents))
@@ -283,7 +284,7 @@ def open_storage(
     forward: Forward,
     output: Output,
     identity: Identity,
-    described: dict[str, Any],
+    facts: dict[str, Any],
     repair: RepairPlanner | None,
 ) -> ActivationStorage:
     """Opens the output for this run. Raises InputError if nothing may be added to it."""
@@ -305,7 +306,7 @@ def open_storage(
         identity,
         output.remote,
         RunFacts(
-            metadata=described,
+            metadata=facts,
             hooks={key: hook.facts(sizes) for key, hook in forward.hooks.items()},
             sources=text.dataset.files,
         ),

@@ -1,4 +1,4 @@
-"""Loads the model of a stored extraction again, so that --verify can recompute samples.
+"""--verify recomputes samples with the model of a stored extraction, which this module loads.
 
 To recompute a kept token takes all tokens in front of it. Where only some tokens are stored, they
 are read again from the data set, from where the shard's samples begin. inspect/verify.py compares
@@ -46,13 +46,10 @@ from activation_extraction.text.samples import samples
 OTHER_TEXT = "the data set now gives other tokens than those that are stored"
 
 
-def load_again(
-    families: Families,
-    request: ModelRequest,
-    dataset_path: str | None,
-    metadata: dict[str, Any],
+def load_for_recomputing(
+    families: Families, request: ModelRequest, dataset_path: str | None, metadata: dict[str, Any]
 ) -> Recompute:
-    """Returns what recomputes samples.
+    """Returns a function that recomputes samples, in a `Recompute`.
 
     request: how to compute; the metadata says what to compute. dataset_path: where the data set is
     now; None: where the run had it. It is opened only if the run did not keep all tokens. Raises
@@ -83,13 +80,13 @@ def load_again(
 
     def recompute(chosen: list[ChosenSample]) -> list[dict[str, np.ndarray] | str]:
         stored = [np.asarray(sample.row.token_ids) for sample in chosen]
-        whole = stored if texts is None else texts.whole(chosen)
-        computed = _compute(forward, step, [ids for ids in whole if ids is not None])
+        token_ids = stored if texts is None else texts.all_token_ids(chosen)
+        computed = _compute(forward, step, [ids for ids in token_ids if ids is not None])
         return [
             OTHER_TEXT
             if ids is None
             else {name: values[sample.row.positions] for name, values in next(computed).items()}
-            for sample, ids in zip(chosen, whole, strict=True)
+            for sample, ids in zip(chosen, token_ids, strict=True)
         ]
 
     return Recompute(jax.default_backend(), recompute)
@@ -98,22 +95,21 @@ def load_again(
 def _compute(
     forward: Forward, step: Step, token_ids: Sequence[np.ndarray]
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The activations of samples, name of a hook -> (tokens, width)."""
+    """Yields the activations of each sample, name of a hook -> (tokens, width)."""
     for batch in pack(samples_of(token_ids), *forward.shape):
         with device_errors():
             activations = forward.receive(step(batch, [False] * 3)[0])
-        for at in batch.samples:
-            yield {
-                str(name): values[at.row, at.start : at.stop]
-                for name, values in activations.items()
-            }
+        for placed in batch.samples:
+            where = placed.row, slice(placed.start, placed.stop)
+            yield {str(name): values[where] for name, values in activations.items()}
 
 
 @dataclass(frozen=True)
 class _Texts:
-    """The data set and the tokenizer of a run, both checked to be the run's.
+    """The data set and the tokenizer have been checked to be those of the run.
 
-    limits: the most samples and tokens of a host, by name.
+    limits: the most samples and tokens of a host, by name. shuffle: the seed of the documents'
+    order; None for the order of the data set.
     """
 
     dataset: Dataset
@@ -123,8 +119,8 @@ class _Texts:
     limits: Mapping[str, int | None]
     shuffle: int | None
 
-    def whole(self, chosen: Sequence[ChosenSample]) -> list[np.ndarray | None]:
-        """All token ids of every sample; None where the kept ones are not those that are stored."""
+    def all_token_ids(self, chosen: Sequence[ChosenSample]) -> list[np.ndarray | None]:
+        """Returns all token ids of every sample; None if its kept ones are not the stored ones."""
         groups: dict[Any, list[ChosenSample]] = defaultdict(list)
         for sample in chosen:
             groups[sample.worker, sample.shard].append(sample)
@@ -134,45 +130,45 @@ class _Texts:
         return [token_ids.get(sample.row.sample_idx) for sample in chosen]
 
     def _read(self, group: Sequence[ChosenSample]) -> dict[int, np.ndarray]:
-        """Token ids by `sample_idx`, of samples of one shard."""
+        """Returns token ids by `sample_idx` for samples of one shard."""
         identity, wanted = self.identity, {sample.row.sample_idx: sample.row for sample in group}
         worker, start = group[0].worker, group[0].start
         documents = self.dataset.documents(self.rows, worker, identity.skip_bad_rows, self.shuffle)
-        found = {}
-        form = sample_form(identity)
+        token_ids, form = {}, sample_form(identity)
         for sample in samples(documents, self.tokenizer, form, start=start, **self.limits):
             if (row := wanted.get(sample.sample_idx)) is not None:
                 positions = sample.kept_positions
                 same = np.array_equal(sample.token_ids[positions], np.asarray(row.token_ids))
                 if same and np.array_equal(positions, row.positions):
-                    found[sample.sample_idx] = sample.token_ids
+                    token_ids[sample.sample_idx] = sample.token_ids
             if sample.sample_idx >= max(wanted):
                 break
-        return found
+        return token_ids
 
 
 def _open_texts(
     metadata: Mapping[str, Any], checkpoint: Checkpoint, vocabulary: int, dataset_path: str | None
 ) -> _Texts:
-    """dataset_path: where the data set is now; None: where the run had it.
+    """Opens the data set and the tokenizer. Raises InputError if they are not those of the run.
 
-    Raises InputError when the tokenizer or the data set is not the run's.
+    dataset_path: where the data set is now; None: where the run had it.
     """
-    identity, asked = identity_of(metadata, METADATA), metadata["configuration"]
+    identity, configuration = identity_of(metadata, METADATA), metadata["configuration"]
     files = checkpoint.tokenizer_files()
     if identity.tokenizer_digest and digest_files(files) != identity.tokenizer_digest:
         raise InputError(
-            f"--model_path {checkpoint.model_path}: its tokenizer is not the one of the stored "
-            "activations"
+            f"--model_path {checkpoint.model_path}: its tokenizer is not the one that the stored "
+            "activations came from"
         )
-    tokenizer, template = load_text_files(asked, checkpoint, vocabulary)
-    if (template.digest if template else "") != identity.chat_template:
-        raise InputError(f"{template and template.where}: is not the template of the run")
-    rows = row_form(asked, template, vocabulary)
-    path = dataset_path or asked["dataset_path"]
-    dataset = open_dataset({**asked, "dataset_path": path}, rows.columns, own=[metadata])
+    tokenizer, template = load_text_files(configuration, checkpoint, vocabulary)
+    if template is not None and template.digest != identity.chat_template:
+        raise InputError(f"{template.where}: is not the template that the run used")
+    rows = row_form(configuration, template, vocabulary)
+    path = dataset_path or configuration["dataset_path"]
+    configuration = {**configuration, "dataset_path": path}
+    dataset = open_dataset(configuration, rows.columns, own=[metadata])
     if (dataset.name, dataset.content) != (identity.data, identity.data_revision):
-        raise InputError(f"--dataset_path {path}: is not the data set that the run has read")
+        raise InputError(f"--dataset_path {path}: is not the data set that the run read")
     limits = {name: metadata.get(name) for name in ("max_samples", "max_tokens")}
-    seed = asked.get("shuffle_documents")
+    seed = configuration.get("shuffle_documents")
     return _Texts(dataset, rows, tokenizer, identity, limits, seed)

@@ -1,4 +1,4 @@
-"""--repair: remakes the shards that --verify finds damaged or missing, and no others.
+"""--repair remakes the shards that --verify finds damaged or missing, and no others.
 
 The JSON of the last good shard before a gap records where in the data to start, so the same batches
 are formed and the same bytes are stored. As always when a shard is replaced, its JSON is deleted
@@ -31,7 +31,7 @@ from activation_extraction.store.resume import (
     refuse_moved,
 )
 
-# What a rebuilt metadata.json says at first; the next run without --repair continues from there.
+# A rebuilt metadata.json says this at first; the next run without --repair continues from there.
 REBUILT = {"status": "interrupted", **EMPTY_TOTALS}
 
 
@@ -41,9 +41,9 @@ def find_gaps(stored: Stored, good: set[int], stride: int) -> tuple[ShardRange, 
     good: numbers of the intact shards. stride: the number of hosts of all machines together.
     """
     assert stored.metadata is not None
-    known = max([stored.metadata["shards"], *stored.commits])  # may be any number
+    most = max([stored.metadata["shards"], *stored.commits])  # metadata.json may say any number
     ranges = []
-    for gap in gaps([0, *sorted(good), known + 1]):
+    for gap in gaps([0, *sorted(good), most + 1]):
         first, last = gap.start, gap.stop - 1
         own, following = stored.commits.get(last), stored.commits.get(last + 1)
         until, partial = stored.metadata["samples"] * stride, True
@@ -68,19 +68,19 @@ class RepairPlanner:
     remote: Folder | None
     identity: Identity
     metadata: Mapping[str, Any]
-    _found: Stored = field(default_factory=Stored)
+    _before: Stored = field(default_factory=Stored)
     _owner: str | None = None
 
     @property
     def target(self) -> Folder:
-        """The folder to repair."""
+        """Returns the folder to repair."""
         return self.remote or self.folder
 
     def plan(self) -> StoragePlan:
         """Reads every shard to find the damaged ones."""
         self._owner = read_owner(self.target)
-        self._found = found = read_stored(self.target)
-        stored = found if found.metadata is not None else self._with_new_metadata(found)
+        self._before = before = read_stored(self.target)
+        stored = before if before.metadata is not None else self._with_new_metadata(before)
         check_same_run(self.target.url, stored, self.identity)
         self._check_local(stored)
         log.info("looking for damaged shards")
@@ -88,16 +88,17 @@ class RepairPlanner:
         good = {shard.commit.number for shard in checked if not shard.problems}
         ranges = find_gaps(stored, good, self.identity.total_machines * self.identity.num_hosts)
         commits = [stored.commits[number] for number in sorted(good)]
-        obsolete = tuple(self._unknown(ranges))
+        obsolete = tuple(self._obsolete_files(ranges))
         # A repair that was killed leaves a complete run with wrong totals.
-        finished = found.metadata is not None and found.metadata["status"] == "complete"
-        miscounted = finished and any(total_problems(commits, found.metadata or {}))
+        metadata = before.metadata
+        finished = metadata is not None and metadata["status"] == "complete"
+        miscounted = finished and any(total_problems(commits, metadata or {}))
         return StoragePlan(
             commits,
             ranges,
             obsolete=obsolete,
-            up_to_date=not (ranges or obsolete or miscounted) and found.metadata is not None,
-            recorded=REBUILT if found.metadata is None else found.metadata,
+            up_to_date=not (ranges or obsolete or miscounted) and metadata is not None,
+            recorded=REBUILT if metadata is None else metadata,
             expected=stored.commits,
             versions=stored.versions,
             owner=self._owner,
@@ -106,8 +107,8 @@ class RepairPlanner:
     def plan_again(self, plan: StoragePlan) -> StoragePlan:
         """Raises InputError if another process has changed the folder since it was checked."""
         now = read_stored(self.target)
-        unchanged = (now.metadata, now.commits) == (self._found.metadata, self._found.commits)
-        if not unchanged or read_owner(self.target) != self._owner:
+        same = (now.metadata, now.commits) == (self._before.metadata, self._before.commits)
+        if not same or read_owner(self.target) != self._owner:
             raise InputError(
                 f"{self.target.url}: another process has written to it during the check; "
                 "start --repair again once that process has ended"
@@ -116,26 +117,28 @@ class RepairPlanner:
             log.warning("recomputed values may differ in rounding: %s", changes)
         return plan
 
-    def _with_new_metadata(self, found: Stored) -> Stored:
-        if not found.commits:
+    def _with_new_metadata(self, stored: Stored) -> Stored:
+        if not stored.commits:
             raise InputError(f"{self.target.url}: holds no extraction that --repair could work on")
         log.warning("%s/%s is damaged or missing and is rebuilt", self.target.url, METADATA)
         new = {"format_version": FORMAT_VERSION, "identity": self.identity.to_json()}
-        return replace(found, metadata={**self.metadata, **new, **REBUILT})
+        return replace(stored, metadata={**self.metadata, **new, **REBUILT})
 
     def _check_local(self, stored: Stored) -> None:
-        """Raises InputError if the shards are in a bucket, or the local metadata another run's."""
+        """Raises InputError if the shards are in a bucket, or the metadata is another run's."""
         where = f"--output_dir {self.folder.url}"
         if self.remote is not None:
             check_identity(where, read_stored(self.folder), self.identity)
         else:
             refuse_moved(where, stored, "repair them there")
 
-    def _unknown(self, ranges: tuple[ShardRange, ...]) -> Iterator[str]:
-        """Names the files of shards at the end of an unfinished run whose JSON files are damaged,
-        so that nothing says where they end. They count as not stored, and the run makes them when
-        it continues."""
-        numbers = {number_of(name) for name in self._found.damaged if name != METADATA}
+    def _obsolete_files(self, ranges: tuple[ShardRange, ...]) -> Iterator[str]:
+        """Yields the files of those last shards of an unfinished run whose JSON is damaged.
+
+        Nothing says where these shards end. They count as not stored, and the run makes them when
+        it continues.
+        """
+        numbers = {number_of(name) for name in self._before.damaged if name != METADATA}
         numbers -= {n for n in numbers for r in ranges if r.first <= n <= (r.last or 0)}
         for name in own_files(self.target.files()) if numbers else ():
             if name.startswith("shard_") and number_of(name) in numbers:
@@ -143,24 +146,25 @@ class RepairPlanner:
 
     def differing(self, made: list[Commit]) -> list[str]:
         """Returns a line for each remade shard whose bytes are not those that it had."""
-        why = self._changes() or "with the same batch size, mesh, backend and versions"
+        changes = self._changes() or "with the same batch size, mesh, backend and versions"
         return [
             f"{commit.file}: its bytes are not those that it had; its values may differ in "
-            f"rounding: {why}"
+            f"rounding: {changes}"
             for commit in made
-            if self._found.commits.get(commit.number, commit).sha256 != commit.sha256
+            if self._before.commits.get(commit.number, commit).sha256 != commit.sha256
         ]
 
     def _changes(self) -> str:
-        """What may round differently than it did in the run, according to its metadata."""
-        before = self._found.metadata
+        """Returns what may round differently than in the run, according to its metadata."""
+        before = self._before.metadata
         if before is None:
             return ""
 
-        def settings(metadata: Mapping[str, Any]) -> list[Any]:
+        def settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
             batch_size = metadata.get("configuration", {}).get("batch_size")
-            return [batch_size, *(metadata.get(name) for name in ("mesh", "backend", "versions"))]
+            others = {name: metadata.get(name) for name in ("mesh", "backend", "versions")}
+            return {"batch_size": batch_size, **others}
 
-        names = ("batch_size", "mesh", "backend", "versions")
-        found = zip(names, settings(before), settings(self.metadata), strict=True)
-        return "; ".join(f"{name} is {now}, was {was}" for name, was, now in found if was != now)
+        was, now = settings(before), settings(self.metadata)
+        changed = [name for name in was if was[name] != now[name]]
+        return "; ".join(f"{name} is {now[name]}, was {was[name]}" for name in changed)

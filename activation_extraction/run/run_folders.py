@@ -1,5 +1,7 @@
-"""The folders of a whole run, local and in a bucket: this host's own, those of its siblings, and
-those left by an earlier run with different numbers of machines or hosts.
+"""A whole run has folders, local and in a bucket.
+
+This host has its own, and so do its siblings; an earlier run with other numbers of machines or
+hosts may have left more.
 """
 
 import uuid
@@ -22,7 +24,7 @@ from activation_extraction.text.batch import Worker
 
 @dataclass(frozen=True)
 class RunFolders:
-    """Where one worker's shards go: a folder inside `local`, and one inside `bucket_url` if given.
+    """One worker's shards go to a folder inside `local`, and to one inside `bucket_url` if given.
 
     local, bucket_url: the folders that hold those of machines and hosts. upload_timeout: for how
     many seconds a failing request to the bucket is retried.
@@ -35,12 +37,12 @@ class RunFolders:
 
     @property
     def folder(self) -> Path:
-        """The worker's local folder."""
+        """Returns the worker's local folder."""
         return self.local / folder_name(self.worker, in_bucket=False)
 
     @property
     def roots(self) -> list[Folder]:
-        """The folders that hold those of machines and hosts: the local one, that in the bucket."""
+        """Returns the folders that hold those of machines and hosts, the local one first."""
         roots = [Folder(str(self.local))]
         if self.bucket_url is not None:
             roots.append(Folder(self.bucket_url, self.upload_timeout, flag=UPLOAD_TIMEOUT))
@@ -64,28 +66,29 @@ class RunFolders:
         return folder
 
     def stale_folders(self) -> list[Folder]:
-        """Lists folders that an earlier run with other numbers of hosts or machines left behind.
+        """Returns folders that an earlier run with other numbers of hosts or machines left behind.
 
         Beside this run's folders, their samples would count twice. A folder of another machine is
         stale only if this run has no such machine.
         """
-        worker, found = self.worker, []
+        worker, stale = self.worker, []
         for in_bucket, root in enumerate(self.roots):
             hosts = (replace(worker, host=host) for host in range(worker.hosts))
             own = {folder_name(host, bool(in_bucket)) for host in hosts}
-            named = host_folders(root.folders()).items()
-            stale = [
+            names = [
                 name
-                for name, at in named
-                if at.machine == worker.machine or at.machine >= worker.machines
+                for name, folder in host_folders(root.folders()).items()
+                if folder.machine == worker.machine or folder.machine >= worker.machines
             ]
-            folders = [root.child(name) for name in ("", *stale) if name not in own]
-            found += [folder for folder in folders if own_files(folder.files())]
-        return found
+            others = [root.child(name) for name in ("", *names) if name not in own]
+            stale += [folder for folder in others if own_files(folder.files())]
+        return stale
 
     def check_stale_folders(self, overwrite: bool) -> list[Folder]:
-        """Returns the stale folders. Raises InputError if there are any, unless `overwrite` is set,
-        and RunError if another process writes to a local one; a bucket cannot be locked."""
+        """Returns the stale folders. Raises InputError if there are any, unless `overwrite` is set.
+
+        Raises RunError if another process writes to a local one; a bucket cannot be locked.
+        """
         stale = self.stale_folders()
         if stale and not overwrite:
             raise InputError(
@@ -98,7 +101,7 @@ class RunFolders:
         return stale
 
     def remove_others(self) -> None:
-        """--overwrite: deletes folders whose samples would count twice, and outdated totals.
+        """Deletes folders whose samples would count twice, and outdated totals, for --overwrite.
 
         Every host does this on its own disk, the first one also in the bucket.
         """
@@ -111,7 +114,7 @@ class RunFolders:
 
 
 def folder_name(worker: Worker, in_bucket: bool) -> str:
-    """Names the worker's folder; "" if its files are in the output folder itself."""
+    """Returns the name of the worker's folder; "" if its files are in the output folder itself."""
     if worker.hosts > 1 or in_bucket or worker.machines > 1:
         return HostFolder.of(worker.machine, worker.host, worker.hosts).name
     return ""

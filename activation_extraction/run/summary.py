@@ -1,4 +1,4 @@
-"""What a run prints: its progress, and at the end what this host stored and how to go on.
+"""A run prints its progress, and at the end what this host stored and how to go on.
 
 --list_hooks prints a model's hooks, without a run. Totals over all machines and hosts are the
 subject of inspect/status.py.
@@ -20,7 +20,7 @@ ACTIVITIES = ("data", "compute", "copy", "store")
 COLUMNS = "hook", "Hugging Face module", "width", "bytes/token", "other names"
 
 
-def progress_of(job: Job, log_every: int) -> Progress:
+def make_progress(job: Job, log_every: int) -> Progress:
     """Makes this host's progress bar, progress lines and metrics."""
     devices = job.forward.rows.mesh.shape["device"]
     return Progress(
@@ -41,15 +41,15 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     verbose: whether the other hosts print all that too.
     """
     storage, totals = job.storage, job.storage.totals
-    ended = "done" if complete else "interrupted"
     if job.repair is not None:
-        made = ", ".join(str(commit.number) for commit in storage.made) or "none"
         say(*(job.repair.differing(storage.made) if complete else ()))
-        ended = "repaired" if complete else ended
+        made = ", ".join(str(commit.number) for commit in storage.made) or "none"
+        ended = "repaired" if complete else "interrupted"
         say(f"{ended}: shards made again in {job.where}: {made}")
         return
     say(
-        f"{ended}: {counted(totals.samples, 'sample')}, {counted(totals.tokens, 'token')}, "
+        f"{'done' if complete else 'interrupted'}: "
+        f"{counted(totals.samples, 'sample')}, {counted(totals.tokens, 'token')}, "
         f"{counted(len(job.forward.hooks), 'hook')}, {counted(totals.shards, 'shard')}, "
         f"{totals.bytes / 1e6:,.1f} MB in {job.where}"
     )
@@ -81,35 +81,36 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
 
 
 def _where_the_time_went(job: Job, clock: Clock, tokens: int) -> str:
-    """tokens: those of this run alone."""
+    """Returns a line with the times of each activity. tokens: those of this run alone."""
     totals, waited, elapsed = job.storage.totals, job.storage.waited, clock.elapsed
-    what = "tokens" if job.text.choice.everything else "kept tokens"
-    spent = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
-    held_up = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in waited.items())
+    unit = "tokens" if job.text.choice.everything else "kept tokens"
+    times = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
+    waits = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in waited.items())
     return (
-        f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} {what}/s; waiting for {spent} "
-        f"s; of store, until there was room in memory (--waiting_shards_gb): {held_up} s; shards "
+        f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} {unit}/s; waiting for {times} "
+        f"s; of store, until there was room in memory (--waiting_shards_gb): {waits} s; shards "
         f"took {totals.pack_seconds:.1f} s to pack and {totals.write_seconds:.1f} s to write"
     )
 
 
 def _how_to_read(job: Job) -> list[str]:
-    """Lines of Python: for the whole run, and for one shard without this program."""
+    """Returns lines of Python that read the whole run, and one shard without this program."""
     in_bucket, shards = job.folders.bucket_url is not None, job.storage.format
-    lines = lines_of_dataset(job.folders.bucket_url or str(job.folders.local))
-    alone = shards.how_to_read(f"{job.where}/{shards.file_name(1)}", in_bucket)
-    return [*lines, *(["# or one shard, without this program:"] if alone else []), *alone]
+    lines = [*lines_of_dataset(job.folders.bucket_url or str(job.folders.local))]
+    if one_shard := shards.how_to_read(f"{job.where}/{shards.file_name(1)}", in_bucket):
+        lines += ["# or one shard, without this program:", *one_shard]
+    return lines
 
 
-def kept_nothing(job: Job) -> bool:
-    """Whether all hosts together have samples, but no token of them. All hosts must call this."""
+def no_token_kept(job: Job) -> bool:
+    """Returns whether the hosts together have samples, but no token of them. All must call this."""
     totals = job.storage.totals
     samples, tokens = any_host(job.host, [totals.samples > 0, totals.tokens > 0])
     return samples and not tokens
 
 
-def continue_with(hosts: int, overwrite: bool) -> str:
-    """Says what to do after a failure. overwrite: whether --overwrite was given."""
+def how_to_continue(hosts: int, overwrite: bool) -> str:
+    """Returns what to do after a failure. overwrite: whether --overwrite was given."""
     flags = " without --overwrite" if overwrite else ""
     if hosts > 1:
         return f"to continue, start all hosts again with the same command{flags}"
