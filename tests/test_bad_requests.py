@@ -79,7 +79,7 @@ BAD_REQUESTS = """\
 --dataset_path {}/notes | has no files that end in .jsonl
 --dataset_path {}/x.txt | \
  no files that end in .jsonl, .jsonl.gz, .jsonl.zst, .json, .csv, .parquet, .arrow
---dataset_path {}/several | both CSV and JSON Lines; choose one of them, \
+--dataset_path {}/several | both CSV and JSON Lines; choose one of them,\
  for example with a glob such as FOLDER/*.csv
 --dataset_path {}/gap.csv | column 1
 --dataset_path {}/both | both Parquet and JSON Lines

@@ -20,6 +20,7 @@ from small_runs import Killed, content, stream_of
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.text import file_rows
 from activation_extraction.text.batch import Worker
+from activation_extraction.text.rows import RowForm, TextColumn
 from activation_extraction.text.sources import list_files
 
 
@@ -95,7 +96,7 @@ def write(place, kind, *files, folder=""):
 
 
 def found(stream):
-    return [(document.text, document.doc_id, document.row) for document in stream]
+    return [(document.content.text, document.doc_id, document.row) for document in stream]
 
 
 @every_kind
@@ -122,7 +123,7 @@ def test_continuing_at_every_row(place, kind, worker, monkeypatch):
     stream = stream_of(place, worker)
     every, states = [], [stream.state()]
     for document in stream:
-        every.append((document.text, document.doc_id, document.row))
+        every.append((document.content.text, document.doc_id, document.row))
         states.append(json.loads(json.dumps(stream.state())))
     assert len(every) > 3
     for n, state in enumerate(states):
@@ -191,8 +192,8 @@ def test_a_row_that_cannot_be_used_is_named_or_skipped(tmp_path, monkeypatch, ca
     assert f"a row cannot be used: {tmp_path / name} row 1 (from 0): " in str(caught.value)
     assert told in str(caught.value)
     stream = stream_of(tmp_path, skip=True)
-    assert [document.text for document in stream if document] == ["good", "good"]
-    assert stream.skipped_rows == 1
+    assert [document.content.text for document in stream if document] == ["good", "good"]
+    assert stream.counts.skipped == 1
 
 
 ROWS = rows_of(range(3000))
@@ -261,8 +262,8 @@ def test_a_file_system_that_fails_is_not_damage(tmp_path, monkeypatch):
 def test_a_missing_column_is_named_with_those_there(tmp_path):
     for kind in ("csv", "array", "arrow"):
         write(str(tmp_path / kind), kind, rows_of(range(3)))
-        with pytest.raises(RunError, match="no such column.*the columns are (other, )?text, id"):
-            list(stream_of(tmp_path / kind, column="body"))
+        with pytest.raises(RunError, match=r"the columns are (other \(text\), )?text \(text\), id"):
+            list(stream_of(tmp_path / kind, form=RowForm(TextColumn("body"))))
 
 
 @pytest.mark.parametrize("kind", ["zstd", "array", "csv", "arrow", "arrow stream"])

@@ -226,7 +226,7 @@ def test_metadata_is_made_anew(damage, run, whole, tmp_path):
     folder = tmp_path / "whole"
     damage(folder / "metadata.json")
     DAMAGE["file"](folder, 3)
-    with pytest.raises(InputError, match="--repair (repairs|makes)"):
+    with pytest.raises(InputError, match="--repair (repairs|writes)"):
         run(folder)
     assert run(folder, True).repaired == [3]
     assert status(folder) == "interrupted"
