@@ -15,7 +15,7 @@ from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import RunError
 from activation_extraction.run import demo
 from activation_extraction.text.chat import ChatTemplate, MessagesColumn
-from activation_extraction.text.rows import RowForm, UnusableRowError
+from activation_extraction.text.rows import RowForm, UnusableRowError, arc_prompt
 from activation_extraction.text.samples import (
     SampleForm,
     load_tokenizer,
@@ -308,6 +308,24 @@ def test_positions_count_among_the_tokens_of_the_roles(write, tokenizers):
         own = np.flatnonzero(roles == ROLES.index("assistant"))
         assert ends.tolist() == [own[turns[own] == turn][-1] for turn in np.unique(turns[own])]
         assert {tokenizers[0].id_to_token(t) for t in sample.token_ids[ends]} == {"<|im_end|>"}
+
+
+def test_tasks_of_arc_are_questions_of_the_user(write, tokenizers):
+    """Their `task_id` is the id, with and without a conversation."""
+    row = {
+        "task_id": "007bbfb7",
+        "train": [{"input": [[0, 1]], "output": [[1, 0]]}],
+        "test": [{"input": [[1, 1]]}],
+    }
+    (asked,) = samples_of(
+        write, tokenizers, QWEN3, [row], arguments={"add_generation_prompt": True}
+    )
+    prompt = arc_prompt(row)
+    user = asked.token_ids[asked.labels["role"] == ROLES.index("user")]
+    assert tokenizers[0].decode(user, skip_special_tokens=False) == f"{prompt}<|im_end|>"
+    (plain,) = samples(stream_of(write([row])), tokenizers[0], SampleForm(1000))
+    assert tokenizers[0].decode(plain.token_ids) == prompt
+    assert asked.doc_id == plain.doc_id == "007bbfb7"
 
 
 def test_a_template_without_blocks_is_refused(tokenizers):
