@@ -21,6 +21,7 @@ from activation_extraction.store.statistics import (
     Statistics,
     Sums,
     pack_sums,
+    sums_of,
 )
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample, Worker
@@ -153,7 +154,7 @@ def write_sums(folder: Path, number: int, shard: Any) -> None:
             each = record["activation"]
             positions = record.get("positions", np.arange(len(each)))
             if each.shape[1] == of_hook.sums.shape[1] and len(positions) == len(each):
-                of_hook.add([each], [positions])
+                of_hook.merge(sums_of([each], [positions]))
     data = pack_sums(sums)
     (folder / names_beside(number)[0]).write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()

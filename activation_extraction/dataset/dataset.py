@@ -23,7 +23,7 @@ from activation_extraction.store.commit import METADATA, MOST_PER_BYTE
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import Stored, gaps, identity_of
 from activation_extraction.store.shard_reader import StoredHook, read_by_ranges
-from activation_extraction.store.statistics import HookStatistics, Statistics
+from activation_extraction.store.statistics import HookStatistics, Statistics, is_integer
 
 if TYPE_CHECKING:
     import pyarrow
@@ -119,12 +119,19 @@ class ActivationDataset(Sequence[SampleActivations]):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype in which activations are stored."""
-        return next(iter(self._shards.hooks.values())).dtype
+        """The dtype in which activations are stored; that of integers if no other hook is read."""
+        every = [hook.dtype for hook in self._shards.hooks.values()]
+        return next((dtype for dtype in every if not is_integer(dtype)), every[0])
+
+    @property
+    def dtypes(self) -> ByHook[np.dtype]:
+        """The dtype of every hook that is read, by name: int32 for the numbers of experts."""
+        return self._shards.hooks.map(lambda hook: hook.dtype)
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:
-        """Statistics over all that is stored, by hook. No shard is read for them.
+        """Statistics over all that is stored, by hook; over no tokens for a hook of integers. No
+        shard is read for them.
 
         Those of every dimension are read from the small files beside the shards when they are
         first asked for.
@@ -196,20 +203,23 @@ class ActivationDataset(Sequence[SampleActivations]):
         None for the stored order. buffer: the number of tokens kept in memory and shuffled there,
         by default 64 batches, at most 1 GiB. Pickles are unpacked whole, so up to two shards come
         on top of that. skip_first: leave out that many tokens at the start of every sample.
-        max_norm: leave out tokens with a larger norm at any hook, or at the hooks that it names.
-        dtype: of the result, by default as stored. worker, workers: read only one of so many
-        shares, which do not overlap; the workers of a PyTorch DataLoader divide it further by
-        themselves.
+        max_norm: leave out tokens with a larger norm at any hook, or at the hooks that it names;
+        integers have no norm. dtype: of the result, by default as stored; integers keep theirs.
+        worker, workers: read only one of so many shares, which do not overlap; the workers of a
+        PyTorch DataLoader divide it further by themselves.
 
         Raises ValueError for arguments that make no sense.
         """
         known = self.hooks
         names = _chosen(self.url, known, hooks)
-        limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(names, max_norm)
+        floats = [name for name in names if not is_integer(self.dtypes[name])]
+        limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(floats, max_norm)
         limits = {known.aliases.get(name, name): limit for name, limit in limits.items()}
         for name in limits:
             if name not in names:
                 raise ValueError(f"max_norm: hook {name!r} is not read; {', '.join(names)} are")
+            if name not in floats:
+                raise ValueError(f"max_norm: hook {name!r} has integers, which have no norm")
         if buffer is None:
             fitting = BUFFER_BYTES // self._shards.row_bytes(names)
             buffer = max(min(BUFFER_BATCHES * size, fitting), 2 * size)
@@ -311,7 +321,7 @@ def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> St
     width = recorded.get("width", metadata.get("model", {}).get("hidden_size"))
     if width is None:
         raise ValueError(f"the metadata does not record how wide {recorded['name']} is")
-    dtype = recorded.get("dtype", identity_of(metadata, METADATA).activation_dtype)
+    dtype = recorded.get("dtype", identity_of(metadata, METADATA).dtype_of(recorded["name"]))
     return StoredHook(recorded["key"], width, _dtype(dtype))
 
 

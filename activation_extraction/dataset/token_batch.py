@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from activation_extraction.store.statistics import is_integer
+
 ALIGNMENT = 64  # bytes: JAX on CPUs shares an array's memory when it begins at a multiple of these
 
 
@@ -136,14 +138,16 @@ def _to_torch(values: np.ndarray) -> Any:
 
 def empty_batch(like: TokenBatch, size: int, dtype: str | None = None) -> TokenBatch:
     """Returns a batch of `size` tokens, with any content. dtype: of the activations, by default as
-    `like`.
+    `like`; integers keep theirs.
 
     Its arrays lie in one block: many smaller ones would be given back to the system whenever a
     batch is freed, and the first use of memory takes longer than copying.
     """
     rows = like.map(lambda values: np.dtype((values.dtype, values.shape[1:])))
     if dtype is not None:
-        found = like.activations.map(lambda values: np.dtype((dtype, values.shape[1:])))
+        found = rows.activations.map(
+            lambda row: row if is_integer(row.base) else np.dtype((dtype, row.shape))
+        )
         rows = replace(rows, activations=found)
     room = sum(size * row.itemsize + ALIGNMENT for row in rows.arrays)
     block, offset = np.empty(room, np.uint8), 0

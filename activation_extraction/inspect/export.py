@@ -181,9 +181,15 @@ class RunCopy:
             "shard_format": form,
             "compress_shards": shard_format.compressed,
         }
-        names = tuple(hook for hook in identity.hooks if hook in hooks)
-        self._identity = replace(identity, hooks=names, keyed_by=keyed_by, **self._changes)
-        self._itemsize = np.dtype(identity.activation_dtype).itemsize
+        names, integers = (
+            tuple(hook for hook in each if hook in hooks)
+            for each in (identity.hooks, identity.integer_hooks)
+        )
+        identity = replace(identity, hooks=names, integer_hooks=integers, keyed_by=keyed_by)
+        self._identity = replace(identity, **self._changes)
+        self._token_bytes = sum(
+            width * np.dtype(identity.dtype_of(hook)).itemsize for hook, width in hooks.items()
+        )
         self._copy_of = _digest(stored.in_order)
 
     def take_up(self) -> bool:
@@ -216,8 +222,7 @@ class RunCopy:
     @property
     def needed(self) -> int:
         """How many bytes the activations that are left take."""
-        each = sum(self._hooks.values()) * self._itemsize
-        return each * sum(commit.tokens for commit in self._missing)
+        return self._token_bytes * sum(commit.tokens for commit in self._missing)
 
     def write(self) -> Iterator[int]:
         """Copies the shards that are left, and yields the bytes of each when it is complete."""

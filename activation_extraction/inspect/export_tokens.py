@@ -13,7 +13,7 @@ import os
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ COMPARED = ("mean", "variance", "mean_norm", "max_norm")
 class Contents:
     """What an export holds. Exports with the same contents have the same files.
 
-    source: digest of the run's shards. hooks: name -> width. tokens: of every hook; per_chunk: of
+    source: digest of the run's shards. hooks: name -> width. own_dtypes: name -> dtype, of hooks
+    that do not have `dtype`. tokens: of every hook; per_chunk: of
     every chunk but the last.
     """
 
@@ -47,6 +48,7 @@ class Contents:
     dtype: str
     tokens: int
     per_chunk: int
+    own_dtypes: dict[str, str] = field(default_factory=dict)
 
     @property
     def chunks(self) -> int:
@@ -57,7 +59,10 @@ class Contents:
 
     def row_bytes(self, hook: str) -> int:
         """The bytes of one token's activation."""
-        return self.hooks[hook] * np.dtype(self.dtype).itemsize
+        return self.hooks[hook] * self.dtype_of(hook).itemsize
+
+    def dtype_of(self, hook: str) -> np.dtype:
+        return np.dtype(self.own_dtypes.get(hook, self.dtype))
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class Llamascopium:
                 "tokens": (np.dtype(np.int64), shape[:1]),
                 "mask": (np.dtype(np.int32), shape[:1]),
                 "attention_mask": (np.dtype(np.int32), shape[:1]),
-                "activation": (np.dtype(self.contents.dtype), shape),
+                "activation": (self.contents.dtype_of(hook), shape),
             }
         )
 
@@ -278,7 +283,9 @@ class TokenExport:
         if not dataset.tokens:
             raise InputError(f"--export: {dataset.url} holds no tokens")
         self.folder, self.size, self._dataset = folder, dataset.tokens, dataset
-        one_by_one = Contents(form, source, hooks, dataset.dtype.name, self.size, 1)
+        own = {name: dataset.dtypes[name].name for name in hooks}
+        own = {name: dtype for name, dtype in own.items() if dtype != dataset.dtype.name}
+        one_by_one = Contents(form, source, hooks, dataset.dtype.name, self.size, 1, own)
         per_chunk = CHUNK_BYTES // sum(map(one_by_one.row_bytes, hooks))
         self._contents = replace(one_by_one, per_chunk=max(1, per_chunk))
         self._files = FORMATS[form](folder, self._contents)
@@ -309,7 +316,7 @@ class TokenExport:
         except RunError as error:
             raise InputError(f"{path}: is damaged; {again}") from error
         for name, wanted in asdict(self._contents).items():
-            if (found := state["contents"].get(name)) != wanted:
+            if (found := {"own_dtypes": {}, **state["contents"]}.get(name)) != wanted:
                 what = f"{name} {found}, not {wanted}" if name != "source" else "other shards"
                 raise InputError(
                     f"--export_dir {self.folder}: holds another export, with {what:.200}"

@@ -24,6 +24,7 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.metadata import Stored, identity_of
 from activation_extraction.store.patience import reason_of
+from activation_extraction.store.statistics import is_integer
 
 NAME = "report.html"
 METRICS_BYTES = 16 * 2**20  # of all hosts, from the end of each one's
@@ -65,7 +66,12 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
     except OSError as error:
         raise RunError(str(error)) from error
     buckets = report_numbers.position_buckets(sample.position)
-    hooks = [report_numbers.analyse(sample, *hook, buckets) for hook in enumerate(dataset.hooks)]
+    integers = [name for name, dtype in dataset.dtypes.items() if is_integer(dtype)]
+    hooks = [
+        report_numbers.analyse(sample, number, name, buckets)
+        for number, name in enumerate(dataset.hooks)
+        if name not in integers
+    ]
     return _template().render(
         dataset=dataset,
         identity=identity_of(dataset.metadata, METADATA),
@@ -75,6 +81,7 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
         sample=sample,
         buckets=list(buckets),
         hooks=sorted(hooks, key=lambda hook: (hook.kind, hook.layer)),
+        integers=integers,
         decode=find_tokenizer(dataset),
         throughput=report_numbers.throughput(_intervals(root, folders)),
         now=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),

@@ -74,7 +74,9 @@ def read_sample(dataset: ActivationDataset, commits: Sequence[Commit]) -> TokenS
 
     Raises OSError when a shard cannot be read, or holds activations that are no usable numbers.
     """
-    token_bytes = sum(dataset.hooks.values()) * dataset.dtype.itemsize
+    token_bytes = sum(
+        width * dataset.dtypes[hook].itemsize for hook, width in dataset.hooks.items()
+    )
     by_ranges = all(map(read_by_ranges, commits))
     mean = sum(commit.unpacked for commit in commits) / len(commits)
     most = SHARDS if by_ranges else int(np.clip(WHOLE_SHARD_BYTES / mean, 1, SHARDS))

@@ -32,7 +32,7 @@ from activation_extraction.store.formats import SHARD_FILE
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import Stored, gaps, identity_of
 from activation_extraction.store.patience import scratch_folder
-from activation_extraction.store.statistics import Statistics
+from activation_extraction.store.statistics import Statistics, is_integer
 from activation_extraction.text.batch import Worker
 
 WORKERS = 4  # shards read at the same time; each is unpacked in memory
@@ -70,7 +70,7 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     recomputed = "nothing recomputed (give --model_path)"
     if recompute is not None:
         chosen = [sample for shard in checked for sample in shard.chosen]
-        problems += _compare(identity.hooks, chosen, recompute, allowed)
+        problems += _compare(identity, chosen, recompute, allowed)
         recomputed = f"{counted(len(chosen), 'sample')} recomputed"
     samples = sum(shard.commit.count for shard in checked)
     gigabytes = sum(shard.commit.bytes for shard in checked) / 1e9
@@ -137,6 +137,12 @@ COMPUTED = {  # by the dtype of the model, and whether the platform is the one o
 # two roundings), which is at most 2**-10 and 2**-7 of a value.
 STORED = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
+# How large a share of a sample's expert choices at a layer may be others, by the dtype of the
+# model: rounding decides between experts that are nearly tied. Measured on a CPU, with 8 of 64
+# experts: none where only the packing differs, and 13 % between bfloat16 and float32.
+OTHER_EXPERTS = {"float32": 0.01, "bfloat16": 0.25}
+TIE = 2  # numbers that differ when two experts change places, which is always allowed
+
 
 def tolerance(identity: Identity, same_platform: bool) -> float:
     """Returns the largest relative error that is rounding. Raises InputError for other dtypes."""
@@ -150,15 +156,23 @@ def tolerance(identity: Identity, same_platform: bool) -> float:
 
 
 def _compare(
-    hooks: tuple[str, ...], chosen: list[Chosen], recompute: Recompute, allowed: float
+    identity: Identity, chosen: list[Chosen], recompute: Recompute, allowed: float
 ) -> Iterator[str]:
     """Recomputes the chosen samples and reports those that differ by more than is allowed."""
     for sample, activations in zip(chosen, recompute.activations(chosen), strict=True):
         if isinstance(activations, str):
             yield f"{sample.where}: cannot be recomputed: {activations}"
             continue
-        for name, stored in zip(hooks, sample.activations, strict=True):
+        for name, stored in zip(identity.hooks, sample.activations, strict=True):
             before, now = (np.asarray(each, np.float64) for each in (stored, activations[name]))
+            if is_integer(activations[name].dtype):
+                others, most = int((now != before).sum()), OTHER_EXPERTS[identity.dtype] * now.size
+                if others > max(most, TIE):
+                    yield (
+                        f"{sample.where}, {name}: recomputed, {others} of its {now.size} numbers "
+                        f"are others (allowed: {max(int(most), TIE)})"
+                    )
+                continue
             error = float(np.linalg.norm(now - before)) / max(float(np.linalg.norm(before)), 1e-30)
             if not error <= allowed:
                 yield (

@@ -168,7 +168,7 @@ def _check_samples(
     yield from problems
     for hook in commit.hooks if not problems else ():
         recorded = None if sums is None else sums[hook["name"]]
-        yield from _check_hook(shard, identity.activation_dtype, hook, recorded)
+        yield from _check_hook(shard, identity.dtype_of(hook["name"]), hook, recorded)
 
 
 def _check_row(row: SampleRow, identity: Identity, vocabulary: int) -> Iterator[str]:

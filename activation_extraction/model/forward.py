@@ -28,7 +28,7 @@ from activation_extraction.model.family import (
     ModelFamily,
     WeightTable,
 )
-from activation_extraction.model.hooks import Hook, hook_table
+from activation_extraction.model.hooks import Form, Hook, hook_table
 from activation_extraction.model.kept import KeptTokens, take_kept
 from activation_extraction.model.kernels import Choice, preferred_kernels, try_kernels
 from activation_extraction.model.mesh import (
@@ -48,8 +48,8 @@ from activation_extraction.text.batch import Batch
 MOST_BYTES_OF_A_ROW = 32 * 2**20  # at a hook whose width grows with the row
 
 Key = int | str  # of a hook in the shards: its layer, or its name
-# {width: (hooks of that width, rows of all hosts, T, width)}, or of the batch's kept tokens alone
-Activations = dict[int, Array] | KeptTokens
+# {form: (hooks of that form, rows of all hosts, T, width)}, or of the batch's kept tokens alone
+Activations = dict[Form, Array] | KeptTokens
 # (batch or None, flags of this host) -> (activations, number of hosts that set each flag); does not
 # wait for the devices.
 Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
@@ -104,6 +104,9 @@ class Forward:
         """Letter -> size, with S for the tokens of a row."""
         return self.model.config.sizes_with(self.shape[1])
 
+    def form(self, hook: Hook) -> Form:
+        return hook.kind.form(self.sizes, self.model.activation_dtype)
+
     @property
     def keyed_by(self) -> str | list[str]:
         """What the keys in the shards are: all of them, where hooks have other names there."""
@@ -121,9 +124,8 @@ class Forward:
             stacks = activations.receive()
         else:
             stacks = self.rows.receive(activations)
-        left = {width: iter(stack) for width, stack in stacks.items()}
-        sizes = self.sizes
-        return {key: next(left[hook.kind.width(sizes)]) for key, hook in self.hooks.items()}
+        left, form = {form: iter(stack) for form, stack in stacks.items()}, self.form
+        return {key: next(left[form(hook)]) for key, hook in self.hooks.items()}
 
 
 def prepare_model(families: Families, request: ModelRequest) -> Forward:
@@ -166,21 +168,15 @@ def build_model(
 
 
 def check_hooks(hooks: Iterable[Hook], sizes: dict[str, int], dtype: Any) -> None:
-    """Raises InputError for hooks that are too wide, or have numbers that `dtype` would round."""
+    """Raises InputError for hooks that are too wide. dtype: of stored activations."""
     length = sizes["S"]
-    largest = int(2 / jnp.finfo(dtype).eps)  # all whole numbers up to it are exact
     for hook in hooks:
-        each = hook.kind.width(sizes) * jnp.dtype(dtype).itemsize
+        each = hook.kind.form(sizes, dtype).bytes
         if hook.kind.grows and each * length > MOST_BYTES_OF_A_ROW:
             raise InputError(
                 f"--hook_names {hook.name}: takes {each:,} bytes per token and {each * length:,} "
                 f"per row with --max_seq_length {length}; at most {MOST_BYTES_OF_A_ROW:,} per row "
                 "are stored; choose a smaller --max_seq_length"
-            )
-        if hook.kind.letters == "X" and sizes["R"] - 1 > largest:
-            raise InputError(
-                f"--hook_names {hook.name}: {jnp.dtype(dtype).name} is exact up to {largest}, and "
-                f"the model has {sizes['R']} experts; choose --activation_dtype float32"
             )
 
 
@@ -192,13 +188,14 @@ def choose_layout(
     smallest_model = 1
     if request.mesh_type == "auto":
         sizes = config.sizes_with(request.length)
-        widths = sum(hook.kind.width(sizes) for hook in alone.hooks)
+        itemsize = jnp.dtype(alone.dtype).itemsize
+        of_a_token = sum(hook.kind.form(sizes, alone.dtype).bytes for hook in alone.hooks)
         smallest_model = smallest_model_axis(
             len(devices),
             total_rows,
             weights=sum(math.prod(s.shape) for s in family.weight_table(alone).values()),
-            captured=total_rows * request.length * widths,
-            itemsize=jnp.dtype(alone.dtype).itemsize,
+            captured=total_rows * request.length * of_a_token // itemsize,
+            itemsize=itemsize,
         )
     shape, remark = choose_shape(
         request.mesh_type,
@@ -250,15 +247,15 @@ def log_hooks(request: ModelRequest, model: HookedModel) -> None:
             DEFAULT_LAYERS[-1],
             depth - 1,
         )
-    stored = jnp.dtype(model.activation_dtype)
-    widths = [hook.kind.width(sizes) for hook in model.hooks]
+    forms = [hook.kind.form(sizes, model.activation_dtype) for hook in model.hooks]
+    widths = [form.width for form in forms]
     each = f"width {widths[0]} each" if len(set(widths)) == 1 else f"widths {widths}"
     log.info(
         "hooks: %s; %s, in %s: %s bytes per token",
         ", ".join(hook.name for hook in model.hooks),
         each,
-        stored.name,
-        f"{sum(widths) * stored.itemsize:,}",
+        " and ".join(dict.fromkeys(form.dtype for form in forms)),
+        f"{sum(form.bytes for form in forms):,}",
     )
 
 

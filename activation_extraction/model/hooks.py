@@ -11,7 +11,7 @@ token's own sample, to position 1 and so on; 0 for positions that the token does
 
 Layers with experts have others after `ln2.hook_out`: `mlp.gate.hook_out` is the router's logits,
 `mlp.hook_expert_weights` the weight of every expert (0 for those that a token does not go through),
-`mlp.hook_expert_indices` the numbers of the chosen ones, the largest weight first,
+`mlp.hook_expert_indices` the numbers of the chosen ones, int32, the largest weight first,
 `mlp.experts.hook_out` the weighted sum of what they give. `mlp.shared_expert.hook_out` comes before
 it is multiplied with the sigmoid of `mlp.shared_expert_gate.hook_out`. Since `mlp.gate` is the
 router there, the matrices of a dense layer in such a model are called `mlp.dense_gate` and so on.
@@ -27,11 +27,25 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, SPARSE, QwenConfig
 
 HEAD_SIZES = "HCZ"  # letters
 ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
+
+
+class Form(NamedTuple):
+    """How a hook's values are stored. Those of one form are in one array."""
+
+    width: int  # numbers per token
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """What a token takes."""
+        return self.width * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,7 @@ class HookKind:
     value: the intermediate of a layer that is captured. at_end: of a kind that exists once, whether
     it belongs to the last layer; else it belongs to the first. types: words of the configuration's
     layer_types; the layers that one of them describes have it, and all layers if there are none.
+    dtype: its own; None for activations, which have the dtype that the user asks for.
     """
 
     name: str
@@ -54,10 +69,15 @@ class HookKind:
     aliases: tuple[str, ...] = ()
     at_end: bool = False
     types: tuple[str, ...] = ()
+    dtype: str | None = None
 
     def width(self, sizes: Mapping[str, int]) -> int:
         """Numbers per token. sizes: letter -> size, from the model's configuration."""
         return math.prod(sizes[letter] for letter in self.letters)
+
+    def form(self, sizes: Mapping[str, int], dtype: Any) -> Form:
+        """How its values are stored. dtype: of activations."""
+        return Form(self.width(sizes), self.dtype or np.dtype(dtype).name)
 
     def exists_in(self, type_: str) -> bool:
         """Whether layers of this type have it."""
@@ -107,6 +127,8 @@ class Hook(NamedTuple):
         """What metadata.json says of it beside its canonical name."""
         found: dict[str, Any] = {"module": self.module, "aliases": [*self.names()][1:]}
         found["width"] = self.kind.width(sizes)
+        if self.kind.dtype is not None:
+            found["dtype"] = self.kind.dtype
         heads, size = self.kind.letters[:-1], self.kind.letters[-1]
         if size in HEAD_SIZES:
             found |= {"heads": math.prod(sizes[axis] for axis in heads), "head_size": sizes[size]}
@@ -275,6 +297,8 @@ KINDS = (
     (EVERY, "hook_resid_post", "D", "resid_post", "output", "hook_out"),
 )
 
+OWN_DTYPES = {"mlp.chosen": "int32"}  # of intermediates that are no activations
+
 
 def hook_table(config: QwenConfig) -> HookTable:
     """The hooks of the model with this configuration."""
@@ -310,6 +334,7 @@ def _table(types: Mapping[str, tuple[str, ...]]) -> HookTable:
                 tuple(f"model.layers.{{}}.{module}" for module in modules.split()),
                 tuple(f"blocks.{{}}.{alias}" for alias in aliases.split()),
                 types=types[layers],
+                dtype=OWN_DTYPES.get(value),
             )
         )
     kinds += [

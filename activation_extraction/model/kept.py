@@ -15,37 +15,38 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from activation_extraction.model.hooks import Form
+
 PIECES = 16  # that the tokens of a device make if all of them are kept
 
 
 class Piece(NamedTuple):
     """Kept tokens of every device of this host.
 
-    values: width -> (hooks, devices * tokens of a piece, width). rows: where in the piece they are;
+    values: form -> (hooks, devices * tokens of a piece, width). rows: where in the piece they are;
     places: their numbers among all kept tokens of the batch.
     """
 
-    values: dict[int, Array]
+    values: dict[Form, Array]
     rows: np.ndarray
     places: np.ndarray
 
 
 class KeptTokens(NamedTuple):
-    """The kept tokens of a batch, on their way to the host. count: how many there are."""
+    """The kept tokens of a batch, on their way to the host."""
 
     pieces: list[Piece]
-    shapes: dict[int, tuple[int, int, int]]
-    dtype: Any
+    shapes: dict[Form, tuple[int, int, int]]
 
-    def receive(self) -> dict[int, np.ndarray]:
-        """{width: (hooks, kept tokens of the batch, width)}, row by row of the batch."""
+    def receive(self) -> dict[Form, np.ndarray]:
+        """{form: (hooks, kept tokens of the batch, width)}, row by row of the batch."""
         for piece in self.pieces:
             for value in piece.values.values():
                 value.copy_to_host_async()
-        found = {width: np.empty(shape, self.dtype) for width, shape in self.shapes.items()}
+        found = {form: np.empty(shape, form.dtype) for form, shape in self.shapes.items()}
         for piece in self.pieces:
-            for width, value in piece.values.items():
-                _bits(found[width])[:, piece.places] = _bits(np.asarray(value))[:, piece.rows]
+            for form, value in piece.values.items():
+                _bits(found[form])[:, piece.places] = _bits(np.asarray(value))[:, piece.rows]
         return found
 
 
@@ -54,25 +55,25 @@ def _bits(values: np.ndarray) -> np.ndarray:
     return values.view(np.uint16) if values.dtype.itemsize == 2 else values
 
 
-def take_kept(activations: Mapping[int, Array], kept: np.ndarray) -> KeptTokens:
+def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens:
     """Starts the gathering; does not wait for the devices.
 
-    activations: {width: (hooks, rows of all hosts, T, width)}, each device with another part of T.
+    activations: {form: (hooks, rows of all hosts, T, width)}, each device with another part of T.
     kept: bool (B, T), of this host's rows.
     """
-    shards = {width: _different_shards(array) for width, array in activations.items()}
+    shards = {form: _different_shards(array) for form, array in activations.items()}
     first = next(iter(shards.values()))
     mesh = Mesh(np.array([shard.device for shard in first]), ("device",))
     split = NamedSharding(mesh, PartitionSpec("device"))
-    local = {width: _joined(mesh, [s.data for s in each]) for width, each in shards.items()}
+    local = {form: _joined(mesh, [s.data for s in each]) for form, each in shards.items()}
     pieces = []
     for tokens, rows, places in _cut(kept, [shard.index[2] for shard in first]):
         put = jax.device_put(tokens, split)
-        values = {width: take(mesh, array, put) for width, array in local.items()}
+        values = {form: take(mesh, array, put) for form, array in local.items()}
         pieces.append(Piece(values, rows, places))
     total = int(kept.sum())
-    shapes = {width: (len(array), total, width) for width, array in activations.items()}
-    return KeptTokens(pieces, shapes, next(iter(activations.values())).dtype)
+    shapes = {form: (len(array), total, form.width) for form, array in activations.items()}
+    return KeptTokens(pieces, shapes)
 
 
 def _different_shards(array: Array) -> list[Any]:

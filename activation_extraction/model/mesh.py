@@ -23,6 +23,7 @@ from activation_extraction.common.choices import MESH_AXES
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.visible import counted
 from activation_extraction.model.attention import Attention
+from activation_extraction.model.hooks import Form
 
 DEFAULT_3D_DEVICES = 64
 DEFAULT_3D_AXES = ("pipeline", "data", "model")
@@ -164,22 +165,22 @@ class HostRows:
         shape = (array.shape[0] * self.hosts, *array.shape[1:])
         return jax.make_array_from_process_local_data(self.incoming(), array, shape)
 
-    def receive(self, activations: Mapping[int, Array]) -> dict[int, np.ndarray]:
-        """The activations of this host's rows, {width: (hooks, B, T, width)}, as NumPy."""
+    def receive(self, activations: Mapping[Form, Array]) -> dict[Form, np.ndarray]:
+        """The activations of this host's rows, {form: (hooks, B, T, width)}, as NumPy."""
         parts = {}  # one of this host's shards for each part of an array that it has
-        for width, array in activations.items():
-            parts[width] = {str(part.index): part for part in array.addressable_shards}.values()
-            for part in parts[width]:
+        for form, array in activations.items():
+            parts[form] = {str(part.index): part for part in array.addressable_shards}.values()
+            for part in parts[form]:
                 part.data.copy_to_host_async()
         found = {}
-        for width, (first, *others) in parts.items():
-            found[width] = np.asarray(first.data)
+        for form, (first, *others) in parts.items():
+            found[form] = np.asarray(first.data)
             if others:  # each has another part of the sequence
                 hooks, rows = first.data.shape[:2]
-                shape = hooks, rows, *activations[width].shape[2:]
-                found[width] = np.empty(shape, first.data.dtype)
+                shape = hooks, rows, *activations[form].shape[2:]
+                found[form] = np.empty(shape, first.data.dtype)
                 for part in (first, *others):
-                    found[width][:, :, part.index[2]] = part.data
+                    found[form][:, :, part.index[2]] = part.data
         return found
 
 

@@ -49,8 +49,9 @@ class Difference:
 class Identity:
     """model_digest, tokenizer_digest: SHA-256 of the files. data: the data set, or "files".
     data_revision: its commit on the hub, or a digest of the list of files. hooks: full names.
-    keyed_by: what the shards call a hook: "layer", "hook name", or a list of the names that were
-    asked for. positions, drop_token_ids: the tokens that are kept. num_hosts: of this machine.
+    integer_hooks: those that are stored as int32, whatever `activation_dtype` is. keyed_by: what
+    the shards call a hook: "layer", "hook name", or a list of the names that were asked for.
+    positions, drop_token_ids: the tokens that are kept. num_hosts: of this machine.
     """
 
     model_digest: Text = ""
@@ -61,6 +62,7 @@ class Identity:
     skip_bad_rows: Flag = _marked(MAY_TURN_ON, False)  # changes nothing that is stored already
     max_seq_length: Annotated[int, integer(0, LARGEST_WIDTH)] = 0  # 0: not recorded
     hooks: Annotated[tuple[str, ...], list_of(TEXT)] = ()
+    integer_hooks: Annotated[tuple[str, ...], list_of(TEXT)] = ()
     keyed_by: Annotated[str | list[str], any_of(TEXT, list_of(TEXT))] = "layer"
     dtype: Text = ""
     activation_dtype: Text = ""
@@ -84,10 +86,14 @@ class Identity:
         """Whether the run keeps all tokens of its samples."""
         return self.positions == Identity.positions and not self.drop_token_ids
 
+    def dtype_of(self, hook: str) -> str:
+        """Returns the dtype in which a hook is stored."""
+        return "int32" if hook in self.integer_hooks else self.activation_dtype
+
     @property
     def shared(self) -> dict[str, Any]:
         """The fields that are the same on all hosts of a run, as JSON."""
-        content = self.to_json()
+        content = {"integer_hooks": [], **self.to_json()}
         return {name: content[name] for name in content if name not in _marked_fields(*MARKS)}
 
     def to_json(self) -> dict[str, Any]:
@@ -95,6 +101,7 @@ class Identity:
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
+            if name != "integer_hooks" or value  # older versions do not know it
         }
 
     @classmethod
@@ -104,7 +111,8 @@ class Identity:
         Raises DamagedError for fields that this version does not know; `where` names the file.
         """
         try:
-            tuples = {name: tuple(content.get(name, ())) for name in ("hooks", "drop_token_ids")}
+            lists = "hooks", "integer_hooks", "drop_token_ids"
+            tuples = {name: tuple(content.get(name, ())) for name in lists}
             made = cls(**{**content, **tuples})
         except (TypeError, AttributeError) as error:
             raise DamagedError(f"{where}: its identity cannot be read: {error}") from error

@@ -258,6 +258,12 @@ def refuse_moved(where: str, stored: Stored, purpose: str) -> None:
 
 def refuse_difference(where: str, found: Difference | None) -> None:
     """Raises InputError if the identity that was found is another run's."""
+    if found is not None and found.name == "integer_hooks":
+        hook = next(iter({*found.before} ^ {*found.now}))
+        raise InputError(
+            f"{where}: already holds an extraction by another version, which does not store "
+            f"{hook} as this one does, in integers; {ANOTHER}"
+        )
     if found is not None:
         raise InputError(
             f"{where}: already holds an extraction with another {found.name}: "
