@@ -21,7 +21,6 @@ from activation_extraction.store.statistics import (
     Statistics,
     Sums,
     pack_sums,
-    sums_of,
 )
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample, Worker
@@ -150,11 +149,11 @@ def write_sums(folder: Path, number: int, shard: Any) -> None:
     for hook in content["hooks"]:
         records = shard[hook["key"]]
         of_hook = sums[hook["name"]] = Sums.zeros(records[0]["activation"].shape[1])
-        for record in records:
+        for record in records if hook["dtype"] != "int32" else ():  # see Identity
             each = record["activation"]
             positions = record.get("positions", np.arange(len(each)))
             if each.shape[1] == of_hook.sums.shape[1] and len(positions) == len(each):
-                of_hook.merge(sums_of([each], [positions]))
+                of_hook.add([each], [positions])
     data = pack_sums(sums)
     (folder / names_beside(number)[0]).write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
@@ -174,6 +173,8 @@ def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> 
     def statistics(content: dict, shards: list) -> None:
         for hook in content["hooks"]:
             records = [record for shard in shards for record in shard[hook["key"]]]
+            if hook.get("dtype") == "int32":
+                continue
             hook |= merge_all(Statistics.of(r["activation"]) for r in records).to_json()
 
     edit(folder / f"shard_{number:04d}.json", lambda content: statistics(content, [shard]))

@@ -14,7 +14,7 @@ from pods import first_documents
 from safetensors import safe_open
 from tiny_models import SHARED
 
-from activation_extraction import ActivationDataset
+from activation_extraction import ActivationDataset, ActivationStorage
 from activation_extraction.inspect.verify import OTHER_EXPERTS
 from activation_extraction.model import hooks as hooks_module
 from activation_extraction.store.sealed_json import seal, unseal
@@ -275,3 +275,12 @@ def test_a_run_with_integers_continues(stored, extract, tmp_path):
     assert extract(out, "--dtype", "bfloat16", "--shard_size_gb", 1e-4, *MESHES["one"]) == 0
     for path in stored().glob("shard_*.pkl.gz"):
         assert (out / path.name).read_bytes() == path.read_bytes()
+
+
+def test_integers_of_other_programs_are_activations_as_before(tmp_path):
+    with ActivationStorage(tmp_path, {"third": "my.layers.3.output"}) as storage:
+        storage.add_activation("third", np.full((3, 2), 4, np.int8), 0, "", np.arange(3))
+    dataset = ActivationDataset(tmp_path)
+    found = next(dataset.batches(3, dtype="float32", max_norm=6.0))["third"]
+    assert dataset.dtype == np.int8 and found.dtype == np.float32 and (found == 4).all()
+    assert (dataset.statistics["third"].tokens, dataset.statistics["third"].mean) == (3, 4.0)

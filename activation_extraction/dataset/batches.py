@@ -88,6 +88,13 @@ class TokenSource:
         files = "".join(f"{folder}/{commit.sha256}\n" for folder, commit in self.shards.shards)
         return hashlib.sha256(files.encode()).hexdigest()
 
+    def dtypes(self, options: BatchOptions) -> dict[str, str]:
+        """Returns the dtype of the result, by hook, where it may not be as stored."""
+        if options.dtype is None:
+            return {}
+        hooks = [name for name in options.hooks if not self.shards.hooks[name].integers]
+        return dict.fromkeys(hooks, options.dtype)
+
     @property
     def _commits(self) -> list[Commit]:
         return [commit for _, commit in self.shards.shards]
@@ -345,7 +352,7 @@ class Batches(Iterator[TokenBatch]):
             self._window = self._next_window()
         window, taken = self._window, self._position.taken
         rows = window.order[taken : taken + self._options.size]
-        batch = empty_batch(window.memory, len(rows), self._options.dtype)
+        batch = empty_batch(window.memory, len(rows), self._source.dtypes(self._options))
         copy_rows(window.memory, rows, batch)
         taken += len(batch)
         if taken < len(window.order):

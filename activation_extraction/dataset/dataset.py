@@ -23,7 +23,7 @@ from activation_extraction.store.commit import METADATA, MOST_PER_BYTE
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import Stored, gaps, identity_of
 from activation_extraction.store.shard_reader import StoredHook, read_by_ranges
-from activation_extraction.store.statistics import HookStatistics, Statistics, is_integer
+from activation_extraction.store.statistics import HookStatistics, Statistics
 
 if TYPE_CHECKING:
     import pyarrow
@@ -120,8 +120,8 @@ class ActivationDataset(Sequence[SampleActivations]):
     @property
     def dtype(self) -> np.dtype:
         """The dtype in which activations are stored; that of integers if no other hook is read."""
-        every = [hook.dtype for hook in self._shards.hooks.values()]
-        return next((dtype for dtype in every if not is_integer(dtype)), every[0])
+        every = self._shards.hooks.values()
+        return min(every, key=lambda hook: hook.integers).dtype
 
     @property
     def dtypes(self) -> ByHook[np.dtype]:
@@ -212,7 +212,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         """
         known = self.hooks
         names = _chosen(self.url, known, hooks)
-        floats = [name for name in names if not is_integer(self.dtypes[name])]
+        floats = [name for name in names if not self._shards.hooks[name].integers]
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(floats, max_norm)
         limits = {known.aliases.get(name, name): limit for name, limit in limits.items()}
         for name in limits:
@@ -321,8 +321,9 @@ def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> St
     width = recorded.get("width", metadata.get("model", {}).get("hidden_size"))
     if width is None:
         raise ValueError(f"the metadata does not record how wide {recorded['name']} is")
-    dtype = recorded.get("dtype", identity_of(metadata, METADATA).dtype_of(recorded["name"]))
-    return StoredHook(recorded["key"], width, _dtype(dtype))
+    identity, name = identity_of(metadata, METADATA), recorded["name"]
+    dtype = _dtype(recorded.get("dtype", identity.dtype_of(name)))
+    return StoredHook(recorded["key"], width, dtype, name in identity.integer_hooks)
 
 
 def _dtype(name: Any) -> np.dtype:

@@ -42,7 +42,7 @@ from activation_extraction.store.pickle_file import ContentError
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.shard import Shard, pack_table, same_content, with_table
 from activation_extraction.store.shard_reader import read_shard, read_table
-from activation_extraction.store.statistics import pack_sums, sums_of
+from activation_extraction.store.statistics import Sums, pack_sums, sums_of
 
 
 def export(
@@ -265,7 +265,12 @@ class RunCopy:
         path = self.folder / self._format.file_name(commit.number)
         outdated = partial((self.folder / commit.name).unlink, missing_ok=True)
         written = write_shard(path, shard, keys, self._format, outdated)
-        sums = {keys[key]: sums_of(shard.slices[key], shard.positions) for key in keys}
+        sums = {
+            name: Sums.zeros(self._hooks[name])
+            if name in self._identity.integer_hooks
+            else sums_of(shard.slices[key], shard.positions)
+            for key, name in keys.items()
+        }
         made = replace(
             commit,
             file=path.name,

@@ -24,7 +24,6 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.metadata import Stored, identity_of
 from activation_extraction.store.patience import reason_of
-from activation_extraction.store.statistics import is_integer
 
 NAME = "report.html"
 METRICS_BYTES = 16 * 2**20  # of all hosts, from the end of each one's
@@ -66,22 +65,21 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
     except OSError as error:
         raise RunError(str(error)) from error
     buckets = report_numbers.position_buckets(sample.position)
-    integers = [name for name, dtype in dataset.dtypes.items() if is_integer(dtype)]
+    identity = identity_of(dataset.metadata, METADATA)
     hooks = [
         report_numbers.analyse(sample, number, name, buckets)
         for number, name in enumerate(dataset.hooks)
-        if name not in integers
+        if name not in identity.integer_hooks
     ]
     return _template().render(
         dataset=dataset,
-        identity=identity_of(dataset.metadata, METADATA),
+        identity=identity,
         folders=folders.values(),
         parts=host_states(folders),
         problems=[problem for stored in folders.values() for problem in problems_of(stored)],
         sample=sample,
         buckets=list(buckets),
         hooks=sorted(hooks, key=lambda hook: (hook.kind, hook.layer)),
-        integers=integers,
         decode=find_tokenizer(dataset),
         throughput=report_numbers.throughput(_intervals(root, folders)),
         now=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),

@@ -32,7 +32,7 @@ from activation_extraction.store.formats import SHARD_FILE
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import Stored, gaps, identity_of
 from activation_extraction.store.patience import scratch_folder
-from activation_extraction.store.statistics import Statistics, is_integer
+from activation_extraction.store.statistics import Statistics
 from activation_extraction.text.batch import Worker
 
 WORKERS = 4  # shards read at the same time; each is unpacked in memory
@@ -165,7 +165,7 @@ def _compare(
             continue
         for name, stored in zip(identity.hooks, sample.activations, strict=True):
             before, now = (np.asarray(each, np.float64) for each in (stored, activations[name]))
-            if is_integer(activations[name].dtype):
+            if np.issubdtype(activations[name].dtype, np.integer):
                 others, most = int((now != before).sum()), OTHER_EXPERTS[identity.dtype] * now.size
                 if others > max(most, TIE):
                     yield (

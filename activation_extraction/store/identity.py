@@ -49,9 +49,10 @@ class Difference:
 class Identity:
     """model_digest, tokenizer_digest: SHA-256 of the files. data: the data set, or "files".
     data_revision: its commit on the hub, or a digest of the list of files. hooks: full names.
-    integer_hooks: those that are stored as int32, whatever `activation_dtype` is. keyed_by: what
-    the shards call a hook: "layer", "hook name", or a list of the names that were asked for.
-    positions, drop_token_ids: the tokens that are kept. num_hosts: of this machine.
+    integer_hooks: those that number something; they are stored as int32, whatever
+    `activation_dtype` is, and have no statistics. keyed_by: what the shards call a hook: "layer",
+    "hook name", or a list of the names that were asked for. positions, drop_token_ids: the tokens
+    that are kept. num_hosts: of this machine.
     """
 
     model_digest: Text = ""

@@ -27,11 +27,13 @@ from activation_extraction.store.statistics import Sums, unpack_sums
 
 @dataclass(frozen=True)
 class StoredHook:
-    """What the run records of a hook. key: what the pickles call it."""
+    """What the run records of a hook. key: what the pickles call it. integers: whether its values
+    number something, instead of being activations."""
 
     key: Any
     width: int
     dtype: np.dtype
+    integers: bool = False
 
 
 def read_by_ranges(commit: Commit) -> bool:

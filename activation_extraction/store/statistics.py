@@ -31,11 +31,6 @@ UNREADABLE = (
 DTYPES = ("<i8", "<f8", "<f8", "<f8", "<f8")  # of the fields
 
 
-def is_integer(dtype: np.dtype) -> bool:
-    """Returns whether the values of a hook are integers. They have no statistics."""
-    return dtype.kind in "iu"
-
-
 @dataclass(eq=False)
 class Sums:
     """Sums over tokens at one hook, in float64. Those of two sets of tokens add up.
@@ -146,13 +141,9 @@ def _blocks(activations: Sequence[np.ndarray], wide: np.ndarray) -> Iterator[np.
 
 
 def sums_of(activations: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> Sums:
-    """Returns the sums of some tokens at one hook, as `Sums.add` takes them; at least one array.
-
-    Integers number things, so they have no sums: those are over no tokens.
-    """
+    """Returns the sums of some tokens at one hook, as `Sums.add` takes them; at least one array."""
     total = Sums.zeros(activations[0].shape[1])
-    if not is_integer(activations[0].dtype):
-        total.add(activations, positions)
+    total.add(activations, positions)
     return total
 
 
