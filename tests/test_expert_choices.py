@@ -145,7 +145,7 @@ def test_batches_have_every_hook_in_its_own_dtype(stored):
     assert usual.torch()[CHOICES[0]].dtype == torch.int32
     assert usual.jax()[CHOICES[0]].dtype == jax.numpy.int32
     assert ActivationDataset(stored(), [CHOICES[0]]).dtype == "int32"
-    with pytest.raises(ValueError, match="has integers, which have no norm"):
+    with pytest.raises(ValueError, match="has numbers of experts, which have no norm"):
         dataset.batches(50, max_norm={CHOICES[0]: 1.0})
 
 

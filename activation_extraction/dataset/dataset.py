@@ -119,7 +119,7 @@ class ActivationDataset(Sequence[SampleActivations]):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype in which activations are stored; that of integers if no other hook is read."""
+        """The dtype in which activations are stored; int32 if only numbers of experts are read."""
         every = self._shards.hooks.values()
         return min(every, key=lambda hook: hook.integers).dtype
 
@@ -130,8 +130,8 @@ class ActivationDataset(Sequence[SampleActivations]):
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:
-        """Statistics over all that is stored, by hook; over no tokens for a hook of integers. No
-        shard is read for them.
+        """Statistics over all that is stored, by hook; over no tokens where a hook has numbers of
+        experts. No shard is read for them.
 
         Those of every dimension are read from the small files beside the shards when they are
         first asked for.
@@ -204,9 +204,9 @@ class ActivationDataset(Sequence[SampleActivations]):
         by default 64 batches, at most 1 GiB. Pickles are unpacked whole, so up to two shards come
         on top of that. skip_first: leave out that many tokens at the start of every sample.
         max_norm: leave out tokens with a larger norm at any hook, or at the hooks that it names;
-        integers have no norm. dtype: of the result, by default as stored; integers keep theirs.
-        worker, workers: read only one of so many shares, which do not overlap; the workers of a
-        PyTorch DataLoader divide it further by themselves.
+        numbers of experts have no norm. dtype: of the result, by default as stored; numbers of
+        experts stay int32. worker, workers: read only one of so many shares, which do not overlap;
+        the workers of a PyTorch DataLoader divide it further by themselves.
 
         Raises ValueError for arguments that make no sense.
         """
@@ -219,7 +219,9 @@ class ActivationDataset(Sequence[SampleActivations]):
             if name not in names:
                 raise ValueError(f"max_norm: hook {name!r} is not read; {', '.join(names)} are")
             if name not in floats:
-                raise ValueError(f"max_norm: hook {name!r} has integers, which have no norm")
+                raise ValueError(
+                    f"max_norm: hook {name!r} has numbers of experts, which have no norm"
+                )
         if buffer is None:
             fitting = BUFFER_BYTES // self._shards.row_bytes(names)
             buffer = max(min(BUFFER_BATCHES * size, fitting), 2 * size)

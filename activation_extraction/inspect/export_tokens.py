@@ -38,8 +38,7 @@ class Contents:
     """What an export holds. Exports with the same contents have the same files.
 
     source: digest of the run's shards. hooks: name -> width. own_dtypes: name -> dtype, of hooks
-    that do not have `dtype`. tokens: of every hook; per_chunk: of
-    every chunk but the last.
+    that do not have `dtype`. tokens: of every hook; per_chunk: of every chunk but the last.
     """
 
     form: str

@@ -25,9 +25,10 @@ The JSON of a shard:
   samples                           {first, last, count}: ascending `sample_idx`
   tokens, cut_samples, cut_tokens   how many are stored; how many were cut, and what was left out
   hooks                             for each: key (what pickles call it), name, width, dtype (of
-                                    NumPy, or bfloat16; hooks may differ), scale (null; a reader
-                                    refuses all else) and statistics; integers have none, which
-                                    says `tokens` 0 there
+                                    NumPy, or bfloat16), scale (null; a reader refuses all else) and
+                                    statistics. Hooks may differ in dtype: numbers of experts, the
+                                    `integer_hooks` of the run's identity, are int32, and their
+                                    statistics are over 0 tokens
   cursor                            where in the data the next shard begins; null: at the start
   run                               digest of the run's identity, the same in all shards
   partial, began, committed         see above; two Unix times in seconds
