@@ -11,14 +11,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from activation_extraction.model.capture import Buffers, Capture, Plan
 from activation_extraction.model.decoder import Decoder, Layers, Path, stage_length
 from activation_extraction.model.family import Families, ModelFamily
 from activation_extraction.model.hooks import HOOKS as HOOKS
-from activation_extraction.model.hooks import KINDS, Hook
+from activation_extraction.model.hooks import KINDS, Form, Hook
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
 from activation_extraction.model.mesh import RULES, Layout
@@ -104,10 +103,10 @@ class HookedQwen2(nn.Module):
         return total
 
     @nn.compact
-    def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> dict[int, Array]:
-        """Returns {width: (hooks of that width, B, T, width)}. Inputs are (B, T) int32.
+    def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> dict[Form, Array]:
+        """Returns {form: (hooks of that form, B, T, width)}. Inputs are (B, T) int32.
 
-        Values have activation_dtype; hooks of one width are in the order of `hooks`.
+        Activations have activation_dtype; hooks of one form are in the order of `hooks`.
         """
         embed = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")
         norm = RMSNorm(self.config, self.dtype, name="norm")
@@ -145,7 +144,7 @@ class HookedQwen2(nn.Module):
 
     def _scanned(
         self, params: Any, embed: Embedding, norm: RMSNorm, *batch: Array
-    ) -> dict[int, Array]:
+    ) -> dict[Form, Array]:
         """Runs a loop over the whole layers, then what is needed of the last one."""
         token_ids, segment_ids, positions = batch
         capture, whole = self._capture(token_ids.shape[1]), self.whole_layers
@@ -156,21 +155,22 @@ class HookedQwen2(nn.Module):
             with jax.named_scope("layers"):
                 keep = self._keep(capture, inside, norm)
                 layers = self._layers().stacked(params["layers"])
-                carry = self._loop(capture, layers, inside.slots, carry, keep, *inputs)
+                carry = self._loop(capture, layers, inside, carry, keep, *inputs)
         x, buffers = carry
         if self.last_layer is not None:
             with jax.named_scope("last_layer"):
                 last = params.get("last_layer", {})
                 keep = self._keep(capture, after, norm)
                 values = self._layers().partial_layer(whole, last, keep, x, *inputs)
-                buffers = capture.write(buffers, values, [slots[0] for slots in after.slots])
+                slots = [of_kind[0] for of_kind in after.slots]
+                buffers = capture.write(buffers, after.kinds, values, slots)
         return capture.result(buffers)
 
     def _loop(
         self,
         capture: Capture,
         layers: Layers,
-        slots: tuple[Array | np.ndarray, ...],
+        plan: Plan,
         carry: tuple[Array, Buffers],
         keep: Callable[[Out], list[Array]],
         rotary: tuple[Array, Array],
@@ -182,13 +182,13 @@ class HookedQwen2(nn.Module):
         def block(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
             x, buffers = carry
             x, values = layer(x, rotary, segment_ids)
-            return x, capture.write(buffers, values, slots, *at)
+            return x, capture.write(buffers, plan.kinds, values, slots, *at)
 
-        return self._layers().scan(layers, block, carry, slots, keep)
+        return self._layers().scan(layers, block, carry, plan.slots, keep)
 
     def _pipelined(
         self, params: Any, embed: Embedding, norm: RMSNorm, *batch: Array
-    ) -> dict[int, Array]:
+    ) -> dict[Form, Array]:
         """Runs all stages at once, each on a different micro-batch.
 
         At tick t, stage s works on micro-batch t - s, so M micro-batches take M + stages - 1 ticks.
@@ -214,7 +214,8 @@ class HookedQwen2(nn.Module):
             """
             number = jnp.clip(number, 0, micro_batches - 1)
             inputs = rotary_table(positions[number], self.config), segment_ids[number]
-            return self._loop(capture, layers, slots, (x, buffers), keep, *inputs, number)
+            own = plan._replace(slots=slots)
+            return self._loop(capture, layers, own, (x, buffers), keep, *inputs, number)
 
         def tick(carry: tuple[Array, Buffers], time: Array) -> tuple[Any, None]:
             x, buffers = carry
@@ -277,9 +278,9 @@ def create_model_with_hooks(
     """Creates the model that computes `hooks` and nothing more.
 
     dtype: the type of weights and matrix products (float32 or bfloat16; sums are float32).
-    activation_dtype: the type of the result, by default `dtype`. layout: the mesh to run on, by
-    default one device. Raises ValueError without hooks, and InputError for a pipeline that cannot
-    have equal stages.
+    activation_dtype: the type of activations in the result, by default `dtype`. layout: the mesh to
+    run on, by default one device. Raises ValueError without hooks, and InputError for a pipeline
+    that cannot have equal stages.
     """
     if not hooks:
         raise ValueError("hooks: is empty; give at least one hook")

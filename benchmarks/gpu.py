@@ -31,6 +31,7 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import one_line
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.forward import build_model
+from activation_extraction.model.hooks import Form
 from activation_extraction.model.kernels import ON_GPU
 from activation_extraction.model.mesh import HostRows
 from activation_extraction.run.prepare import model_request
@@ -85,7 +86,7 @@ def run_attention(name: str, shape: str, given: argparse.Namespace) -> Row:
     positions = jnp.broadcast_to(jnp.arange(given.length, dtype=jnp.int32), ones.shape)
     inputs = [jax.device_put(x, rows.incoming()) for x in (ones, ones, positions)]
 
-    def apply(params: Any, *batch: Array) -> dict[int, Array]:
+    def apply(params: Any, *batch: Array) -> dict[Form, Array]:
         return model.apply({"params": params}, *batch)
 
     began = time.perf_counter()
@@ -108,11 +109,11 @@ def run_attention(name: str, shape: str, given: argparse.Namespace) -> Row:
 
 
 def time_steps(
-    step: Callable[[], dict[int, Array]], rows: HostRows, seconds: float, copy: bool
+    step: Callable[[], dict[Form, Array]], rows: HostRows, seconds: float, copy: bool
 ) -> float:
     """Seconds per step; as in a run, one computes while the one before is copied."""
 
-    def settle(activations: dict[int, Array]) -> None:
+    def settle(activations: dict[Form, Array]) -> None:
         if copy:
             rows.receive(activations)
         else:

@@ -142,7 +142,7 @@ def write_sums(folder: Path, number: int, shard: Any) -> None:
     for hook in content["hooks"]:
         records = shard[hook["key"]]
         of_hook = sums[hook["name"]] = Sums.zeros(records[0]["activation"].shape[1])
-        for record in records:
+        for record in records if hook["dtype"] != "int32" else ():  # see Identity
             each = record["activation"]
             positions = record.get("positions", np.arange(len(each)))
             if each.shape[1] == of_hook.sums.shape[1] and len(positions) == len(each):
@@ -166,6 +166,8 @@ def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> 
     def statistics(content: dict, shards: list) -> None:
         for hook in content["hooks"]:
             records = [record for shard in shards for record in shard[hook["key"]]]
+            if hook.get("dtype") == "int32":
+                continue
             hook |= merge_all(Statistics.from_array(r["activation"]) for r in records).to_json()
 
     edit(folder / f"shard_{number:04d}.json", lambda content: statistics(content, [shard]))

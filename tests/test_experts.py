@@ -32,7 +32,6 @@ from activation_extraction.model.experts import (
     route,
     tiled_experts,
 )
-from activation_extraction.model.forward import check_hooks
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.mesh import build_layout, check_divisibility, usable_devices
 from activation_extraction.model.weights import check_tensors, load_params
@@ -230,15 +229,6 @@ def test_names_mean_what_the_layer_has(small):
 def test_what_cannot_be_computed_is_refused(change, named):
     with pytest.raises(InputError, match=named):
         FAMILIES.config(MOE | change)
-
-
-def test_numbers_of_experts_that_would_be_rounded_are_refused(small):
-    hooks = hook_table(small.config).matching([f"*.{INDICES}"], 4)
-    sizes = small.config.sizes_with(64)
-    check_hooks([*hooks.values()], sizes | {"R": 257}, jnp.bfloat16)
-    check_hooks([*hooks.values()], sizes | {"R": 512}, jnp.float16)
-    with pytest.raises(InputError, match="bfloat16 is exact up to 256, and the model has 258 exp"):
-        check_hooks([*hooks.values()], sizes | {"R": 258}, jnp.bfloat16)
 
 
 def test_what_does_not_divide_among_devices_is_refused(small):

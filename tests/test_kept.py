@@ -16,6 +16,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.inspect.export_tokens import FORMATS
 from activation_extraction.model import kept as kept_module
+from activation_extraction.model.hooks import Form
 from activation_extraction.model.kept import take_kept
 from activation_extraction.model.mesh import host_rows
 from activation_extraction.store.pickle_file import pickle_pieces, read_pickle, read_records
@@ -121,17 +122,17 @@ def test_a_run_that_keeps_everything_stores_no_positions(flags, whole, tmp_path)
 def test_only_kept_tokens_leave_the_devices(monkeypatch):
     """Counted in bytes: about as many as are kept, whatever the devices; and none of other rows."""
     monkeypatch.setattr(kept_module, "PIECES", 32)
-    rows = host_rows(jax.devices())
+    rows, form = host_rows(jax.devices()), Form(5, "float32")
     values = np.random.default_rng(0).standard_normal((3, 8, 64, 5), np.float32)
     for length in (64, 60):  # 60 tokens do not divide among eight devices
         part = values[:, :, :length]
         array = jax.device_put(part, rows.outgoing(length))
         for share in (0.0, 0.03, 0.3, 1.0):
             kept = np.random.default_rng(1).random((8, length)) < share
-            sent = take_kept({5: array}, kept)
-            copied = sum(piece.values[5].nbytes for piece in sent.pieces)
+            sent = take_kept({form: array}, kept)
+            copied = sum(piece.values[form].nbytes for piece in sent.pieces)
             assert copied <= min(2.5 * share + 0.1, 1.1) * part.nbytes, (length, share)
-            np.testing.assert_array_equal(sent.receive()[5], part[:, kept])
+            np.testing.assert_array_equal(sent.receive()[form], part[:, kept])
 
 
 @pytest.mark.long

@@ -62,10 +62,11 @@ def compiled(model):
 
 def by_hook(model, found):
     """What a model returned, as hook -> value."""
-    arrays = {width: iter(np.asarray(of_width)) for width, of_width in found.items()}
+    arrays = {form: iter(np.asarray(of_form)) for form, of_form in found.items()}
     sizes = model.config.sizes | {"S": next(iter(found.values())).shape[2]}
-    values = {hook: next(arrays[hook.kind.width(sizes)]) for hook in model.hooks}
-    assert not [left for of_width in arrays.values() for left in of_width]
+    dtype = model.activation_dtype
+    values = {hook: next(arrays[hook.kind.form(sizes, dtype)]) for hook in model.hooks}
+    assert not [left for of_form in arrays.values() for left in of_form]
     return values
 
 

@@ -107,6 +107,13 @@ class TokenSource:
         """Which samples of a shard are wanted; None for all."""
         return None if self.mask is None else self.mask[slice(*self._firsts[shard : shard + 2])]
 
+    def dtypes(self, options: BatchOptions) -> dict[str, str]:
+        """Returns the dtype of the result, by hook, where it may not be as stored."""
+        if options.dtype is None:
+            return {}
+        hooks = [name for name in options.hooks if not self.shards.hooks[name].integers]
+        return dict.fromkeys(hooks, options.dtype)
+
     @property
     def _commits(self) -> list[Commit]:
         return [commit for _, commit in self.shards.shards]
@@ -295,7 +302,7 @@ class Batches(Iterator[TokenBatch]):
             self._window = self._next_window()
         window, taken = self._window, self._position.taken
         rows = window.order[taken : taken + self._options.size]
-        batch = empty_batch(window.memory, len(rows), self._options.dtype)
+        batch = empty_batch(window.memory, len(rows), self._source.dtypes(self._options))
         copy_rows(window.memory, rows, batch)
         if self._options.doc_ids:
             batch = replace(batch, doc_id=self._source.doc_ids(batch.sample_idx))

@@ -105,15 +105,21 @@ class ActivationDataset(Sequence[SampleActivations]):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype in which activations are stored."""
-        return next(iter(self._shards.hooks.values())).dtype
+        """The dtype in which activations are stored; int32 if only numbers of experts are read."""
+        every = self._shards.hooks.values()
+        return min(every, key=lambda hook: hook.integers).dtype
+
+    @property
+    def dtypes(self) -> ByHook[np.dtype]:
+        """The dtype of every hook that is read, by name: int32 for the numbers of experts."""
+        return self._shards.hooks.map(lambda hook: hook.dtype)
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:
         """Statistics over all that is stored, by hook. No shard is read for them.
 
-        Those of every dimension are read from the small files beside the shards when they are
-        first asked for.
+        For numbers of experts, they are over no tokens. Those of every dimension are read from the
+        small files beside the shards when they are first asked for.
         """
         found = dict.fromkeys(self.hooks, Statistics())
         for hook in (hook for commit in self._commits for hook in commit.hooks):
@@ -220,11 +226,12 @@ class ActivationDataset(Sequence[SampleActivations]):
         None for the stored order. buffer: the number of tokens kept in memory and shuffled there,
         by default 64 batches, at most 1 GiB. Pickles are unpacked whole, so up to two shards come
         on top of that. skip_first: leave out that many tokens at the start of every sample.
-        max_norm: leave out tokens with a larger norm at any hook, or at the hooks that it names.
-        dtype: of the result, by default as stored. worker, workers: read only one of so many
-        shares, which do not overlap; the workers of a PyTorch DataLoader divide it further by
-        themselves. where: only tokens of these samples: a boolean for each row of `samples`, as an
-        array or a list, or a function that gets that table and returns them, such as
+        max_norm: leave out tokens with a larger norm at any hook, or at the hooks that it names;
+        numbers of experts have no norm. dtype: of the result, by default as stored; numbers of
+        experts stay int32. worker, workers: read only one of so many shares, which do not overlap;
+        the workers of a PyTorch DataLoader divide it further by themselves. where: only tokens of
+        these samples: a boolean for each row of `samples`, as an array or a list, or a function
+        that gets that table and returns them, such as
         `lambda table: pyarrow.compute.equal(table["split"], "test")`. roles: only tokens of these
         roles in a conversation, such as ["assistant"]. doc_ids: whether batches have `doc_id`.
 
@@ -232,11 +239,16 @@ class ActivationDataset(Sequence[SampleActivations]):
         """
         known = self.hooks
         names = _chosen(self.url, known, hooks)
-        limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(names, max_norm)
+        floats = [name for name in names if not self._shards.hooks[name].integers]
+        limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(floats, max_norm)
         limits = {known.aliases.get(name, name): limit for name, limit in limits.items()}
         for name in limits:
             if name not in names:
                 raise ValueError(f"max_norm: hook {name!r} is not read; {', '.join(names)} are")
+            if name not in floats:
+                raise ValueError(
+                    f"max_norm: hook {name!r} has numbers of experts, which have no norm"
+                )
         if buffer is None:
             fitting = BUFFER_BYTES // self._shards.row_bytes(names)
             buffer = max(min(BUFFER_BATCHES * size, fitting), 2 * size)
@@ -357,8 +369,9 @@ def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> St
     width = recorded.get("width", metadata.get("model", {}).get("hidden_size"))
     if width is None:
         raise ValueError(f"the metadata does not record how wide {recorded['name']} is")
-    dtype = recorded.get("dtype", identity_of(metadata, METADATA).activation_dtype)
-    return StoredHook(recorded["key"], width, _dtype(dtype))
+    identity, name = identity_of(metadata, METADATA), recorded["name"]
+    dtype = _dtype(recorded.get("dtype", identity.dtype_of(name)))
+    return StoredHook(recorded["key"], width, dtype, name in identity.integer_hooks)
 
 
 def _dtype(name: Any) -> np.dtype:

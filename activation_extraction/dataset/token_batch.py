@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Seq
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from operator import methodcaller
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -149,17 +150,17 @@ def _to_torch(values: np.ndarray) -> Any:
     return torch.from_numpy(values)
 
 
-def empty_batch(like: TokenBatch, size: int, dtype: str | None = None) -> TokenBatch:
-    """Returns a batch of `size` tokens, with any content. dtype: of the activations, by default as
-    `like`.
+def empty_batch(
+    like: TokenBatch, size: int, dtypes: Mapping[str, str] = MappingProxyType({})
+) -> TokenBatch:
+    """Returns a batch of `size` tokens, with any content. dtypes: by hook, if other than in `like`.
 
     Its arrays lie in one block: many smaller ones would be given back to the system whenever a
     batch is freed, and the first use of memory takes longer than copying.
     """
     rows = like.map(lambda values: np.dtype((values.dtype, values.shape[1:])))
-    if dtype is not None:
-        found = like.activations.map(lambda values: np.dtype((dtype, values.shape[1:])))
-        rows = replace(rows, activations=found)
+    for hook, dtype in dtypes.items():
+        rows.activations[hook] = np.dtype((dtype, rows.activations[hook].shape))
     room = sum(size * row.itemsize + ALIGNMENT for row in rows.arrays)
     block, offset = np.empty(room, np.uint8), 0
 

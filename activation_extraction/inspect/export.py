@@ -41,7 +41,7 @@ from activation_extraction.store.pickle_file import ContentError
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.shard import Shard, pack_table, same_content, with_table
 from activation_extraction.store.shard_reader import read_shard, read_table
-from activation_extraction.store.statistics import pack_sums, sums_of
+from activation_extraction.store.statistics import Sums, pack_sums, sums_of
 
 
 def export(
@@ -181,9 +181,15 @@ class RunCopy:
             "shard_format": "safetensors" if shard_format is SAFETENSORS else "pickle",
             "compress_shards": shard_format.compressed,
         }
-        names = tuple(hook for hook in identity.hooks if hook in hooks)
-        self._identity = replace(identity, hooks=names, keyed_by=keyed_by, **self._changes)
-        self._itemsize = np.dtype(identity.activation_dtype).itemsize
+        names, integers = (
+            tuple(hook for hook in each if hook in hooks)
+            for each in (identity.hooks, identity.integer_hooks)
+        )
+        identity = replace(identity, hooks=names, integer_hooks=integers, keyed_by=keyed_by)
+        self._identity = replace(identity, **self._changes)
+        self._token_bytes = sum(
+            width * np.dtype(identity.dtype_of(hook)).itemsize for hook, width in hooks.items()
+        )
         self._copy_of = _digest(stored.in_order)
 
     def resume(self) -> bool:
@@ -216,8 +222,7 @@ class RunCopy:
     @property
     def bytes_needed(self) -> int:
         """The bytes of the activations that are left to copy, before compression."""
-        token_bytes = sum(self._hooks.values()) * self._itemsize
-        return token_bytes * sum(commit.tokens for commit in self._missing)
+        return self._token_bytes * sum(commit.tokens for commit in self._missing)
 
     def write(self) -> Iterator[int]:
         """Copies the shards that are left, and yields the bytes of each source after its copy."""
@@ -261,7 +266,12 @@ class RunCopy:
         path = self.folder / self._format.file_name(commit.number)
         (self.folder / commit.name).unlink(missing_ok=True)  # of an earlier copy that is damaged
         written = write_shard(path, shard, keys, self._format)
-        sums = {keys[key]: sums_of(shard.slices[key], shard.positions) for key in keys}
+        sums = {
+            name: Sums.zeros(self._hooks[name])
+            if name in self._identity.integer_hooks
+            else sums_of(shard.slices[key], shard.positions)
+            for key, name in keys.items()
+        }
         made = replace(
             commit,
             file=path.name,

@@ -13,7 +13,7 @@ import os
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ COMPARED = ("mean", "variance", "mean_norm", "max_norm")
 class Contents:
     """The contents of an export. Exports with equal contents have equal files.
 
-    source: digest of the run's shards. hooks: the widths by name. tokens: how many there are in
-    all; per_chunk: how many are in every chunk but the last.
+    source: digest of the run's shards. hooks: the widths by name. own_dtypes: the dtypes by name,
+    of hooks that do not have `dtype`. tokens: how many there are in all; per_chunk: how many are in
+    every chunk but the last.
     """
 
     form: str
@@ -47,6 +48,7 @@ class Contents:
     dtype: str
     tokens: int
     per_chunk: int
+    own_dtypes: dict[str, str] = field(default_factory=dict)
 
     @property
     def chunks(self) -> int:
@@ -57,7 +59,11 @@ class Contents:
 
     def row_bytes(self, hook: str) -> int:
         """The bytes of one token's activation."""
-        return self.hooks[hook] * np.dtype(self.dtype).itemsize
+        return self.hooks[hook] * self.dtype_of(hook).itemsize
+
+    def dtype_of(self, hook: str) -> np.dtype:
+        """Returns the dtype of a hook's values."""
+        return np.dtype(self.own_dtypes.get(hook, self.dtype))
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ class Llamascopium:
                 "tokens": (np.dtype(np.int64), shape[:1]),
                 "mask": (np.dtype(np.int32), shape[:1]),
                 "attention_mask": (np.dtype(np.int32), shape[:1]),
-                "activation": (np.dtype(self.contents.dtype), shape),
+                "activation": (self.contents.dtype_of(hook), shape),
             }
         )
 
@@ -276,7 +282,9 @@ class TokenExport:
         if not dataset.tokens:
             raise InputError(f"--export: {dataset.url} holds no tokens")
         self.folder, self.size, self._dataset = folder, dataset.tokens, dataset
-        one_by_one = Contents(form, source, hooks, dataset.dtype.name, self.size, 1)
+        own = {name: dataset.dtypes[name].name for name in hooks}
+        own = {name: dtype for name, dtype in own.items() if dtype != dataset.dtype.name}
+        one_by_one = Contents(form, source, hooks, dataset.dtype.name, self.size, 1, own)
         per_chunk = CHUNK_BYTES // sum(map(one_by_one.row_bytes, hooks))
         self._contents = replace(one_by_one, per_chunk=max(1, per_chunk))
         self._files = FORMATS[form](folder, self._contents)
@@ -307,7 +315,7 @@ class TokenExport:
         except RunError as error:
             raise InputError(f"{path}: is damaged; {remedy}") from error
         for name, expected in asdict(self._contents).items():
-            if (value := state["contents"].get(name)) != expected:
+            if (value := {"own_dtypes": {}, **state["contents"]}.get(name)) != expected:
                 content = f"{name} {value}, not {expected}" if name != "source" else "other shards"
                 raise InputError(
                     f"--export_dir {self.folder}: holds another export, with {content:.200}"
@@ -369,7 +377,7 @@ class TokenExport:
         for hook in self._contents.hooks:
             exported = Statistics.from_json(self._progress["statistics"][hook])
             recorded = self._dataset.statistics[hook]
-            for name in COMPARED:
+            for name in COMPARED if recorded.tokens else ():  # integers have no statistics
                 value, expected = getattr(exported, name), getattr(recorded, name)
                 if not math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9):
                     raise RunError(

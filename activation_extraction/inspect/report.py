@@ -66,10 +66,15 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
     except OSError as error:
         raise RunError(str(error)) from error
     buckets = report_numbers.position_buckets(sample.position)
-    hooks = [report_numbers.analyse(sample, *hook, buckets) for hook in enumerate(dataset.hooks)]
+    identity = identity_of(dataset.metadata, METADATA)
+    hooks = [
+        report_numbers.analyse(sample, number, name, buckets)
+        for number, name in enumerate(dataset.hooks)
+        if name not in identity.integer_hooks
+    ]
     return _template().render(
         dataset=dataset,
-        identity=identity_of(dataset.metadata, METADATA),
+        identity=identity,
         folders=folders.values(),
         hosts=host_states(folders),
         problems=[problem for stored in folders.values() for problem in problems_of(stored)],

@@ -76,7 +76,9 @@ def read_sample(dataset: ActivationDataset, commits: Sequence[Commit]) -> TokenS
 
     Raises OSError if a shard cannot be read, or has activations that are NaN or huge.
     """
-    token_bytes = sum(dataset.hooks.values()) * dataset.dtype.itemsize
+    token_bytes = sum(
+        width * dataset.dtypes[hook].itemsize for hook, width in dataset.hooks.items()
+    )
     by_ranges = all(map(read_by_ranges, commits))
     mean = sum(commit.unpacked for commit in commits) / len(commits)
     most = SHARDS if by_ranges else int(np.clip(WHOLE_SHARD_BYTES / mean, 1, SHARDS))

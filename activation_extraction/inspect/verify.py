@@ -71,7 +71,7 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     recomputed = "nothing recomputed (give --model_path)"
     if recompute is not None:
         chosen = [sample for shard in checked for sample in shard.chosen]
-        problems += _compare(identity.hooks, chosen, recompute, allowed)
+        problems += _compare(identity, chosen, recompute, allowed)
         recomputed = f"{counted(len(chosen), 'sample')} recomputed"
     samples = sum(shard.commit.count for shard in checked)
     gigabytes = sum(shard.commit.bytes for shard in checked) / 1e9
@@ -141,6 +141,12 @@ COMPUTED = {
 # of two roundings), which is at most 2**-10 or 2**-7 of a value.
 STORED = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
+# How large a share of a sample's numbers of experts may differ at a layer, by the dtype of the
+# model: rounding decides between experts that are nearly tied. On a CPU, with 8 of 64 experts, no
+# number differed where only the packing did, and 13 % did between bfloat16 and float32.
+OTHER_EXPERTS = {"float32": 0.01, "bfloat16": 0.25}
+TIE = 2  # numbers that differ when two experts change places, which is always allowed
+
 
 def tolerance(identity: Identity, same_platform: bool) -> float:
     """Returns the largest relative error that rounding explains. Raises InputError for other
@@ -155,15 +161,24 @@ def tolerance(identity: Identity, same_platform: bool) -> float:
 
 
 def _compare(
-    hooks: tuple[str, ...], chosen: list[ChosenSample], recompute: Recompute, allowed: float
+    identity: Identity, chosen: list[ChosenSample], recompute: Recompute, allowed: float
 ) -> Iterator[str]:
     """Recomputes the chosen samples, and yields those that differ by more than is allowed."""
     for sample, activations in zip(chosen, recompute.activations(chosen), strict=True):
         if isinstance(activations, str):
             yield f"{sample.where}: cannot be recomputed: {activations}"
             continue
-        for name, stored in zip(hooks, sample.activations, strict=True):
+        for name, stored in zip(identity.hooks, sample.activations, strict=True):
             before, now = (np.asarray(each, np.float64) for each in (stored, activations[name]))
+            if np.issubdtype(activations[name].dtype, np.integer):
+                different = int((now != before).sum())
+                most = max(int(OTHER_EXPERTS[identity.dtype] * now.size), TIE)
+                if different > most:
+                    yield (
+                        f"{sample.where}, {name}: recomputed, {different} of its {now.size} "
+                        f"numbers differ (allowed: {most})"
+                    )
+                continue
             error = float(np.linalg.norm(now - before)) / max(float(np.linalg.norm(before)), 1e-30)
             if not error <= allowed:
                 yield (

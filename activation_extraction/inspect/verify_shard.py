@@ -24,7 +24,7 @@ from activation_extraction.store.metadata import Stored
 from activation_extraction.store.pickle_file import ContentError
 from activation_extraction.store.shard import SampleRow, Shard, with_table
 from activation_extraction.store.shard_reader import read_shard, read_sums, read_table
-from activation_extraction.store.statistics import Statistics, Sums, sums_of
+from activation_extraction.store.statistics import Statistics, Sums
 from activation_extraction.text.batch import Cursor, Worker
 
 DIGEST = np.dtype([("high", "<u8"), ("low", "<u8")])  # 0 if a sample has no row or no id
@@ -167,7 +167,7 @@ def _check_samples(
     yield from problems
     for hook in commit.hooks if not problems else ():
         recorded = None if sums is None else sums[hook["name"]]
-        yield from _check_hook(shard, identity.activation_dtype, hook, recorded)
+        yield from _check_hook(shard, identity, hook, recorded)
 
 
 def _check_row(row: SampleRow, identity: Identity, vocabulary: int) -> Iterator[str]:
@@ -194,11 +194,11 @@ def _check_row(row: SampleRow, identity: Identity, vocabulary: int) -> Iterator[
 
 
 def _check_hook(
-    shard: Shard, dtype: str, hook: dict[str, Any], recorded: Sums | None
+    shard: Shard, identity: Identity, hook: dict[str, Any], recorded: Sums | None
 ) -> Iterator[str]:
     """Yields what is wrong with the activations at one hook. hook: its entry in the commit."""
     name, slices = f"hook {hook['key']}", shard.slices[hook["key"]]
-    sound = True
+    dtype, sound = identity.dtype_of(hook["name"]), True
     for row, activation in zip(shard.samples, slices, strict=True):
         at, shape = f"{name}, sample {row.sample_idx}", (len(row.positions), hook["width"])
         if activation.shape != shape:
@@ -207,7 +207,9 @@ def _check_hook(
             yield f"{at}: dtype {activation.dtype}, expected {dtype}"
         sound &= activation.shape == shape and str(activation.dtype) == dtype
     if sound:
-        sums = sums_of(slices, shard.positions)
+        sums = Sums.zeros(hook["width"])
+        if hook["name"] not in identity.integer_hooks:
+            sums.add(slices, shard.positions)
         yield from (f"{name}: {problem}" for problem in statistics_problems(sums.statistics, hook))
         if recorded is not None and not recorded.close_to(sums):
             yield f"{name}: its statistics of every dimension are not those of its activations"

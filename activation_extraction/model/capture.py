@@ -1,6 +1,6 @@
-"""This module moves the values of hooks from the layers that compute them into one array per width.
+"""This module moves the values of hooks from the layers that compute them into one array per form.
 
-A loop over layers carries one buffer for each width, in which every hook has a slot. This module
+A loop over layers carries one buffer for each form, in which every hook has a slot. This module
 decides what a slot is, which layer writes to it, and how the buffers become the result, both for a
 loop over all layers and for the stages of a pipeline. The layers belong to the model's file.
 """
@@ -14,12 +14,12 @@ import numpy as np
 from jax import Array, lax
 
 from activation_extraction.model.decoder import intermediate
-from activation_extraction.model.hooks import Hook, HookKind
+from activation_extraction.model.hooks import Form, Hook, HookKind
 from activation_extraction.model.mesh import Layout
 
 CAPTURED = "batch", "captured_sequence", "hidden"  # logical axes of a hook's value when stored
 
-Buffers = dict[int, Array]  # width -> bits of the hooks of that width, (slots, ..., B, T, width)
+Buffers = dict[Form, Array]  # form -> bits of the hooks of that form, (slots, ..., B, T, width)
 
 
 class Plan(NamedTuple):
@@ -31,10 +31,10 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Capture:
-    """The values of some hooks are captured as arrays of one dtype.
+    """The values of some hooks are captured as one array per form.
 
     hooks: in their order; sizes: letter -> size, from the model's configuration, and S, the tokens
-    of a row; dtype: the type in which values are stored.
+    of a row; dtype: the type in which activations are stored.
     """
 
     hooks: tuple[Hook, ...]
@@ -42,26 +42,30 @@ class Capture:
     dtype: Any
     layout: Layout
 
-    def by_width(self) -> dict[int, list[Hook]]:
-        """Groups the hooks by width, in their order."""
-        groups: dict[int, list[Hook]] = {}
+    def by_form(self) -> dict[Form, list[Hook]]:
+        """Groups the hooks by form, in their order."""
+        groups: dict[Form, list[Hook]] = {}
         for hook in self.hooks:
-            groups.setdefault(hook.kind.width(self.sizes), []).append(hook)
+            groups.setdefault(self.form(hook.kind), []).append(hook)
         return groups
+
+    def form(self, kind: HookKind) -> Form:
+        """Returns the form in which values of this kind are stored."""
+        return kind.form(self.sizes, self.dtype)
 
     def plan(self, layers: range, within: range | None = None, first: int = 0) -> Plan:
         """Plans a loop over `layers` into buffers that begin with the hooks of layer `first`.
 
         Every layer writes all kinds of hooks that `within` (by default these layers) has, each into
-        the slot of the next hook of its width: a value that nobody asked for is overwritten before
+        the slot of the next hook of its form: a value that nobody asked for is overwritten before
         the loop ends. So memory grows with the hooks, not with the depth. Values that come after
         the last hook go into one spare slot.
         """
-        by_width, slots = self.by_width(), []
+        by_form, slots = self.by_form(), []
         within = layers if within is None else within
         kinds = sorted({hook[1:] for hook in self.hooks if hook.layer in within})
         for order, kind in kinds:
-            hooks = [h[:2] for h in by_width[kind.width(self.sizes)] if h.layer >= first]
+            hooks = [h[:2] for h in by_form[self.form(kind)] if h.layer >= first]
             before = [sum(hook < (layer, order) for hook in hooks) for layer in layers]
             slots.append(np.array(before, np.int32))
         return Plan(tuple(kind for _, kind in kinds), tuple(slots))
@@ -79,21 +83,21 @@ class Capture:
         shape: (B, T) or (micro-batches, B, T). Each of several stages has buffers of its own, all
         as long as the longest.
         """
-        lengths: dict[int, int] = {}
+        lengths: dict[Form, int] = {}
         for plan in plans:
             for kind, slots in zip(*plan, strict=True):
-                width = kind.width(self.sizes)
-                lengths[width] = max(lengths.get(width, 0), slots.max() + 1)
+                form = self.form(kind)
+                lengths[form] = max(lengths.get(form, 0), slots.max() + 1)
         axes = ["slots", *["micro_batch"] * (len(shape) - 2), *CAPTURED]
         buffers = {}
-        for width, length in lengths.items():
-            sizes = [length, *shape, width]
+        for form, length in lengths.items():
+            sizes = [length, *shape, form.width]
             if stages > 1:
-                empty = _bits(jnp.zeros([stages, *sizes], self.dtype))
-                buffers[width] = self.layout.constrain(empty, "stage", *axes)
+                empty = _bits(jnp.zeros([stages, *sizes], form.dtype))
+                buffers[form] = self.layout.constrain(empty, "stage", *axes)
             else:
-                empty = _bits(jnp.zeros(sizes, self.dtype))
-                buffers[width] = self.layout.constrain(empty, *axes)
+                empty = _bits(jnp.zeros(sizes, form.dtype))
+                buffers[form] = self.layout.constrain(empty, *axes)
         return buffers
 
     def bits_of(self, kinds: Iterable[HookKind], out: dict[str, Any]) -> list[Array]:
@@ -105,50 +109,55 @@ class Capture:
         shape = out["resid_pre"].shape[:2]
 
         def value(kind: HookKind) -> Array:
-            x = intermediate(out, kind.value)
+            x, (width, dtype) = intermediate(out, kind.value), self.form(kind)
             if x is None:
-                return jnp.zeros((*shape, kind.width(self.sizes)), self.dtype)
-            return x.reshape(*shape, -1).astype(self.dtype)
+                return jnp.zeros((*shape, width), dtype)
+            return x.reshape(*shape, -1).astype(dtype)
 
         return [_bits(value(kind)) for kind in kinds]
 
     def write(
-        self, buffers: Buffers, values: Iterable[Array], slots: Iterable[Any], *at: Array
+        self,
+        buffers: Buffers,
+        kinds: Iterable[HookKind],
+        values: Iterable[Array],
+        slots: Iterable[Any],
+        *at: Array,
     ) -> Buffers:
         """Returns the buffers with one layer's values; a device of `model` keeps a part of a row.
 
         at: the index after the slot, which is the number of the micro-batch if there is one.
         """
         buffers = dict(buffers)
-        for value, slot in zip(values, slots, strict=True):
-            width = value.shape[-1]
+        for kind, value, slot in zip(kinds, values, slots, strict=True):
+            form = self.form(kind)
             value = self.layout.constrain(value, *CAPTURED)
             value = value.reshape(*[1] * (1 + len(at)), *value.shape)
             start = slot, *at, 0, 0, 0
-            buffers[width] = lax.dynamic_update_slice(buffers[width], value, start)
+            buffers[form] = lax.dynamic_update_slice(buffers[form], value, start)
         return buffers
 
-    def result(self, buffers: Buffers) -> dict[int, Array]:
-        """Turns full buffers into {width: (hooks of that width, B, T, width)}."""
+    def result(self, buffers: Buffers) -> dict[Form, Array]:
+        """Turns full buffers into {form: (hooks of that form, B, T, width)}."""
         return {
-            width: lax.bitcast_convert_type(buffers[width][: len(hooks)], self.dtype)
-            for width, hooks in self.by_width().items()
+            form: lax.bitcast_convert_type(buffers[form][: len(hooks)], form.dtype)
+            for form, hooks in self.by_form().items()
         }
 
-    def result_of_stages(self, buffers: Buffers, rows: int, length: int) -> dict[int, Array]:
+    def result_of_stages(self, buffers: Buffers, rows: int, length: int) -> dict[Form, Array]:
         """Does what `result` does for buffers (stages, slots, micro-batches, B, T, width).
 
         rows: of all micro-batches together; length: layers of a stage.
         """
         result = {}
-        for width, hooks in self.by_width().items():
-            bits = buffers[width].swapaxes(2, 3)
+        for form, hooks in self.by_form().items():
+            bits = buffers[form].swapaxes(2, 3)
             bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
             axes = "stages", "slots", "batch", "leaving_sequence", "hidden"
             bits = self.layout.constrain(bits, *axes)
             counts = np.bincount([hook.layer // length for hook in hooks])
             joined = jnp.concatenate([bits[stage, :count] for stage, count in enumerate(counts)])
-            result[width] = lax.bitcast_convert_type(joined, self.dtype)
+            result[form] = lax.bitcast_convert_type(joined, form.dtype)
         return result
 
 

@@ -24,9 +24,9 @@ WeightTable = dict[tuple[str, ...], WeightSpec]
 
 
 class HookedModel(Protocol):
-    """A hooked model returns the values at its hooks: {width: (hooks of that width, B, T, width)}.
+    """A hooked model returns the values at its hooks: {form: (hooks of that form, B, T, width)}.
 
-    The hooks of one width are in the order of `hooks`. `apply` takes the parameters, then token
+    The hooks of one form are in the order of `hooks`. `apply` takes the parameters, then token
     ids, segment ids and positions, all (B, T) int32.
     """
 

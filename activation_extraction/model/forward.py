@@ -23,7 +23,7 @@ from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import watch_compiling
 from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
-from activation_extraction.model.hooks import Hook, hook_table
+from activation_extraction.model.hooks import Form, Hook, hook_table
 from activation_extraction.model.kept import KeptTokens, take_kept
 from activation_extraction.model.kernels import Choice, preferred_kernels, try_kernels
 from activation_extraction.model.mesh import (
@@ -43,8 +43,8 @@ from activation_extraction.text.batch import Batch
 MOST_BYTES_OF_A_ROW = 32 * 2**20  # at a hook whose width grows with the row
 
 Key = int | str  # a hook's key in the shards: its layer, or its name
-# {width: (hooks of that width, rows of all hosts, T, width)}, or only the batch's kept tokens
-Activations = dict[int, Array] | KeptTokens
+# {form: (hooks of that form, rows of all hosts, T, width)}, or only the batch's kept tokens
+Activations = dict[Form, Array] | KeptTokens
 # A step maps (batch or None, flags of this host) to (activations, number of hosts that set each
 # flag), and does not wait for the devices.
 Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
@@ -99,6 +99,10 @@ class Forward:
         """Returns letter -> size, with S for the tokens of a row."""
         return self.model.config.sizes_with(self.shape[1])
 
+    def form(self, hook: Hook) -> Form:
+        """Returns the form in which the hook's values are stored."""
+        return hook.kind.form(self.sizes, self.model.activation_dtype)
+
     @property
     def keyed_by(self) -> str | list[str]:
         """Returns what the shards' keys are: "layer", "hook name", or all keys if neither."""
@@ -116,9 +120,8 @@ class Forward:
             stacks = activations.receive()
         else:
             stacks = self.rows.receive(activations)
-        rest = {width: iter(stack) for width, stack in stacks.items()}
-        sizes = self.sizes
-        return {key: next(rest[hook.kind.width(sizes)]) for key, hook in self.hooks.items()}
+        rest = {form: iter(stack) for form, stack in stacks.items()}
+        return {key: next(rest[self.form(hook)]) for key, hook in self.hooks.items()}
 
 
 def prepare_model(families: Families, request: ModelRequest) -> Forward:
@@ -161,22 +164,16 @@ def build_model(
 
 
 def check_hooks(hooks: Iterable[Hook], sizes: dict[str, int], dtype: Any) -> None:
-    """Raises InputError for hooks that are too wide, or whose numbers `dtype` would round."""
+    """Raises InputError for hooks that are too wide. dtype: of stored activations."""
     length = sizes["S"]
-    largest = int(2 / jnp.finfo(dtype).eps)  # all whole numbers up to it are exact
     for hook in hooks:
-        per_token = hook.kind.width(sizes) * jnp.dtype(dtype).itemsize
+        per_token = hook.kind.form(sizes, dtype).bytes
         per_row = per_token * length
         if hook.kind.grows and per_row > MOST_BYTES_OF_A_ROW:
             raise InputError(
                 f"--hook_names {hook.name}: takes {per_token:,} bytes per token and {per_row:,} "
                 f"per row with --max_seq_length {length}; at most {MOST_BYTES_OF_A_ROW:,} per row "
                 "are stored; choose a smaller --max_seq_length"
-            )
-        if hook.kind.letters == "X" and sizes["R"] - 1 > largest:
-            raise InputError(
-                f"--hook_names {hook.name}: {jnp.dtype(dtype).name} is exact up to {largest}, and "
-                f"the model has {sizes['R']} experts; choose --activation_dtype float32"
             )
 
 
@@ -188,13 +185,14 @@ def choose_layout(
     smallest_model = 1
     if request.mesh_type == "auto":
         sizes = config.sizes_with(request.length)
-        widths = sum(hook.kind.width(sizes) for hook in model.hooks)
+        itemsize = jnp.dtype(model.dtype).itemsize
+        per_token = sum(hook.kind.form(sizes, model.dtype).bytes for hook in model.hooks)
         smallest_model = smallest_model_axis(
             len(devices),
             total_rows,
             weights=sum(math.prod(s.shape) for s in family.weight_table(model).values()),
-            captured=total_rows * request.length * widths,
-            itemsize=jnp.dtype(model.dtype).itemsize,
+            captured=total_rows * request.length * per_token // itemsize,
+            itemsize=itemsize,
         )
     shape, remark = choose_shape(
         request.mesh_type,
@@ -243,12 +241,13 @@ def log_hooks(request: ModelRequest, model: HookedModel) -> None:
     if default and depth <= last:
         clipped = "the default layers, %d to %d, are clipped: the model has layers 0 to %d"
         log.info(clipped, first, last, depth - 1)
-    stored = jnp.dtype(model.activation_dtype)
-    widths = [hook.kind.width(sizes) for hook in model.hooks]
+    forms = [hook.kind.form(sizes, model.activation_dtype) for hook in model.hooks]
+    widths = [form.width for form in forms]
+    dtypes = " and ".join(dict.fromkeys(form.dtype for form in forms))
     names = ", ".join(hook.name for hook in model.hooks)
     each = f"width {widths[0]} each" if len(set(widths)) == 1 else f"widths {widths}"
-    size = f"{sum(widths) * stored.itemsize:,}"
-    log.info("hooks: %s; %s, in %s: %s bytes per token", names, each, stored.name, size)
+    size = f"{sum(form.bytes for form in forms):,}"
+    log.info("hooks: %s; %s, in %s: %s bytes per token", names, each, dtypes, size)
 
 
 def compile_step(forward: Forward) -> Step:

@@ -10,7 +10,7 @@ token's own sample, to position 1 and so on; positions that the token does not s
 
 Layers with experts have others after `ln2.hook_out`: `mlp.gate.hook_out` is the router's logits,
 `mlp.hook_expert_weights` the weight of every expert (0 for those that a token does not go through),
-`mlp.hook_expert_indices` the numbers of the chosen ones, the largest weight first,
+`mlp.hook_expert_indices` the numbers of the chosen ones, int32, the largest weight first,
 `mlp.experts.hook_out` the weighted sum of what they give. `mlp.shared_expert.hook_out` comes before
 it is multiplied by the sigmoid of `mlp.shared_expert_gate.hook_out`. Since `mlp.gate` is the router
 there, the matrices of a dense layer in such a model are called `mlp.dense_gate` and so on.
@@ -26,11 +26,25 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, SPARSE, QwenConfig
 
 HEAD_SIZES = "HCZ"  # the letters that stand for head sizes
 ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
+
+
+class Form(NamedTuple):
+    """The form in which a hook's values are stored. Hooks of one form share an array."""
+
+    width: int  # numbers per token
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Returns how many bytes a token takes."""
+        return self.width * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,8 @@ class HookKind:
     their sizes give the width. Kinds with S are large, and have to be asked for by name. value: the
     intermediate of a layer that is captured. at_end: whether a kind that exists once belongs to the
     last layer rather than the first. types: words of the configuration's layer_types; the layers
-    that one of them describes have the kind, and all layers have it if there are none.
+    that one of them describes have the kind, and all layers have it if there are none. dtype: the
+    kind's own; None for activations, whose dtype the user chooses.
     """
 
     name: str
@@ -53,10 +68,15 @@ class HookKind:
     aliases: tuple[str, ...] = ()
     at_end: bool = False
     types: tuple[str, ...] = ()
+    dtype: str | None = None
 
     def width(self, sizes: Mapping[str, int]) -> int:
         """Returns the numbers per token. sizes: letter -> size, from the model's configuration."""
         return math.prod(sizes[letter] for letter in self.letters)
+
+    def form(self, sizes: Mapping[str, int], dtype: Any) -> Form:
+        """Returns how the values are stored. sizes: as for `width`; dtype: of activations."""
+        return Form(self.width(sizes), self.dtype or np.dtype(dtype).name)
 
     def exists_in(self, type_: str) -> bool:
         """Returns whether layers of this type have this kind."""
@@ -109,6 +129,8 @@ class Hook(NamedTuple):
         """Returns what metadata.json records of the hook besides its canonical name."""
         facts: dict[str, Any] = {"module": self.module, "aliases": [*self.names()][1:]}
         facts["width"] = self.kind.width(sizes)
+        if self.kind.dtype is not None:
+            facts["dtype"] = self.kind.dtype
         heads, size = self.kind.letters[:-1], self.kind.letters[-1]
         if size in HEAD_SIZES:
             facts |= {"heads": math.prod(sizes[axis] for axis in heads), "head_size": sizes[size]}
@@ -254,6 +276,8 @@ KINDS = (
 )
 # fmt: on
 
+OWN_DTYPES = {"mlp.chosen": "int32"}  # of intermediates that are not activations
+
 
 def hook_table(config: QwenConfig) -> HookTable:
     """Returns the hooks of the model with this configuration."""
@@ -289,6 +313,7 @@ def _table(types: Mapping[str, tuple[str, ...]]) -> HookTable:
                 tuple(f"model.layers.{{}}.{module}" for module in modules.split()),
                 tuple(f"blocks.{{}}.{alias}" for alias in aliases.split()),
                 types=types[layers],
+                dtype=OWN_DTYPES.get(value),
             )
         )
     kinds += [

@@ -16,17 +16,19 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from activation_extraction.model.hooks import Form
+
 PIECES = 16  # of each device if all its tokens are kept
 
 
 class Piece(NamedTuple):
     """A piece holds kept tokens of every device of this host.
 
-    values: width -> (hooks, devices * tokens of a piece, width). rows: the tokens' rows in the
+    values: form -> (hooks, devices * tokens of a piece, width). rows: the tokens' rows in the
     piece; indices: their indices among all kept tokens of the batch.
     """
 
-    values: dict[int, Array]
+    values: dict[Form, Array]
     rows: np.ndarray
     indices: np.ndarray
 
@@ -35,18 +37,17 @@ class KeptTokens(NamedTuple):
     """The kept tokens of a batch are on their way to the host."""
 
     pieces: list[Piece]
-    shapes: dict[int, tuple[int, int, int]]
-    dtype: Any
+    shapes: dict[Form, tuple[int, int, int]]
 
-    def receive(self) -> dict[int, np.ndarray]:
-        """Returns {width: (hooks, kept tokens of the batch, width)}, row by row of the batch."""
+    def receive(self) -> dict[Form, np.ndarray]:
+        """Returns {form: (hooks, kept tokens of the batch, width)}, row by row of the batch."""
         for piece in self.pieces:
             for value in piece.values.values():
                 value.copy_to_host_async()
-        received = {width: np.empty(shape, self.dtype) for width, shape in self.shapes.items()}
+        received = {form: np.empty(shape, form.dtype) for form, shape in self.shapes.items()}
         for piece in self.pieces:
-            for width, value in piece.values.items():
-                _bits(received[width])[:, piece.indices] = _bits(np.asarray(value))[:, piece.rows]
+            for form, value in piece.values.items():
+                _bits(received[form])[:, piece.indices] = _bits(np.asarray(value))[:, piece.rows]
         return received
 
 
@@ -55,25 +56,25 @@ def _bits(values: np.ndarray) -> np.ndarray:
     return values.view(np.uint16) if values.dtype.itemsize == 2 else values
 
 
-def take_kept(activations: Mapping[int, Array], kept: np.ndarray) -> KeptTokens:
+def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens:
     """Starts to gather the kept tokens; does not wait for the devices.
 
-    activations: {width: (hooks, rows of all hosts, T, width)}, each device with another part of T.
+    activations: {form: (hooks, rows of all hosts, T, width)}, each device with another part of T.
     kept: bool (B, T), of this host's rows.
     """
-    shards = {width: _different_shards(array) for width, array in activations.items()}
+    shards = {form: _different_shards(array) for form, array in activations.items()}
     first = next(iter(shards.values()))
     mesh = Mesh(np.array([shard.device for shard in first]), ("device",))
     split = NamedSharding(mesh, PartitionSpec("device"))
-    local = {width: _joined(mesh, different) for width, different in shards.items()}
+    local = {form: _joined(mesh, different) for form, different in shards.items()}
     pieces = []
     for tokens, rows, indices in _cut(kept, [shard.index[2] for shard in first]):
         put = jax.device_put(tokens, split)
-        values = {width: take(mesh, array, put) for width, array in local.items()}
+        values = {form: take(mesh, array, put) for form, array in local.items()}
         pieces.append(Piece(values, rows, indices))
     total = int(kept.sum())
-    shapes = {width: (len(array), total, width) for width, array in activations.items()}
-    return KeptTokens(pieces, shapes, next(iter(activations.values())).dtype)
+    shapes = {form: (len(array), total, form.width) for form, array in activations.items()}
+    return KeptTokens(pieces, shapes)
 
 
 def _different_shards(array: Array) -> list[Any]:

@@ -23,6 +23,7 @@ from activation_extraction.common.choices import MESH_AXES
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.visible import counted
 from activation_extraction.model.attention import Attention
+from activation_extraction.model.hooks import Form
 
 DEFAULT_3D_DEVICES = 64
 DEFAULT_3D_AXES = ("pipeline", "data", "model")
@@ -164,22 +165,22 @@ class HostRows:
         shape = (array.shape[0] * self.hosts, *array.shape[1:])
         return jax.make_array_from_process_local_data(self.incoming(), array, shape)
 
-    def receive(self, activations: Mapping[int, Array]) -> dict[int, np.ndarray]:
-        """Returns the activations of this host's rows, {width: (hooks, B, T, width)}, as NumPy."""
+    def receive(self, activations: Mapping[Form, Array]) -> dict[Form, np.ndarray]:
+        """Returns the activations of this host's rows, {form: (hooks, B, T, width)}, as NumPy."""
         shards = {}  # of this host, without replicas
-        for width, array in activations.items():
-            shards[width] = {str(shard.index): shard for shard in array.addressable_shards}.values()
-            for shard in shards[width]:
+        for form, array in activations.items():
+            shards[form] = {str(shard.index): shard for shard in array.addressable_shards}.values()
+            for shard in shards[form]:
                 shard.data.copy_to_host_async()
         received = {}
-        for width, (first, *others) in shards.items():
-            received[width] = np.asarray(first.data)
+        for form, (first, *others) in shards.items():
+            received[form] = np.asarray(first.data)
             if others:  # each shard has another part of the sequence
                 hooks, rows = first.data.shape[:2]
-                shape = hooks, rows, *activations[width].shape[2:]
-                received[width] = np.empty(shape, first.data.dtype)
+                shape = hooks, rows, *activations[form].shape[2:]
+                received[form] = np.empty(shape, first.data.dtype)
                 for shard in (first, *others):
-                    received[width][:, :, shard.index[2]] = shard.data
+                    received[form][:, :, shard.index[2]] = shard.data
         return received
 
 

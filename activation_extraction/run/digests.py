@@ -77,6 +77,7 @@ def identity_of(
         skip_bad_rows=config.skip_bad_rows,
         max_seq_length=config.max_seq_length,
         hooks=tuple(hook.name for hook in model.hooks),
+        integer_hooks=tuple(hook.name for hook in model.hooks if hook.kind.dtype == "int32"),
         keyed_by=forward.keyed_by,
         dtype=str(model.dtype),
         activation_dtype=str(model.activation_dtype),

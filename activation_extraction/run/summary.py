@@ -120,25 +120,28 @@ def how_to_continue(hosts: int, overwrite: bool) -> str:
 def list_hooks(table: HookTable, config: Any, dtype: Any, rule: str, length: int) -> list[str]:
     """Returns lines with a model's hooks, all their names, and how much each of them stores.
 
-    config: the model's; dtype: the type that activations are stored in; rule: --positions; length:
-    of the longest samples.
+    config: the model's; dtype: of stored activations; rule: --positions; length: of the longest
+    samples.
     """
     depth, letters = config.num_hidden_layers, config.sizes_with(length)
     rows: list[tuple[str, ...]] = [COLUMNS]
     for kind in table.kinds:
-        width = kind.width(letters)
+        form = kind.form(letters, dtype)
         module, *others = kind.modules or ("",)
         layers = kind.layers(depth, table.types)
         only = f" (K: {ranges(layers)})" if "{}" in kind.name and len(layers) != depth else ""
         names = kind.name.format("K") + only, module.format("K")
         more = ", ".join(name.format("K") for name in (*kind.aliases, *others))
-        rows.append((*names, f"{width:,}", f"{width * dtype.itemsize:,}", more))
+        rows.append((*names, f"{form.width:,}", f"{form.bytes:,}", more))
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"{hook:{sizes[0]}}  {module:{sizes[1]}}  {width:>{sizes[2]}}  {size:>{sizes[3]}}  {more}"
         for hook, module, width, size, more in rows
     ]
-    lines.append(f"K is the layer, from 0 to {depth - 1}; bytes are for {dtype}")
+    own = "".join(
+        f"; {kind.name.format('K')} is {kind.dtype}" for kind in table.kinds if kind.dtype
+    )
+    lines.append(f"K is the layer, from 0 to {depth - 1}; bytes are for {dtype}{own}")
     if rule != ALL:
         kept = parse_positions(rule).expected(length)
         lines.append(f"--positions {rule} keeps about {kept:,.0f} of a sample's {length:,} tokens")

@@ -264,6 +264,12 @@ def refuse_moved(where: str, stored: Stored, purpose: str) -> None:
 
 def refuse_difference(where: str, difference: Difference | None) -> None:
     """Raises InputError if there is a difference between two identities."""
+    if difference is not None and difference.name == "integer_hooks":
+        hook = next(iter({*difference.before} ^ {*difference.now}))
+        raise InputError(
+            f"{where}: already holds an extraction by another version, which does not store "
+            f"{hook} as this one does, in integers; {VERSION_REMEDY}"
+        )
     if difference is not None:
         raise InputError(
             f"{where}: already holds an extraction with another {difference.name}: "

@@ -27,11 +27,15 @@ from activation_extraction.store.statistics import Sums, unpack_sums
 
 @dataclass(frozen=True)
 class StoredHook:
-    """A hook as the run records it. key: its name in pickles."""
+    """A hook as the run records it.
+
+    key: its name in pickles. integers: whether its values are numbers of experts, not activations.
+    """
 
     key: Any
     width: int
     dtype: np.dtype
+    integers: bool = False
 
 
 def read_by_ranges(commit: Commit) -> bool:

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,6 +23,7 @@ from activation_extraction.common.errors import StorageError, for_the_user, one_
 from activation_extraction.common.log import log
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.formats import ShardFormat, Threads
+from activation_extraction.store.identity import Identity
 from activation_extraction.store.ownership import Ownership
 from activation_extraction.store.patience import reason_of
 from activation_extraction.store.run_record import RunRecord
@@ -68,7 +69,7 @@ class ShardWriter:
         owners: Sequence[Ownership],
         names: Mapping[Key, str],
         shard_format: ShardFormat,
-        run: str,
+        identity: Identity,
         record: RunRecord,
         threads: int,
         max_bytes: float,
@@ -80,7 +81,8 @@ class ShardWriter:
         self._owners = owners
         self._names = names
         self._format = shard_format
-        self._run = run
+        self._run = identity.run
+        self._integers = {key for key, name in names.items() if name in identity.integer_hooks}
         self._record = record
         self._threads = Threads(threads)
         self._packing = threading.Semaphore(threads)
@@ -252,7 +254,7 @@ class ShardWriter:
 
     def _sums(self, shard: Shard) -> dict[Key, Sums]:
         """Returns the sums by hook. Raises StorageError, naming the sample, for NaN or infinity."""
-        sums = sum_shard(shard, self._threads)
+        sums = sum_shard(shard, self._threads, self._integers)
         for key in (key for key in sums if not sums[key].statistics.finite):
             for row, activation in zip(shard.samples, shard.slices[key], strict=True):
                 if not Statistics.from_array(activation).finite:
@@ -291,21 +293,22 @@ class ShardWriter:
         self._record.add(commit)
 
 
-def sum_shard(shard: Shard, threads: Threads) -> dict[Key, Sums]:
-    """Returns the sums of a shard by hook. They depend on its content alone."""
+def sum_shard(shard: Shard, threads: Threads, integers: Set[Key]) -> dict[Key, Sums]:
+    """Returns the sums of a shard by hook. They depend on its content alone.
+
+    integers: the hooks that have no statistics; their sums are over no tokens.
+    """
     positions = shard.positions
-    groups = [(key, group) for key in shard.slices for group in _groups(shard, key)]
+    summed = [key for key in shard.slices if key not in integers]
+    groups = [(key, group) for key in summed for group in _groups(shard, key)]
 
     def sum_group(item: tuple[Key, slice]) -> Sums:
         key, group = item
         return sums_of(shard.slices[key][group], positions[group])
 
-    total: dict[Key, Sums] = {}
+    total = {key: Sums.zeros(slices[0].shape[1]) for key, slices in shard.slices.items()}
     for (key, _), sums in zip(groups, threads.in_order(sum_group, groups), strict=True):
-        if key in total:
-            total[key].merge(sums)
-        else:
-            total[key] = sums
+        total[key].merge(sums)
     return total
 
 

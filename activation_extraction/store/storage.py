@@ -100,7 +100,7 @@ class ActivationStorage:
             owners if options.keep_local else owners[-1:],
             self._names,
             self.format,
-            self._identity.run,
+            self._identity,
             self._record,
             options.writer_threads,
             options.waiting_bytes,

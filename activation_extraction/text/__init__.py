@@ -1,7 +1,10 @@
-"""Turns documents into packed batches.
+"""Turns a data set into packed batches.
 
-A batch is made in this order: sources.py opens the data, documents.py picks this host's rows and
-their text, samples.py tokenises the text and cuts it to --max_seq_length, and packing.py lays
-samples out in rows and marks the tokens that are kept. batch.py has the types. This folder imports
-no JAX and knows nothing of the model or of what is stored.
+A batch is made in this order. sources.py opens files and data sets of the hub, and file_rows.py
+reads the rows of files. documents.py picks this host's rows, in the order of the data set or of a
+seed (shuffle.py), and rows.py takes what a row has: text, token ids, or a conversation, which
+chat.py renders. mixture.py merges the documents of several sources. samples.py tokenises documents,
+cuts or splits them, and token_choice.py says which of their tokens are kept. packing.py lays the
+samples out in rows. batch.py has the types. This folder imports no JAX and knows nothing of the
+model or of what is stored.
 """
