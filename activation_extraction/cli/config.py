@@ -36,7 +36,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     """Returns the command line as a Config. Raises InputError for flags that are wrong together."""
     given: Given = vars(build_parser().parse_args(argv))
     _fill_from_environment(given)
-    machine_from = _fill_from_engine(given)
+    machine_from = _fill_from_scheduler(given)
     _refuse_conflicts(given)
     _check_hosts(given)
     _check_bucket(given)
@@ -68,7 +68,7 @@ def _fill(given: Given, name: str, variable: str) -> None:
         raise InputError(f"environment variable {variable}: {error}") from error
 
 
-def _fill_from_engine(given: Given) -> str | None:
+def _fill_from_scheduler(given: Given) -> str | None:
     """Takes --machine_id and --total_machines from the scheduler, if they are not given.
 
     Returns the flag or variable that says which machine this is.

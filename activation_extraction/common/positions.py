@@ -1,6 +1,6 @@
 """--positions takes a rule that says which positions of a sample are kept.
 
-This module parses the rule and knows nothing of tokens; text/packing.py applies it.
+This module parses the rule and knows nothing of tokens; text/token_choice.py applies it.
 """
 
 import argparse

@@ -44,8 +44,8 @@ class ActivationDataset(Sequence[SampleActivations]):
 
     url: the run's output, a local folder or any URL that fsspec knows. hooks: names of the hooks to
     read, or globs, as --hook_names takes them; all of them by default. A run that is still going on
-    is read as far as it is stored now. Whatever is by hook lists the canonical names, and finds a
-    hook by its other names, too.
+    is read as far as it is stored now. Mappings by hook list the canonical names, and
+    find a hook by its other names, too.
     `metadata` is what the first host's metadata.json says.
 
     Raises ValueError when there is no such run or hook, when shards are missing or cut short, or

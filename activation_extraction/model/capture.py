@@ -23,7 +23,7 @@ Buffers = dict[Form, Array]  # form -> bits of the hooks of that form, (slots, .
 
 
 class Plan(NamedTuple):
-    """A plan lists the hook kinds to write, in computing order, and each kind's slots by layer."""
+    """The hook kinds to write, in computing order, and each kind's slots by layer."""
 
     kinds: tuple[HookKind, ...]
     slots: tuple[np.ndarray, ...]

@@ -50,7 +50,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 class Checkpoint:
-    """A model's files lie in a local folder, at a URL that fsspec knows, or on the hub.
+    """The files of a model, in a local folder, at a URL that fsspec knows, or on the hub.
 
     Small files are copied to local ones. Weights at a URL are read by ranges, straight into memory;
     so are those of the hub, unless they are to be kept and the disk has room for them. All methods

@@ -34,7 +34,7 @@ Keep = Callable[[dict[str, Any]], Any]  # picks what is kept of a layer's interm
 
 @dataclass(frozen=True)
 class Decoder:
-    """The layers of a model run with parameters that are passed in.
+    """The layers of a model, which run with parameters that are passed in.
 
     modules: type of layer -> its module, (x, rotary, segment_ids, slides) -> (x, its intermediates
     by name), where `slides` says whether the layer has a window; it is None in a model without

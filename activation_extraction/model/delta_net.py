@@ -38,7 +38,7 @@ ROWS = "batch", "sequence"
 
 
 class Convolution(nn.Module):
-    """This is the short convolution of one kind of heads, `JC` or `JGZ`."""
+    """The short convolution of one kind of heads, `JC` or `JGZ`."""
 
     config: QwenConfig
     heads: str
@@ -174,7 +174,7 @@ def _in_chunks(x: Array) -> Array:
 
 
 class _Chunks(NamedTuple):
-    """The loop needs these arrays of each chunk; every array begins with N."""
+    """The arrays of each chunk that the loop needs; every array begins with N."""
 
     written: Array  # NBKGCU: what tokens add to S if it was zero before the chunk
     readers: Array  # NBKG(2C)D: what reads the S before the chunk, for the update and for o

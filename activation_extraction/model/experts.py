@@ -46,7 +46,7 @@ def scattered(weights: Array, chosen: Array, count: int) -> Array:
 
 
 class Weight(nn.Module):
-    """Declares a weight for a product that is not a `Linear`."""
+    """A weight for a product that is not a `Linear`."""
 
     config: Any
     letters: str
@@ -58,7 +58,7 @@ class Weight(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each expert is a SwiGLU; the weights of one kind are one parameter for all experts.
+    """The experts of a layer. Each is a SwiGLU; one parameter has the weights of all experts.
 
     Experts are split over the mesh axis `expert`, along which the devices exchange their tokens,
     and each of them over `model` like any MLP. Unlike other weights these have their input axis

@@ -52,7 +52,7 @@ class HookedModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """One family of models says here what it does not share with the others.
+    """A family of models: what it does not share with the others.
 
     model_type: as in config.json; models: the released ones, for messages; config: (what
     transformers makes of a config.json, what to call the file) -> the checked configuration; whole:
@@ -89,7 +89,7 @@ class ModelFamily:
 
 @dataclass(frozen=True)
 class Families:
-    """The tool supports these families. A config.json names its family by the model_type."""
+    """The families that the tool supports. A config.json names its family by the model_type."""
 
     families: tuple[ModelFamily, ...]
 

@@ -52,7 +52,7 @@ Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """The flags of the same names ask this of the model; rows and length are those of a step.
+    """What is asked of the model, by the flags of the same names; rows and length are of a step.
 
     every_device: False for one device of every host. keep_weights: whether the hub's cache on this
     machine is to keep the weights.
@@ -76,7 +76,7 @@ class ModelRequest:
 
 @dataclass(frozen=True)
 class Forward:
-    """A checked model knows what it computes, with which weights and on which devices.
+    """A checked model: what it computes, with which weights and on which devices.
 
     hooks: key in the shards -> hook, in the order in which the model computes them; shape: rows and
     tokens per row that this host feeds in a step.

@@ -49,7 +49,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class HookKind:
-    """A hook kind is one row of a hook table.
+    """A kind of hook, which is one row of a hook table.
 
     name: the canonical one; aliases: other names in TransformerLens; modules: inputs and outputs of
     Hugging Face modules. "{}" stands for the layer; a name without it exists once in a model.
@@ -71,7 +71,7 @@ class HookKind:
     dtype: str | None = None
 
     def width(self, sizes: Mapping[str, int]) -> int:
-        """Returns the numbers per token. sizes: letter -> size, from the model's configuration."""
+        """Returns how many numbers a token has. sizes: letter -> size, of the model."""
         return math.prod(sizes[letter] for letter in self.letters)
 
     def form(self, sizes: Mapping[str, int], dtype: Any) -> Form:
@@ -95,7 +95,7 @@ class HookKind:
 
 
 class Hook(NamedTuple):
-    """A hook is a kind of hook at one layer. Hooks sort in the order in which they are computed."""
+    """A kind of hook at one layer. Hooks sort in the order in which they are computed."""
 
     layer: int
     order: int  # of the kind within a layer: its index in the family's table
@@ -141,7 +141,7 @@ class Hook(NamedTuple):
 
 @dataclass(frozen=True)
 class HookTable:
-    """A table lists the kinds of hooks of a family in the order in which a layer computes them.
+    """The kinds of hooks of a family, in the order in which a layer computes them.
 
     types: of each layer of a model, where that decides which kinds the layer has.
     """

@@ -22,7 +22,7 @@ PIECES = 16  # of each device if all its tokens are kept
 
 
 class Piece(NamedTuple):
-    """A piece holds kept tokens of every device of this host.
+    """Some kept tokens of every device of this host.
 
     values: form -> (hooks, devices * tokens of a piece, width). rows: the tokens' rows in the
     piece; indices: their indices among all kept tokens of the batch.
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 
 class KeptTokens(NamedTuple):
-    """The kept tokens of a batch are on their way to the host."""
+    """The kept tokens of a batch, on their way to the host."""
 
     pieces: list[Piece]
     shapes: dict[Form, tuple[int, int, int]]

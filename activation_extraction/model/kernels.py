@@ -51,7 +51,7 @@ MOST_EXPERTS = 8  # in a trial
 
 
 class Kernels(NamedTuple):
-    """Each platform has its own form of these functions."""
+    """The functions of which each platform has its own form."""
 
     attention: Attention = blocked_attention
     experts: GroupedExperts = tiled_experts
@@ -170,7 +170,7 @@ CANDIDATES: dict[str, Candidates] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice is one kernel of a run. passed_over: name -> why an earlier candidate is not it."""
+    """The kernel that a run uses. passed_over: name -> why an earlier candidate is not used."""
 
     name: str
     function: Callable[..., Array]
@@ -247,7 +247,7 @@ def choose_kernel(
 
 
 class AttentionSizes(NamedTuple):
-    """A trial has the sizes of one device: its queries of each row, all keys, and its heads.
+    """The sizes that one device has: its queries of each row, all keys, and its heads.
 
     window: of the layers that have one, None without such layers.
     """

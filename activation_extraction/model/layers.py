@@ -91,7 +91,7 @@ def declared(model: nn.Module) -> Mapping[tuple[str, ...], Any]:
 
 
 class Linear(nn.Module):
-    """A projection is named by its letters: `D->NH` maps (B, T, D) to (B, T, N, H).
+    """A projection, named by its letters: `D->NH` maps (B, T, D) to (B, T, N, H).
 
     The weight has the checkpoint's orientation, output axes first. Products accumulate in float32,
     the bias is added in float32, and so is the result: the caller rounds once, when it stores it.
@@ -113,7 +113,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """This is the root mean square norm (arXiv:1910.07467) over the axis `over`.
+    """The root mean square norm (arXiv:1910.07467) over the axis `over`.
 
     It is computed in float32; `out` is rounded once, at the end, unless it is to stay `wide`. Some
     families store the weights less 1.

@@ -50,7 +50,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout is a mesh with the rules. Without a mesh (one device, shapes only) it is inert."""
+    """A mesh with its rules. Without a mesh (one device, shapes only) it does nothing."""
 
     mesh: Mesh | None = None
 
@@ -134,7 +134,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class HostRows:
-    """This says how rows come from the hosts and how activations go back to them.
+    """How rows come from the hosts, and how activations go back to them.
 
     The mesh has the same devices in the same order as the layout's, as hosts x devices of a host,
     so that one program uses both. Each host feeds its own rows and receives the activations of its

@@ -50,7 +50,7 @@ DELTA_SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """Says how many experts a layer has and how wide they are.
+    """How many experts a layer has, and how wide they are.
 
     per_token: how many a token goes through; shared_width: of the expert that every token goes
     through, 0 without one; renormalise: whether a token's weights are made to sum to 1.
@@ -65,7 +65,7 @@ class ExpertsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNet:
-    """These layers have a gated delta net of these sizes in place of attention.
+    """The layers that have a gated delta net in place of attention, and its sizes.
 
     values_per_key: value heads that share a key head; taps: of the convolution, in tokens.
     """
@@ -80,7 +80,7 @@ class DeltaNet:
 
 @dataclasses.dataclass(frozen=True)
 class QwenConfig:
-    """The shape and constants of a model have mostly the names that config.json gives them.
+    """The shape and constants of a model, mostly under the names that config.json gives them.
 
     In sliding_layers a token sees only the last `sliding_window` tokens, itself included. Families
     differ in their biases; in qk_norm, a norm on the queries and keys of each head; in q_gate, a

@@ -20,7 +20,7 @@ BETA_FAST, BETA_SLOW = 32.0, 1.0  # YaRN's default bounds, in turns over the tra
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary embedding has a base `theta` of the wavelengths and may be scaled.
+    """A rotary embedding: the base `theta` of its wavelengths, and how it is scaled.
 
     rope_type: "default", "linear" or "yarn"; the rest is for scaled types. factor: how many times
     longer the context becomes. For YaRN, attention_factor; blended, the first and last index of the

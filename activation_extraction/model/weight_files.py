@@ -35,7 +35,7 @@ Index = tuple[slice, ...]
 
 
 class LocalFile:
-    """A safetensors file of this machine is mapped into memory.
+    """A safetensors file of this machine, mapped into memory.
 
     name: without folders; where: for messages. `header` raises InputError, naming the file, if it
     is not complete or holds other numbers than floats.
@@ -68,7 +68,7 @@ class LocalFile:
 
 
 class RemoteFile:
-    """A safetensors file in a bucket or on the hub has the attributes of `LocalFile`.
+    """A safetensors file in a bucket or on the hub, with the attributes of `LocalFile`.
 
     Methods raise FolderError if it cannot be read. If the store reports a digest, and every byte of
     the file is read, the digest is compared; RunError is raised if it differs.
@@ -155,14 +155,14 @@ WeightFile = LocalFile | RemoteFile
 
 
 class Check:
-    """The digest of a file is compared, although its bytes come in any order.
+    """Compares the digest of a file whose bytes come in any order.
 
     Bytes that are far ahead of the first missing one wait; if more than AHEAD have to, or some
     bytes never come, nothing is compared.
     """
 
     def __init__(self, where: str, size: int, algorithm: str, expected: str) -> None:
-        """Expects all bytes of a file. where: it is, for messages; expected: hexadecimal."""
+        """Expects all bytes of a file. where: names it in messages; expected: hexadecimal."""
         self._where, self._size = where, size
         self._algorithm, self._expected = algorithm, expected
         self._digest = hashlib.new(algorithm, usedforsecurity=False)

@@ -35,7 +35,7 @@ ReadTensor = Callable[[str, Index], np.ndarray]
 
 
 class TensorSlice(NamedTuple):
-    """Several parameters share a checkpoint tensor; this is the slice of one of them.
+    """The slice of a checkpoint tensor that is one parameter, where several share a tensor.
 
     axis: the tensor's axis along which it is split; start: where the slice begins on this axis;
     total: the tensor's size along it.
@@ -48,7 +48,7 @@ class TensorSlice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
-    """One parameter has a shape, a logical axis for each dimension, and checkpoint tensors.
+    """A parameter: its shape, a logical axis for each dimension, and its checkpoint tensors.
 
     stacked: along how many of the first axes ("layers", "experts") the parameter is a stack of
     tensors, whose names come in this order. Layers that the checkpoint does not have are zeros: a

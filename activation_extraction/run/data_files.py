@@ -33,14 +33,14 @@ BLOCK, BLOCKS = 2**16, 64
 
 @dataclass(frozen=True)
 class Recorded:
-    """A file is recorded in metadata.json. digest: "" if no stored shard has read the file."""
+    """A file as metadata.json records it. digest: "" if no stored shard has read the file."""
 
     name: str
     bytes: int
     digest: str = ""
 
     def contradicts(self, other: "Recorded") -> bool:
-        """Returns whether a file had two contents; with other sizes, it may just have grown."""
+        """Returns whether the content has changed; with another size, it may just have grown."""
         both = self.digest and other.digest and self.bytes == other.bytes
         return bool(both) and self.digest != other.digest
 

@@ -61,7 +61,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """The data sets of a run are open. Their name and content must stay the same when it continues.
+    """The open data sets of a run. Their name and content must stay the same when it continues.
 
     content: the revision of a hub data set; "" for files, which `files` compares one by one.
     """
@@ -197,7 +197,7 @@ def load_text_files(
 
 
 def row_form(asked: Mapping[str, Any], template: ChatTemplate | None, vocabulary: int) -> RowForm:
-    """Returns what a configuration asks to read of every row.
+    """Returns what the configuration reads of every row.
 
     template: of conversations. vocabulary: how many token ids the model has.
     """
@@ -264,14 +264,14 @@ class Prefetch(Generic[T]):
 
 
 def sample_form(asked: Config | Identity) -> SampleForm:
-    """Returns what a configuration, or the identity of a run, makes of documents."""
+    """Returns how a configuration, or the identity of a run, makes samples of documents."""
     choice = TokenChoice(asked.positions, asked.drop_token_ids, asked.roles)
     return SampleForm(asked.max_seq_length, asked.long_documents == "split", asked.overlap, choice)
 
 
 @dataclass(frozen=True)
 class HostText:
-    """One host turns its share of a data set into batches, as the configuration asks.
+    """Turns one host's share of a data set into batches, as the configuration asks.
 
     tokenizer: None if the data set has token ids.
     """

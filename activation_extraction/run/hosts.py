@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Host:
-    """This process is one of the hosts of the run."""
+    """The number of this process among the hosts of the run."""
 
     id: int = 0
     count: int = 1
@@ -269,7 +269,7 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
 
 
 class Votes(NamedTuple):
-    """A host sends these along with a step. The sums over all hosts say how many agree."""
+    """What a host sends along with a step. The sums over all hosts say how many agree."""
 
     with_data: bool
     stopping: bool

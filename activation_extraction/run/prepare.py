@@ -53,7 +53,7 @@ RECORDED, NEW = "recorded", "new"  # where the commit of a hub model comes from
 
 @dataclass(frozen=True)
 class Job:
-    """A job is a request that has been checked: the model, the text, and where the result goes.
+    """A checked request: the model, the text, and where the result goes.
 
     batches: those that were not stored yet when the text was opened; documents: what the batches
     are made from. repair: None without --repair.
@@ -81,7 +81,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Output:
-    """The output goes to these folders, which may hold an extraction already.
+    """The folders that the output goes to, and what they hold already.
 
     remote: this host's folder in the bucket. earlier: the metadata of an earlier run in each root
     that holds one; own: the metadata of this host. Both are empty when this run starts anew.

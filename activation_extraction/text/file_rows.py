@@ -1,8 +1,8 @@
 """Reads the rows of files: JSON Lines, JSON arrays, CSV, Parquet and Arrow, here or at a URL.
 
 Each row comes with its position in its file. A row that cannot be used says so when it is read, and
-the rows behind it follow; a file that cannot be read on ends the run. All but one row, or one batch
-of rows of Parquet or Arrow, stays in its file, however large that is.
+the rows after it follow; a file whose rest cannot be read ends the run. All but one row, or one
+batch of rows of Parquet or Arrow, stays in its file, however large that is.
 """
 
 import csv
@@ -44,7 +44,7 @@ REPLACE = (
 
 
 class DamagedFileError(Exception):
-    """A file cannot be read on. The message says why."""
+    """The rest of a file cannot be read. The message says why."""
 
 
 DAMAGE = (
@@ -102,7 +102,7 @@ def parquet_rows(
 
 
 def _naming(url: str, rows: Iterable[FileRow]) -> Iterator[FileRow]:
-    """Yields the rows. Adds the file's name to whatever is raised, and which row was the last."""
+    """Yields the rows. Adds the names of the file and of the last row to whatever is raised."""
     last = None
     try:
         for row in rows:
@@ -131,7 +131,7 @@ def _lines(url: str, name: str) -> Iterator[FileRow]:
 
 @contextmanager
 def _decompressed(url: str) -> Iterator[Iterable[bytes]]:
-    """Opens a file for its lines. pyarrow brings what reads zstd; fsspec would need a package."""
+    """Opens a file for its lines. pyarrow can read zstd; fsspec would need another package."""
     compressed = plain_url(url)
     with fsspec.open(url, "rb", compression="gzip" if compressed.endswith(".gz") else None) as file:
         if not compressed.endswith(".zst"):

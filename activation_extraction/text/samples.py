@@ -31,7 +31,7 @@ TEMPLATE = ROLES.index("template")
 
 @dataclass(frozen=True)
 class SampleForm:
-    """What samples are made of documents.
+    """How documents become samples.
 
     length: the most tokens of a sample. split: whether a longer document becomes several samples;
     it is cut otherwise. overlap: how many tokens at the start of a piece, but of the first one, are
@@ -302,7 +302,7 @@ def _tokenise_all(
 def _labels(content: Content, offsets: np.ndarray) -> dict[str, np.ndarray]:
     """The role and turn of each token; none without spans. offsets: in characters, (tokens, 2).
 
-    A token that begins in the template's text and ends in a content belongs to that.
+    A token that begins in the template's text and ends in a message belongs to the message.
     """
     if not content.spans:
         return {}

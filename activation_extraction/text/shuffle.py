@@ -1,4 +1,4 @@
-"""Rows in a random order that a run which continues finds again.
+"""Rows in a random order, which is the same when a run continues.
 
 The pieces of a data set (files, or row groups of Parquet files) come in a random order. Within a
 piece, every block of BLOCK_ROWS rows is permuted. Both depend on the seed and the piece alone. A
@@ -21,7 +21,7 @@ BLOCK_ROWS = 1024
 
 
 class ShuffledRows:
-    """The rows of a data set in the order of a seed. Its states are as those of the data set."""
+    """The rows of a data set in a random order. Its state is read and set like the data set's."""
 
     def __init__(self, dataset: datasets.IterableDataset, seed: int) -> None:
         self._dataset = dataset

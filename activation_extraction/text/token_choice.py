@@ -21,7 +21,7 @@ class TokenChoice:
     """positions: a rule as --positions has it. dropped: token ids that are never kept. roles: the
     only ones whose tokens are kept; () for all.
 
-    The rule counts the tokens of these roles, those that are dropped included.
+    The rule counts the tokens of these roles, including those that are dropped.
     """
 
     positions: str = ALL
