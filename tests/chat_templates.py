@@ -97,7 +97,16 @@ TAGGED = """\
 """
 TEMPLATES = {"qwen2.5": QWEN2_5, "qwen3": QWEN3, "qwen3.5": QWEN3_5}
 MARKERS = ["<|im_start|>", "<|im_end|>"]
-TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+# One token of two new lines, as Qwen has it, lies across the border of a header and a content.
+TAGS = [
+    "\n\n",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
 
 
 def add_markers(model, template=None):

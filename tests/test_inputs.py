@@ -59,7 +59,7 @@ CASES = {
         *("--mix", "{}/texts=0.7", "{}/long.jsonl=.3", "--long_documents", "split"),
         *("--shuffle_documents", "5", "--keep_columns", "id"),
     ],
-    "budget": ["--dataset_path", "{}/long.jsonl", "--max_tokens", "301"],
+    "budget": ["--dataset_path", "{}/long.jsonl", "--max_tokens", "201"],
     "budget of roles": [
         *("--dataset_path", "{}/chat.jsonl", "--messages_column", "messages"),
         *("--roles", "user", "--max_tokens", "101", "--long_documents", "split"),
@@ -233,6 +233,20 @@ def test_a_run_is_continued_repaired_and_verified(case, shard_format, data, tmp_
     verify = "--verify", "--output_dir", tmp_path / "out", "--model_path", data / "model"
     assert main(*verify, "--verify_samples", 20) == 0
     assert "recomputed; 0 problems\n" in capsys.readouterr().out
+
+
+def test_what_a_budget_cuts_is_counted(data):
+    """The last sample ends with the budget; all others are as without one."""
+    text = text_of("budget", data)
+    *others, last = read(text)
+    whole = read(text_of("budget", data, max_tokens=10**6))
+    assert sum(sample.num_kept for sample in [*others, last]) == 201
+    lengths = [len(sample.token_ids) + sample.cut for sample in whole]
+    assert [len(each.token_ids) + each.cut for each in [*others, last]] == lengths[
+        : len(others) + 1
+    ]
+    assert last.cut > whole[len(others)].cut
+    assert [plain(sample) for sample in others] == [plain(each) for each in whole[: len(others)]]
 
 
 @pytest.mark.parametrize("shard_format", ["pickle", "safetensors"])
