@@ -59,7 +59,7 @@ CASES = {
         *("--mix", "{}/texts=0.7", "{}/long.jsonl=.3", "--long_documents", "split"),
         *("--shuffle_documents", "5", "--keep_columns", "id"),
     ],
-    "budget": ["--dataset_path", "{}/long.jsonl", "--max_tokens", "201"],
+    "budget": ["--dataset_path", "{}/long.jsonl", "--max_tokens", "209"],
     "budget of roles": [
         *("--dataset_path", "{}/chat.jsonl", "--messages_column", "messages"),
         *("--roles", "user", "--max_tokens", "101", "--long_documents", "split"),
@@ -240,7 +240,7 @@ def test_what_a_budget_cuts_is_counted(data):
     text = text_of("budget", data)
     *others, last = read(text)
     whole = read(text_of("budget", data, max_tokens=10**6))
-    assert sum(sample.num_kept for sample in [*others, last]) == 201
+    assert sum(sample.num_kept for sample in [*others, last]) == 209
     lengths = [len(sample.token_ids) + sample.cut for sample in whole]
     assert [len(each.token_ids) + each.cut for each in [*others, last]] == lengths[
         : len(others) + 1
