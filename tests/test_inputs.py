@@ -279,6 +279,7 @@ def test_bad_flags_are_refused(data, tmp_path, capsys):
         (["--mix", f"{data}/texts=1", "--dataset_path", "x"], "cannot be used together"),
         (["--overlap", "3"], "--overlap: needs --long_documents"),
         (["--long_documents", "split", "--overlap", "2048"], "expected less than --max_seq_length"),
+        (["--keep_columns", *map(str, range(65))], "names 65 columns, there is room for 64"),
         (["--keep_columns", "tokens"], "the table of samples has a column of this name"),
     ):
         assert_refused(capsys, tmp_path, ["--model_path", str(data / "model"), *flags], why)

@@ -133,16 +133,21 @@ def samples(
         number, first, stored = start.samples - start.skip, start.samples, start.tokens
     rows, counts = iter(documents), documents.counts
     before = (0, 0) if start is None else (start.skipped_rows, start.empty_rows)
-    while True:
+
+    def full() -> bool:
+        have = (number, max_samples), (stored, max_tokens)
+        return any(most is not None and count >= most for count, most in have)
+
+    while not full():
         state, begin = documents.state(), number
         wanted = CHUNK_ROWS if max_samples is None else min(CHUNK_ROWS, max_samples - number)
-        if wanted <= 0 or (max_tokens is not None and stored >= max_tokens):
-            return
         chunk, failure = _read(rows, wanted)
         skipped, empty = counts.skipped, counts.empty
         found = [document for document in chunk if document is not None]
         tokens = _tokens(tokenizer, [document.content for document in found], form)
         for document, each in zip(found, tokens, strict=True):
+            if full():
+                break
             if isinstance(each, str):
                 counts.reject(document.where, each)
                 continue
@@ -150,9 +155,8 @@ def samples(
                 counts.empty += 1
                 continue
             for piece in enumerate(form.pieces(each.total)):
-                if number == max_samples or stored == max_tokens:
-                    counts.skipped, counts.empty = before  # what was read on does not count
-                    return
+                if full():
+                    break
                 if number >= first:
                     # Rows are also counted here, after all rows of the chunk have been read.
                     skipped_rows = document.skipped_rows + counts.skipped - skipped
@@ -166,10 +170,13 @@ def samples(
                     stored += sample.num_kept
                     yield sample
                 number += 1
+        if full():
+            break
         if failure is not None:
             raise failure
         if len(chunk) < wanted:
             return
+    counts.skipped, counts.empty = before  # what was read on does not count
 
 
 def _read(
