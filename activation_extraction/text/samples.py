@@ -24,6 +24,7 @@ from activation_extraction.text.token_choice import TokenChoice
 
 CHUNK_ROWS = 64
 CHARACTERS_PER_TOKEN = 16  # ordinary text has fewer
+MARKER_CHARACTERS = 64  # such tokens as <|object_ref_start|> have fewer
 PIECE_CHARACTERS = 2**18  # of a long text, whose tokens are only counted
 PREVIEW_CHARACTERS = 200
 TEMPLATE = ROLES.index("template")
@@ -269,8 +270,8 @@ def _tokenise(
     """Returns the first `most` tokens of each text, or why it cannot be tokenised.
 
     most: None for all of them. Only the beginning of a very long text is kept. That gives the same
-    tokens as the whole text, except in the last two words, which the cut may have changed. If those
-    are needed, the whole text is tokenised at once; otherwise its tokens are only counted.
+    tokens as the whole text, except in the last two words and in a marker at its end, which the cut
+    may have changed. If those are needed, the whole text is tokenised at once; otherwise its tokens are only counted.
     """
     try:
         return _tokenise_all(tokenizer, contents, most)
@@ -285,7 +286,7 @@ def _tokenise(
 def _tokenise_all(
     tokenizer: Tokenizer, contents: Sequence[Content], most: int | None
 ) -> list[Tokens | str]:
-    enough = None if most is None else CHARACTERS_PER_TOKEN * most
+    enough = None if most is None else CHARACTERS_PER_TOKEN * most + MARKER_CHARACTERS
     texts = [content.text for content in contents]
     encoded = tokenizer.encode_batch([text[:enough] for text in texts], add_special_tokens=False)
     tokens: list[Tokens | str] = []
@@ -321,9 +322,13 @@ def _labels(content: Content, offsets: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _reaches_the_end(encoding: Encoding, max_tokens: int) -> bool:
-    """Whether the first `max_tokens` tokens reach into the last two words."""
-    words = encoding.word_ids
-    return len(words) < max_tokens or (words[max_tokens - 1] or 0) >= (words[-1] or 0) - 1
+    """Whether the first `max_tokens` tokens reach into the last two words, or a marker's length."""
+    words, offsets = encoding.word_ids, encoding.offsets
+    return (
+        len(words) < max_tokens
+        or (words[max_tokens - 1] or 0) >= (words[-1] or 0) - 1
+        or offsets[max_tokens - 1][1] > offsets[-1][1] - MARKER_CHARACTERS
+    )
 
 
 def _count(tokenizer: Tokenizer, text: str) -> int:
