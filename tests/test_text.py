@@ -11,10 +11,9 @@ import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import AddedToken, Tokenizer
 from conftest import tokenizer_of
 from small_runs import stream_of
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.run.host_text import Prefetch

@@ -271,7 +271,8 @@ def _tokenise(
 
     most: None for all of them. Only the beginning of a very long text is kept. That gives the same
     tokens as the whole text, except in the last two words and in a marker at its end, which the cut
-    may have changed. If those are needed, the whole text is tokenised at once; otherwise its tokens are only counted.
+    may have changed. If those are needed, the whole text is tokenised at once; otherwise its tokens
+    are only counted.
     """
     try:
         return _tokenise_all(tokenizer, contents, most)
