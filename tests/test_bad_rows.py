@@ -291,3 +291,29 @@ def test_a_machine_without_any_row_to_use_counts_its_rows(demo_inputs, tmp_path,
         assert (metadata["samples"], metadata["skipped_rows"]) == (0, 4)
     assert extract_activations.main([*flags, "--machine_id", "0"]) == 0
     assert check(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_row_behind_the_last_token_of_a_budget_is_not_read(tmp_path, tokenizer, skip, split):
+    """Wherever in a chunk the budget ends."""
+    path = write_lines(tmp_path / "rows.jsonl", [GOOD, '{"text": "good good"}', "not JSON"])
+    form = SampleForm(1, split)
+    every = list(samples(stream_of(path, skip=True), tokenizer, form))
+    for limit in ("max_samples", "max_tokens"):
+        for most in range(1, len(every) + 1):
+            stream = stream_of(path, skip=skip)
+            found = list(samples(stream, tokenizer, form, **{limit: most}))
+            assert [s.token_ids.tolist() for s in found] == [
+                s.token_ids.tolist() for s in every[:most]
+            ]
+            assert stream.counts.skipped == 0
+
+
+@pytest.mark.parametrize("levels", [61, 400, 700, 900, 10_000])
+def test_columns_of_many_levels_make_a_bad_row(tmp_path, levels):
+    deep = "[" * levels + "]" * levels
+    path = write_lines(tmp_path / "rows.jsonl", [f'{{"text": "deep", "other": {deep}}}', GOOD])
+    form = RowForm(TextColumn("text"), keep_columns=("other",))
+    stream = stream_of(path, skip=True, form=form)
+    assert [each for each in stream if each] == [] and stream.counts.skipped == 2

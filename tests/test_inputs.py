@@ -289,13 +289,32 @@ def test_bad_flags_are_refused(data, tmp_path, capsys):
         (["--mix", f"{data}/texts"], "is not SOURCE=WEIGHT with a positive weight"),
         (["--mix", f"{data}/texts=0"], "is not SOURCE=WEIGHT with a positive weight"),
         (["--mix", f"{data}/texts=1", f"{data}/texts=2"], "--mix: names a source twice"),
+        (["--mix", "name:config:split:more=1"], "no such path, and not NAME:CONFIG:SPLIT"),
         (["--mix", f"{data}/none.jsonl=1", f"{data}/texts=2"], "none.jsonl"),
         (["--mix", f"{data}/texts=1", "--dataset_path", "x"], "cannot be used together"),
         (["--overlap", "3"], "--overlap: needs --long_documents"),
         (["--long_documents", "split", "--overlap", "2048"], "expected less than --max_seq_length"),
+        (["--keep_columns", *map(str, range(65))], "names 65 columns, there is room for 64"),
         (["--keep_columns", "tokens"], "the table of samples has a column of this name"),
     ):
         assert_refused(capsys, tmp_path, ["--model_path", str(data / "model"), *flags], why)
+
+
+def test_other_data_is_refused_by_its_name(data, tmp_path, capsys):
+    """A weight counts with all of its digits."""
+    flags = ["--model_path", data / "model", "--max_seq_length", LENGTH, "--max_samples", 3]
+    flags += ["--layers_to_extract", 1, "--output_dir"]
+    mixture, files = ["--mix", f"{data}/texts=1"], ["--dataset_path", f"{data}/texts"]
+    assert main(*mixture, *flags, tmp_path / "mixture") == 0
+    assert main(*files, *flags, tmp_path / "files") == 0
+    for name, source in (
+        ("mixture", ["--mix", f"{data}/texts=1.0000001"]),
+        ("mixture", files),
+        ("files", mixture),
+    ):
+        assert main(*source, *flags, tmp_path / name) == 2
+        assert "already holds an extraction with another data: " in capsys.readouterr().err
+    assert main("--mix", f"{data}/texts=1.0", *flags, tmp_path / "mixture") == 0
 
 
 def test_another_order_of_the_documents_has_the_same_documents(data):

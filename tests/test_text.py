@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from conftest import tokenizer_of
 from small_runs import stream_of
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.run.host_text import Prefetch
@@ -318,6 +318,18 @@ def test_a_long_text_has_the_tokens_of_the_whole(tokenizer, text):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         (tokens,) = text_samples._tokenise(tokenizer, [Content(text)], most)
         assert (tokens.ids.tolist(), tokens.total) == (ids[:most], len(ids))
+
+
+def test_a_marker_that_a_cut_goes_through(tokenizer):
+    """Its pieces would be other tokens than it is."""
+    marker = "<|object_ref_start|>"
+    own = Tokenizer.from_str(tokenizer.to_str())
+    own.add_special_tokens([AddedToken(marker, normalized=False)])
+    for text in (marker * 40, (marker + "\n") * 40, f"a{marker}" * 40):
+        ids = own.encode(text, add_special_tokens=False).ids
+        for most in range(1, 30):
+            (tokens,) = text_samples._tokenise(own, [Content(text)], most)
+            assert tokens.ids.tolist() == ids[:most]
 
 
 def test_few_pieces_are_read_by_few_workers(tmp_path):

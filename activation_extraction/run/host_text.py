@@ -47,6 +47,7 @@ from activation_extraction.text.token_choice import TokenChoice
 
 T = TypeVar("T")
 BATCHES_AHEAD = 4
+FILES = "files"  # what an identity calls a data set of files
 DATASET_SPLIT = DATASET[2]
 POLL = 0.2  # seconds between checks whether to stop
 
@@ -118,32 +119,42 @@ def open_dataset(
     own, others: the metadata that this host and others have stored already. A hub data set is
     opened at the revision that it records; files must be those that it lists. Raises InputError.
     """
-    recorded = [identity_of(metadata, METADATA) for metadata in (*own, *others)]
     if configuration.get("mix"):
-        return _open_mixture(configuration["mix"], columns, recorded, own, others)
+        return _open_mixture(configuration["mix"], columns, own, others)
     path = configuration["dataset_path"]
     if path is not None:
         may_grow = configuration.get("shuffle_documents") is None
-        files = DataFiles.as_recorded(list_files(path), own, others, may_grow)
-        return Dataset((Source(open_files(path, columns, files.files)),), "files", "", files)
+        before = _of_data(FILES, own), _of_data(FILES, others)
+        files = DataFiles.as_recorded(list_files(path), *before, may_grow)
+        return Dataset((Source(open_files(path, columns, files.files)),), FILES, "", files)
     name, config, split = (configuration[f"dataset_{x}"] for x in ("name", "config", "split"))
     source = " ".join(filter(None, (name, config, split)))
-    revisions = [identity.data_revision for identity in recorded if identity.data == source]
-    rows, revision = open_hub_dataset(name, config, split, next(iter(revisions), None))
+    revision = _revision_of(source, [*own, *others])
+    rows, revision = open_hub_dataset(name, config, split, revision or None)
     return Dataset((Source(rows),), source, revision)
+
+
+def _of_data(name: str, earlier: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The metadata that records this data set: a run with another one is refused later on."""
+    return [each for each in earlier if identity_of(each, METADATA).data == name]
+
+
+def _revision_of(name: str, earlier: Sequence[Mapping[str, Any]]) -> str:
+    """The revision at which a data set was opened; "" if it was not."""
+    found = _of_data(name, earlier)
+    return identity_of(found[0], METADATA).data_revision if found else ""
 
 
 def _open_mixture(
     given: Sequence[tuple[str, float]],
     columns: Columns,
-    recorded: Sequence[Identity],
     own: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]],
 ) -> Dataset:
     """The files of all sources are listed together, each under the number of its source."""
     mix = [(plain_url(source), source, weight) for source, weight in given]
-    name = " ".join(f"{plain}={weight:g}" for plain, _, weight in mix)
-    before = next((each.data_revision for each in recorded if each.data == name), "")
+    name = " ".join(f"{plain}={repr(weight).removesuffix('.0')}" for plain, _, weight in mix)
+    before = _revision_of(name, [*own, *others])
     revisions = dict(each.rsplit("@", 1) for each in before.split())
     listed = {
         number: list_files(source) for number, (_, source, _) in enumerate(mix) if is_path(source)
@@ -154,8 +165,8 @@ def _open_mixture(
             for number, each in listed.items()
             for file in each
         ],
-        own,
-        others,
+        _of_data(name, own),
+        _of_data(name, others),
         may_grow=False,
     )
     sources = []
@@ -166,7 +177,9 @@ def _open_mixture(
             own_files = [replace(file, name=file.name.removeprefix(prefix)) for file in known]
             rows = open_files(source, columns, own_files)
         else:
-            hub_name, config, split = [*source.split(":"), "", ""][:3]
+            hub_name, config, split, *more = [*source.split(":"), "", ""]
+            if any(more):
+                raise InputError(f"--mix {plain}: no such path, and not NAME:CONFIG:SPLIT")
             split = split or DATASET_SPLIT
             revision = revisions.get(plain)
             rows, revisions[plain] = open_hub_dataset(hub_name, config or None, split, revision)

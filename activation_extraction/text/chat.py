@@ -116,10 +116,7 @@ class ChatTemplate:
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
     ) -> Content:
         """Renders messages. Raises UnusableRowError if that fails, or if roles would be unclear."""
-        for text in _texts([messages, tools]):
-            for marker in (START, END):
-                if marker in text:
-                    raise UnusableRowError(f"its text holds {marker}, which would end a turn")
+        _refuse_markers([messages, tools])
         if self.marks_thinking:
             _check_thinking(messages)
         text = self._render(messages, tools)
@@ -128,6 +125,8 @@ class ChatTemplate:
         after = text[blocks[-1].end() :] if blocks else ""
         if opened not in (0, 1) or (opened and START not in after):
             raise UnusableRowError(f"the template writes no blocks of {START} and {END}")
+        if text.count(END) != len(blocks):  # a text that ends within one, and the template's ">"
+            raise UnusableRowError(f"rendered, it holds another {END} than those of its turns")
         headers = [block[1].strip() for block in blocks]
         roles = _roles_of(headers, [message["role"] for message in messages])
         return Content(text, list(self._spans(blocks, roles, len(text))))
@@ -142,7 +141,10 @@ class ChatTemplate:
                 objects = [_with_objects(message) for message in messages]
                 if objects == messages:
                     raise
+                _refuse_markers(objects)
                 return self._rendered(objects, tools)
+        except UnusableRowError:
+            raise
         except Exception as error:  # a template may raise anything
             raise UnusableRowError(
                 f"the chat template refuses it: {one_line(error):.200}"
@@ -199,8 +201,16 @@ def _roles_of(headers: Sequence[str], roles: Sequence[str]) -> list[str]:
     )
 
 
+def _refuse_markers(value: Any) -> None:
+    """Raises UnusableRowError where a text in it holds what begins or ends a turn."""
+    for text in _texts(value):
+        for marker in (START, END):
+            if marker in text:
+                raise UnusableRowError(f"its text holds {marker}, which would end a turn")
+
+
 def _texts(value: Any) -> Iterator[str]:
-    """All text in a value."""
+    """All text in a value; that of the parts of a content also in one, as it is rendered."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -208,6 +218,8 @@ def _texts(value: Any) -> Iterator[str]:
             yield str(key)
             yield from _texts(each)
     elif isinstance(value, list | tuple):
+        parts = [each.get("text") for each in value if isinstance(each, Mapping)]
+        yield "".join(part for part in parts if isinstance(part, str))
         for each in value:
             yield from _texts(each)
 
@@ -308,6 +320,8 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise UnusableRowError(f"a message has a part of type {kind!r:.40}, expected text")
+        if not isinstance(part.get("text"), str):
+            raise UnusableRowError("a message has a part of text without its text")
     if not isinstance(content, str | list | None):
         raise UnusableRowError(f"a message's content is {type(content).__name__}, expected text")
     return {**message, "role": role}

@@ -194,6 +194,9 @@ class DocumentStream:
         except UnusableRowError as error:
             self.counts.reject(row.where, error)
             return None
+        except RecursionError:
+            self.counts.reject(row.where, "its lists or objects have too many levels")
+            return None
         position = {**self._source, **row.row}
         counts = self.counts.skipped, self.counts.empty
         return Document(content, doc_id, position, row.where, *counts, kept)

@@ -13,6 +13,7 @@ from activation_extraction.common.errors import near_miss
 
 DocId = str | int | float | None
 MAX_COLUMN_BYTES = 2**19  # bytes of JSON that the kept columns of a row may take
+MAX_LEVELS = 60  # of lists and objects in a kept column; shards have room for a few more
 AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)
 
 
@@ -221,15 +222,17 @@ class RowForm:
 
 
 def _as_json(row: Mapping[str, Any], name: str) -> Any:
-    def convert(value: Any) -> Any:
+    def convert(value: Any, levels: int = MAX_LEVELS) -> Any:
+        if not levels:
+            raise UnusableRowError(f"--keep_columns {name}: has more than {MAX_LEVELS} levels")
         if value is None or isinstance(value, str | bool | int | float):
             return value
         if isinstance(value, AS_TEXT):
             return str(value)
         if isinstance(value, list | tuple):
-            return [convert(each) for each in value]
+            return [convert(each, levels - 1) for each in value]
         if isinstance(value, dict):
-            return {str(key): convert(each) for key, each in value.items()}
+            return {str(key): convert(each, levels - 1) for key, each in value.items()}
         raise ColumnError(
             f"--keep_columns {name}: holds {type(value).__name__}, expected text, numbers, lists "
             "or objects of them"

@@ -24,6 +24,7 @@ from activation_extraction.text.token_choice import TokenChoice
 
 CHUNK_ROWS = 64
 CHARACTERS_PER_TOKEN = 16  # ordinary text has fewer
+MARKER_CHARACTERS = 64  # such tokens as <|object_ref_start|> have fewer
 PIECE_CHARACTERS = 2**18  # of a long text, whose tokens are only counted
 PREVIEW_CHARACTERS = 200
 TEMPLATE = ROLES.index("template")
@@ -133,16 +134,21 @@ def samples(
         number, first, stored = start.samples - start.skip, start.samples, start.tokens
     rows, counts = iter(documents), documents.counts
     before = (0, 0) if start is None else (start.skipped_rows, start.empty_rows)
-    while True:
+
+    def full() -> bool:
+        have = (number, max_samples), (stored, max_tokens)
+        return any(most is not None and count >= most for count, most in have)
+
+    while not full():
         state, begin = documents.state(), number
         wanted = CHUNK_ROWS if max_samples is None else min(CHUNK_ROWS, max_samples - number)
-        if wanted <= 0 or (max_tokens is not None and stored >= max_tokens):
-            return
         chunk, failure = _read(rows, wanted)
         skipped, empty = counts.skipped, counts.empty
         found = [document for document in chunk if document is not None]
         tokens = _tokens(tokenizer, [document.content for document in found], form)
         for document, each in zip(found, tokens, strict=True):
+            if full():
+                break
             if isinstance(each, str):
                 counts.reject(document.where, each)
                 continue
@@ -150,9 +156,8 @@ def samples(
                 counts.empty += 1
                 continue
             for piece in enumerate(form.pieces(each.total)):
-                if number == max_samples or stored == max_tokens:
-                    counts.skipped, counts.empty = before  # what was read on does not count
-                    return
+                if full():
+                    break
                 if number >= first:
                     # Rows are also counted here, after all rows of the chunk have been read.
                     skipped_rows = document.skipped_rows + counts.skipped - skipped
@@ -166,10 +171,13 @@ def samples(
                     stored += sample.num_kept
                     yield sample
                 number += 1
+        if full():
+            break
         if failure is not None:
             raise failure
         if len(chunk) < wanted:
             return
+    counts.skipped, counts.empty = before  # what was read on does not count
 
 
 def _read(
@@ -262,8 +270,9 @@ def _tokenise(
     """Returns the first `most` tokens of each text, or why it cannot be tokenised.
 
     most: None for all of them. Only the beginning of a very long text is kept. That gives the same
-    tokens as the whole text, except in the last two words, which the cut may have changed. If those
-    are needed, the whole text is tokenised at once; otherwise its tokens are only counted.
+    tokens as the whole text, except in the last two words and in a marker at its end, which the cut
+    may have changed. If those are needed, the whole text is tokenised at once; otherwise its tokens
+    are only counted.
     """
     try:
         return _tokenise_all(tokenizer, contents, most)
@@ -278,7 +287,7 @@ def _tokenise(
 def _tokenise_all(
     tokenizer: Tokenizer, contents: Sequence[Content], most: int | None
 ) -> list[Tokens | str]:
-    enough = None if most is None else CHARACTERS_PER_TOKEN * most
+    enough = None if most is None else CHARACTERS_PER_TOKEN * most + MARKER_CHARACTERS
     texts = [content.text for content in contents]
     encoded = tokenizer.encode_batch([text[:enough] for text in texts], add_special_tokens=False)
     tokens: list[Tokens | str] = []
@@ -314,9 +323,13 @@ def _labels(content: Content, offsets: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _reaches_the_end(encoding: Encoding, max_tokens: int) -> bool:
-    """Whether the first `max_tokens` tokens reach into the last two words."""
-    words = encoding.word_ids
-    return len(words) < max_tokens or (words[max_tokens - 1] or 0) >= (words[-1] or 0) - 1
+    """Whether the first `max_tokens` tokens reach into the last two words, or a marker's length."""
+    words, offsets = encoding.word_ids, encoding.offsets
+    return (
+        len(words) < max_tokens
+        or (words[max_tokens - 1] or 0) >= (words[-1] or 0) - 1
+        or offsets[max_tokens - 1][1] > offsets[-1][1] - MARKER_CHARACTERS
+    )
 
 
 def _count(tokenizer: Tokenizer, text: str) -> int:
