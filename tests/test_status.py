@@ -167,6 +167,16 @@ def test_a_run_that_has_stored_nothing_yet(tmp_path, capsys):
     assert show_status(Folder(str(tmp_path)), write=True) == 0
 
 
+def test_the_share_done_is_that_of_the_nearer_limit(tmp_path, capsys):
+    """Over all hosts it is the mean; a host that has not started has done nothing."""
+    begin(tmp_path, 0, 0, 2, 1, max_samples=20, max_tokens=10**6).finalize(complete=False)
+    part = parts_at(tmp_path)["machine_000"]
+    assert (part.samples, part.share) == (7, 7 / 20)
+    assert show_status(Folder(str(tmp_path)), write=False) == 0
+    _, machine, whole = capsys.readouterr().out.splitlines()[:3]
+    assert "35.0%" in machine and "17.5%" in whole
+
+
 def test_the_status_as_json(tmp_path, capsys):
     extract(tmp_path)
     (tmp_path / "shard_0002.npz").unlink()
