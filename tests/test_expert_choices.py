@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from command_line import main, records_of
 from conftest import Reference, make_reference
-from extractions import change_shard, load
+from extractions import change_shard, edit, load
 from pods import first_documents
 from safetensors import safe_open
 from tiny_models import SHARED
@@ -17,7 +17,7 @@ from tiny_models import SHARED
 from activation_extraction import ActivationDataset, ActivationStorage
 from activation_extraction.inspect.verify import OTHER_EXPERTS
 from activation_extraction.model import hooks as hooks_module
-from activation_extraction.store.sealed_json import seal, unseal
+from activation_extraction.store.sealed_json import unseal
 
 CHOICES = ["blocks.1.mlp.hook_expert_indices", "blocks.3.mlp.hook_expert_indices"]
 ALIKE, STREAM = "blocks.1.mlp.shared_expert.hook_pre", "blocks.3.hook_resid_post"
@@ -34,7 +34,7 @@ SIZES |= dict(shared_expert_intermediate_size=8, decoder_sparse_step=2)
 
 @pytest.fixture(scope="module")
 def reference(demo_inputs, tmp_path_factory):
-    """More experts than bfloat16 can count, in every second layer."""
+    """A model whose every second layer has more experts than bfloat16 can count."""
     folder = tmp_path_factory.mktemp("experts")
     for path in (demo_inputs / "model").glob("*token*"):
         shutil.copy(path, folder)
@@ -43,7 +43,7 @@ def reference(demo_inputs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def extract(reference, demo_inputs, tmp_path_factory):
-    """Runs it to a folder; the exit status."""
+    """A function that runs an extraction into a folder and returns the exit status."""
     few = first_documents(demo_inputs, tmp_path_factory.mktemp("few") / "few.parquet", 24)
 
     def run(out, *flags, hooks=HOOKS):
@@ -55,7 +55,7 @@ def extract(reference, demo_inputs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stored(extract, tmp_path_factory):
-    """An extraction with each dtype, on one device; tests must not change it."""
+    """A function that returns an extraction with a dtype, which tests must not change."""
     made = {}
 
     def get(dtype="bfloat16"):
@@ -69,13 +69,13 @@ def stored(extract, tmp_path_factory):
 
 
 def chosen_by(reference: Reference, token_ids):
-    """What Hugging Face chooses for a sample: name of a hook -> (tokens, experts of a token)."""
+    """Returns what Hugging Face chooses for a sample: hook -> (tokens, experts of a token)."""
     found = reference.hooked(np.array(token_ids)[None])
     return {name: found[name][0].astype(np.int64) for name in CHOICES}
 
 
 def assert_chosen(found, expected, dtype):
-    """In float32 the same ones; in bfloat16 some are others, where two are nearly tied."""
+    """Checks that the numbers agree; in bfloat16 some may differ, where two are nearly tied."""
     assert found.dtype == np.int32
     others = (found != expected).mean()
     assert others <= (OTHER_EXPERTS[dtype] if dtype == "bfloat16" else 0), others
@@ -151,7 +151,7 @@ def test_batches_have_every_hook_in_its_own_dtype(stored):
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_other_choices_are_found_by_recomputing(stored, reference, tmp_path, capsys, dtype):
-    """Also on another mesh; two experts that change places are no error."""
+    """The mesh may be another, and two experts may change places."""
     out = shutil.copytree(stored(dtype), tmp_path / "out")
     again = ["--verify", "--output_dir", out, "--model_path", reference.folder]
     again += ["--verify_samples", 24, "--batch_size", 8, *MESHES["several"]]
@@ -241,13 +241,15 @@ def test_bytes_are_those_of_integers(reference, extract, tmp_path, capsys):
 def test_a_run_whose_choices_are_no_integers_is_read_but_not_continued(
     extract, reference, tmp_path, capsys, monkeypatch
 ):
-    """As an older version began it: one line, and nothing is written."""
+    """An older version began it. The refusal is one line, and nothing is written."""
     out, flags = tmp_path / "out", MESHES["one"]
     with monkeypatch.context() as older:
         older.setattr(hooks_module, "OWN_DTYPES", {})
         assert extract(out, *flags, "--max_samples", 6) == 0
         two = ["--total_machines", 2]
         assert extract(tmp_path / "two", *flags, *two, "--max_samples", 6) == 0
+    for path in tmp_path.rglob("metadata.json"):
+        edit(path, lambda content: content["identity"].pop("integer_hooks"))
     assert ActivationDataset(out).dtypes == dict.fromkeys(HOOKS, "float32")
     again = ["--verify", "--output_dir", out, "--model_path", reference.folder]
     assert main(*again) == 0
@@ -270,8 +272,7 @@ def test_a_run_with_integers_continues(stored, extract, tmp_path):
     assert len(names) > 8
     for name in names[len(names) // 2 :]:
         (out / name).unlink()
-    metadata = unseal((out / "metadata.json").read_bytes(), "")
-    (out / "metadata.json").write_bytes(seal({**metadata, "status": "running", "shards": 0}))
+    edit(out / "metadata.json", lambda content: content.update(status="running", shards=0))
     assert extract(out, "--dtype", "bfloat16", "--shard_size_gb", 1e-4, *MESHES["one"]) == 0
     for path in stored().glob("shard_*.pkl.gz"):
         assert (out / path.name).read_bytes() == path.read_bytes()

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from activation_extraction.store.identity import Difference, Identity, run_of
+from activation_extraction.store.identity import ADDED, Difference, Identity, run_of
 from activation_extraction.store.sealed_json import DamagedError
 
 ONE = Identity(
@@ -55,6 +55,14 @@ def test_a_run_that_lacks_a_field_is_read_with_its_default_and_keeps_its_digest(
     del recorded["positions"]
     assert Identity.from_json(recorded, "metadata.json") == ONE
     assert run_of(recorded) == run_of(dict(reversed(recorded.items()))) != ONE.run
+
+
+@pytest.mark.parametrize("name", sorted(ADDED))
+def test_a_field_that_the_first_runs_lack_leaves_their_digest_as_it_was(name):
+    recorded = json.loads(json.dumps(ONE.to_json()))
+    del recorded[name]
+    assert Identity.from_json(recorded, "metadata.json") == ONE
+    assert run_of(recorded) == ONE.run
 
 
 def test_whether_every_token_is_kept():
