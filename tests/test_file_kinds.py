@@ -216,6 +216,16 @@ DAMAGED = {
     "UTF-16": ("a.csv", "text\nx".encode("utf-16"), "the header is not UTF-8"),
     "huge field": ("a.csv", b'text\nx\n"' + b"y\n" * 5000, f"field limit (9999){BEHIND}row 0"),
     "huge line": ("a.csv", b"text\nx\n" + b"y" * 10_000, f"9,999 characters or more{BEHIND}row 0"),
+    "huge packed line": (
+        "a.jsonl.gz",
+        gzip.compress(b'{"text": "x"}\n' + b" " * 10_000),
+        f"9,999 characters or more{BEHIND}line 1",
+    ),
+    "huge line of zstd": (
+        "a.jsonl.zst",
+        pyarrow.compress(b'{"text": "x"}\n' + b" " * 10_000, "zstd", asbytes=True),
+        f"9,999 characters or more{BEHIND}line 1",
+    ),
     "huge element": (
         "a.json",
         b'[{"text": "x"}, {"text": "' + b"y" * 50_000,

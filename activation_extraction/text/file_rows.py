@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, TextIO
+from typing import IO, Any, AnyStr, TextIO
 
 import fsspec
 import pyarrow
@@ -30,7 +30,7 @@ from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.common.visible import plain_url
 from activation_extraction.text.rows import Columns, UnusableRowError
 
-LONGEST = 2**27  # characters of a field or line of CSV, or of an element of a JSON array
+LONGEST = 2**27  # characters of a line of CSV or of packed JSON Lines, or of an element of an array
 PIECE = 2**16  # characters or bytes that are read at a time
 BLANK = r"[ \t\r\n]*"
 OPENING = re.compile(rf"{BLANK}\[{BLANK}(\])?")  # what comes before the first element of an array
@@ -134,11 +134,11 @@ def _decompressed(url: str) -> Iterator[Iterable[bytes]]:
     """Opens a file for its lines. pyarrow can read zstd; fsspec would need another package."""
     compressed = plain_url(url)
     with fsspec.open(url, "rb", compression="gzip" if compressed.endswith(".gz") else None) as file:
-        if not compressed.endswith(".zst"):
-            yield file
-        else:
+        if compressed.endswith(".zst"):
             with pyarrow.CompressedInputStream(file, "zstd") as content:
-                yield io.BufferedReader(content, PIECE)
+                yield _limited(io.BufferedReader(content, PIECE))
+        else:
+            yield _limited(file) if compressed.endswith(".gz") else file
 
 
 def _json_object(line: bytes) -> dict[str, Any]:
@@ -246,8 +246,9 @@ def _below_header(url: str, name: str) -> Iterator[FileRow]:
             yield _numbered(url, name, number, partial(_csv_row, header, fields))
 
 
-def _limited(lines: TextIO) -> Iterator[str]:
-    """Yields lines. A file without any end of a line must not fill the memory."""
+def _limited(lines: IO[AnyStr]) -> Iterator[AnyStr]:
+    """Yields lines. A file without any end of a line must not fill the memory, nor a small one
+    that unpacks to such a line."""
     while line := lines.readline(LONGEST):
         if len(line) == LONGEST:
             raise DamagedFileError(f"a line has {LONGEST:,} characters or more")
