@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from activation_extraction.common.choices import ROLES
     from activation_extraction.dataset.batches import Batches
     from activation_extraction.dataset.dataset import ActivationDataset
     from activation_extraction.dataset.sample_activations import SampleActivations
@@ -27,6 +28,7 @@ __all__ = [
     "ActivationStorage",
     "Batches",
     "HookStatistics",
+    "ROLES",
     "SampleActivations",
     "StorageOptions",
     "TokenBatch",
@@ -36,6 +38,7 @@ HOMES = {
     "ActivationStorage": "store.storage",
     "Batches": "dataset.batches",
     "HookStatistics": "store.statistics",
+    "ROLES": "common.choices",
     "SampleActivations": "dataset.sample_activations",
     "StorageOptions": "store.identity",
     "TokenBatch": "dataset.token_batch",

@@ -20,7 +20,8 @@ import pyarrow.parquet
 from tokenizers import AddedToken, Tokenizer
 
 from activation_extraction.run import demo
-from activation_extraction.run.host_text import open_dataset, row_form
+from activation_extraction.run.host_text import row_form
+from activation_extraction.run.open_data import open_dataset
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.chat import END, START, ChatTemplate
 from activation_extraction.text.packing import pack

@@ -231,6 +231,11 @@ DAMAGED = {
         b'[{"text": "x"}, {"text": "' + b"y" * 50_000,
         "9,999 characters or more, or is not JSON: Unterminated",
     ),
+    "one object": (
+        "a.json",
+        b'{\n  "data": [{"text": "x"}]\n}\n',
+        "expected an array of objects, or an object on every line",
+    ),
     "no arrow": ("a.arrow", b"text,id\n", "a.arrow: "),
     "empty arrow": ("a.arrow", b"", "a.arrow: "),
     "arrow file cut off": ("a.arrow", as_arrow(ROWS)[:-9], "a.arrow: Not an Arrow file"),

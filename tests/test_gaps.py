@@ -17,8 +17,9 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.inspect.verify import verify
 from activation_extraction.run.data_files import DataFiles
-from activation_extraction.run.host_text import Dataset, HostText, Source
+from activation_extraction.run.host_text import HostText
 from activation_extraction.run.hosts import Watchdog
+from activation_extraction.run.open_data import Dataset, Source
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity

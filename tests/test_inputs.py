@@ -19,12 +19,8 @@ from activation_extraction.common.errors import StorageError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo
-from activation_extraction.run.host_text import (
-    HostText,
-    load_text_files,
-    open_dataset,
-    row_form,
-)
+from activation_extraction.run.host_text import HostText, load_text_files, row_form
+from activation_extraction.run.open_data import open_dataset
 from activation_extraction.store.identity import Identity
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text import shuffle
@@ -249,6 +245,17 @@ def test_what_a_budget_cuts_is_counted(data):
     assert [plain(sample) for sample in others] == [plain(each) for each in whole[: len(others)]]
 
 
+@pytest.mark.parametrize("limit", [{"max_samples": 2}, {"max_tokens": 40, "overlap": 5}])
+def test_what_a_limit_leaves_out_of_a_split_document_is_counted(data, limit):
+    *_, last = every = read(text := text_of("split", data, **limit))
+    rows = map(json.loads, (data / "long.jsonl").read_text().splitlines())
+    (whole,) = (row["text"] for row in rows if row["id"] == last.doc_id)
+    stored = sum(sample.num_kept for sample in every if sample.doc_id == last.doc_id)
+    total = len(text.tokenizer.encode(whole, add_special_tokens=False).ids)
+    assert last.cut == total - stored > LENGTH
+    assert not any(sample.cut for sample in every[:-1])
+
+
 @pytest.mark.parametrize("shard_format", ["pickle", "safetensors"])
 def test_a_budget_is_exact_and_may_grow(shard_format, data, tmp_path, capsys):
     """Over two hosts that do not share it evenly, too. More than there is ends short, and says
@@ -288,9 +295,12 @@ def test_bad_flags_are_refused(data, tmp_path, capsys):
     for flags, why in (
         (["--mix", f"{data}/texts"], "is not SOURCE=WEIGHT with a positive weight"),
         (["--mix", f"{data}/texts=0"], "is not SOURCE=WEIGHT with a positive weight"),
-        (["--mix", f"{data}/texts=1", f"{data}/texts=2"], "--mix: names a source twice"),
+        (["--mix", f"{data}/texts=1", f"{data}/texts=2"], f"--mix: names {data}/texts twice"),
         (["--mix", "name:config:split:more=1"], "no such path, and not NAME:CONFIG:SPLIT"),
-        (["--mix", f"{data}/none.jsonl=1", f"{data}/texts=2"], "none.jsonl"),
+        (
+            ["--mix", f"{data}/none.jsonl=1", f"{data}/texts=2"],
+            f"--mix {data}/none.jsonl: no such file or folder",
+        ),
         (["--mix", f"{data}/texts=1", "--dataset_path", "x"], "cannot be used together"),
         (["--overlap", "3"], "--overlap: needs --long_documents"),
         (["--long_documents", "split", "--overlap", "2048"], "expected less than --max_seq_length"),

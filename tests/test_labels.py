@@ -108,7 +108,7 @@ def tokens_of(batches):
             assert (number, position) not in found
             found[number, position] = (
                 *(int(getattr(batch, name)[n]) for name in NAMES),
-                None if getattr(batch, "doc_id", None) is None else batch.doc_id[n],
+                batch.columns["doc_id"][n] if "doc_id" in batch.columns else None,
             )
     return found
 
@@ -157,8 +157,13 @@ def test_everything_is_read_back(run, check):
     dataset = ActivationDataset(run)
     check_documents(dataset)
     assert tokens_of(dataset.batches(16)) == expected()
-    shuffled = dataset.batches(16, shuffle=0, buffer=64, doc_ids=True)
+    shuffled = dataset.batches(16, shuffle=0, buffer=64, columns=["doc_id"])
     assert tokens_of(shuffled) == expected(doc_ids=True)
+    known = {sample.sample_idx: sample for sample in dataset}  # of two hosts, so not in order
+    for batch in dataset.batches(16, shuffle=1, columns=["split", "doc_id", "row"]):
+        for number, *values in zip(batch.sample_idx, *batch.columns.values(), strict=True):
+            sample = known[number]
+            assert values == [sample.columns.get("split"), sample.doc_id, sample.row]
     assert check(run) == []
 
 
@@ -239,7 +244,7 @@ def test_restored_at_every_step_and_no_other_choice(run):
         due.append(batch.token_ids.tolist())
         states.append(batches.state())
     assert len(due) > 5
-    continued = ActivationDataset(run).batches(8, **options, doc_ids=True)
+    continued = ActivationDataset(run).batches(8, **options, columns=["doc_id"])
     for number, state in enumerate(states):
         continued.restore(json.loads(json.dumps(state)))
         assert [batch.token_ids.tolist() for batch in continued] == due[number:]
@@ -249,14 +254,14 @@ def test_restored_at_every_step_and_no_other_choice(run):
             dataset.batches(8, **other).restore(states[2])
     old = dataset.batches(8).state()
     assert old.pop("where") is old.pop("roles") is None  # as an earlier version wrote it
-    dataset.batches(8, doc_ids=True).restore(old)
+    dataset.batches(8, columns=["doc_id"]).restore(old)
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX has threads in this process
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_in_other_processes_and_as_tensors(run):
     dataset = ActivationDataset(run)
-    options = dict(where=lambda table: is_test(table).to_pylist(), roles=["user"], doc_ids=True)
+    options = dict(where=lambda table: is_test(table).to_pylist(), roles=["user"], columns="doc_id")
     due = expected(lambda number, _, role: number % 3 and role == "user", doc_ids=True)
     batches = dataset.batches(8, shuffle=0, **options)
     assert tokens_of(pickle.loads(pickle.dumps(batches))) == due  # but not the function
@@ -266,7 +271,7 @@ def test_in_other_processes_and_as_tensors(run):
     assert tokens_of(loader) == due
     batch = next(dataset.batches(8, **options))
     for moved in (batch.torch(), batch.jax(), batch.to("cpu"), batch.map(np.copy)):
-        assert moved.doc_id is batch.doc_id
+        assert moved.columns is batch.columns
         assert moved.role.tolist() == batch.role.tolist() and type(moved.turn) is type(
             moved.position
         )
@@ -283,7 +288,11 @@ def test_in_other_processes_and_as_tensors(run):
             "where: object, shape",
         ),
         (dict(where=True), "where: bool, shape"),
-        (dict(roles=["user", "critic"]), "roles: no role is called 'critic'; there are template, "),
+        (dict(columns=["splitt"]), "columns: samples have no 'splitt'; they have sample_idx, "),
+        (
+            dict(roles=["user", "critic"]),
+            "roles: unknown role 'critic'; expected some of template, ",
+        ),
     ],
 )
 def test_choices_that_make_no_sense(run, options, named):

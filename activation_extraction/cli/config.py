@@ -26,7 +26,7 @@ from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.positions import parse_positions
 from activation_extraction.common.visible import counted, say_error
 
-MOST_COLUMNS = 64  # that a row of the table of samples has room for
+MAX_COLUMNS = 64  # that a row of the table of samples has room for
 OWN_COLUMNS = ("sample_idx", "tokens", "doc_id", "row", "cut", "text_preview")
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 # The flags that were given, by name, as argparse read them.
@@ -243,13 +243,15 @@ def _check_values(config: Config) -> None:
                 f"--keep_columns {name}: the table of samples has a column of this name; rename "
                 "the data set's"
             )
-    if len(config.keep_columns) > MOST_COLUMNS:
+    if len(config.keep_columns) > MAX_COLUMNS:
         raise InputError(
             f"--keep_columns: names {len(config.keep_columns)} columns, there is room for "
-            f"{MOST_COLUMNS}"
+            f"{MAX_COLUMNS}"
         )
-    if len({source for source, _ in config.mix}) < len(config.mix):
-        raise InputError("--mix: names a source twice")
+    sources = [source for source, _ in config.mix]
+    for source in sources:
+        if sources.count(source) > 1:
+            raise InputError(f"--mix: names {source} twice")
     if not rule.may_keep(config.max_seq_length):
         raise InputError(
             f"--positions {config.positions}: keeps no token of any sample; samples have at most "

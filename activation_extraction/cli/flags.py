@@ -115,16 +115,16 @@ class Config:
     )
     positions: str = flag(
         "all, last, first:N, last:N, every:N (0, N, 2N, ...), a slice as in Python, such as 4:-1, "
-        "random:P, which keeps every token with probability P (random:P:SEED makes another "
-        "choice than SEED 0), or last_of_turn, the last token of every turn of a conversation. "
+        "random:P, which keeps every token with probability P (or random:P:SEED, instead of SEED "
+        "0), or last_of_turn, the last token of every turn of a conversation. "
         "Records then say the positions of their tokens",
         "all",
         parse=positions,
         metavar="RULE",
     )
     roles: tuple[str, ...] = flag(
-        "keep only the tokens of these roles of a conversation, among which --positions then "
-        "counts; template is what the chat template adds around the turns",
+        "keep only the tokens of these roles of a conversation; --positions then counts only these "
+        "tokens; template is what the chat template adds around the turns",
         (),
         default_is="all",
         needs="messages_column",
@@ -159,8 +159,8 @@ class Config:
     )
     mix: tuple[tuple[str, float], ...] = flag(
         "several sources instead, each with its share of the documents: a path as for "
-        "--dataset_path, or NAME:CONFIG:SPLIT of a hub data set; a source that is used up ends, "
-        "and the others go on",
+        "--dataset_path, or NAME:CONFIG:SPLIT of a hub data set; when a source runs out, the "
+        "others continue",
         (),
         default_is="none",
         parse=weighted,
@@ -188,7 +188,7 @@ class Config:
         metavar="FILE",
     )
     chat_template_args: tuple[tuple[str, Any], ...] = flag(
-        "what the template is given besides the messages, such as enable_thinking=false or "
+        "extra variables for the template, such as enable_thinking=false or "
         "add_generation_prompt=true",
         (),
         default_is="nothing",
@@ -222,14 +222,14 @@ class Config:
         metavar="NAME",
     )
     long_documents: str = flag(
-        "what becomes of documents with more than --max_seq_length tokens. cut: the rest is left "
-        "out; split: several samples",
+        "what to do with documents longer than --max_seq_length. cut: leave out the rest; split: "
+        "make several samples, of which --max_samples and --positions count each",
         "cut",
         choices=("cut", "split"),
     )
     overlap: int = flag(
-        "with --long_documents split: how many tokens each piece repeats of the one before it, as "
-        "context alone; every token is stored once",
+        "with --long_documents split: how many tokens of the previous piece each piece repeats, "
+        "only as context; every token is stored once",
         0,
         unit=" tokens",
         parse=integer(0),
@@ -237,8 +237,8 @@ class Config:
         metavar="N",
     )
     shuffle_documents: int | None = flag(
-        "read the documents in an order that this seed gives: files and row groups in any order, "
-        "and rows within blocks of 1,024",
+        "shuffle the documents with this seed: files and row groups, and rows within blocks of "
+        "1,024",
         default_is="the order of the data set",
         parse=integer(0),
         metavar="SEED",
@@ -424,7 +424,7 @@ class Config:
         "write local shards as well, beside those in the bucket",
     )
     upload_timeout: int = seconds(
-        "how long a failing upload is retried without progress before the run stops", 300
+        "how long to keep retrying a failing upload before the run stops", 300
     )
     status: bool = switch(
         "show what all machines and hosts have stored, how fast they are and when they will be "

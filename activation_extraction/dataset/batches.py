@@ -19,10 +19,11 @@ import numpy as np
 from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import counted
-from activation_extraction.dataset.open_shards import OpenShards
+from activation_extraction.dataset.open_shards import OpenShards, value_of
 from activation_extraction.dataset.token_batch import ByHook, TokenBatch, copy_rows, empty_batch
 from activation_extraction.dataset.windows import Block, Chunk, Plan, Position, Window, Windows
 from activation_extraction.store.commit import Commit
+from activation_extraction.store.shard import TableRow
 from activation_extraction.store.shard_reader import ShardReader, read_by_ranges
 
 CHUNK_BYTES = 8 * 2**20  # the most that is read at once
@@ -46,7 +47,7 @@ class BatchOptions:
     workers: int
     roles: tuple[str, ...] | None = None
     where: str | None = None  # a digest of the mask
-    doc_ids: bool = False
+    columns: tuple[str, ...] = ()
 
 
 def as_mask(mask: Any, samples: int) -> np.ndarray:
@@ -83,20 +84,22 @@ class TokenSource:
         return hashlib.sha256(files.encode()).hexdigest()
 
     @cached_property
-    def _doc_ids(self) -> tuple[np.ndarray, np.ndarray]:
-        """Every `sample_idx`, ascending, and the `doc_id` of each."""
+    def _rows(self) -> tuple[np.ndarray, list[TableRow]]:
+        """Every `sample_idx`, ascending, and the row of each in the table of samples."""
         rows = sorted(self.shards.rows(), key=attrgetter("sample_idx"))
-        doc_ids = np.empty(len(rows), object)
-        doc_ids[:] = [row.doc_id for row in rows]
-        return np.array([row.sample_idx for row in rows], np.int64), doc_ids
+        return np.array([row.sample_idx for row in rows], np.int64), rows
 
-    def doc_ids(self, sample_idx: np.ndarray) -> np.ndarray:
-        """Returns the `doc_id` of samples, as objects. Raises OSError."""
-        indices, doc_ids = self._doc_ids
+    def columns(self, names: Sequence[str], sample_idx: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns columns of the table of samples for some samples, as objects. Raises OSError."""
+        indices, rows = self._rows
         found = np.searchsorted(indices, sample_idx).clip(max=len(indices) - 1)
         if (indices[found] != sample_idx).any():
             raise OSError(f"{self.shards.url}: a table of samples is of others than its shard")
-        return doc_ids[found]
+        columns = {}
+        for name in names:
+            columns[name] = np.empty(len(found), object)
+            columns[name][:] = [value_of(rows[number], name) for number in found]
+        return columns
 
     @cached_property
     def _firsts(self) -> list[int]:
@@ -175,12 +178,14 @@ class TokenSource:
         except RunError as error:
             raise OSError(str(error)) from error
         within = slice(first, stop)
+        labels = {name: values[within] for name, values in labels.items()}
         tokens = TokenBatch(
             ByHook(activations, self.shards.hooks.aliases),
             token_ids[within],
             reader.sample_idx[samples[within]],
             position[within],
-            **{name: values[within] for name, values in labels.items()},
+            role=labels.get("role"),
+            turn=labels.get("turn"),
         )
         rows = rows - first
         return Block(tokens, rows[_small(tokens, options.max_norm)[rows]])
@@ -258,7 +263,7 @@ class Batches(Iterator[TokenBatch]):
         """Everything on which the order of the tokens depends."""
         part, parts = _loader_worker()
         options = json.loads(json.dumps(asdict(self._options)))
-        del options["doc_ids"]
+        del options["columns"]
         return {"data": self._source.fingerprint, **options, "part": part, "parts": parts}
 
     def again(self) -> "Batches":
@@ -304,8 +309,8 @@ class Batches(Iterator[TokenBatch]):
         rows = window.order[taken : taken + self._options.size]
         batch = empty_batch(window.memory, len(rows), self._source.dtypes(self._options))
         copy_rows(window.memory, rows, batch)
-        if self._options.doc_ids:
-            batch = replace(batch, doc_id=self._source.doc_ids(batch.sample_idx))
+        if names := self._options.columns:
+            batch = replace(batch, columns=self._source.columns(names, batch.sample_idx))
         taken += len(batch)
         if taken < len(window.order):
             self._position = replace(self._position, taken=taken)

@@ -23,7 +23,7 @@ from activation_extraction.dataset.batches import (
     digest_of_mask,
 )
 from activation_extraction.dataset.folders import expected_names, read_folders
-from activation_extraction.dataset.open_shards import OpenShards
+from activation_extraction.dataset.open_shards import COLUMNS, OpenShards
 from activation_extraction.dataset.sample_activations import SampleActivations, joined, pieces_of
 from activation_extraction.dataset.token_batch import ByHook, recorded_aliases
 from activation_extraction.store.commit import METADATA
@@ -214,7 +214,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         workers: int = 1,
         where: Any = None,
         roles: Sequence[str] | None = None,
-        doc_ids: bool = False,
+        columns: Sequence[str] = (),
     ) -> Batches:
         """Returns all tokens, in batches of `size`: one pass over the data.
 
@@ -233,7 +233,8 @@ class ActivationDataset(Sequence[SampleActivations]):
         these samples: a boolean for each row of `samples`, as an array or a list, or a function
         that gets that table and returns them, such as
         `lambda table: pyarrow.compute.equal(table["split"], "test")`. roles: only tokens of these
-        roles in a conversation, such as ["assistant"]. doc_ids: whether batches have `doc_id`.
+        roles in a conversation, such as ["assistant"]. columns: names in `samples`, such as
+        ["doc_id", "label"]: batches then have the values of these for every token.
 
         Raises ValueError for arguments that make no sense.
         """
@@ -273,7 +274,7 @@ class ActivationDataset(Sequence[SampleActivations]):
             workers=workers,
             roles=None if roles is None else self._known_roles(roles),
             where=None if mask is None else digest_of_mask(mask),
-            doc_ids=doc_ids,
+            columns=self._known_columns(columns),
         )
         return Batches(TokenSource(self._shards, self._local, mask), options)
 
@@ -282,10 +283,26 @@ class ActivationDataset(Sequence[SampleActivations]):
         asked = [roles] if isinstance(roles, str) else list(roles)
         for role in asked:
             if role not in ROLES:
-                raise ValueError(f"roles: no role is called {role!r}; there are {', '.join(ROLES)}")
+                raise ValueError(
+                    f"roles: unknown role {role!r}; expected some of {', '.join(ROLES)}"
+                )
         if self._commits and "role" not in self._shards.get(0).labels(0, 0):
-            raise ValueError(f"roles: {self.url} has no roles; runs of conversations have them")
+            raise ValueError(f"roles: {self.url} has no roles; only runs of conversations do")
+        stored = identity_of(self.metadata, METADATA).roles or ROLES
+        if not set(asked) <= {*stored}:
+            raise ValueError(f"roles: {self.url} stores only tokens of {', '.join(stored)}")
         return tuple(role for role in ROLES if role in asked)
+
+    def _known_columns(self, columns: Sequence[str]) -> tuple[str, ...]:
+        """The columns that are asked for. Raises ValueError for one that the samples lack."""
+        asked = (columns,) if isinstance(columns, str) else tuple(columns)
+        if asked and self._commits:
+            kept = {name for row in self._shards.table(0) for name in row.columns}
+            for name in asked:
+                if name not in (*COLUMNS, *kept):
+                    there = ", ".join((*COLUMNS, *sorted(kept)))
+                    raise ValueError(f"columns: samples have no {name!r}; they have {there}")
+        return asked
 
     def _sample(self, shard: int, number: int) -> SampleActivations:
         try:

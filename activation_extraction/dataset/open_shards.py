@@ -166,6 +166,11 @@ class OpenShards:
             self.__post_init__()
 
 
+def value_of(row: TableRow, column: str) -> Any:
+    """Returns the value of a column of the table of samples; None if the row lacks it."""
+    return getattr(row, column) if column in COLUMNS else row.columns.get(column)
+
+
 def _column(values: Sequence[Any]) -> Any:
     """An array of pyarrow. Values become texts where they have no type in common, or none there."""
     import pyarrow

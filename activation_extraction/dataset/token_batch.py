@@ -6,7 +6,7 @@ canonical name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from operator import methodcaller
 from types import MappingProxyType
@@ -73,9 +73,9 @@ class TokenBatch:
 
     activations: hook, by any of its names -> (size, width). token_ids, position: int32 (size,);
     the position counts from 0 within the sample. sample_idx: int64 (size,). role, turn: int32
-    (size,), None where the run has none; a role is an index in common.choices.ROLES. doc_id: None,
-    or a NumPy array of objects (size,) where batches are asked for it; it stays what it is when the
-    others become tensors.
+    (size,), None where the run has none; a role is an index in ROLES. columns: of the table of
+    samples, by name, where batches are asked for them: NumPy arrays of objects (size,), which stay
+    what they are when the others become tensors.
     """
 
     activations: ByHook[Any]
@@ -84,7 +84,7 @@ class TokenBatch:
     position: Any
     role: Any = None
     turn: Any = None
-    doc_id: Any = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -107,7 +107,7 @@ class TokenBatch:
 
     @property
     def arrays(self) -> list[Any]:
-        """The activations of every hook, and the arrays that all hooks share, but `doc_id`."""
+        """The activations of every hook, and the arrays that all hooks share, but `columns`."""
         shared = self.token_ids, self.sample_idx, self.position, *self.labels.values()
         return [*self.activations.values(), *shared]
 
@@ -131,14 +131,14 @@ class TokenBatch:
         return replace(self.map(jax.device_put), sample_idx=self.sample_idx)
 
     def map(self, convert: Callable[[np.ndarray], Any]) -> "TokenBatch":
-        """Returns `convert` applied to every array but `doc_id`."""
+        """Returns `convert` applied to every array but `columns`."""
         return TokenBatch(
             self.activations.map(convert),
             convert(self.token_ids),
             convert(self.sample_idx),
             convert(self.position),
             **{name: convert(values) for name, values in self.labels.items()},
-            doc_id=self.doc_id,
+            columns=self.columns,
         )
 
 

@@ -1,40 +1,31 @@
-"""This module opens the data set of a run and makes batches of one host's share of it.
+"""Makes batches of one host's share of a data set, as the configuration asks.
 
 A thread prepares the next batches while the devices compute.
 """
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-import datasets
 from tokenizers import Tokenizer
 
-from activation_extraction.cli.flags import DATASET, Config
+from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, RunError, one_line
-from activation_extraction.common.visible import plain_url
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.run.data_files import DataFiles
-from activation_extraction.store.commit import METADATA
+from activation_extraction.run.open_data import Dataset
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import identity_of
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.chat import ChatTemplate, MessagesColumn
 from activation_extraction.text.documents import (
     Documents,
-    DocumentStream,
-    RowCounts,
-    check_dataset,
     with_remedy,
 )
-from activation_extraction.text.mixture import Mixture
 from activation_extraction.text.packing import pack
-from activation_extraction.text.rows import Columns, IdsColumn, Reader, RowForm, TextColumn
+from activation_extraction.text.rows import IdsColumn, Reader, RowForm, TextColumn
 from activation_extraction.text.samples import (
     SampleForm,
     load_tokenizer,
@@ -42,184 +33,11 @@ from activation_extraction.text.samples import (
     samples,
     tokenizer_file,
 )
-from activation_extraction.text.sources import is_path, list_files, open_files, open_hub_dataset
 from activation_extraction.text.token_choice import TokenChoice
 
 T = TypeVar("T")
 BATCHES_AHEAD = 4
-FILES = "files"  # what an identity calls a data set of files
-DATASET_SPLIT = DATASET[2]
 POLL = 0.2  # seconds between checks whether to stop
-
-
-class Source(NamedTuple):
-    """An open data set. name: in a mixture; None if it is the only one."""
-
-    rows: datasets.IterableDataset
-    name: str | None = None
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """The open data sets of a run. Their name and content must stay the same when it continues.
-
-    content: the revision of a hub data set; "" for files, which `files` compares one by one.
-    """
-
-    sources: tuple[Source, ...]
-    name: str
-    content: str
-    files: DataFiles = field(default_factory=DataFiles)
-
-    def check(self, form: RowForm, skip_bad_rows: bool) -> None:
-        """Raises InputError unless the first row of each source can be used."""
-        for source in self.sources:
-            try:
-                check_dataset(source.rows, form, skip_bad_rows)
-            except InputError as error:
-                if source.name is None:
-                    raise
-                raise InputError(f"--mix {source.name}: {error}") from error
-
-    def documents(
-        self, form: RowForm, worker: Worker, skip_bad_rows: bool, shuffle: int | None
-    ) -> Documents:
-        """Returns a worker's documents, from the beginning. shuffle: a seed, or None."""
-        counts = RowCounts(skip_bad_rows)
-        streams = [
-            DocumentStream(
-                source.rows,
-                form,
-                worker,
-                counts,
-                partial(self._reads, _prefix(number, source.name)),
-                shuffle,
-                source.name,
-            )
-            for number, source in enumerate(self.sources)
-        ]
-        if self.sources[0].name is None:
-            return streams[0]
-        names = [str(source.name) for source in self.sources]
-        return Mixture(streams, names, [source.weight for source in self.sources])
-
-    def _reads(self, prefix: str, name: str) -> None:
-        self.files.start_digest(prefix + name)
-
-
-def open_dataset(
-    configuration: Mapping[str, Any],
-    columns: Columns,
-    own: Sequence[Mapping[str, Any]],
-    others: Sequence[Mapping[str, Any]] = (),
-) -> Dataset:
-    """Opens what a configuration asks for: files, a data set of the hub, or a mixture of both.
-
-    own, others: the metadata that this host and others have stored already. A hub data set is
-    opened at the revision that it records; files must be those that it lists. Raises InputError.
-    """
-    if configuration.get("mix"):
-        return _open_mixture(configuration["mix"], columns, own, others)
-    path = configuration["dataset_path"]
-    if path is not None:
-        may_grow = configuration.get("shuffle_documents") is None
-        before = _of_data(FILES, own), _of_data(FILES, others)
-        files = DataFiles.as_recorded(list_files(path), *before, may_grow)
-        return Dataset((Source(open_files(path, columns, files.files)),), FILES, "", files)
-    name, config, split = (configuration[f"dataset_{x}"] for x in ("name", "config", "split"))
-    source = " ".join(filter(None, (name, config, split)))
-    revision = _revision_of(source, [*own, *others])
-    rows, revision = open_hub_dataset(name, config, split, revision or None)
-    return Dataset((Source(rows),), source, revision)
-
-
-def _of_data(name: str, earlier: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The metadata that records this data set: a run with another one is refused later on."""
-    return [each for each in earlier if identity_of(each, METADATA).data == name]
-
-
-def _revision_of(name: str, earlier: Sequence[Mapping[str, Any]]) -> str:
-    """The revision at which a data set was opened; "" if it was not."""
-    found = _of_data(name, earlier)
-    return identity_of(found[0], METADATA).data_revision if found else ""
-
-
-def _open_mixture(
-    given: Sequence[tuple[str, float]],
-    columns: Columns,
-    own: Sequence[Mapping[str, Any]],
-    others: Sequence[Mapping[str, Any]],
-) -> Dataset:
-    """The files of all sources are listed together, each under the number of its source."""
-    mix = [(plain_url(source), source, weight) for source, weight in given]
-    name = " ".join(f"{plain}={repr(weight).removesuffix('.0')}" for plain, _, weight in mix)
-    before = _revision_of(name, [*own, *others])
-    revisions = dict(each.rsplit("@", 1) for each in before.split())
-    listed = {
-        number: list_files(source) for number, (_, source, _) in enumerate(mix) if is_path(source)
-    }
-    files = DataFiles.as_recorded(
-        [
-            replace(file, name=_prefix(number, "") + file.name)
-            for number, each in listed.items()
-            for file in each
-        ],
-        _of_data(name, own),
-        _of_data(name, others),
-        may_grow=False,
-    )
-    sources = []
-    for number, (plain, source, weight) in enumerate(mix):
-        if number in listed:
-            prefix = _prefix(number, "")
-            known = [file for file in files.files if file.name.startswith(prefix)]
-            own_files = [replace(file, name=file.name.removeprefix(prefix)) for file in known]
-            rows = open_files(source, columns, own_files)
-        else:
-            hub_name, config, split, *more = [*source.split(":"), "", ""]
-            if any(more):
-                raise InputError(f"--mix {plain}: no such path, and not NAME:CONFIG:SPLIT")
-            split = split or DATASET_SPLIT
-            revision = revisions.get(plain)
-            rows, revisions[plain] = open_hub_dataset(hub_name, config or None, split, revision)
-        sources.append(Source(rows, plain, weight))
-    content = " ".join(f"{plain}@{revision}" for plain, revision in revisions.items())
-    return Dataset(tuple(sources), name, content, files)
-
-
-def _prefix(number: int, source: str | None) -> str:
-    """What the names of a source's files begin with, where a mixture lists them."""
-    return "" if source is None else f"{number}/"
-
-
-def load_text_files(
-    asked: Mapping[str, Any], checkpoint: Checkpoint, vocabulary: int
-) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Loads what a configuration needs to make token ids: nothing if the data set has them, and a
-    chat template for conversations alone. Raises InputError."""
-    if asked.get("ids_column"):
-        return None, None
-    files, name = checkpoint.tokenizer_files(), checkpoint.model_path
-    tokenizer = load_tokenizer(files, name, vocabulary)
-    if not asked.get("messages_column"):
-        return tokenizer, None
-    checkpoint.find("chat_template.jinja")  # transformers looks for it beside the tokenizer
-    own, arguments = pretrained(tokenizer_file(files, name)), dict(asked["chat_template_args"])
-    return tokenizer, ChatTemplate.load(own, name, asked["chat_template"], arguments)
-
-
-def row_form(asked: Mapping[str, Any], template: ChatTemplate | None, vocabulary: int) -> RowForm:
-    """Returns what the configuration reads of every row.
-
-    template: of conversations. vocabulary: how many token ids the model has.
-    """
-    reader: Reader = TextColumn(asked["text_column"])
-    if template is not None:
-        reader = MessagesColumn(asked["messages_column"], template)
-    elif asked.get("ids_column"):
-        reader = IdsColumn(asked["ids_column"], asked["mask_column"] or "", vocabulary)
-    return RowForm(reader, asked.get("id_column"), tuple(asked.get("keep_columns", ())))
 
 
 class Prefetch(Generic[T]):
@@ -274,6 +92,35 @@ class Prefetch(Generic[T]):
                 self._ready.put((None, None))  # the next iteration ends as well
                 return
             yield item
+
+
+def load_text_files(
+    asked: Mapping[str, Any], checkpoint: Checkpoint, vocabulary: int
+) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """Loads what a configuration needs to make token ids: nothing if the data set has them, and a
+    chat template for conversations alone. Raises InputError."""
+    if asked.get("ids_column"):
+        return None, None
+    files, name = checkpoint.tokenizer_files(), checkpoint.model_path
+    tokenizer = load_tokenizer(files, name, vocabulary)
+    if not asked.get("messages_column"):
+        return tokenizer, None
+    checkpoint.find("chat_template.jinja")  # transformers looks for it beside the tokenizer
+    own, arguments = pretrained(tokenizer_file(files, name)), dict(asked["chat_template_args"])
+    return tokenizer, ChatTemplate.load(own, name, asked["chat_template"], arguments)
+
+
+def row_form(asked: Mapping[str, Any], template: ChatTemplate | None, vocabulary: int) -> RowForm:
+    """Returns what the configuration reads of every row.
+
+    template: of conversations. vocabulary: how many token ids the model has.
+    """
+    reader: Reader = TextColumn(asked["text_column"])
+    if template is not None:
+        reader = MessagesColumn(asked["messages_column"], template)
+    elif asked.get("ids_column"):
+        reader = IdsColumn(asked["ids_column"], asked["mask_column"] or "", vocabulary)
+    return RowForm(reader, asked.get("id_column"), tuple(asked.get("keep_columns", ())))
 
 
 def sample_form(asked: Config | Identity) -> SampleForm:

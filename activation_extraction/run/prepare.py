@@ -27,14 +27,9 @@ from activation_extraction.model.forward import (
 )
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
 from activation_extraction.run.digests import fingerprint, identity_of, package_versions
-from activation_extraction.run.host_text import (
-    HostText,
-    Prefetch,
-    load_text_files,
-    open_dataset,
-    row_form,
-)
+from activation_extraction.run.host_text import HostText, Prefetch, load_text_files, row_form
 from activation_extraction.run.hosts import Host, Watchdog, gather, require_agreement
+from activation_extraction.run.open_data import open_dataset
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.run_folders import RunFolders, check_siblings, find_metadata
 from activation_extraction.store.folder import Folder

@@ -28,13 +28,8 @@ from activation_extraction.model.forward import (
     prepare_model,
 )
 from activation_extraction.run.digests import digest_files, model_digest
-from activation_extraction.run.host_text import (
-    Dataset,
-    load_text_files,
-    open_dataset,
-    row_form,
-    sample_form,
-)
+from activation_extraction.run.host_text import load_text_files, row_form, sample_form
+from activation_extraction.run.open_data import Dataset, open_dataset
 from activation_extraction.run.prepare import recorded_commit
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.identity import Identity

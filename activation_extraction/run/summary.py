@@ -12,6 +12,7 @@ from activation_extraction.common.visible import counted, say
 from activation_extraction.inspect.status import ranges
 from activation_extraction.model.devices import peak_flops
 from activation_extraction.model.hooks import HookTable
+from activation_extraction.run.host_text import HostText
 from activation_extraction.run.hosts import any_host
 from activation_extraction.run.prepare import Job
 from activation_extraction.store.formats import lines_of_dataset
@@ -60,14 +61,14 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
     if totals.cut_samples:
         say(
-            f"cut: {counted(totals.cut_samples, 'sample')} at "
-            f"{counted(job.text.config.max_seq_length, 'token')} (--max_seq_length)"
-            f"{' or by --max_tokens' if job.text.max_tokens else ''}; left out: "
+            f"cut: {counted(totals.cut_samples, 'sample')} {_where_cut(job.text)}; left out: "
             f"{counted(totals.cut_tokens, 'token')}"
         )
     if totals.empty_samples:
-        say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({job.text.choice})")
-    if complete and totals.tokens < (job.text.max_tokens or 0):
+        mask = job.text.config.mask_column
+        by = f"--mask_column {mask}, {job.text.choice}" if mask else str(job.text.choice)
+        say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({by})")
+    if complete and _ended_short(job):
         say(
             f"short: the data ended after {counted(totals.tokens, 'token')}; this host's share of "
             f"--max_tokens is {job.text.max_tokens:,}"
@@ -78,6 +79,23 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         say(_where_the_time_went(job, clock, new))
     if totals.shards:
         say("read it with:", *(f"  {line}" for line in _how_to_read(job)))
+
+
+def _where_cut(text: HostText) -> str:
+    """Says what may have cut samples."""
+    length = f"at {counted(text.config.max_seq_length, 'token')} (--max_seq_length)"
+    limits = {"--max_tokens": text.max_tokens, "--max_samples": text.max_samples}
+    splits = text.form.split
+    given = [name for name in limits if limits[name] and (splits or name == "--max_tokens")]
+    by = f"by {' or '.join(given)}" if given else ""
+    return by if splits else " or ".join(filter(None, (length, by)))
+
+
+def _ended_short(job: Job) -> bool:
+    """Returns whether the data ended before --max_tokens was reached."""
+    totals, most = job.storage.totals, job.text.max_samples
+    enough = most is not None and totals.samples >= most
+    return not enough and totals.tokens < (job.text.max_tokens or 0)
 
 
 def _where_the_time_went(job: Job, clock: Clock, tokens: int) -> str:

@@ -96,6 +96,9 @@ class ChatTemplate:
         template = cls(tokenizer, source, where, arguments)
         for name in RESERVED & arguments.keys():
             raise InputError(f"--chat_template_args {name}: is no argument of a template")
+        for name in arguments:
+            if name != "add_generation_prompt" and name not in source:
+                raise InputError(f"--chat_template_args {name}: {where} does not mention it")
         try:
             template.content(ONCE)
         except UnusableRowError as error:
@@ -127,6 +130,8 @@ class ChatTemplate:
             raise UnusableRowError(f"the template writes no blocks of {START} and {END}")
         if text.count(END) != len(blocks):  # a text that ends within one, and the template's ">"
             raise UnusableRowError(f"rendered, it holds another {END} than those of its turns")
+        if not blocks:
+            raise UnusableRowError(f"the template writes no turns that begin with {START}")
         headers = [block[1].strip() for block in blocks]
         roles = _roles_of(headers, [message["role"] for message in messages])
         return Content(text, list(self._spans(blocks, roles, len(text))))

@@ -176,8 +176,10 @@ def _is_utf8(texts: Iterable[str]) -> bool:
 
 def _elements_or_lines(url: str, name: str) -> Iterator[FileRow]:
     with _text_of(url) as text:
-        array = text.read(PIECE).lstrip(" \t\r\n").startswith("[")
-    if not array:
+        first = text.read(PIECE).lstrip(" \t\r\n").partition("\n")[0]
+    if first.strip() == "{":  # an object over several lines
+        raise DamagedFileError("expected an array of objects, or an object on every line")
+    if not first.startswith("["):
         yield from _lines(url, name)
         return
     with _text_of(url) as text:

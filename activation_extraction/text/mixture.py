@@ -49,12 +49,12 @@ class Mixture:
                 document = next(rows[number])
             except StopIteration:
                 del rows[number]
-                log.info(
-                    "--mix: %s is used up after %s of this host%s",
-                    self._names[number],
-                    counted(self._given[number], "document"),
-                    "; the others go on" if rows else "",
-                )
+                if rows:
+                    log.warning(
+                        "--mix: %s has no more than %s for this host; the others continue",
+                        self._names[number],
+                        counted(self._given[number], "document"),
+                    )
                 continue
             self._given[number] += document is not None
             yield document

@@ -12,6 +12,7 @@ import numpy as np
 from activation_extraction.common.errors import near_miss
 
 DocId = str | int | float | None
+LISTED_COLUMNS = 30  # in a message
 MAX_COLUMN_BYTES = 2**19  # bytes of JSON that the kept columns of a row may take
 MAX_LEVELS = 60  # of lists and objects in a kept column; shards have room for a few more
 AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)
@@ -122,11 +123,11 @@ class TextColumn:
             return Content(arc_prompt(row))
         text = column_of(row, self.name, "--text_column")
         if text is not None and not isinstance(text, str):
-            found = _kind_of(text) or type(text).__name__
-            hint = f"; --{FLAGS_OF[found]} {self.name} reads it" if found in FLAGS_OF else ""
-            raise UnusableRowError(
-                f"--text_column {self.name}: expected text, found {found} {text!r:.40}{hint}"
-            )
+            found = _kind_of(text)
+            message = f"--text_column {self.name}: expected text, found "
+            if found in FLAGS_OF:
+                raise ColumnError(f"{message}{found}; --{FLAGS_OF[found]} {self.name} reads it")
+            raise UnusableRowError(f"{message}{type(text).__name__} {text!r:.40}")
         return None if text is None or not text.strip() else Content(valid(text))
 
 
@@ -162,8 +163,8 @@ class IdsColumn:
             numbers = self._integers(flags, self.mask, "--mask_column")
             if len(numbers) != len(ids) or not np.isin(numbers, (0, 1)).all():
                 raise UnusableRowError(
-                    f"--mask_column {self.mask}: expected {len(ids)} times 0 or 1, one for each "
-                    f"token id, found {len(numbers)} numbers {numbers[:8].tolist()}"
+                    f"--mask_column {self.mask}: expected {len(ids)} values, each 0 or 1, one for "
+                    f"each token id, found {len(numbers)}: {numbers[:8].tolist()}"
                 )
             mask = numbers.astype(bool)
         return Content(token_ids=ids.astype(np.int32), mask=mask)
@@ -234,8 +235,8 @@ def _as_json(row: Mapping[str, Any], name: str) -> Any:
         if isinstance(value, dict):
             return {str(key): convert(each, levels - 1) for key, each in value.items()}
         raise ColumnError(
-            f"--keep_columns {name}: holds {type(value).__name__}, expected text, numbers, lists "
-            "or objects of them"
+            f"--keep_columns {name}: {type(value).__name__}, such as an image, cannot be stored; "
+            "expected text, numbers, or lists or objects of these"
         )
 
     return convert(column_of(row, name, "--keep_columns"))
@@ -245,8 +246,9 @@ def column_of(row: Mapping[str, Any], name: str, flag: str) -> Any:
     """Returns a column of a row. Raises ColumnError, which says what the other columns hold."""
     if name in row:
         return row[name]
-    kinds = {column: _kind_of(value) for column, value in row.items()}
+    kinds = {column: _kind_of(value) for column, value in list(row.items())[:LISTED_COLUMNS]}
     columns = ", ".join(f"{column} ({kind})" if kind else column for column, kind in kinds.items())
+    columns += f" and {len(row) - len(kinds)} more" if len(row) > len(kinds) else ""
     raise ColumnError(
         f"{flag} {name}: no such column{near_miss(name, row)}; the columns are {columns}"
     )

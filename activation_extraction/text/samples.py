@@ -169,8 +169,13 @@ def samples(
                     if max_tokens is not None:
                         sample = _within(sample, max_tokens - stored)
                     stored += sample.num_kept
+                    number += 1
+                    if form.split and full():  # the pieces that follow are left out
+                        left = each.total - piece[1].start - len(sample.token_ids)
+                        sample = replace(sample, cut=left)
                     yield sample
-                number += 1
+                else:
+                    number += 1
         if full():
             break
         if failure is not None:

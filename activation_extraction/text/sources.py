@@ -109,8 +109,9 @@ def list_files(path: str) -> list[TextFile]:
 
 
 def is_path(source: str) -> bool:
-    """Returns whether a source is files, and not the name of a hub data set."""
-    return "://" in source or any(c in source for c in "*?[") or os.path.exists(source)
+    """Returns whether a source is files, by its form, and not the name of a hub data set."""
+    formed = "://" in source or any(c in source for c in "*?[") or source.startswith(("/", "."))
+    return formed or kind_of(source) is not None or os.path.exists(source)
 
 
 def kind_of(url: str) -> str | None:

@@ -1,0 +1,187 @@
+"""Opens what a run reads: files, a data set of the hub, or a mixture of both.
+
+A run that continues reads the same data: the files that it has recorded, and the same revisions.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import datasets
+
+from activation_extraction.cli.flags import DATASET
+from activation_extraction.common.errors import InputError
+from activation_extraction.common.visible import plain_url
+from activation_extraction.run.data_files import DataFiles
+from activation_extraction.store.commit import METADATA
+from activation_extraction.store.metadata import identity_of
+from activation_extraction.text.batch import Worker
+from activation_extraction.text.documents import (
+    Documents,
+    DocumentStream,
+    RowCounts,
+    check_dataset,
+)
+from activation_extraction.text.mixture import Mixture
+from activation_extraction.text.rows import Columns, RowForm
+from activation_extraction.text.sources import is_path, list_files, open_files, open_hub_dataset
+
+FILES = "files"  # what an identity calls a data set of files
+DATASET_SPLIT = DATASET[2]
+
+
+class Source(NamedTuple):
+    """An open data set. name: in a mixture; None if it is the only one."""
+
+    rows: datasets.IterableDataset
+    name: str | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The open data sets of a run. Their name and content must stay the same when it continues.
+
+    content: the revision of a hub data set; "" for files, which `files` compares one by one.
+    """
+
+    sources: tuple[Source, ...]
+    name: str
+    content: str
+    files: DataFiles = field(default_factory=DataFiles)
+
+    def check(self, form: RowForm, skip_bad_rows: bool) -> None:
+        """Raises InputError unless the first row of each source can be used."""
+        for source in self.sources:
+            try:
+                check_dataset(source.rows, form, skip_bad_rows)
+            except InputError as error:
+                if source.name is None:
+                    raise
+                raise InputError(f"--mix {source.name}: {error}") from error
+
+    def documents(
+        self, form: RowForm, worker: Worker, skip_bad_rows: bool, shuffle: int | None
+    ) -> Documents:
+        """Returns a worker's documents, from the beginning. shuffle: a seed, or None."""
+        counts = RowCounts(skip_bad_rows)
+        streams = [
+            DocumentStream(
+                source.rows,
+                form,
+                worker,
+                counts,
+                partial(self._reads, _prefix(number, source.name)),
+                shuffle,
+                source.name,
+            )
+            for number, source in enumerate(self.sources)
+        ]
+        if self.sources[0].name is None:
+            return streams[0]
+        names = [str(source.name) for source in self.sources]
+        return Mixture(streams, names, [source.weight for source in self.sources])
+
+    def _reads(self, prefix: str, name: str) -> None:
+        self.files.start_digest(prefix + name)
+
+
+def open_dataset(
+    configuration: Mapping[str, Any],
+    columns: Columns,
+    own: Sequence[Mapping[str, Any]],
+    others: Sequence[Mapping[str, Any]] = (),
+) -> Dataset:
+    """Opens what a configuration asks for: files, a data set of the hub, or a mixture of both.
+
+    own, others: the metadata that this host and others have stored already. A hub data set is
+    opened at the revision that it records; files must be those that it lists. Raises InputError.
+    """
+    if configuration.get("mix"):
+        return _open_mixture(configuration["mix"], columns, own, others)
+    path = configuration["dataset_path"]
+    if path is not None:
+        may_grow = configuration.get("shuffle_documents") is None
+        before = _of_data(FILES, own), _of_data(FILES, others)
+        files = DataFiles.as_recorded(list_files(path), *before, may_grow)
+        return Dataset((Source(open_files(path, columns, files.files)),), FILES, "", files)
+    name, config, split = (configuration[f"dataset_{x}"] for x in ("name", "config", "split"))
+    source = " ".join(filter(None, (name, config, split)))
+    revision = _revision_of(source, [*own, *others])
+    rows, revision = open_hub_dataset(name, config, split, revision or None)
+    return Dataset((Source(rows),), source, revision)
+
+
+def _of_data(name: str, earlier: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The metadata that records this data set: a run with another one is refused later on."""
+    return [each for each in earlier if identity_of(each, METADATA).data == name]
+
+
+def _revision_of(name: str, earlier: Sequence[Mapping[str, Any]]) -> str:
+    """The revision at which a data set was opened; "" if it was not."""
+    found = _of_data(name, earlier)
+    return identity_of(found[0], METADATA).data_revision if found else ""
+
+
+def _open_mixture(
+    given: Sequence[tuple[str, float]],
+    columns: Columns,
+    own: Sequence[Mapping[str, Any]],
+    others: Sequence[Mapping[str, Any]],
+) -> Dataset:
+    """Opens all sources. Their files are listed together, each under the number of its source."""
+    mix = [(plain_url(source), source, weight) for source, weight in given]
+    name = " ".join(f"{plain}={repr(weight).removesuffix('.0')}" for plain, _, weight in mix)
+    before = _revision_of(name, [*own, *others])
+    revisions = dict(each.rsplit("@", 1) for each in before.split())
+    listed = {}
+    for number, (_, source, _) in enumerate(mix):
+        if is_path(source):
+            with _naming_mix():
+                listed[number] = list_files(source)
+    files = DataFiles.as_recorded(
+        [
+            replace(file, name=_prefix(number, "") + file.name)
+            for number, each in listed.items()
+            for file in each
+        ],
+        _of_data(name, own),
+        _of_data(name, others),
+        may_grow=False,
+    )
+    sources = []
+    for number, (plain, source, weight) in enumerate(mix):
+        if number in listed:
+            prefix = _prefix(number, "")
+            known = [file for file in files.files if file.name.startswith(prefix)]
+            own_files = [replace(file, name=file.name.removeprefix(prefix)) for file in known]
+            with _naming_mix():
+                rows = open_files(source, columns, own_files)
+        else:
+            hub_name, config, split, *more = [*source.split(":"), "", ""]
+            if any(more):
+                raise InputError(f"--mix {plain}: no such path, and not NAME:CONFIG:SPLIT")
+            split = split or DATASET_SPLIT
+            revision = revisions.get(plain)
+            with _naming_mix():
+                rows, revisions[plain] = open_hub_dataset(hub_name, config or None, split, revision)
+        sources.append(Source(rows, plain, weight))
+    content = " ".join(f"{plain}@{revision}" for plain, revision in revisions.items())
+    return Dataset(tuple(sources), name, content, files)
+
+
+def _prefix(number: int, source: str | None) -> str:
+    """What the names of a source's files begin with, where a mixture lists them."""
+    return "" if source is None else f"{number}/"
+
+
+@contextmanager
+def _naming_mix() -> Iterator[None]:
+    """Has the refusal of a source name the flag that was given."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(re.sub("--dataset_(path|name)", "--mix", str(error))) from error
