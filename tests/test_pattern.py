@@ -13,6 +13,7 @@ from rounding import assert_rounded_alike
 from test_model import TOLERANCE, error_of, load
 
 from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.hooks import Form
 from activation_extraction.model.mesh import HostRows, build_layout
 from activation_extraction.model.weights import load_params
 from activation_extraction.text.packing import pack, samples_of
@@ -74,7 +75,7 @@ def patterns(reference, batch, shape, dtype=jnp.float32):
     inputs = [jax.device_put(array, coming.incoming()) for array in arrays]
     found = forward({"params": params}, *inputs)
     heads = reference.config.num_attention_heads
-    wide = np.asarray(found[heads * LENGTH])
+    wide = np.asarray(found[Form(heads * LENGTH, np.dtype(dtype).name)])
     return wide.reshape(*wide.shape[:3], heads, LENGTH)
 
 
