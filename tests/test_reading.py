@@ -4,16 +4,19 @@ import gzip
 import pickle
 import random
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from extractions import HOOKS, extract, open_part, write_records
+from runs_to_read import make_run
 
 import extract_activations
 from activation_extraction.cli.parser import epilog
 from activation_extraction.common.errors import RunError
+from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.pickle_file import read_records
 from activation_extraction.store.safe_unpickler import UnsafeError
@@ -149,3 +152,13 @@ def test_long_ids_are_in_order(tmp_path, check):
                     key, values, sample, "", np.array([3], np.int32), f"{LONG_ID}{sample}"
                 )
     assert check(tmp_path) == []
+
+
+def test_a_folder_with_a_shard_of_another_run(tmp_path):
+    """With its JSON and its table, as a copy by hand would leave it."""
+    for name, dtype in (("ours", "float32"), ("theirs", "float16")):
+        make_run(tmp_path / name, "pickle", dtype, count=4)
+    for path in (tmp_path / "theirs").rglob("shard_0001*"):
+        shutil.copy(path, tmp_path / "ours" / path.relative_to(tmp_path / "theirs"))
+    with pytest.raises(ValueError, match="shard_0001.json: belongs to another run"):
+        ActivationDataset(tmp_path / "ours")

@@ -360,6 +360,8 @@ def _check_folder(where: str, stored: Stored) -> None:
     if missing := gaps([0, *numbers, last + 1]):
         raise ValueError(f"{where}: shard {missing[0][0]} is missing; --verify lists what is wrong")
     for commit in stored.in_order:
+        if commit.run != stored.run:
+            raise ValueError(f"{where}/{commit.name}: belongs to another run")
         if not stored.has(commit):
             remote = stored.metadata.get("remote")
             elsewhere = remote is not None and not stored.in_bucket
