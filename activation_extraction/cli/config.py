@@ -24,7 +24,7 @@ from activation_extraction.cli.flags import (
 from activation_extraction.cli.parser import build_parser
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.positions import parse_positions
-from activation_extraction.common.visible import counted, say_error
+from activation_extraction.common.visible import counted, plain_url, say_error
 
 MAX_COLUMNS = 64  # that a row of the table of samples has room for
 OWN_COLUMNS = ("sample_idx", "tokens", "doc_id", "row", "cut", "text_preview")
@@ -248,7 +248,7 @@ def _check_values(config: Config) -> None:
             f"--keep_columns: names {len(config.keep_columns)} columns, there is room for "
             f"{MAX_COLUMNS}"
         )
-    sources = [source for source, _ in config.mix]
+    sources = [plain_url(source) for source, _ in config.mix]
     for source in sources:
         if sources.count(source) > 1:
             raise InputError(f"--mix: names {source} twice")

@@ -26,7 +26,7 @@ def make_progress(job: Job, log_every: int) -> Progress:
     devices = job.forward.rows.mesh.shape["device"]
     return Progress(
         job.text.max_samples,
-        job.text.max_tokens,
+        job.text.max_tokens if job.repair is None else None,
         (job.storage.plan.samples, job.storage.plan.tokens),
         log_every,
         chips=devices,

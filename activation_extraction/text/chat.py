@@ -100,7 +100,8 @@ class ChatTemplate:
             if name != "add_generation_prompt" and name not in source:
                 raise InputError(f"--chat_template_args {name}: {where} does not mention it")
         try:
-            template.content(ONCE)
+            if template.content(ONCE) != template.content(ONCE):
+                raise InputError(f"{where}: renders the same conversation in different ways")
         except UnusableRowError as error:
             raise InputError(f"{where}: cannot render a conversation: {error}") from error
         return template

@@ -38,8 +38,8 @@ class Document:
 
     row: where it comes from: {"file", "line"} (from 1) of JSON Lines; {"file", "row_group", "row"}
     (from 0) of Parquet; {"file", "row"} (from 0) of other files; {"row"} (from 0) of a hub data
-    set, with {"share"} if it is counted within one share of several, and {"piece"} if it is counted
-    within one piece of a shuffled one; with {"source"} in a mixture. where: the same in words.
+    set, with {"share"} if it is counted within one share of several, and {"shard"} if it is counted
+    within one shard of a shuffled one; with {"source"} in a mixture. where: the same in words.
     skipped_rows, empty_rows: how many rows before it were skipped or empty.
     """
 

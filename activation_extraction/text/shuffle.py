@@ -60,5 +60,5 @@ def _row(row: FileRow | dict[str, Any], piece: int, number: int) -> FileRow:
     """A row with its position. number: of a row of the hub, in its piece."""
     if isinstance(row, FileRow):
         return row
-    where = f"row {number} of piece {piece} (both from 0)"
-    return FileRow(where, {"piece": piece, "row": number}, partial(dict, row))
+    where = f"row {number} of shard {piece} (both from 0)"
+    return FileRow(where, {"shard": piece, "row": number}, partial(dict, row))
