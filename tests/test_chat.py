@@ -386,7 +386,7 @@ def test_bad_flags_end_with_one_line(model, write, tmp_path, capsys):
     flags = ["--model_path", model, "--dataset_path", rows, "--output_dir", tmp_path / "out"]
     columns = "the columns are body (text), talk (a conversation), numbers (token ids)"
     (tmp_path / "plain.jinja").write_text("{{ messages }}")
-    (tmp_path / "random.jinja").write_text(QWEN3 + "{{ range(10**9) | random }}")
+    (tmp_path / "random.jinja").write_text(QWEN3 + "{{ range(10**5) | random }}")
     for more, why in (
         (["--messages_column", "talks"], f"no such column; did you mean talk?; {columns}"),
         (["--ids_column", "messages"], f"--ids_column messages: no such column; {columns}"),

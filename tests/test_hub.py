@@ -16,6 +16,7 @@ from conftest import make_reference
 from hub_server import serve_hub
 
 import extract_activations
+from activation_extraction import ActivationDataset
 from activation_extraction.model.checkpoint import INDEX_FILE, SINGLE_FILE, TOKENIZER_FILES
 from activation_extraction.run import demo, digests
 
@@ -74,6 +75,32 @@ def test_model_and_streamed_data_set_from_the_hub(hub, tmp_path):
     assert len(shard[10]) == 50
     assert len({record["doc_id"] for record in shard[10]}) == 50
     assert any(path.startswith("/datasets/org/texts/resolve/") for _, path in hub.requests)
+
+
+def test_a_mixture_of_the_hub_and_files_in_a_random_order(hub, tmp_path):
+    """It continues with the same samples, and a sample knows its source; the hub's revision is part
+    of the run's identity."""
+    lines = "".join(json.dumps({"text": f"line {n}", "id": f"own-{n}"}) + "\n" for n in range(60))
+    (tmp_path / "own.jsonl").write_text(lines)
+    flags = ["--model_path", "org/tiny", "--max_seq_length", "64", "--shuffle_documents", "1"]
+    flags += ["--mix", "org/texts:small:train=3", f"{tmp_path}/own.jsonl=1", "--batch_size", "2"]
+    done = run(hub, tmp_path, *flags, "--layers_to_extract", "1", "--max_samples", "40")
+    assert done.returncode == 0, done.stderr
+    done = run(hub, tmp_path, *flags, "--layers_to_extract", "1", "--max_samples", "80")
+    assert done.returncode == 0, done.stderr
+    whole = [sample.doc_id for sample in ActivationDataset(tmp_path / "out")]
+    sources = [sample.row["source"] for sample in ActivationDataset(tmp_path / "out")]
+    assert [sources[:n].count("org/texts:small:train") for n in (20, 40, 80)] == [15, 30, 60]
+    assert len(set(whole)) == 80 and whole != sorted(whole)
+    metadata = json.loads((tmp_path / "out/metadata.json").read_text())
+    assert metadata["identity"]["data_revision"].startswith("org/texts:small:train@")
+    shutil.rmtree(tmp_path / "out")
+    done = run(hub, tmp_path, *flags, "--layers_to_extract", "1", "--max_samples", "80")
+    assert done.returncode == 0, done.stderr
+    assert [sample.doc_id for sample in ActivationDataset(tmp_path / "out")] == whole
+    done = run(hub, tmp_path, "--model_path", "org/tiny", "--mix", "org/none=1", "org/texts=2")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: --mix org/none train: ")
 
 
 def test_only_the_files_with_needed_layers_are_downloaded(hub, tmp_path):
