@@ -15,17 +15,18 @@ import numpy as np
 from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted
-from activation_extraction.dataset.batches import (
-    Batches,
-    BatchOptions,
-    TokenSource,
-    as_mask,
-    digest_of_mask,
-)
+from activation_extraction.dataset.batches import Batches
 from activation_extraction.dataset.folders import expected_names, read_folders
 from activation_extraction.dataset.open_shards import OpenShards
 from activation_extraction.dataset.sample_activations import SampleActivations, joined, pieces_of
-from activation_extraction.dataset.token_batch import ByHook, recorded_aliases
+from activation_extraction.dataset.token_batch import ByHook, TokenBatch, recorded_aliases
+from activation_extraction.dataset.token_source import (
+    BatchOptions,
+    TokenSource,
+    as_mask,
+    default_buffer,
+    digest_of_mask,
+)
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import Stored, gaps, identity_of
@@ -35,8 +36,6 @@ from activation_extraction.store.statistics import HookStatistics, Statistics
 
 if TYPE_CHECKING:
     import pyarrow
-
-BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer, whichever is less
 
 
 class ActivationDataset(Sequence[SampleActivations]):
@@ -215,12 +214,11 @@ class ActivationDataset(Sequence[SampleActivations]):
         where: Any = None,
         roles: Sequence[str] | None = None,
         doc_ids: bool = False,
-    ) -> Batches:
+    ) -> Batches[TokenBatch]:
         """Returns all tokens, in batches of `size`: one pass over the data.
 
-        The order of shuffled batches depends on how the shards were cut. So batches of two runs,
-        taken side by side with `zip`, hold different tokens unless both runs have the same hooks,
-        dtype and shard size; compare `sample_idx` and `position` of what you pair.
+        The order of shuffled batches depends on how the shards were cut. `paired` reads two runs
+        side by side.
 
         hooks: those to read, as for the dataset, by default all of its hooks. shuffle: a seed, or
         None for the stored order. buffer: the number of tokens kept in memory and shuffled there,
@@ -250,8 +248,7 @@ class ActivationDataset(Sequence[SampleActivations]):
                     f"max_norm: hook {name!r} has numbers of experts, which have no norm"
                 )
         if buffer is None:
-            fitting = BUFFER_BYTES // self._shards.row_bytes(names)
-            buffer = max(min(BUFFER_BATCHES * size, fitting), 2 * size)
+            buffer = default_buffer(size, self._shards.row_bytes(names))
         if size < 1 or buffer < 2 * size:
             raise ValueError(f"buffer {buffer}: it must hold two batches of {size} tokens")
         if not 0 <= worker < workers:
