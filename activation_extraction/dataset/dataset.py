@@ -30,12 +30,13 @@ from activation_extraction.dataset.token_source import (
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import Stored, gaps, identity_of
-from activation_extraction.store.shard import MAX_GZIP_RATIO
-from activation_extraction.store.shard_reader import StoredHook, read_by_ranges
+from activation_extraction.store.shard_reader import StoredHook
 from activation_extraction.store.statistics import HookStatistics, Statistics
 
 if TYPE_CHECKING:
     import pyarrow
+
+    from activation_extraction.dataset.paired import JoinedRuns
 
 
 class ActivationDataset(Sequence[SampleActivations]):
@@ -64,7 +65,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         aliases = recorded_aliases(described)
         recorded = ByHook({hook["name"]: hook for hook in described}, aliases)
         in_shards = {h["name"]: h for s in folders.values() for c in s.in_order for h in c.hooks}
-        names = _chosen(self.url, recorded, hooks)
+        names = chosen(self.url, recorded, hooks)
         stored = {
             name: _stored_hook(in_shards.get(name, {}) | recorded[name], self.metadata)
             for name in names
@@ -74,7 +75,7 @@ class ActivationDataset(Sequence[SampleActivations]):
             [(name, commit) for name in folders for commit in folders[name].in_order],
             ByHook(stored, aliases),
         )
-        _check_sizes(self.url, self._shards)
+        self._shards.check_sizes(self.url)
         self._commits = [commit for _, commit in self._shards.shards]
         self._ends = list(accumulate(commit.count for commit in self._commits))
         self._local = root.local
@@ -236,7 +237,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         Raises ValueError for arguments that make no sense.
         """
         known = self.hooks
-        names = _chosen(self.url, known, hooks)
+        names = chosen(self.url, known, hooks)
         floats = [name for name in names if not self._shards.hooks[name].integers]
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(floats, max_norm)
         limits = {known.aliases.get(name, name): limit for name, limit in limits.items()}
@@ -273,6 +274,17 @@ class ActivationDataset(Sequence[SampleActivations]):
             doc_ids=doc_ids,
         )
         return Batches(TokenSource(self._shards, self._local, mask), options)
+
+    def join(self, other: Any) -> "JoinedRuns":
+        """Returns a dataset with the hooks of this run and of another run over the same data.
+
+        So a layer can be added without computing the others again. other: an ActivationDataset, or
+        its url. It has the samples and tokens that both runs have, found as `paired` does. Raises
+        ValueError for a hook that both have.
+        """
+        from activation_extraction.dataset.paired import JoinedRuns  # it imports this module
+
+        return JoinedRuns(self).join(other)
 
     def _known_roles(self, roles: Sequence[str]) -> tuple[str, ...]:
         """The roles that are asked for, in the order of ROLES. Raises ValueError."""
@@ -347,19 +359,6 @@ def _check_folder(where: str, stored: Stored) -> None:
             raise ValueError(f"{where}/{commit.file}: is missing or cut short{hint}")
 
 
-def _check_sizes(url: str, shards: OpenShards) -> None:
-    """Raises ValueError if a shard's file is too small for its tokens at the recorded widths."""
-    row = shards.row_bytes(list(shards.hooks))
-    for folder, commit in shards.shards:
-        most = commit.bytes * (1 if read_by_ranges(commit) else MAX_GZIP_RATIO)
-        if commit.tokens * row > most:
-            where = "/".join(filter(None, (url, folder, commit.file)))
-            raise ValueError(
-                f"{where}: {counted(commit.tokens, 'token')} of {row} bytes cannot be in "
-                f"{commit.bytes} bytes"
-            )
-
-
 def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> StoredHook:
     """recorded: what the shards and the metadata say of the hook. Before there is a shard, the
     run's settings have to do."""
@@ -378,8 +377,8 @@ def _dtype(name: Any) -> np.dtype:
         raise ValueError(f"dtype {name!r}: {error}") from error
 
 
-def _chosen(where: str, known: ByHook[Any], hooks: Any) -> list[str]:
-    """The hooks that were asked for. Raises ValueError for one that is not there."""
+def chosen(where: str, known: ByHook[Any], hooks: Any) -> list[str]:
+    """Returns the hooks that were asked for. Raises ValueError for one that is not there."""
     asked = [hooks] if isinstance(hooks, str) else hooks
     try:
         names = list(known) if asked is None else known.matching(asked)

@@ -233,7 +233,7 @@ def plan_of(
     """
     runs = zip(sources, options.of_runs, strict=True)
     row = sum(source.shards.row_bytes(each.hooks) for source, each in runs)
-    size, seed = _chunk_size(row, options.buffer), options.shuffle
+    size, seed = _chunk_size(max(row, 1), options.buffer), options.shuffle
     by_ranges = all(source.by_ranges for source in sources)
     chunks = sources[0].chunks()
     if by_ranges:

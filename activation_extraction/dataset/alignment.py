@@ -1,0 +1,232 @@
+"""The same tokens of several runs: which samples they have in common, and an AlignedSource.
+
+Samples are the same that come from the same row of the data set; their tokens are the same at the
+same position. The chunks of the first run are read in its order; what the others have of them is
+found by the tables of samples, and read wherever it lies.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial, reduce
+from operator import itemgetter
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from activation_extraction.common.visible import without_secrets
+from activation_extraction.dataset.open_shards import OpenShards
+from activation_extraction.dataset.token_batch import ByHook, TokenBatch, copy_rows, empty_batch
+from activation_extraction.dataset.token_source import (
+    BatchOptions,
+    ChunkTokens,
+    TokenSource,
+    are_small,
+    plan_of,
+)
+from activation_extraction.dataset.windows import Block, Chunk, Plan
+from activation_extraction.store.shard import TableRow
+from activation_extraction.store.shard_reader import ShardReader
+
+PICKLES = 2  # of each run but the first, that stay in memory
+NO_ROW = b""
+
+T = TypeVar("T")
+Opened = Callable[[int], ShardReader]
+
+
+def samples_in_all(runs: Sequence[OpenShards]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Returns which samples all runs have, and how many tokens each run stores of its samples.
+
+    The first array is int64 (runs, samples): the number of each such sample in each run, in the
+    order of the first one. Raises ValueError where two samples of a run come from the same row, or
+    no row is in all runs; OSError for a table that is damaged.
+    """
+    every, tokens = [], []
+    for shards in runs:
+        rows = shards.rows()
+        every.append(np.array([_digest(row) for row in rows], "S16"))
+        tokens.append(np.array([row.tokens for row in rows], np.int64))
+    common = reduce(np.intersect1d, every)
+    common = common[common != NO_ROW]
+    numbers = np.empty((len(runs), len(common)), np.int64)
+    for shards, digests, found in zip(runs, every, numbers, strict=True):
+        order = np.argsort(digests, kind="stable")
+        ordered = digests[order]
+        if (twice := np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] != NO_ROW))).size:
+            first, second = order[twice[0] : twice[0] + 2]
+            told = f"{shards.url}: samples {first} and {second} come from the same row"
+            raise ValueError(without_secrets(told))
+        found[:] = order[np.searchsorted(ordered, common)]
+    if not len(common):
+        urls = " and ".join(shards.url for shards in runs)
+        raise ValueError(
+            without_secrets(f"{urls}: no row of the data set has a sample in each of them")
+        )
+    return numbers[:, np.argsort(numbers[0])], tokens
+
+
+def _digest(row: TableRow) -> bytes:
+    """A digest of the row of the data set, with the piece and start of a piece of a document."""
+    if row.row is None:
+        return NO_ROW
+    return hashlib.sha256(json.dumps(row.row, sort_keys=True).encode()).digest()[:16]
+
+
+class Partners(NamedTuple):
+    """What another run has of a chunk. stretches: tokens that lie next to each other there.
+
+    stretch, row: int64 (tokens of the chunk,), where each of them is; stretches ascend. wanted:
+    which of them the other run has, and lets through its filters.
+    """
+
+    stretches: list[ChunkTokens]
+    stretch: np.ndarray
+    row: np.ndarray
+    wanted: np.ndarray
+
+    @classmethod
+    def none(cls, tokens: int) -> "Partners":
+        """Returns what a run has that lacks all of so many tokens."""
+        return cls(
+            [], np.zeros(tokens, np.int64), np.zeros(tokens, np.int64), np.zeros(tokens, bool)
+        )
+
+    def block(self, rows: np.ndarray, read: Callable[[ChunkTokens, np.ndarray], Block]) -> Block:
+        """Returns the partners of these tokens of the chunk. read: reads rows of a stretch."""
+        numbers, starts = np.unique(self.stretch[rows], return_index=True)
+        parts = zip(numbers, np.split(self.row[rows], starts[1:]), strict=True)
+        return _concatenated([read(self.stretches[number], part) for number, part in parts])
+
+
+@dataclass(frozen=True)
+class AlignedSource(Generic[T]):
+    """The tokens that all of several runs have.
+
+    numbers: see `samples_in_all`. form: makes one result of a batch of each run.
+    """
+
+    sources: tuple[TokenSource, ...]
+    numbers: np.ndarray
+    form: Callable[[Sequence[TokenBatch]], T]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of what is stored in all runs."""
+        each = "\n".join(source.fingerprint for source in self.sources)
+        return hashlib.sha256(each.encode()).hexdigest()
+
+    def plan(self, options: BatchOptions, part: int, parts: int) -> Plan:
+        """What one of a DataLoader's workers reads; (0, 1) stands for a process without them."""
+        first, *others = zip(self.sources, options.of_runs, strict=True)
+        opened = [first[0].readers(first[1])]
+        opened += [source.readers(each, PICKLES) for source, each in others]
+        return plan_of(self.sources, options, part, parts, partial(self._read, options, opened))
+
+    def take(self, memory: tuple[TokenBatch, ...], rows: np.ndarray, options: BatchOptions) -> T:
+        """Returns the tokens with these numbers, of all runs. Raises OSError."""
+        runs = zip(self.sources, memory, options.of_runs, strict=True)
+        return self.form([source.take((tokens,), rows, own) for source, tokens, own in runs])
+
+    @cached_property
+    def _partner(self) -> list[np.ndarray]:
+        """Of each other run, the number there of every sample of the first run; -1 for none."""
+        partners = []
+        for numbers in self.numbers[1:]:
+            partner = np.full(self.sources[0].firsts[-1], -1, np.int64)
+            partner[self.numbers[0]] = numbers
+            partners.append(partner)
+        return partners
+
+    def _read(
+        self, options: BatchOptions, opened: Sequence[Opened], chunk: Chunk
+    ) -> tuple[Block, ...]:
+        """The tokens of a chunk of the first run that pass the filters in every run."""
+        runs = list(zip(self.sources, options.of_runs, opened, strict=True))
+        source, own, readers = runs[0]
+        found = source.tokens(own, readers, chunk)
+        partners = [self._partners(n, found, *run) for n, run in enumerate(runs[1:], 1)]
+        wanted = np.logical_and.reduce([found.wanted, *(each.wanted for each in partners)])
+        rows = np.flatnonzero(wanted)
+        if not len(rows):
+            return tuple(Block(found.tokens, rows) for _ in runs)
+        blocks = [source.with_activations(own, found, rows)]
+        for (source, own, _), each in zip(runs[1:], partners, strict=True):
+            blocks.append(each.block(rows, partial(source.with_activations, own)))
+        limits = [own.max_norm for own in options.of_runs]
+        small = np.logical_and.reduce(list(map(are_small, blocks, limits)))
+        return tuple(Block(tokens, rows[small]) for tokens, rows in blocks)
+
+    def _partners(
+        self, run: int, found: ChunkTokens, source: TokenSource, own: BatchOptions, opened: Opened
+    ) -> Partners:
+        """What another run has of the tokens of a chunk. Raises ValueError if an id differs."""
+        partners = Partners.none(len(found.tokens))
+        shard = found.chunk.shard
+        partner = self._partner[run - 1][slice(*self.sources[0].firsts[shard : shard + 2])]
+        mask = self.sources[0].mask_of(shard)
+        in_all = partner >= 0 if mask is None else (partner >= 0) & mask
+        known = np.flatnonzero(in_all[found.samples])
+        samples, ordinal = np.unique(found.samples[known], return_inverse=True)
+        ours = _keys(ordinal, found.tokens.position[known])
+        theirs = partner[samples]
+        shards = np.searchsorted(source.firsts, theirs, "right") - 1
+        breaks = np.flatnonzero((np.diff(theirs) != 1) | (np.diff(shards) != 0)) + 1
+        for begin, end in zip([0, *breaks], [*breaks, len(samples)], strict=True):
+            if begin == end:
+                continue
+            shard = int(shards[begin])
+            number = int(theirs[begin]) - source.firsts[shard]
+            span = opened(shard).offsets[[number, number + end - begin]]
+            stretch = source.tokens(own, opened, Chunk(shard, *map(int, span)))
+            here = slice(*np.searchsorted(ordinal, [begin, end]))
+            keys = _keys(stretch.samples - number + begin, stretch.tokens.position)
+            _, at, row = np.intersect1d(ours[here], keys, return_indices=True)
+            at = known[here][at]
+            self._compare(run, found.tokens, at, stretch.tokens, row)
+            partners.stretch[at], partners.row[at] = len(partners.stretches), row
+            partners.wanted[at] = stretch.wanted[row]
+            partners.stretches.append(stretch)
+        return partners
+
+    def _compare(
+        self, run: int, ours: TokenBatch, at: np.ndarray, theirs: TokenBatch, row: np.ndarray
+    ) -> None:
+        different = np.flatnonzero(ours.token_ids[at] != theirs.token_ids[row])
+        if len(different):
+            i, j = at[different[0]], row[different[0]]
+            told = (
+                f"sample {ours.sample_idx[i]} of {self.sources[0].shards.url} and sample "
+                f"{theirs.sample_idx[j]} of {self.sources[run].shards.url} come from the same row, "
+                f"but the token at position {ours.position[i]} is {ours.token_ids[i]} in one and "
+                f"{theirs.token_ids[j]} in the other"
+            )
+            raise ValueError(without_secrets(told))
+
+
+def _keys(sample: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """A number for each token, from the number of its sample and its position."""
+    return sample.astype(np.int64) * 2**32 + position
+
+
+def _concatenated(blocks: Sequence[Block]) -> Block:
+    """The rows of all blocks; a single one is not copied."""
+    if len(blocks) == 1:
+        return blocks[0]
+    whole, filled = empty_batch(blocks[0].tokens, sum(len(block.rows) for block in blocks)), 0
+    for tokens, rows in blocks:
+        copy_rows(tokens, rows, whole.map(itemgetter(slice(filled, filled + len(rows)))))
+        filled += len(rows)
+    return Block(whole, np.arange(filled))
+
+
+def joined_hooks(every: Sequence[ByHook[Any]]) -> ByHook[Any]:
+    """Returns the values of several runs by hook. Raises ValueError for a hook that two have."""
+    values: dict[str, Any] = {}
+    for each in every:
+        for hook, value in each.items():
+            if hook in values:
+                raise ValueError(f"hook {hook!r} is in more than one of the runs")
+            values[hook] = value
+    return ByHook(values, {a: hook for each in every for a, hook in each.aliases.items()})
