@@ -30,7 +30,7 @@ from activation_extraction.store.shard import TableRow
 from activation_extraction.store.shard_reader import ShardReader
 
 PICKLES = 2  # of each run but the first, that stay in memory
-NO_ROW = b""
+DIGEST = 16  # bytes of the SHA-256 of a row that stand for it
 
 T = TypeVar("T")
 Opened = Callable[[int], ShardReader]
@@ -46,32 +46,25 @@ def samples_in_all(runs: Sequence[OpenShards]) -> tuple[np.ndarray, list[np.ndar
     every, tokens = [], []
     for shards in runs:
         rows = shards.rows()
-        every.append(np.array([_digest(row) for row in rows], "S16"))
         tokens.append(np.array([row.tokens for row in rows], np.int64))
-    common = reduce(np.intersect1d, every)
-    common = common[common != NO_ROW]
-    numbers = np.empty((len(runs), len(common)), np.int64)
-    for shards, digests, found in zip(runs, every, numbers, strict=True):
-        order = np.argsort(digests, kind="stable")
-        ordered = digests[order]
-        if (twice := np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] != NO_ROW))).size:
-            first, second = order[twice[0] : twice[0] + 2]
-            told = f"{shards.url}: samples {first} and {second} come from the same row"
-            raise ValueError(without_secrets(told))
-        found[:] = order[np.searchsorted(ordered, common)]
+        with_row = np.array([n for n, row in enumerate(rows) if row.row is not None], np.int64)
+        digests = np.array([_digest(rows[n]) for n in with_row], f"S{DIGEST}")
+        digests, first = np.unique(digests, return_index=True)
+        if (again := np.delete(with_row, first)).size:
+            where = without_secrets(shards.url)
+            raise ValueError(f"{where}: sample {again[0]} has the row of another sample")
+        every.append((digests, with_row[first]))
+    common = reduce(np.intersect1d, [digests for digests, _ in every])
     if not len(common):
-        urls = " and ".join(shards.url for shards in runs)
-        raise ValueError(
-            without_secrets(f"{urls}: no row of the data set has a sample in each of them")
-        )
+        urls = " and ".join(without_secrets(shards.url) for shards in runs)
+        raise ValueError(f"{urls}: no row of the data set has a sample in each of them")
+    numbers = np.stack([found[np.searchsorted(digests, common)] for digests, found in every])
     return numbers[:, np.argsort(numbers[0])], tokens
 
 
 def _digest(row: TableRow) -> bytes:
     """A digest of the row of the data set, with the piece and start of a piece of a document."""
-    if row.row is None:
-        return NO_ROW
-    return hashlib.sha256(json.dumps(row.row, sort_keys=True).encode()).digest()[:16]
+    return hashlib.sha256(json.dumps(row.row, sort_keys=True).encode()).digest()[:DIGEST]
 
 
 class Partners(NamedTuple):

@@ -282,9 +282,9 @@ class ActivationDataset(Sequence[SampleActivations]):
         its url. It has the samples and tokens that both runs have, found as `paired` does. Raises
         ValueError for a hook that both have.
         """
-        from activation_extraction.dataset.paired import JoinedRuns  # it imports this module
+        from activation_extraction.dataset import paired  # it imports this module
 
-        return JoinedRuns(self).join(other)
+        return paired.JoinedRuns(self, paired.opened(other))
 
     def _known_roles(self, roles: Sequence[str]) -> tuple[str, ...]:
         """The roles that are asked for, in the order of ROLES. Raises ValueError."""

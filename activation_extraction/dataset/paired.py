@@ -39,8 +39,9 @@ def paired(a: Any, b: Any) -> "PairedRuns":
     a, b: ActivationDatasets, or what these take as `url`. Tokens are paired that come from the same
     row of the data set, as in the `row` of the samples, and have the same position. It does not
     matter how the runs were cut into shards, in which order and on how many machines they stored
-    their samples, or in which format. Tokens that only one of the runs has are left out; the log
-    says so once, and `unpaired_samples` and `unpaired_tokens` count them.
+    their samples, or in which format; only rows of a hub data set that are counted within a share
+    are the same on equally many machines and hosts alone. Tokens that one of the runs lacks are
+    left out; the log says so once, and `unpaired_samples` and `unpaired_tokens` count them.
 
     The other run is read wherever its tokens lie. Where both runs store safetensors, that costs
     little; pickles are unpacked again and again, unless their samples are in the same order.
@@ -49,10 +50,11 @@ def paired(a: Any, b: Any) -> "PairedRuns":
     is in both. Reading raises ValueError for a token whose id differs in the two runs, and OSError
     for a damaged shard.
     """
-    return PairedRuns(*(_opened(run) for run in (a, b)))
+    return PairedRuns(*(opened(run) for run in (a, b)))
 
 
-def _opened(run: Any) -> ActivationDataset:
+def opened(run: Any) -> ActivationDataset:
+    """Returns the dataset of a run, which may be given as one, or as its url."""
     return run if isinstance(run, ActivationDataset) else ActivationDataset(run)
 
 
@@ -122,23 +124,20 @@ class AlignedRuns:
         runs = list(zip(self.runs, hooks, strict=True))
         if buffer is None:
             buffer = default_buffer(size, sum(run._shards.row_bytes(names) for run, names in runs))
-        every = ByHook(dict.fromkeys(n for names in hooks for n in names), _aliases(self.runs))
-        for name in max_norm if isinstance(max_norm, Mapping) else ():
-            if every.aliases.get(name, name) not in every:
-                raise ValueError(f"max_norm: hook {name!r} is not read; {', '.join(every)} are")
+        limits = [max_norm for _ in runs]
+        if isinstance(max_norm, Mapping):
+            limits = [_of_hooks(max_norm, run, names) for run, names in runs]
+            for name in max_norm.keys() - {name for each in limits for name in each}:
+                raise ValueError(f"max_norm: hook {name!r} is not read")
         sources, of_runs = list[TokenSource](), list[BatchOptions]()
-        for run, names in runs:
-            limits = max_norm
-            if isinstance(max_norm, Mapping):
-                known = run.hooks.aliases
-                limits = {n: limit for n, limit in max_norm.items() if known.get(n, n) in names}
+        for (run, names), limit in zip(runs, limits, strict=True):
             mask = None
             if callable(where) or (where is not None and not sources):
                 mask = as_mask(where(run.samples) if callable(where) else where, len(run))
-            own = dict(buffer=buffer, max_norm=limits, where=mask, **options)
-            asked = run.batches(size, names or None, **own)._options
-            limits = {name: limit for name, limit in asked.max_norm.items() if name in names}
-            of_runs.append(replace(asked, hooks=tuple(names), max_norm=limits))
+            own = dict(buffer=buffer, max_norm=limit, where=mask, **options)
+            asked = run.batches(size, names or None, **own)._options  # of a join, maybe no hook
+            limit = _of_hooks(asked.max_norm, run, names)
+            of_runs.append(replace(asked, hooks=tuple(names), max_norm=limit))
             if not sources:
                 in_all = np.zeros(len(run), bool)
                 in_all[self._numbers[0]] = True
@@ -207,7 +206,7 @@ class JoinedRuns(AlignedRuns, Sequence[SampleActivations]):
 
     def join(self, other: Any) -> "JoinedRuns":
         """Returns the same with the hooks of another run, too. See `ActivationDataset.join`."""
-        return JoinedRuns(*self.runs, _opened(other))
+        return JoinedRuns(*self.runs, opened(other))
 
     @overload
     def __getitem__(self, index: int) -> SampleActivations: ...
@@ -262,8 +261,12 @@ def _at_positions(sample: SampleActivations, position: np.ndarray) -> SampleActi
     )
 
 
-def _aliases(runs: Sequence[ActivationDataset]) -> dict[str, str]:
-    return {alias: hook for run in runs for alias, hook in run.hooks.aliases.items()}
+def _of_hooks(
+    limits: Mapping[str, Any], run: ActivationDataset, names: Sequence[str]
+) -> dict[str, Any]:
+    """Those limits that are for hooks with these names."""
+    aliases = run.hooks.aliases
+    return {name: limit for name, limit in limits.items() if aliases.get(name, name) in names}
 
 
 def _choice(run: ActivationDataset) -> tuple[Any, ...]:
