@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from operator import itemgetter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -67,32 +67,6 @@ def _digest(row: TableRow) -> bytes:
     return hashlib.sha256(json.dumps(row.row, sort_keys=True).encode()).digest()[:DIGEST]
 
 
-class Partners(NamedTuple):
-    """What another run has of a chunk. stretches: tokens that lie next to each other there.
-
-    stretch, row: int64 (tokens of the chunk,), where each of them is; stretches ascend. wanted:
-    which of them the other run has, and lets through its filters.
-    """
-
-    stretches: list[ChunkTokens]
-    stretch: np.ndarray
-    row: np.ndarray
-    wanted: np.ndarray
-
-    @classmethod
-    def none(cls, tokens: int) -> "Partners":
-        """Returns what a run has that lacks all of so many tokens."""
-        return cls(
-            [], np.zeros(tokens, np.int64), np.zeros(tokens, np.int64), np.zeros(tokens, bool)
-        )
-
-    def block(self, rows: np.ndarray, read: Callable[[ChunkTokens, np.ndarray], Block]) -> Block:
-        """Returns the partners of these tokens of the chunk. read: reads rows of a stretch."""
-        numbers, starts = np.unique(self.stretch[rows], return_index=True)
-        parts = zip(numbers, np.split(self.row[rows], starts[1:]), strict=True)
-        return _concatenated([read(self.stretches[number], part) for number, part in parts])
-
-
 @dataclass(frozen=True)
 class AlignedSource(Generic[T]):
     """The tokens that all of several runs have.
@@ -140,48 +114,54 @@ class AlignedSource(Generic[T]):
         source, own, readers = runs[0]
         found = source.tokens(own, readers, chunk)
         partners = [self._partners(n, found, *run) for n, run in enumerate(runs[1:], 1)]
-        wanted = np.logical_and.reduce([found.wanted, *(each.wanted for each in partners)])
-        rows = np.flatnonzero(wanted)
+        rows = reduce(np.intersect1d, [at for at, _ in partners], np.flatnonzero(found.wanted))
         if not len(rows):
             return tuple(Block(found.tokens, rows) for _ in runs)
         blocks = [source.with_activations(own, found, rows)]
-        for (source, own, _), each in zip(runs[1:], partners, strict=True):
-            blocks.append(each.block(rows, partial(source.with_activations, own)))
+        for at, block in partners:
+            blocks.append(Block(block.tokens, block.rows[np.searchsorted(at, rows)]))
         limits = [own.max_norm for own in options.of_runs]
         small = np.logical_and.reduce(list(map(are_small, blocks, limits)))
         return tuple(Block(tokens, rows[small]) for tokens, rows in blocks)
 
     def _partners(
         self, run: int, found: ChunkTokens, source: TokenSource, own: BatchOptions, opened: Opened
-    ) -> Partners:
-        """What another run has of the tokens of a chunk. Raises ValueError if an id differs."""
-        partners = Partners.none(len(found.tokens))
+    ) -> tuple[np.ndarray, Block]:
+        """Returns which tokens of a chunk another run has and lets through, and its block of them.
+
+        Samples that lie next to each other there are read at once, and those of a shard one after
+        another. Raises ValueError if the id of a token differs.
+        """
         shard = found.chunk.shard
         partner = self._partner[run - 1][slice(*self.sources[0].firsts[shard : shard + 2])]
         mask = self.sources[0].mask_of(shard)
         in_all = partner >= 0 if mask is None else (partner >= 0) & mask
         known = np.flatnonzero(in_all[found.samples])
         samples, ordinal = np.unique(found.samples[known], return_inverse=True)
-        ours = _keys(ordinal, found.tokens.position[known])
-        theirs = partner[samples]
+        ours, theirs = _keys(ordinal, found.tokens.position[known]), partner[samples]
         shards = np.searchsorted(source.firsts, theirs, "right") - 1
         breaks = np.flatnonzero((np.diff(theirs) != 1) | (np.diff(shards) != 0)) + 1
-        for begin, end in zip([0, *breaks], [*breaks, len(samples)], strict=True):
-            if begin == end:
-                continue
-            shard = int(shards[begin])
+        begins = np.concatenate([[0], breaks]).astype(int)[: len(samples)]
+        ends = np.concatenate([breaks, [len(samples)]]).astype(int)
+        parts: dict[int, tuple[np.ndarray, Block]] = {}
+        for n in np.argsort(shards[begins], kind="stable"):
+            begin, end, shard = int(begins[n]), int(ends[n]), int(shards[begins[n]])
             number = int(theirs[begin]) - source.firsts[shard]
             span = opened(shard).offsets[[number, number + end - begin]]
             stretch = source.tokens(own, opened, Chunk(shard, *map(int, span)))
             here = slice(*np.searchsorted(ordinal, [begin, end]))
             keys = _keys(stretch.samples - number + begin, stretch.tokens.position)
-            _, at, row = np.intersect1d(ours[here], keys, return_indices=True)
+            _, at, rows = np.intersect1d(ours[here], keys, return_indices=True)
             at = known[here][at]
-            self._compare(run, found.tokens, at, stretch.tokens, row)
-            partners.stretch[at], partners.row[at] = len(partners.stretches), row
-            partners.wanted[at] = stretch.wanted[row]
-            partners.stretches.append(stretch)
-        return partners
+            self._compare(run, found.tokens, at, stretch.tokens, rows)
+            wanted = found.wanted[at] & stretch.wanted[rows]
+            if wanted.any():
+                block = source.with_activations(own, stretch, rows[wanted])
+                parts[begin] = at[wanted], block
+        if not parts:
+            return known[:0], Block(found.tokens, known[:0])
+        in_order = [parts[begin] for begin in sorted(parts)]
+        return np.concatenate([at for at, _ in in_order]), _concatenated([b for _, b in in_order])
 
     def _compare(
         self, run: int, ours: TokenBatch, at: np.ndarray, theirs: TokenBatch, row: np.ndarray
