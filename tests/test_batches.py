@@ -26,9 +26,9 @@ from runs_to_read import (
 from torch.utils.data import DataLoader
 
 from activation_extraction import ActivationDataset
-from activation_extraction.dataset import batches as batches_module
-from activation_extraction.dataset.batches import TokenSource
+from activation_extraction.dataset import token_source
 from activation_extraction.dataset.token_batch import ByHook, TokenBatch
+from activation_extraction.dataset.token_source import TokenSource
 
 FIRST, SECOND, THIRD = WIDTHS
 
@@ -307,7 +307,7 @@ def test_chunks_and_the_default_buffer_follow_from_bytes(run, monkeypatch):
     """However wide the hooks are; a buffer that was asked for decides the size of chunks."""
     dataset = ActivationDataset(run.root)
     assert dataset.batches(100)._options.buffer == 6400
-    monkeypatch.setattr("activation_extraction.dataset.dataset.BUFFER_BYTES", 32 * 500)
+    monkeypatch.setattr("activation_extraction.dataset.token_source.BUFFER_BYTES", 32 * 500)
     assert dataset.batches(100, hooks=FIRST)._options.buffer == 500
     assert dataset.batches(400, hooks=FIRST)._options.buffer == 800
     batches = dataset.batches(8, buffer=640)
@@ -317,9 +317,9 @@ def test_chunks_and_the_default_buffer_follow_from_bytes(run, monkeypatch):
         return max(len(chunk) for chunk in chunks)
 
     assert largest() == 40
-    monkeypatch.setattr(batches_module, "LEAST_CHUNK_BYTES", 0)
+    monkeypatch.setattr(token_source, "LEAST_CHUNK_BYTES", 0)
     assert largest() == 10
-    monkeypatch.setattr(batches_module, "CHUNK_BYTES", 3 * sum(WIDTHS.values()) * 2)
+    monkeypatch.setattr(token_source, "CHUNK_BYTES", 3 * sum(WIDTHS.values()) * 2)
     assert largest() == 3
 
 
@@ -421,7 +421,7 @@ def test_leaving_a_loop_ends_its_threads(run, monkeypatch, leave):
 LEAVE = """
 import sys, time
 from activation_extraction import ActivationDataset
-from activation_extraction.dataset.batches import TokenSource
+from activation_extraction.dataset.token_source import TokenSource
 original = TokenSource._read
 def slowly(*arguments):
     time.sleep(0.01)

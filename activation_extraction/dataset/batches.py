@@ -1,239 +1,45 @@
 """Batches of tokens: an iterator with an exact state, which can be copied to other processes.
 
-A TokenSource has the tokens of a run in chunks, and says which of them a worker reads, in which
-order. Batches are shuffled in bounded memory by windows of tokens out of many shards (windows.py).
+Batches are shuffled in bounded memory by windows of tokens out of many shards (windows.py).
 """
 
-import hashlib
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache, partial
-from itertools import accumulate
-from operator import attrgetter
-from typing import Any
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from activation_extraction.common.choices import ROLES
-from activation_extraction.common.errors import RunError
-from activation_extraction.common.visible import counted
-from activation_extraction.dataset.open_shards import OpenShards, value_of
-from activation_extraction.dataset.token_batch import ByHook, TokenBatch, copy_rows, empty_batch
-from activation_extraction.dataset.windows import Block, Chunk, Plan, Position, Window, Windows
-from activation_extraction.store.commit import Commit
-from activation_extraction.store.shard import TableRow
-from activation_extraction.store.shard_reader import ShardReader, read_by_ranges
+from activation_extraction.dataset.token_batch import TokenBatch, TokenPair
+from activation_extraction.dataset.token_source import BatchOptions
+from activation_extraction.dataset.windows import Plan, Position, Window, Windows
 
-CHUNK_BYTES = 8 * 2**20  # the most that is read at once
-CHUNKS_IN_BUFFER = 64  # at least, so that the chunks on their way add little to the buffer
-LEAST_CHUNK_BYTES, LEAST_CHUNKS = 2**18, 16  # but no smaller chunks, and yet so many in the buffer
-REQUESTS = 4  # to a bucket at the same time
+T_co = TypeVar("T_co", TokenBatch, TokenPair, covariant=True)
 
 
-@dataclass(frozen=True)
-class BatchOptions:
-    """The arguments of `ActivationDataset.batches`, checked and complete."""
-
-    size: int
-    hooks: tuple[str, ...]
-    shuffle: int | None
-    buffer: int
-    skip_first: int
-    max_norm: Mapping[str, float]
-    dtype: str | None
-    worker: int
-    workers: int
-    roles: tuple[str, ...] | None = None
-    where: str | None = None  # a digest of the mask
-    columns: tuple[str, ...] = ()
-
-
-def as_mask(mask: Any, samples: int) -> np.ndarray:
-    """Returns a mask over so many samples as an array. Raises ValueError for anything else."""
-    found = values = np.asarray(mask)
-    if found.dtype == object or not found.size:  # of pandas or pyarrow, where null is possible
-        values = np.array([v for v in found.flat if isinstance(v, bool | np.bool_)], bool)
-    if values.dtype != bool or not values.shape == found.shape == (samples,):
-        raise ValueError(
-            f"where: {found.dtype}, shape {found.shape}: expected true or false, never null, for "
-            f"each of {counted(samples, 'sample')}"
-        )
-    return values
-
-
-def digest_of_mask(mask: np.ndarray) -> str:
-    """Returns the SHA-256 of a mask."""
-    return hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()
-
-
-@dataclass(frozen=True)
-class TokenSource:
-    """What batches are made of: the shards of a run. local: whether they are files here. mask: bool
-    (samples,), the samples that are wanted; None for all."""
-
-    shards: OpenShards
-    local: bool
-    mask: np.ndarray | None = None
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of what is stored."""
-        files = "".join(f"{folder}/{commit.sha256}\n" for folder, commit in self.shards.shards)
-        return hashlib.sha256(files.encode()).hexdigest()
-
-    @cached_property
-    def _rows(self) -> tuple[np.ndarray, list[TableRow]]:
-        """Every `sample_idx`, ascending, and the row of each in the table of samples."""
-        rows = sorted(self.shards.rows(), key=attrgetter("sample_idx"))
-        return np.array([row.sample_idx for row in rows], np.int64), rows
-
-    def columns(self, names: Sequence[str], sample_idx: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns columns of the table of samples for some samples, as objects. Raises OSError."""
-        indices, rows = self._rows
-        found = np.searchsorted(indices, sample_idx).clip(max=len(indices) - 1)
-        if (indices[found] != sample_idx).any():
-            raise OSError(f"{self.shards.url}: a table of samples is of others than its shard")
-        columns = {}
-        for name in names:
-            columns[name] = np.empty(len(found), object)
-            columns[name][:] = [value_of(rows[number], name) for number in found]
-        return columns
-
-    @cached_property
-    def _firsts(self) -> list[int]:
-        """The number of samples before each shard."""
-        return [0, *accumulate(commit.count for commit in self._commits)]
-
-    def _mask_of(self, shard: int) -> np.ndarray | None:
-        """Which samples of a shard are wanted; None for all."""
-        return None if self.mask is None else self.mask[slice(*self._firsts[shard : shard + 2])]
-
-    def dtypes(self, options: BatchOptions) -> dict[str, str]:
-        """Returns the dtype of the result, by hook, where it may not be as stored."""
-        if options.dtype is None:
-            return {}
-        hooks = [name for name in options.hooks if not self.shards.hooks[name].integers]
-        return dict.fromkeys(hooks, options.dtype)
+class Source(Protocol[T_co]):
+    """What Batches are made of: one run, or several that are read as one."""
 
     @property
-    def _commits(self) -> list[Commit]:
-        return [commit for _, commit in self.shards.shards]
-
-    def plan(self, options: BatchOptions, part: int, parts: int) -> Plan:
-        """What one of a DataLoader's workers reads; (0, 1) stands for a process without them.
-
-        Workers share chunks, or whole pickles, which they then read in chunks as well.
-        """
-        size, seed = self._chunk_size(options), options.shuffle
-        chunks = [
-            Chunk(number, 0, commit.tokens)
-            for number, commit in enumerate(self._commits)
-            if (mask := self._mask_of(number)) is None or mask.any()
-        ]
-        by_ranges = all(map(read_by_ranges, self._commits))
-        if by_ranges:
-            chunks = _cut(chunks, size)
-        chunks = _shuffled(chunks, seed)
-        chunks = _share(chunks, options.worker, options.workers)
-        chunks = _share(chunks, part, parts)
-        if by_ranges:
-            read = partial(self._read, options, self.shards.get)
-            return Plan(chunks, read, 1 if self.local else REQUESTS)
-        chunks = [piece for each in chunks for piece in _shuffled(_cut([each], size), seed, each)]
-        unpack = lru_cache(1)(partial(self.shards.open, hooks=options.hooks))
-        return Plan(chunks, partial(self._read, options, unpack), 1)
-
-    def _chunk_size(self, options: BatchOptions) -> int:
-        row = self.shards.row_bytes(options.hooks)
-        least = min(LEAST_CHUNK_BYTES // row, options.buffer // LEAST_CHUNKS)
-        fitting = min(CHUNK_BYTES // row, max(options.buffer // CHUNKS_IN_BUFFER, least))
-        return max(fitting, 1)
-
-    def _read(
-        self, options: BatchOptions, opened: Callable[[int], ShardReader], chunk: Chunk
-    ) -> Block:
-        """The tokens of a chunk that may be wanted, from the first to the last of them.
-
-        Activations are views of the file where that is possible.
-        """
-        reader, span = opened(chunk.shard), (chunk.start, chunk.stop)
-        try:
-            token_ids, position = reader.tokens(*span)
-            labels = reader.labels(*span)
-            samples = np.searchsorted(reader.offsets, np.arange(*span), "right") - 1
-            wanted = position >= options.skip_first
-            if (mask := self._mask_of(chunk.shard)) is not None:
-                wanted &= mask[samples]
-            if options.roles is not None:
-                if "role" not in labels:
-                    folder, commit = self.shards.shards[chunk.shard]
-                    raise RunError(f"{self.shards.url}: {folder}/{commit.file} has no roles")
-                wanted &= np.isin(labels["role"], [ROLES.index(role) for role in options.roles])
-            rows = np.flatnonzero(wanted)
-            first, stop = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
-            span = chunk.start + first, chunk.start + stop
-            activations = {hook: reader.rows(hook, *span) for hook in options.hooks}
-        except RunError as error:
-            raise OSError(str(error)) from error
-        within = slice(first, stop)
-        labels = {name: values[within] for name, values in labels.items()}
-        tokens = TokenBatch(
-            ByHook(activations, self.shards.hooks.aliases),
-            token_ids[within],
-            reader.sample_idx[samples[within]],
-            position[within],
-            role=labels.get("role"),
-            turn=labels.get("turn"),
-        )
-        rows = rows - first
-        return Block(tokens, rows[_small(tokens, options.max_norm)[rows]])
+    def fingerprint(self) -> str: ...
+    def plan(self, options: BatchOptions, part: int, parts: int) -> Plan: ...
+    def take(self, memory: tuple[TokenBatch, ...], rows: np.ndarray, options: BatchOptions) -> T_co:
+        """Returns the tokens with these numbers as a batch of its own."""
 
 
-def _small(tokens: TokenBatch, max_norm: Mapping[str, float]) -> np.ndarray:
-    """Whether the norms of each token are within the limits."""
-    small = np.ones(len(tokens), bool)
-    for hook, limit in max_norm.items():
-        small &= np.linalg.norm(tokens[hook].astype(np.float32), axis=1) <= limit
-    return small
-
-
-def _shuffled(chunks: list[Chunk], seed: int | None, within: Chunk | None = None) -> list[Chunk]:
-    """The chunks in the order of a seed; None keeps theirs. within: what they are pieces of."""
-    if seed is None:
-        return chunks
-    key = [seed] if within is None else [seed, within.shard, within.start]
-    return [chunks[i] for i in np.random.default_rng(key).permutation(len(chunks))]
-
-
-def _share(chunks: list[Chunk], worker: int, workers: int) -> list[Chunk]:
-    """Every n-th chunk; where there are too few chunks, they are cut."""
-    if len(chunks) < workers:
-        chunks = [piece for each in chunks for piece in _cut([each], -(-len(each) // workers))]
-    return chunks[worker::workers]
-
-
-def _cut(chunks: Sequence[Chunk], size: int) -> list[Chunk]:
-    """The chunks in pieces of `size` tokens; the last one of each may be shorter."""
-    return [
-        Chunk(chunk.shard, at, min(at + size, chunk.stop))
-        for chunk in chunks
-        for at in range(chunk.start, chunk.stop, size)
-    ]
-
-
-class Batches(Iterator[TokenBatch]):
+class Batches(Iterator[T_co]):
     """Batches of tokens; the last one may be shorter. `state` and `restore` are exact.
 
-    It goes over the data once. A copy in another process starts where this one stands.
+    They are of type TokenBatch, or pairs of these where two runs are read side by side. It goes
+    over the data once. A copy in another process starts where this one stands.
     """
 
     def __init__(
-        self, source: TokenSource, options: BatchOptions, position: Position | None = None
+        self, source: Source[T_co], options: BatchOptions, position: Position | None = None
     ) -> None:
-        self._source = source
-        self._options = options
+        self._source: Source[T_co] = source
+        self._options: BatchOptions = options
         self._position = position or Position()
         self._windows: Generator[Window, None, None] | None = None
         self._window: Window | None = None
@@ -262,11 +68,12 @@ class Batches(Iterator[TokenBatch]):
     def _setting(self) -> dict[str, Any]:
         """Everything on which the order of the tokens depends."""
         part, parts = _loader_worker()
-        options = json.loads(json.dumps(asdict(self._options)))
-        del options["columns"]
+        options: dict[str, Any] = json.loads(json.dumps(asdict(self._options)))
+        for each in (options, *(options["others"] or ())):
+            del each["columns"]
         return {"data": self._source.fingerprint, **options, "part": part, "parts": parts}
 
-    def again(self) -> "Batches":
+    def again(self) -> "Batches[T_co]":
         """Returns the same batches from the start."""
         return Batches(self._source, self._options)
 
@@ -286,10 +93,10 @@ class Batches(Iterator[TokenBatch]):
         from torch.utils.data import IterableDataset, get_worker_info
 
         class TorchBatches(IterableDataset):
-            def __init__(self, batches: Batches) -> None:
+            def __init__(self, batches: Batches[Any]) -> None:
                 self._batches = batches
 
-            def __iter__(self) -> Iterator[TokenBatch]:
+            def __iter__(self) -> Iterator[Any]:
                 own = self._batches if get_worker_info() is None else self._batches.again()
                 return (batch.torch() for batch in own)
 
@@ -298,20 +105,17 @@ class Batches(Iterator[TokenBatch]):
 
         return TorchBatches(self)
 
-    def jax(self) -> Iterator[TokenBatch]:
+    def jax(self) -> Iterator[T_co]:
         """Returns the same batches as JAX arrays."""
         return (batch.jax() for batch in self)
 
-    def __next__(self) -> TokenBatch:
+    def __next__(self) -> T_co:
         if self._window is None:
             self._window = self._next_window()
         window, taken = self._window, self._position.taken
         rows = window.order[taken : taken + self._options.size]
-        batch = empty_batch(window.memory, len(rows), self._source.dtypes(self._options))
-        copy_rows(window.memory, rows, batch)
-        if names := self._options.columns:
-            batch = replace(batch, columns=self._source.columns(names, batch.sample_idx))
-        taken += len(batch)
+        batch = self._source.take(window.memory, rows, self._options)
+        taken += len(rows)
         if taken < len(window.order):
             self._position = replace(self._position, taken=taken)
         else:

@@ -15,28 +15,28 @@ import numpy as np
 from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted
-from activation_extraction.dataset.batches import (
-    Batches,
-    BatchOptions,
-    TokenSource,
-    as_mask,
-    digest_of_mask,
-)
+from activation_extraction.dataset.batches import Batches
 from activation_extraction.dataset.folders import expected_names, read_folders
 from activation_extraction.dataset.open_shards import COLUMNS, OpenShards
 from activation_extraction.dataset.sample_activations import SampleActivations, joined, pieces_of
-from activation_extraction.dataset.token_batch import ByHook, recorded_aliases
+from activation_extraction.dataset.token_batch import ByHook, TokenBatch, recorded_aliases
+from activation_extraction.dataset.token_source import (
+    BatchOptions,
+    TokenSource,
+    as_mask,
+    default_buffer,
+    digest_of_mask,
+)
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import Stored, gaps, identity_of
-from activation_extraction.store.shard import MAX_GZIP_RATIO
-from activation_extraction.store.shard_reader import StoredHook, read_by_ranges
+from activation_extraction.store.shard_reader import StoredHook
 from activation_extraction.store.statistics import HookStatistics, Statistics
 
 if TYPE_CHECKING:
     import pyarrow
 
-BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer, whichever is less
+    from activation_extraction.dataset.paired import JoinedRuns
 
 
 class ActivationDataset(Sequence[SampleActivations]):
@@ -65,7 +65,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         aliases = recorded_aliases(described)
         recorded = ByHook({hook["name"]: hook for hook in described}, aliases)
         in_shards = {h["name"]: h for s in folders.values() for c in s.in_order for h in c.hooks}
-        names = _chosen(self.url, recorded, hooks)
+        names = chosen(self.url, recorded, hooks)
         stored = {
             name: _stored_hook(in_shards.get(name, {}) | recorded[name], self.metadata)
             for name in names
@@ -75,7 +75,7 @@ class ActivationDataset(Sequence[SampleActivations]):
             [(name, commit) for name in folders for commit in folders[name].in_order],
             ByHook(stored, aliases),
         )
-        _check_sizes(self.url, self._shards)
+        self._shards.check_sizes(self.url)
         self._commits = [commit for _, commit in self._shards.shards]
         self._ends = list(accumulate(commit.count for commit in self._commits))
         self._local = root.local
@@ -215,12 +215,11 @@ class ActivationDataset(Sequence[SampleActivations]):
         where: Any = None,
         roles: Sequence[str] | None = None,
         columns: Sequence[str] = (),
-    ) -> Batches:
+    ) -> Batches[TokenBatch]:
         """Returns all tokens, in batches of `size`: one pass over the data.
 
-        The order of shuffled batches depends on how the shards were cut. So batches of two runs,
-        taken side by side with `zip`, hold different tokens unless both runs have the same hooks,
-        dtype and shard size; compare `sample_idx` and `position` of what you pair.
+        The order of shuffled batches depends on how the shards were cut. `paired` reads two runs
+        side by side.
 
         hooks: those to read, as for the dataset, by default all of its hooks. shuffle: a seed, or
         None for the stored order. buffer: the number of tokens kept in memory and shuffled there,
@@ -239,7 +238,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         Raises ValueError for arguments that make no sense.
         """
         known = self.hooks
-        names = _chosen(self.url, known, hooks)
+        names = chosen(self.url, known, hooks)
         floats = [name for name in names if not self._shards.hooks[name].integers]
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(floats, max_norm)
         limits = {known.aliases.get(name, name): limit for name, limit in limits.items()}
@@ -251,8 +250,7 @@ class ActivationDataset(Sequence[SampleActivations]):
                     f"max_norm: hook {name!r} has numbers of experts, which have no norm"
                 )
         if buffer is None:
-            fitting = BUFFER_BYTES // self._shards.row_bytes(names)
-            buffer = max(min(BUFFER_BATCHES * size, fitting), 2 * size)
+            buffer = default_buffer(size, self._shards.row_bytes(names))
         if size < 1 or buffer < 2 * size:
             raise ValueError(f"buffer {buffer}: it must hold two batches of {size} tokens")
         if not 0 <= worker < workers:
@@ -277,6 +275,17 @@ class ActivationDataset(Sequence[SampleActivations]):
             columns=self._known_columns(columns),
         )
         return Batches(TokenSource(self._shards, self._local, mask), options)
+
+    def join(self, other: Any) -> "JoinedRuns":
+        """Returns a dataset with the hooks of this run and of another run over the same data.
+
+        So a layer can be added without computing the others again. other: an ActivationDataset, or
+        its url. It has the samples and tokens that both runs have, found as `paired` does. Raises
+        ValueError for a hook that both have.
+        """
+        from activation_extraction.dataset import paired  # it imports this module
+
+        return paired.JoinedRuns(self, paired.opened(other))
 
     def _known_roles(self, roles: Sequence[str]) -> tuple[str, ...]:
         """The roles that are asked for, in the order of ROLES. Raises ValueError."""
@@ -369,19 +378,6 @@ def _check_folder(where: str, stored: Stored) -> None:
             raise ValueError(f"{where}/{commit.file}: is missing or cut short{hint}")
 
 
-def _check_sizes(url: str, shards: OpenShards) -> None:
-    """Raises ValueError if a shard's file is too small for its tokens at the recorded widths."""
-    row = shards.row_bytes(list(shards.hooks))
-    for folder, commit in shards.shards:
-        most = commit.bytes * (1 if read_by_ranges(commit) else MAX_GZIP_RATIO)
-        if commit.tokens * row > most:
-            where = "/".join(filter(None, (url, folder, commit.file)))
-            raise ValueError(
-                f"{where}: {counted(commit.tokens, 'token')} of {row} bytes cannot be in "
-                f"{commit.bytes} bytes"
-            )
-
-
 def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> StoredHook:
     """recorded: what the shards and the metadata say of the hook. Before there is a shard, the
     run's settings have to do."""
@@ -400,8 +396,8 @@ def _dtype(name: Any) -> np.dtype:
         raise ValueError(f"dtype {name!r}: {error}") from error
 
 
-def _chosen(where: str, known: ByHook[Any], hooks: Any) -> list[str]:
-    """The hooks that were asked for. Raises ValueError for one that is not there."""
+def chosen(where: str, known: ByHook[Any], hooks: Any) -> list[str]:
+    """Returns the hooks that were asked for. Raises ValueError for one that is not there."""
     asked = [hooks] if isinstance(hooks, str) else hooks
     try:
         names = list(known) if asked is None else known.matching(asked)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from activation_extraction.common.errors import RunError
+from activation_extraction.common.visible import counted
 from activation_extraction.dataset.token_batch import ByHook
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.sealed_json import MAX_FIELDS
-from activation_extraction.store.shard import TableRow
+from activation_extraction.store.shard import MAX_GZIP_RATIO, TableRow
 from activation_extraction.store.shard_reader import (
     ShardReader,
     StoredHook,
@@ -63,6 +64,21 @@ class OpenShards:
     def row_bytes(self, hooks: Sequence[str]) -> int:
         """Returns the bytes of one token at these hooks."""
         return sum(self.hooks[name].width * self.hooks[name].dtype.itemsize for name in hooks)
+
+    def check_sizes(self, url: str) -> None:
+        """Raises ValueError if a shard's file is too small for its tokens at the recorded widths.
+
+        url: of the run, for messages.
+        """
+        row = self.row_bytes(list(self.hooks))
+        for folder, commit in self.shards:
+            most = commit.bytes * (1 if read_by_ranges(commit) else MAX_GZIP_RATIO)
+            if commit.tokens * row > most:
+                where = "/".join(filter(None, (url, folder, commit.file)))
+                raise ValueError(
+                    f"{where}: {counted(commit.tokens, 'token')} of {row} bytes cannot be in "
+                    f"{commit.bytes} bytes"
+                )
 
     def get(self, number: int) -> ShardReader:
         """Returns the reader of a shard, which stays open for the next call."""

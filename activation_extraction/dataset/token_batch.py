@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from operator import methodcaller
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -142,6 +142,21 @@ class TokenBatch:
         )
 
 
+class TokenPair(NamedTuple):
+    """The same tokens in two runs: row t of every array of both belongs to the same token."""
+
+    first: TokenBatch
+    second: TokenBatch
+
+    def torch(self) -> "TokenPair":
+        """Returns both as PyTorch tensors, in the same memory."""
+        return TokenPair(*(batch.torch() for batch in self))
+
+    def jax(self) -> "TokenPair":
+        """Returns both as JAX arrays, as `TokenBatch.jax` does."""
+        return TokenPair(*(batch.jax() for batch in self))
+
+
 def _to_torch(values: np.ndarray) -> Any:
     import torch
 
@@ -175,7 +190,12 @@ def empty_batch(
 
 
 def copy_rows(source: TokenBatch, rows: np.ndarray, target: TokenBatch) -> None:
-    """Copies the tokens with these numbers; `target` has room for them, and its own dtypes."""
+    """Copies the tokens with these numbers; `target` has room for them, and its own dtypes.
+
+    Raises OSError unless both have the same labels.
+    """
+    if source.labels.keys() != target.labels.keys():
+        raise OSError("the shards of the run differ in the labels of their tokens")
     for values, found in zip(source.arrays, target.arrays, strict=True):
         # With mode="raise", NumPy would copy to `out` by way of other memory.
         if values.dtype == found.dtype:

@@ -30,7 +30,10 @@ class Chunk:
 
 
 class Block(NamedTuple):
-    """Tokens that were read. rows: the numbers of those that pass the filters, ascending."""
+    """Tokens that were read. rows: the numbers of those that pass the filters, ascending.
+
+    Where several runs are read as one, each has its own block, and row i is of the same token.
+    """
 
     tokens: TokenBatch
     rows: np.ndarray
@@ -38,10 +41,11 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one worker reads, and how. requests: how many chunks are read at the same time."""
+    """What one worker reads, and how. read: returns a block of each run. requests: how many chunks
+    are read at the same time."""
 
     chunks: Sequence[Chunk]
-    read: Callable[[Chunk], Block]
+    read: Callable[[Chunk], tuple[Block, ...]]
     requests: int
 
 
@@ -60,10 +64,10 @@ class Position:
 
 
 class Window(NamedTuple):
-    """Tokens of a run. order: the rows of `memory`, as they are handed out. end: where the next
-    window begins."""
+    """The same tokens of each run. order: the rows of `memory`, as they are handed out. end: where
+    the next window begins."""
 
-    memory: TokenBatch
+    memory: tuple[TokenBatch, ...]
     order: np.ndarray
     end: Position
 
@@ -81,8 +85,8 @@ class Windows:
         self._most = min(most, sum(map(len, plan.chunks)))
         self._seed = seed
         self._stopped = False
-        self._reading: dict[int, Future[Block]] = {}
-        self._memory: list[TokenBatch] = []
+        self._reading: dict[int, Future[tuple[Block, ...]]] = {}
+        self._memory: list[tuple[TokenBatch, ...]] = []
 
     def beginning(self, begin: Position) -> Generator[Window, None, None]:
         """Yields the windows from `begin` on.
@@ -108,19 +112,21 @@ class Windows:
     def _fill(self, begin: Position) -> Window | None:
         """The window that begins there; None if no tokens are left."""
         chunk, row, filled = begin.chunk, begin.row, 0
+        memory: tuple[TokenBatch, ...] = ()
         with ThreadPoolExecutor(self._plan.requests, "read-ahead") as pool:
             while filled < self._most and chunk < len(self._plan.chunks) and not self._stopped:
-                tokens, rows = self._read(chunk, pool)
-                wanted = rows[row : row + self._most - filled]
-                span = slice(filled, filled + len(wanted))
-                if not self._memory:
-                    self._memory = [empty_batch(tokens, self._most) for _ in range(2)]
-                memory = self._memory[begin.window % 2]
-                if tokens.labels.keys() != memory.labels.keys():
-                    raise OSError("the shards of the run differ in the labels of their tokens")
-                copy_rows(tokens, wanted, memory.map(itemgetter(span)))
-                filled, row = span.stop, row + len(wanted)
-                if row >= len(rows):
+                blocks = self._read(chunk, pool)
+                left = len(blocks[0].rows) - row
+                span = slice(filled, min(filled + left, self._most))
+                if left > 0:
+                    if not self._memory:
+                        self._memory = [self._empty(blocks) for _ in range(2)]
+                    memory = self._memory[begin.window % 2]
+                    for (tokens, rows), target in zip(blocks, memory, strict=True):
+                        wanted = rows[row : row + span.stop - filled]
+                        copy_rows(tokens, wanted, target.map(itemgetter(span)))
+                    filled, row = span.stop, row + span.stop - filled
+                if row >= len(blocks[0].rows):
                     chunk, row = chunk + 1, 0
         if not filled:
             return None
@@ -130,8 +136,12 @@ class Windows:
             order = np.random.default_rng([self._seed, begin.window]).permutation(filled)
         return Window(memory, order, Position(begin.window + 1, chunk, row))
 
-    def _read(self, chunk: int, pool: ThreadPoolExecutor) -> Block:
-        """A chunk. Some of those that follow are read meanwhile.
+    def _empty(self, blocks: tuple[Block, ...]) -> tuple[TokenBatch, ...]:
+        """Memory for a window of such blocks."""
+        return tuple(empty_batch(tokens, self._most) for tokens, _ in blocks)
+
+    def _read(self, chunk: int, pool: ThreadPoolExecutor) -> tuple[Block, ...]:
+        """A chunk of each run. Some of those that follow are read meanwhile.
 
         When the program ends, the pool raises RuntimeError, which ends the filling.
         """

@@ -1,0 +1,205 @@
+"""The same tokens of several runs: which samples they have in common, and an AlignedSource.
+
+Samples are the same that come from the same row of the data set; their tokens are the same at the
+same position. The chunks of the first run are read in its order; what the others have of them is
+found by the tables of samples, and read wherever it lies.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial, reduce
+from operator import itemgetter
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from activation_extraction.common.visible import without_secrets
+from activation_extraction.dataset.open_shards import OpenShards
+from activation_extraction.dataset.token_batch import ByHook, TokenBatch, copy_rows, empty_batch
+from activation_extraction.dataset.token_source import (
+    BatchOptions,
+    ChunkTokens,
+    TokenSource,
+    are_small,
+    plan_of,
+)
+from activation_extraction.dataset.windows import Block, Chunk, Plan
+from activation_extraction.store.shard import TableRow
+from activation_extraction.store.shard_reader import ShardReader
+
+PICKLES = 2  # of each run but the first, that stay in memory
+DIGEST = 16  # bytes of the SHA-256 of a row that stand for it
+
+T = TypeVar("T")
+Opened = Callable[[int], ShardReader]
+
+
+def samples_in_all(runs: Sequence[OpenShards]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Returns which samples all runs have, and how many tokens each run stores of its samples.
+
+    The first array is int64 (runs, samples): the number of each such sample in each run, in the
+    order of the first one. Raises ValueError where two samples of a run come from the same row, or
+    no row is in all runs; OSError for a table that is damaged.
+    """
+    every, tokens = [], []
+    for shards in runs:
+        rows = shards.rows()
+        tokens.append(np.array([row.tokens for row in rows], np.int64))
+        with_row = np.array([n for n, row in enumerate(rows) if row.row is not None], np.int64)
+        digests = np.array([_digest(rows[n]) for n in with_row], f"S{DIGEST}")
+        digests, first = np.unique(digests, return_index=True)
+        if (again := np.delete(with_row, first)).size:
+            where = without_secrets(shards.url)
+            raise ValueError(f"{where}: sample {again[0]} has the row of another sample")
+        every.append((digests, with_row[first]))
+    common = reduce(np.intersect1d, [digests for digests, _ in every])
+    if not len(common):
+        urls = " and ".join(without_secrets(shards.url) for shards in runs)
+        raise ValueError(f"{urls}: no row of the data set has a sample in each of them")
+    numbers = np.stack([found[np.searchsorted(digests, common)] for digests, found in every])
+    return numbers[:, np.argsort(numbers[0])], tokens
+
+
+def _digest(row: TableRow) -> bytes:
+    """A digest of the row of the data set, with the piece and start of a piece of a document."""
+    return hashlib.sha256(json.dumps(row.row, sort_keys=True).encode()).digest()[:DIGEST]
+
+
+@dataclass(frozen=True)
+class AlignedSource(Generic[T]):
+    """The tokens that all of several runs have.
+
+    numbers: see `samples_in_all`. form: makes one result of a batch of each run.
+    """
+
+    sources: tuple[TokenSource, ...]
+    numbers: np.ndarray
+    form: Callable[[Sequence[TokenBatch]], T]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of what is stored in all runs."""
+        each = "\n".join(source.fingerprint for source in self.sources)
+        return hashlib.sha256(each.encode()).hexdigest()
+
+    def plan(self, options: BatchOptions, part: int, parts: int) -> Plan:
+        """What one of a DataLoader's workers reads; (0, 1) stands for a process without them."""
+        first, *others = zip(self.sources, options.of_runs, strict=True)
+        opened = [first[0].readers(first[1])]
+        opened += [source.readers(each, PICKLES) for source, each in others]
+        return plan_of(self.sources, options, part, parts, partial(self._read, options, opened))
+
+    def take(self, memory: tuple[TokenBatch, ...], rows: np.ndarray, options: BatchOptions) -> T:
+        """Returns the tokens with these numbers, of all runs. Raises OSError."""
+        runs = zip(self.sources, memory, options.of_runs, strict=True)
+        return self.form([source.take((tokens,), rows, own) for source, tokens, own in runs])
+
+    @cached_property
+    def _partner(self) -> list[np.ndarray]:
+        """Of each other run, the number there of every sample of the first run; -1 for none."""
+        partners = []
+        for numbers in self.numbers[1:]:
+            partner = np.full(self.sources[0].firsts[-1], -1, np.int64)
+            partner[self.numbers[0]] = numbers
+            partners.append(partner)
+        return partners
+
+    def _read(
+        self, options: BatchOptions, opened: Sequence[Opened], chunk: Chunk
+    ) -> tuple[Block, ...]:
+        """The tokens of a chunk of the first run that pass the filters in every run."""
+        runs = list(zip(self.sources, options.of_runs, opened, strict=True))
+        source, own, readers = runs[0]
+        found = source.tokens(own, readers, chunk)
+        partners = [self._partners(n, found, *run) for n, run in enumerate(runs[1:], 1)]
+        rows = reduce(np.intersect1d, [at for at, _ in partners], np.flatnonzero(found.wanted))
+        if not len(rows):
+            return tuple(Block(found.tokens, rows) for _ in runs)
+        blocks = [source.with_activations(own, found, rows)]
+        for at, block in partners:
+            blocks.append(Block(block.tokens, block.rows[np.searchsorted(at, rows)]))
+        limits = [own.max_norm for own in options.of_runs]
+        small = np.logical_and.reduce(list(map(are_small, blocks, limits)))
+        return tuple(Block(tokens, rows[small]) for tokens, rows in blocks)
+
+    def _partners(
+        self, run: int, found: ChunkTokens, source: TokenSource, own: BatchOptions, opened: Opened
+    ) -> tuple[np.ndarray, Block]:
+        """Returns which tokens of a chunk another run has and lets through, and its block of them.
+
+        Samples that lie next to each other there are read at once, and those of a shard one after
+        another. Raises ValueError if the id of a token differs.
+        """
+        shard = found.chunk.shard
+        partner = self._partner[run - 1][slice(*self.sources[0].firsts[shard : shard + 2])]
+        mask = self.sources[0].mask_of(shard)
+        in_all = partner >= 0 if mask is None else (partner >= 0) & mask
+        known = np.flatnonzero(in_all[found.samples])
+        samples, ordinal = np.unique(found.samples[known], return_inverse=True)
+        ours, theirs = _keys(ordinal, found.tokens.position[known]), partner[samples]
+        shards = np.searchsorted(source.firsts, theirs, "right") - 1
+        breaks = np.flatnonzero((np.diff(theirs) != 1) | (np.diff(shards) != 0)) + 1
+        begins = np.concatenate([[0], breaks]).astype(int)[: len(samples)]
+        ends = np.concatenate([breaks, [len(samples)]]).astype(int)
+        parts: dict[int, tuple[np.ndarray, Block]] = {}
+        for n in np.argsort(shards[begins], kind="stable"):
+            begin, end, shard = int(begins[n]), int(ends[n]), int(shards[begins[n]])
+            number = int(theirs[begin]) - source.firsts[shard]
+            span = opened(shard).offsets[[number, number + end - begin]]
+            stretch = source.tokens(own, opened, Chunk(shard, *map(int, span)))
+            here = slice(*np.searchsorted(ordinal, [begin, end]))
+            keys = _keys(stretch.samples - number + begin, stretch.tokens.position)
+            _, at, rows = np.intersect1d(ours[here], keys, return_indices=True)
+            at = known[here][at]
+            self._compare(run, found.tokens, at, stretch.tokens, rows)
+            wanted = found.wanted[at] & stretch.wanted[rows]
+            if wanted.any():
+                block = source.with_activations(own, stretch, rows[wanted])
+                parts[begin] = at[wanted], block
+        if not parts:
+            return known[:0], Block(found.tokens, known[:0])
+        in_order = [parts[begin] for begin in sorted(parts)]
+        return np.concatenate([at for at, _ in in_order]), _concatenated([b for _, b in in_order])
+
+    def _compare(
+        self, run: int, ours: TokenBatch, at: np.ndarray, theirs: TokenBatch, row: np.ndarray
+    ) -> None:
+        different = np.flatnonzero(ours.token_ids[at] != theirs.token_ids[row])
+        if len(different):
+            i, j = at[different[0]], row[different[0]]
+            told = (
+                f"sample {ours.sample_idx[i]} of {self.sources[0].shards.url} and sample "
+                f"{theirs.sample_idx[j]} of {self.sources[run].shards.url} come from the same row, "
+                f"but the token at position {ours.position[i]} is {ours.token_ids[i]} in one and "
+                f"{theirs.token_ids[j]} in the other"
+            )
+            raise ValueError(without_secrets(told))
+
+
+def _keys(sample: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """A number for each token, from the number of its sample and its position."""
+    return sample.astype(np.int64) * 2**32 + position
+
+
+def _concatenated(blocks: Sequence[Block]) -> Block:
+    """The rows of all blocks; a single one is not copied."""
+    if len(blocks) == 1:
+        return blocks[0]
+    whole, filled = empty_batch(blocks[0].tokens, sum(len(block.rows) for block in blocks)), 0
+    for tokens, rows in blocks:
+        copy_rows(tokens, rows, whole.map(itemgetter(slice(filled, filled + len(rows)))))
+        filled += len(rows)
+    return Block(whole, np.arange(filled))
+
+
+def joined_hooks(every: Sequence[ByHook[Any]]) -> ByHook[Any]:
+    """Returns the values of several runs by hook. Raises ValueError for a hook that two have."""
+    values: dict[str, Any] = {}
+    for each in every:
+        for hook, value in each.items():
+            if hook in values:
+                raise ValueError(f"hook {hook!r} is in more than one of the runs")
+            values[hook] = value
+    return ByHook(values, {a: hook for each in every for a, hook in each.aliases.items()})

@@ -1,0 +1,276 @@
+"""Runs over the same data, read as one: `paired` gives two side by side, `join` adds up hooks.
+
+Which tokens the runs have in common is found in alignment.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, reduce
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import numpy as np
+
+from activation_extraction.common.log import log
+from activation_extraction.common.visible import counted
+from activation_extraction.dataset.alignment import AlignedSource, joined_hooks, samples_in_all
+from activation_extraction.dataset.batches import Batches
+from activation_extraction.dataset.dataset import ActivationDataset, chosen
+from activation_extraction.dataset.sample_activations import SampleActivations
+from activation_extraction.dataset.token_batch import ByHook, TokenBatch, TokenPair
+from activation_extraction.dataset.token_source import (
+    BatchOptions,
+    TokenSource,
+    as_mask,
+    default_buffer,
+)
+from activation_extraction.store.commit import METADATA
+from activation_extraction.store.metadata import identity_of
+from activation_extraction.store.statistics import HookStatistics
+
+if TYPE_CHECKING:
+    import pyarrow
+
+T = TypeVar("T", TokenBatch, TokenPair)
+
+
+def paired(a: Any, b: Any) -> "PairedRuns":
+    """Returns two runs over the same data as one, such as those of a base and a chat model.
+
+    a, b: ActivationDatasets, or what these take as `url`. Tokens are paired that come from the same
+    row of the data set, as in the `row` of the samples, and have the same position. It does not
+    matter how the runs were cut into shards, in which order and on how many machines they stored
+    their samples, or in which format; only rows of a hub data set that are counted within a share
+    are the same on equally many machines and hosts alone. Tokens that one of the runs lacks are
+    left out; the log says so once, and `unpaired_samples` and `unpaired_tokens` count them.
+
+    The other run is read wherever its tokens lie. Where both runs store safetensors, that costs
+    little; pickles are unpacked again and again, unless their samples are in the same order.
+
+    Raises ValueError when there is no such run, when a run has two samples of a row, or when no row
+    is in both. Reading raises ValueError for a token whose id differs in the two runs, and OSError
+    for a damaged shard.
+    """
+    return PairedRuns(*(opened(run) for run in (a, b)))
+
+
+def opened(run: Any) -> ActivationDataset:
+    """Returns the dataset of a run, which may be given as one, or as its url."""
+    return run if isinstance(run, ActivationDataset) else ActivationDataset(run)
+
+
+def _pair(batches: Sequence[TokenBatch]) -> TokenPair:
+    return TokenPair(*batches)
+
+
+def _joined(batches: Sequence[TokenBatch]) -> TokenBatch:
+    hooks = joined_hooks([batch.activations for batch in batches])
+    return replace(batches[0], activations=hooks)
+
+
+class AlignedRuns:
+    """Several runs over the same data, of which the tokens that all have are read.
+
+    runs: the datasets. unpaired_samples: how many samples each has that not all have. The length is
+    the number of samples that all have.
+    """
+
+    def __init__(self, *runs: ActivationDataset) -> None:
+        self.runs = runs
+        self._numbers, tokens = samples_in_all([run._shards for run in runs])
+        self.unpaired_samples = tuple(len(run) - len(self) for run in runs)
+        common = [of_run[row] for of_run, row in zip(tokens, self._numbers, strict=True)]
+        for run, left_out, in_all in zip(runs, self.unpaired_samples, common, strict=True):
+            if left_out:
+                what = counted(left_out, "sample"), counted(run.tokens - in_all.sum(), "token")
+                log.warning("%s: %s (%s) are left out: not all runs have them", run.url, *what)
+        if len(set(map(_choice, runs))) > 1 or any((each != common[0]).any() for each in common):
+            log.warning(
+                "%s: store different tokens of the same samples; only those that all have are read",
+                " and ".join(run.url for run in runs),
+            )
+
+    def __len__(self) -> int:
+        return self._numbers.shape[1]
+
+    @cached_property
+    def unpaired_tokens(self) -> tuple[int, ...]:
+        """How many tokens each run has that not all have, those of unpaired samples among them.
+
+        Their ids are read for it, and whole shards where these are pickles. Raises OSError, and
+        ValueError for a token id that differs.
+        """
+        hooks = [list(run.hooks) for run in self.runs]
+        source, options = self._aligned(_pair, hooks, 2**14)
+        first, *others = (replace(each, hooks=()) for each in options.of_runs)
+        plan = source.plan(replace(first, others=tuple(others)), 0, 1)
+        in_all = sum(len(plan.read(chunk)[0].rows) for chunk in plan.chunks)
+        return tuple(run.tokens - in_all for run in self.runs)
+
+    def _aligned(
+        self,
+        form: Callable[[Sequence[TokenBatch]], T],
+        hooks: Sequence[Sequence[str]],
+        size: int,
+        buffer: int | None = None,
+        max_norm: Any = None,
+        where: Any = None,
+        **options: Any,
+    ) -> tuple[AlignedSource[T], BatchOptions]:
+        """The tokens that all runs have, and the options of all for batches of them.
+
+        hooks: the names of those to read, of each run. where: a mask is over the samples of the
+        first run; a function gets the table of each. Raises ValueError.
+        """
+        runs = list(zip(self.runs, hooks, strict=True))
+        if buffer is None:
+            buffer = default_buffer(size, sum(run._shards.row_bytes(names) for run, names in runs))
+        limits = [max_norm for _ in runs]
+        if isinstance(max_norm, Mapping):
+            limits = [_of_hooks(max_norm, run, names) for run, names in runs]
+            for name in max_norm.keys() - {name for each in limits for name in each}:
+                raise ValueError(f"max_norm: hook {name!r} is not read")
+        sources, of_runs = list[TokenSource](), list[BatchOptions]()
+        for (run, names), limit in zip(runs, limits, strict=True):
+            mask = None
+            if callable(where) or (where is not None and not sources):
+                mask = as_mask(where(run.samples) if callable(where) else where, len(run))
+            own = dict(buffer=buffer, max_norm=limit, where=mask, **options)
+            asked = run.batches(size, names or None, **own)._options  # of a join, maybe no hook
+            limit = _of_hooks(asked.max_norm, run, names)
+            of_runs.append(replace(asked, hooks=tuple(names), max_norm=limit))
+            if not sources:
+                in_all = np.zeros(len(run), bool)
+                in_all[self._numbers[0]] = True
+                mask = in_all if mask is None else in_all & mask
+            sources.append(TokenSource(run._shards, run._local, mask))
+        both = replace(of_runs[0], others=tuple(of_runs[1:]))
+        return AlignedSource(tuple(sources), self._numbers, form), both
+
+
+class PairedRuns(AlignedRuns):
+    """Two runs side by side; `paired` makes it."""
+
+    def __repr__(self) -> str:
+        return f"paired({self.runs[0]!r}, {self.runs[1]!r}: {counted(len(self), 'sample')} in both)"
+
+    def batches(
+        self, size: int, hooks: Any = None, where: Any = None, **options: Any
+    ) -> Batches[TokenPair]:
+        """Returns all tokens that both runs have, as pairs of batches of `size`, a batch of each
+        run: row t of every array belongs to the same token.
+
+        The arguments are those of `ActivationDataset.batches`, and the order is that of the first
+        run. A token comes only if it passes the filters in both runs. hooks: names for both runs,
+        or a pair of such lists, where None stands for all. where: a function is called with the
+        table of each run; a mask is over the samples of the first.
+
+        Raises ValueError for arguments that make no sense.
+        """
+        one_list = hooks is None or all(isinstance(each, str) for each in hooks)
+        of_runs = [hooks, hooks] if one_list else list(hooks)
+        if len(of_runs) != 2:
+            raise ValueError(f"hooks {hooks!r}: expected names, or a list for each of two runs")
+        names = [
+            chosen(run.url, run.hooks, each) for run, each in zip(self.runs, of_runs, strict=True)
+        ]
+        return Batches(*self._aligned(_pair, names, size, where=where, **options))
+
+
+class JoinedRuns(AlignedRuns, Sequence[SampleActivations]):
+    """Runs of different hooks over the same data, as one dataset; `ActivationDataset.join` makes
+    it. It has the samples and tokens that all runs have, in the order of the first run."""
+
+    def __init__(self, *runs: ActivationDataset) -> None:
+        joined_hooks([run.hooks for run in runs])
+        super().__init__(*runs)
+
+    @property
+    def hooks(self) -> ByHook[int]:
+        """The width of every hook, by name."""
+        return joined_hooks([run.hooks for run in self.runs])
+
+    @property
+    def dtypes(self) -> ByHook[np.dtype]:
+        """The dtype of every hook, by name."""
+        return joined_hooks([run.dtypes for run in self.runs])
+
+    @cached_property
+    def statistics(self) -> ByHook[HookStatistics]:
+        """Statistics by hook, over all that its own run has stored."""
+        return joined_hooks([run.statistics for run in self.runs])
+
+    @cached_property
+    def samples(self) -> "pyarrow.Table":
+        """The table of the samples, as the first run has it: `tokens` counts those that it has."""
+        return self.runs[0].samples.take(self._numbers[0])
+
+    def join(self, other: Any) -> "JoinedRuns":
+        """Returns the same with the hooks of another run, too. See `ActivationDataset.join`."""
+        return JoinedRuns(*self.runs, opened(other))
+
+    @overload
+    def __getitem__(self, index: int) -> SampleActivations: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[SampleActivations]: ...
+    def __getitem__(self, index: int | slice) -> SampleActivations | list[SampleActivations]:
+        """Raises ValueError where the runs have different token ids."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index}: there are {counted(len(self), 'sample')}")
+        numbers = map(int, self._numbers[:, index])
+        samples = [run[number] for run, number in zip(self.runs, numbers, strict=True)]
+        position = reduce(np.intersect1d, (sample.position for sample in samples))
+        cut = [_at_positions(sample, position) for sample in samples]
+        for each, run in zip(cut, self.runs, strict=True):
+            if (different := np.flatnonzero(each.token_ids != cut[0].token_ids)).size:
+                raise ValueError(
+                    f"sample {cut[0].sample_idx} of {self.runs[0].url} and sample "
+                    f"{each.sample_idx} of {run.url} have different tokens at position "
+                    f"{each.position[different[0]]}"
+                )
+        return replace(cut[0], activations=joined_hooks([each.activations for each in cut]))
+
+    def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenBatch]:
+        """Returns all tokens, in batches of `size`, with the hooks of all runs.
+
+        The arguments are those of `ActivationDataset.batches`; what a batch has beside activations
+        is what the first run has. A token comes only if it passes the filters in all runs.
+
+        Raises ValueError for arguments that make no sense.
+        """
+        names = chosen("the joined runs", self.hooks, hooks)
+        of_runs = [[name for name in names if name in run.hooks] for run in self.runs]
+        if (where := options.pop("where", None)) is not None:
+            mask = as_mask(where(self.samples) if callable(where) else where, len(self))
+            where = np.zeros(len(self.runs[0]), bool)
+            where[self._numbers[0]] = mask
+        return Batches(*self._aligned(_joined, of_runs, size, where=where, **options))
+
+
+def _at_positions(sample: SampleActivations, position: np.ndarray) -> SampleActivations:
+    """The tokens of a sample that are at these positions."""
+    rows = np.isin(sample.position, position)
+    return replace(
+        sample,
+        activations=sample.activations.map(lambda values: values[rows]),
+        token_ids=sample.token_ids[rows],
+        position=sample.position[rows],
+        role=None if sample.role is None else sample.role[rows],
+        turn=None if sample.turn is None else sample.turn[rows],
+    )
+
+
+def _of_hooks(
+    limits: Mapping[str, Any], run: ActivationDataset, names: Sequence[str]
+) -> dict[str, Any]:
+    """Those limits that are for hooks with these names."""
+    aliases = run.hooks.aliases
+    return {name: limit for name, limit in limits.items() if aliases.get(name, name) in names}
+
+
+def _choice(run: ActivationDataset) -> tuple[Any, ...]:
+    """What decides which tokens of its samples a run stores."""
+    stored = identity_of(run.metadata, METADATA)
+    rules = stored.positions, stored.drop_token_ids, stored.roles, stored.mask_column
+    return *map(str, rules), stored.overlap
