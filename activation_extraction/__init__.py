@@ -5,9 +5,10 @@ extract_activations.py, beside this package, is the story of a run. The folders 
 `store` wrote, and `inspect` looks at it; `cli` is what the user types and sees; `common` is below
 everything. Each folder's `__init__.py` names the files to begin with.
 
-`ActivationDataset` reads what a run has stored, and `ActivationStorage` stores activations, also
-those of another program; the other names are what they take and return. They are imported when they
-are first used, so importing this package costs nothing; none of them needs JAX or PyTorch.
+`ActivationDataset` reads what a run has stored, `paired` reads two runs as one, and
+`ActivationStorage` stores activations, also those of another program; the other names are what they
+take and return. They are imported when they are first used, so importing this package costs
+nothing; none of them needs JAX or PyTorch.
 """
 
 from importlib import import_module

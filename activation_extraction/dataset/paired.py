@@ -43,8 +43,9 @@ def paired(a: Any, b: Any) -> "PairedRuns":
     are the same on equally many machines and hosts alone. Tokens that one of the runs lacks are
     left out; the log says so once, and `unpaired_samples` and `unpaired_tokens` count them.
 
-    The other run is read wherever its tokens lie. Where both runs store safetensors, that costs
-    little; pickles are unpacked again and again, unless their samples are in the same order.
+    The order is that of `a`; `b` is read wherever its tokens lie. Where both runs store safetensors
+    that costs little, but pickles are unpacked again and again unless their samples are in the same
+    order (`--export safetensors` copies a run).
 
     Raises ValueError when there is no such run, when a run has two samples of a row, or when no row
     is in both. Reading raises ValueError for a token whose id differs in the two runs, and OSError
