@@ -85,7 +85,9 @@ def expected_order(dataset):
 @pytest.mark.parametrize("shard_format", FORMATS)
 @pytest.mark.parametrize("shuffle", [None, 1])
 def test_filters_hold_in_both_runs(shard_format, shuffle, tmp_path):
-    runs = random_runs(3, shard_format=shard_format, kept="all", dtype="float32")
+    runs = random_runs(
+        3, shard_format=shard_format, kept="all", dtype="float32", machines=1, hosts=1
+    )
     pair = pair_of(runs, tmp_path)
     options = dict(shuffle=shuffle, columns=IDS)
 
@@ -106,6 +108,10 @@ def test_filters_hold_in_both_runs(shard_format, shuffle, tmp_path):
     check(
         pair.batches(16, roles=roles, **options), runs, lambda key, token: ROLES[token[1]] in roles
     )
+    chosen = [{run.rows[n] for n in range(1, len(run.rows), 2)} for run in runs]
+    both = chosen[0] & chosen[1]
+    found = pair.batches(16, where=lambda table: np.arange(len(table)) % 2 == 1, **options)
+    assert check(found, runs, lambda key, token: key[0] in both)
     even = pair.batches(16, where=lambda table: table["even"], **options)
     check(even, runs, lambda key, token: key[0] % 2 == 0)
     mask = pair.runs[0].samples["even"].to_pylist()
