@@ -110,7 +110,7 @@ from activation_extraction.store.storage import ActivationStorage
 original = ActivationStorage.open
 def late(storage):
     name = storage.folder.name
-    if storage._state.name == "FOUND" and not storage.complete and name in os.environ["DONE"]:
+    if storage._state.name == "PLANNED" and not storage.complete and name in os.environ["DONE"]:
         shutil.copytree(os.environ["WHOLE"] + "/" + name, storage.folder)
     original(storage)
 ActivationStorage.open = late
