@@ -6,7 +6,7 @@ import random
 import pyarrow
 import pyarrow.parquet
 import pytest
-from chat_templates import QWEN3, add_markers
+from chat_templates import QWEN2_5, QWEN3, add_markers
 from command_line import assert_refused, main
 from conftest import inputs_with
 from pods import Pod
@@ -371,3 +371,40 @@ def test_two_hosts_store_what_one_stores(case, data, tmp_path, capsys):
     ]
     assert tokens[0] == tokens[1]
     assert main("--verify", "--output_dir", tmp_path / "two") == 0
+
+
+def test_token_ids_need_no_tokenizer_and_what_keeps_nothing_is_counted(data, tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).symlink_to(data / "model" / name)
+    rows = [{"ids": [5, 6, 7], "mask": [0, 1, 1]}, {"ids": [8], "mask": [0]}, {"ids": []}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--model_path", model, "--dataset_path", path, "--layers_to_extract", 1]
+    flags += ["--ids_column", "ids", "--mask_column", "mask", "--output_dir", tmp_path / "out"]
+    assert main(*flags) == 0
+    printed = capsys.readouterr().out
+    assert "kept nothing: 1 sample (--mask_column mask, positions all)\n" in printed
+    assert "empty: 1 row without text" in printed
+    stored = [sample.token_ids.tolist() for sample in ActivationDataset(tmp_path / "out")]
+    assert stored == [[6, 7], []]
+    metadata = json.loads((tmp_path / "out/metadata.json").read_text())
+    assert (metadata["empty_samples"], metadata["empty_rows"]) == (1, 1)
+
+
+def test_a_template_may_lie_beside_the_tokenizer(data, tmp_path):
+    """As in new checkpoints; it goes before the one in tokenizer_config.json."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in (data / "model").iterdir():
+        (model / path.name).symlink_to(path)
+    (model / "chat_template.jinja").write_text(QWEN2_5)
+    flags = ["--dataset_path", data / "chat.jsonl", "--messages_column", "messages"]
+    flags += ["--layers_to_extract", 1, "--max_samples", 3, "--max_seq_length", 64]
+    assert main("--model_path", model, *flags, "--output_dir", tmp_path / "own") == 0
+    named = "--chat_template", model / "chat_template.jinja"
+    assert main("--model_path", data / "model", *flags, *named, "--output_dir", tmp_path / "b") == 0
+    assert main("--model_path", data / "model", *flags, "--output_dir", tmp_path / "c") == 0
+    own, given, other = (content(tmp_path / name) for name in ("own", "b", "c"))
+    assert own["shard_0001.pkl.gz"] == given["shard_0001.pkl.gz"] != other["shard_0001.pkl.gz"]
