@@ -25,7 +25,8 @@ def test_they_do_not_grow_with_what_is_stored(bucket, action):
     if action is status:  # the output, the folder, and its metadata.json
         assert small == large == {"listings": 2, "reads": 1, "writes": 0}
     else:
-        assert small["listings"] == large["listings"] <= 5
+        # Requests that gcsfs sends at the same time may share a listing, or not.
+        assert {small["listings"], large["listings"]} <= {4, 5}
         assert small["writes"] == large["writes"] == 2  # the claim and metadata.json
         assert max(small["reads"], large["reads"]) < 12
 
