@@ -86,7 +86,7 @@ class Source(NamedTuple):
 
 @pytest.fixture
 def source(byte_tokenizer, rows):
-    """Of `run`; a test may read another one."""
+    """What `run` reads; a test may replace it."""
     return Source(lambda: stream_of(rows), byte_tokenizer, SampleForm(24))
 
 

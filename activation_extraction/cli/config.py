@@ -22,12 +22,11 @@ from activation_extraction.cli.flags import (
     Config,
 )
 from activation_extraction.cli.parser import build_parser
+from activation_extraction.common.choices import MAX_COLUMNS, SAMPLE_COLUMNS
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.positions import parse_positions
 from activation_extraction.common.visible import counted, plain_url, say_error
 
-MAX_COLUMNS = 64  # that a row of the table of samples has room for
-OWN_COLUMNS = ("sample_idx", "tokens", "doc_id", "row", "cut", "text_preview")
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 # The flags that were given, by name, as argparse read them.
 Given = dict[str, Any]
@@ -238,7 +237,7 @@ def _check_values(config: Config) -> None:
     if config.overlap and config.long_documents != "split":
         raise InputError("--overlap: needs --long_documents split")
     for name in config.keep_columns:
-        if name in OWN_COLUMNS:
+        if name in SAMPLE_COLUMNS:
             raise InputError(
                 f"--keep_columns {name}: the table of samples has a column of this name; rename "
                 "the data set's"

@@ -3,6 +3,9 @@
 DEFAULT_LAYERS = range(10, 24)  # clipped to the model's depth
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "model")
 SHARD_FORMATS = ("pickle", "safetensors")
+# The columns of every table of samples; a run may keep up to MAX_COLUMNS of the data set's beside.
+SAMPLE_COLUMNS = ("sample_idx", "tokens", "doc_id", "row", "cut", "text_preview")
+MAX_COLUMNS = 64
 # What a token of a conversation belongs to; "template" is what the chat template adds between the
 # turns. A role is stored as its index here, so the order stays.
 ROLES = ("template", "system", "user", "assistant", "thinking", "tool")

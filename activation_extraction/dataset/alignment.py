@@ -98,7 +98,7 @@ class AlignedSource(Generic[T]):
 
     @cached_property
     def _partner(self) -> list[np.ndarray]:
-        """Of each other run, the number there of every sample of the first run; -1 for none."""
+        """The number of every sample of the first run in each other run; -1 where it has none."""
         partners = []
         for numbers in self.numbers[1:]:
             partner = np.full(self.sources[0].firsts[-1], -1, np.int64)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from activation_extraction.common.choices import ROLES
+from activation_extraction.common.choices import ROLES, SAMPLE_COLUMNS
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted
 from activation_extraction.dataset.batches import Batches
 from activation_extraction.dataset.folders import expected_names, read_folders
-from activation_extraction.dataset.open_shards import COLUMNS, OpenShards
+from activation_extraction.dataset.open_shards import OpenShards
 from activation_extraction.dataset.sample_activations import SampleActivations, joined, pieces_of
 from activation_extraction.dataset.token_batch import ByHook, TokenBatch, recorded_aliases
 from activation_extraction.dataset.token_source import (
@@ -308,8 +308,8 @@ class ActivationDataset(Sequence[SampleActivations]):
         if asked and self._commits:
             kept = {name for row in self._shards.table(0) for name in row.columns}
             for name in asked:
-                if name not in (*COLUMNS, *kept):
-                    there = ", ".join((*COLUMNS, *sorted(kept)))
+                if name not in (*SAMPLE_COLUMNS, *kept):
+                    there = ", ".join((*SAMPLE_COLUMNS, *sorted(kept)))
                     raise ValueError(f"columns: samples have no {name!r}; they have {there}")
         return asked
 

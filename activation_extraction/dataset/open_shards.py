@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from activation_extraction.common.choices import MAX_COLUMNS, SAMPLE_COLUMNS
 from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import counted
 from activation_extraction.dataset.token_batch import ByHook
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 OPEN_SHARDS = 128  # where a shard is read by ranges; one pickle stays in memory
 TABLE_ROWS = 100_000  # of tables of samples that stay in memory, and at least one table
 READERS = 16  # small files read at the same time
-COLUMNS = ("sample_idx", "tokens", "doc_id", "row", "cut", "text_preview")
 
 T = TypeVar("T")
 
@@ -113,10 +113,10 @@ class OpenShards:
             raise ImportError("the table of samples needs pyarrow: pip install pyarrow") from error
         rows = self.rows()
         kept = dict.fromkeys(name for row in rows for name in row.columns)
-        if len(kept) > MAX_FIELDS:
-            raise OSError(f"{self.url}: has {len(kept)} columns; expected at most {MAX_FIELDS}")
+        if len(kept) > MAX_COLUMNS:
+            raise OSError(f"{self.url}: has {len(kept)} columns; expected at most {MAX_COLUMNS}")
         columns = {_text(name): [row.columns.get(name) for row in rows] for name in kept}
-        fixed = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
+        fixed = {name: [getattr(row, name) for row in rows] for name in SAMPLE_COLUMNS}
         columns = fixed | {name: columns[name] for name in columns if name not in fixed}
         return pyarrow.table({name: _column(values) for name, values in columns.items()})
 
@@ -184,7 +184,7 @@ class OpenShards:
 
 def value_of(row: TableRow, column: str) -> Any:
     """Returns the value of a column of the table of samples; None if the row lacks it."""
-    return getattr(row, column) if column in COLUMNS else row.columns.get(column)
+    return getattr(row, column) if column in SAMPLE_COLUMNS else row.columns.get(column)
 
 
 def _column(values: Sequence[Any]) -> Any:

@@ -265,7 +265,7 @@ def _at_positions(sample: SampleActivations, position: np.ndarray) -> SampleActi
 def _of_hooks(
     limits: Mapping[str, Any], run: ActivationDataset, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Those limits that are for hooks with these names."""
+    """Returns the limits that are for hooks with these names."""
     aliases = run.hooks.aliases
     return {name: limit for name, limit in limits.items() if aliases.get(name, name) in names}
 

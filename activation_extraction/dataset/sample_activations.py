@@ -21,7 +21,7 @@ class SampleActivations:
     from 0, and the position in the document of its first token. cut: how many tokens of the
     document were left out at its end. columns: those that the run kept, by name.
     role, turn: int32 (tokens,), None where the run has none; a role is an index in
-    `activation_extraction.common.choices.ROLES`.
+    `activation_extraction.ROLES`.
     """
 
     activations: ByHook[np.ndarray]
@@ -51,7 +51,7 @@ def pieces_of(
     """
 
     def piece_of(index: int) -> tuple[int, int, dict[str, Any]] | None:
-        """Its number, its start, and the row without them."""
+        """Returns the number and the start of a piece, and its row without these."""
         row = dict(row_of(index) or {})
         piece, start = row.pop("piece", None), row.pop("start", None)
         return (piece, start, row) if COUNT.fits(piece) and COUNT.fits(start) else None

@@ -52,7 +52,7 @@ Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """What is asked of the model, by the flags of the same names; rows and length are of a step.
+    """Holds what the flags of the same names ask of the model; rows and length are of a step.
 
     every_device: False for one device of every host. keep_weights: whether the hub's cache on this
     machine is to keep the weights.

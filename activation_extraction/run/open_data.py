@@ -34,11 +34,13 @@ DATASET_SPLIT = DATASET[2]
 
 
 class Source(NamedTuple):
-    """An open data set. name: in a mixture; None if it is the only one."""
+    """An open data set. In a mixture it has a name, and `prefix` is what the names of its files
+    begin with where those of all sources are listed."""
 
     rows: datasets.IterableDataset
     name: str | None = None
     weight: float = 1.0
+    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,11 @@ class Dataset:
                 form,
                 worker,
                 counts,
-                partial(self._reads, _prefix(number, source.name)),
+                partial(self._reads, source.prefix),
                 shuffle,
                 source.name,
             )
-            for number, source in enumerate(self.sources)
+            for source in self.sources
         ]
         if self.sources[0].name is None:
             return streams[0]
@@ -101,7 +103,8 @@ def open_dataset(
     opened at the revision that it records; files must be those that it lists. Raises InputError.
     """
     if configuration.get("mix"):
-        return _open_mixture(configuration["mix"], columns, own, others)
+        with _naming_mix():
+            return _open_mixture(configuration["mix"], columns, own, others)
     path = configuration["dataset_path"]
     if path is not None:
         may_grow = configuration.get("shuffle_documents") is None
@@ -137,50 +140,40 @@ def _open_mixture(
     name = " ".join(f"{plain}={repr(weight).removesuffix('.0')}" for plain, _, weight in mix)
     before = _revision_of(name, [*own, *others])
     revisions = dict(each.rsplit("@", 1) for each in before.split())
-    listed = {}
-    for number, (_, source, _) in enumerate(mix):
-        if is_path(source):
-            with _naming_mix():
-                listed[number] = list_files(source)
+    listed = [
+        replace(file, name=f"{number}/{file.name}")
+        for number, (_, source, _) in enumerate(mix)
+        if is_path(source)
+        for file in list_files(source)
+    ]
     files = DataFiles.as_recorded(
-        [
-            replace(file, name=_prefix(number, "") + file.name)
-            for number, each in listed.items()
-            for file in each
-        ],
+        listed,
         _of_data(name, own),
         _of_data(name, others),
         may_grow=False,
     )
     sources = []
     for number, (plain, source, weight) in enumerate(mix):
-        if number in listed:
-            prefix = _prefix(number, "")
+        prefix = f"{number}/"
+        if is_path(source):
             known = [file for file in files.files if file.name.startswith(prefix)]
             own_files = [replace(file, name=file.name.removeprefix(prefix)) for file in known]
-            with _naming_mix():
-                rows = open_files(source, columns, own_files)
+            rows = open_files(source, columns, own_files)
         else:
             hub_name, config, split, *more = [*source.split(":"), "", ""]
             if any(more):
                 raise InputError(f"--mix {plain}: no such path, and not NAME:CONFIG:SPLIT")
             split = split or DATASET_SPLIT
             revision = revisions.get(plain)
-            with _naming_mix():
-                rows, revisions[plain] = open_hub_dataset(hub_name, config or None, split, revision)
-        sources.append(Source(rows, plain, weight))
+            rows, revisions[plain] = open_hub_dataset(hub_name, config or None, split, revision)
+        sources.append(Source(rows, plain, weight, prefix))
     content = " ".join(f"{plain}@{revision}" for plain, revision in revisions.items())
     return Dataset(tuple(sources), name, content, files)
 
 
-def _prefix(number: int, source: str | None) -> str:
-    """What the names of a source's files begin with, where a mixture lists them."""
-    return "" if source is None else f"{number}/"
-
-
 @contextmanager
 def _naming_mix() -> Iterator[None]:
-    """Has the refusal of a source name the flag that was given."""
+    """Makes the refusal of a source name the flag that was given."""
     try:
         yield
     except InputError as error:

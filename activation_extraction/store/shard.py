@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 from isal import igzip
 
+from activation_extraction.common.choices import MAX_COLUMNS
 from activation_extraction.common.errors import RunError, StorageError, one_line
 from activation_extraction.common.visible import counted
 from activation_extraction.store.sealed_json import (
@@ -61,8 +62,8 @@ def _is_json(value: Any, levels: int = MAX_FIELDS) -> bool:
 
 
 COLUMNS = Kind(
-    f"an object of at most {MAX_FIELDS} JSON values",
-    lambda value: type(value) is dict and len(value) <= MAX_FIELDS and _is_json(value),
+    f"an object of at most {MAX_COLUMNS} JSON values",
+    lambda value: type(value) is dict and len(value) <= MAX_COLUMNS and _is_json(value),
 )
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.text.rows import (
+    TEMPLATE,
     Columns,
     Content,
     Span,
@@ -124,18 +125,17 @@ class ChatTemplate:
         if self.marks_thinking:
             _check_thinking(messages)
         text = self._render(messages, tools)
+        if START not in text:
+            raise UnusableRowError(f"the template writes no turns that begin with {START}")
         blocks = list(BLOCK.finditer(text))
-        opened = text.count(START) - len(blocks)
-        after = text[blocks[-1].end() :] if blocks else ""
-        if opened not in (0, 1) or (opened and START not in after):
+        end = blocks[-1].end() if blocks else 0
+        if text.count(START) - len(blocks) != text.count(START, end) or text.count(START, end) > 1:
             raise UnusableRowError(f"the template writes no blocks of {START} and {END}")
         if text.count(END) != len(blocks):  # a text that ends within one, and the template's ">"
             raise UnusableRowError(f"rendered, it holds another {END} than those of its turns")
-        if not blocks:
-            raise UnusableRowError(f"the template writes no turns that begin with {START}")
         headers = [block[1].strip() for block in blocks]
         roles = _roles_of(headers, [message["role"] for message in messages])
-        return Content(text, list(self._spans(blocks, roles, len(text))))
+        return Content(text, list(self._spans(text, blocks, roles)))
 
     def _render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
         try:
@@ -167,20 +167,20 @@ class ChatTemplate:
         return valid(text)
 
     def _spans(
-        self, blocks: Sequence[re.Match[str]], roles: Sequence[str], length: int
+        self, text: str, blocks: Sequence[re.Match[str]], roles: Sequence[str]
     ) -> Iterator[Span]:
-        yield Span(0, ROLES.index("template"), 0)
+        yield Span(0, TEMPLATE, 0)
         for turn, (block, role) in enumerate(zip(blocks, roles, strict=True)):
-            start, number = block.start(2), ROLES.index(role)
-            yield Span(block.start(), ROLES.index("template"), turn)
+            start = block.start(2)
+            yield Span(block.start(), TEMPLATE, turn)
             if role == "assistant" and self.marks_thinking:
                 if thinking := THINKING.match(block[2]):
                     yield Span(start, ROLES.index("thinking"), turn)
                     start += thinking.end()
-            yield Span(start, number, turn)
-            yield Span(block.end(), ROLES.index("template"), turn)
-        if blocks and (opened := blocks[-1].string.find(START, blocks[-1].end())) >= 0:
-            yield Span(opened, ROLES.index("template"), len(blocks))
+            yield Span(start, ROLES.index(role), turn)
+            yield Span(block.end(), TEMPLATE, turn)
+        if (opened := text.find(START, block.end())) >= 0:
+            yield Span(opened, TEMPLATE, len(blocks))
 
 
 def _roles_of(headers: Sequence[str], roles: Sequence[str]) -> list[str]:

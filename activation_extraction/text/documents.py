@@ -178,7 +178,8 @@ class DocumentStream:
         if not isinstance(row, FileRow):
             number = self._rows - 1
             own_id = f", id {row['id']!r:.80}" if "id" in row else ""
-            where = f"row {number} (from 0) of {self._whose}{own_id}"
+            whose = "the data set" if self.worker == Worker() else "the rows that this host reads"
+            where = f"row {number} (from 0) of {whose}{own_id}"
             row = FileRow(where, {"row": number}, partial(dict, row))
         if "file" in row.row:
             self._reads(row.row["file"])
@@ -200,10 +201,6 @@ class DocumentStream:
         position = {**self._source, **row.row}
         counts = self.counts.skipped, self.counts.empty
         return Document(content, doc_id, position, row.where, *counts, kept)
-
-    @property
-    def _whose(self) -> str:
-        return "the data set" if self.worker == Worker() else "the rows that this host reads"
 
 
 def check_dataset(

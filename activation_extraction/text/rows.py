@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import near_miss
 
 DocId = str | int | float | None
@@ -41,6 +42,9 @@ class Columns(NamedTuple):
         if missing - {self.required[0]} or (missing and not set(ARC) <= set(names)):
             return list(names)
         return [name for name in dict.fromkeys((*self.required, *self.optional)) if name in names]
+
+
+TEMPLATE = ROLES.index("template")
 
 
 class Span(NamedTuple):
@@ -185,7 +189,7 @@ class IdsColumn:
 
 @dataclass(frozen=True)
 class RowForm:
-    """What is read of every row.
+    """Says what is read of every row.
 
     reader: of its content. id_column: None is `id`, which a row may lack. keep_columns: stored with
     the row's samples.

@@ -9,17 +9,16 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.late_imports import transformers
 from activation_extraction.text.batch import Cursor, Sample
 from activation_extraction.text.documents import Document, Documents
-from activation_extraction.text.rows import Content
+from activation_extraction.text.rows import TEMPLATE, Content
 from activation_extraction.text.token_choice import TokenChoice
 
 CHUNK_ROWS = 64
@@ -27,7 +26,6 @@ CHARACTERS_PER_TOKEN = 16  # ordinary text has fewer
 MARKER_CHARACTERS = 64  # such tokens as <|object_ref_start|> have fewer
 PIECE_CHARACTERS = 2**18  # of a long text, whose tokens are only counted
 PREVIEW_CHARACTERS = 200
-TEMPLATE = ROLES.index("template")
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,18 @@ class SampleForm:
             return [range(min(tokens, self.length))]
         starts = range(0, tokens - self.overlap, self.length - self.overlap)
         return [range(start, min(start + self.length, tokens)) for start in starts]
+
+
+class Limits(NamedTuple):
+    """The most samples of a worker, and the most tokens that they keep; None for no limit."""
+
+    samples: int | None
+    tokens: int | None
+
+    def reached(self, samples: int, tokens: int) -> bool:
+        """Returns whether so many samples, or tokens, are enough."""
+        have = (samples, self.samples), (tokens, self.tokens)
+        return any(most is not None and count >= most for count, most in have)
 
 
 @dataclass(frozen=True)
@@ -128,18 +138,14 @@ def samples(
     single token gives no sample, and its row counts as empty; the row of one that the tokenizer
     cannot take cannot be used.
     """
+    limits = Limits(max_samples, max_tokens)
     number = first = stored = 0
     if start is not None:
         documents.restore(start.stream)
         number, first, stored = start.samples - start.skip, start.samples, start.tokens
     rows, counts = iter(documents), documents.counts
     before = (0, 0) if start is None else (start.skipped_rows, start.empty_rows)
-
-    def full() -> bool:
-        have = (number, max_samples), (stored, max_tokens)
-        return any(most is not None and count >= most for count, most in have)
-
-    while not full():
+    while not limits.reached(number, stored):
         state, begin = documents.state(), number
         wanted = CHUNK_ROWS if max_samples is None else min(CHUNK_ROWS, max_samples - number)
         chunk, failure = _read(rows, wanted)
@@ -147,7 +153,7 @@ def samples(
         found = [document for document in chunk if document is not None]
         tokens = _tokens(tokenizer, [document.content for document in found], form)
         for document, each in zip(found, tokens, strict=True):
-            if full():
+            if limits.reached(number, stored):
                 break
             if isinstance(each, str):
                 counts.reject(document.where, each)
@@ -156,7 +162,7 @@ def samples(
                 counts.empty += 1
                 continue
             for piece in enumerate(form.pieces(each.total)):
-                if full():
+                if limits.reached(number, stored):
                     break
                 if number >= first:
                     # Rows are also counted here, after all rows of the chunk have been read.
@@ -165,18 +171,11 @@ def samples(
                     before = skipped_rows, empty_rows
                     cursor = Cursor(number, number - begin, skipped_rows, empty_rows, state, stored)
                     sample_idx = documents.worker.sample_idx(number)
-                    sample = _sample(sample_idx, document, each, piece, form, cursor)
-                    if max_tokens is not None:
-                        sample = _within(sample, max_tokens - stored)
+                    sample = _sample(sample_idx, document, each, piece, form, cursor, limits)
                     stored += sample.num_kept
-                    number += 1
-                    if form.split and full():  # the pieces that follow are left out
-                        left = each.total - piece[1].start - len(sample.token_ids)
-                        sample = replace(sample, cut=left)
                     yield sample
-                else:
-                    number += 1
-        if full():
+                number += 1
+        if limits.reached(number, stored):
             break
         if failure is not None:
             raise failure
@@ -205,8 +204,12 @@ def _sample(
     piece: tuple[int, range],
     form: SampleForm,
     cursor: Cursor,
+    limits: Limits,
 ) -> Sample:
-    """The sample of one piece of a document."""
+    """The sample of one piece of a document, cut where the limit of tokens is reached.
+
+    What comes after a token does not change its activations.
+    """
     number, span = piece
     part = slice(span.start, span.stop)
     ids = tokens.ids[part]
@@ -216,47 +219,29 @@ def _sample(
         allowed = np.ones(len(ids), bool) if content.mask is None else content.mask[part].copy()
         allowed[: form.overlap if number else 0] = False
         kept = form.choice.kept(sample_idx, ids, labels, allowed)
+    most = None if limits.tokens is None else limits.tokens - cursor.tokens
+    if most is not None and len(ids if kept is None else kept) > most:
+        kept = None if kept is None else kept[:most]
+        stop = most if kept is None else int(kept[-1]) + 1
+        ids, labels = ids[:stop], {name: values[:stop] for name, values in labels.items()}
+    stored = cursor.tokens + len(ids if kept is None else kept)
+    after = replace(cursor, samples=cursor.samples + 1, skip=cursor.skip + 1, tokens=stored)
+    followed = form.split and not limits.reached(after.samples, after.tokens)
     at = 0 if tokens.starts is None or not number else int(tokens.starts[span.start])
     own = {"piece": number, "start": span.start} if form.split else {}
-    sample = Sample(
+    return Sample(
         sample_idx=sample_idx,
         token_ids=ids,
         text_preview=content.text[at : at + PREVIEW_CHARACTERS],
         doc_id=document.doc_id,
         cursor=cursor,
-        next_cursor=cursor,
+        next_cursor=after,
         row={**document.row, **own},
-        cut=0 if form.split else tokens.total - span.stop,
+        cut=0 if followed else tokens.total - span.start - len(ids),  # the next piece has the rest
         columns=document.columns,
         labels=labels,
         kept=kept,
     )
-    return replace(sample, next_cursor=_after(sample))
-
-
-def _after(sample: Sample) -> Cursor:
-    here = sample.cursor
-    tokens = here.tokens + sample.num_kept
-    return replace(here, samples=here.samples + 1, skip=here.skip + 1, tokens=tokens)
-
-
-def _within(sample: Sample, tokens: int) -> Sample:
-    """The sample, cut after so many kept tokens if it has more of them.
-
-    What comes after a token does not change its activations.
-    """
-    if sample.num_kept <= tokens:
-        return sample
-    kept = None if sample.kept is None else sample.kept[:tokens]
-    stop = tokens if kept is None else int(kept[-1]) + 1
-    shorter = replace(
-        sample,
-        token_ids=sample.token_ids[:stop],
-        labels={name: values[:stop] for name, values in sample.labels.items()},
-        kept=kept,
-        cut=sample.cut + len(sample.token_ids) - stop,
-    )
-    return replace(shorter, next_cursor=_after(shorter))
 
 
 def _tokens(
