@@ -107,7 +107,7 @@ class ActivationDataset(Sequence[SampleActivations]):
     def dtype(self) -> np.dtype:
         """The dtype in which activations are stored; int32 if only numbers of experts are read."""
         every = self._shards.hooks.values()
-        return min(every, key=lambda hook: hook.integers).dtype
+        return min(every, key=lambda hook: not hook.activations).dtype
 
     @property
     def dtypes(self) -> ByHook[np.dtype]:
@@ -239,7 +239,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         """
         known = self.hooks
         names = chosen(self.url, known, hooks)
-        floats = [name for name in names if not self._shards.hooks[name].integers]
+        floats = [name for name in names if self._shards.hooks[name].activations]
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(floats, max_norm)
         limits = {known.aliases.get(name, name): limit for name, limit in limits.items()}
         for name in limits:
@@ -386,7 +386,7 @@ def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> St
         raise ValueError(f"the metadata does not record how wide {recorded['name']} is")
     identity, name = identity_of(metadata, METADATA), recorded["name"]
     dtype = _dtype(recorded.get("dtype", identity.dtype_of(name)))
-    return StoredHook(recorded["key"], width, dtype, name in identity.integer_hooks)
+    return StoredHook(recorded["key"], width, dtype, identity.has_activations(name))
 
 
 def _dtype(name: Any) -> np.dtype:

@@ -131,7 +131,7 @@ class TokenSource:
         """Returns the dtype of the result, by hook, where it may not be as stored."""
         if options.dtype is None:
             return {}
-        hooks = [name for name in options.hooks if not self.shards.hooks[name].integers]
+        hooks = [name for name in options.hooks if self.shards.hooks[name].activations]
         return dict.fromkeys(hooks, options.dtype)
 
     @property

@@ -78,6 +78,7 @@ def identity_of(
         max_seq_length=config.max_seq_length,
         hooks=tuple(hook.name for hook in model.hooks),
         integer_hooks=tuple(hook.name for hook in model.hooks if hook.kind.dtype == "int32"),
+        float32_hooks=tuple(hook.name for hook in model.hooks if hook.kind.dtype == "float32"),
         keyed_by=forward.keyed_by,
         dtype=str(model.dtype),
         activation_dtype=str(model.activation_dtype),

@@ -33,7 +33,14 @@ MAX_MACHINES, MAX_HOSTS = 100_000, 10_000  # --status and --verify name all of t
 PER_HOST = {"num_hosts", "machine", "host"}  # fields that differ between the hosts of a run
 MAY_TURN_ON = {"skip_bad_rows"}  # fields that a run that continues may turn on
 ADDED = {  # fields that the first runs do not record
-    *("integer_hooks", "id_column", "keep_columns", "messages_column", "chat_template"),
+    *(
+        "integer_hooks",
+        "float32_hooks",
+        "id_column",
+        "keep_columns",
+        "messages_column",
+        "chat_template",
+    ),
     *("ids_column", "mask_column", "long_documents", "overlap", "shuffle_documents", "roles"),
 }
 
@@ -53,9 +60,10 @@ class Identity:
 
     model_digest, tokenizer_digest: SHA-256 of the files. data: the data set, or "files".
     data_revision: the data set's commit on the hub, or a digest of the list of files. hooks: the
-    hooks' full names. integer_hooks: those whose values are numbers of experts; they are stored as
-    int32, whatever `activation_dtype` is, and have no statistics. keyed_by: the keys of the hooks
-    in the shards: "layer", "hook name", or a list of the requested names. positions,
+    hooks' full names. integer_hooks, float32_hooks: those that are no activations; they are stored
+    as int32 or float32, whatever `activation_dtype` is. Integers number experts or tokens, and have
+    no statistics. keyed_by: the keys of the hooks in the shards: "layer", "hook name", or a list of
+    the requested names. positions,
     drop_token_ids, roles, mask_column, overlap: which tokens are kept. num_hosts: the number of
     hosts of this machine. chat_template: digest of the template and its arguments.
     shuffle_documents: the seed, "" for none.
@@ -70,6 +78,7 @@ class Identity:
     max_seq_length: Annotated[int, integer(0, MAX_WIDTH)] = 0  # 0: not recorded
     hooks: Annotated[tuple[str, ...], list_of(TEXT)] = ()
     integer_hooks: Annotated[tuple[str, ...], list_of(TEXT)] = ()
+    float32_hooks: Annotated[tuple[str, ...], list_of(TEXT)] = ()
     keyed_by: Annotated[str | list[str], any_of(TEXT, list_of(TEXT))] = "layer"
     dtype: Text = ""
     activation_dtype: Text = ""
@@ -104,9 +113,15 @@ class Identity:
         some = self.drop_token_ids or self.roles or self.mask_column or self.overlap
         return self.positions == Identity.positions and not some
 
+    def has_activations(self, hook: str) -> bool:
+        """Returns whether a hook's values are activations, and have the run's dtype."""
+        return hook not in self.integer_hooks and hook not in self.float32_hooks
+
     def dtype_of(self, hook: str) -> str:
         """Returns the dtype in which a hook is stored."""
-        return "int32" if hook in self.integer_hooks else self.activation_dtype
+        if hook in self.integer_hooks:
+            return "int32"
+        return "float32" if hook in self.float32_hooks else self.activation_dtype
 
     @property
     def shared(self) -> dict[str, Any]:

@@ -29,13 +29,14 @@ from activation_extraction.store.statistics import Sums, unpack_sums
 class StoredHook:
     """A hook as the run records it.
 
-    key: its name in pickles. integers: whether its values are numbers of experts, not activations.
+    key: its name in pickles. activations: whether its values are activations, rather than numbers
+    of experts and the like, which have a dtype of their own.
     """
 
     key: Any
     width: int
     dtype: np.dtype
-    integers: bool = False
+    activations: bool = True
 
 
 def read_by_ranges(commit: Commit) -> bool:
