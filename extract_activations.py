@@ -239,7 +239,8 @@ def show_hooks(config: Config) -> int:
         _, model = FAMILIES.read_config(checkpoint.file("config.json"))
     stored = choose_dtypes(model_request(config))[1]
     rule, length = config.positions, config.max_seq_length
-    say(*list_hooks(hook_table(model), model, stored, rule, length))
+    table = hook_table(model, config.top_logits)
+    say(*list_hooks(table, model, stored, rule, length))
     return 0
 
 

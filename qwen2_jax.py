@@ -56,11 +56,15 @@ class Embedding(nn.Module):
     dtype: Any
     layout: Layout
 
-    @nn.compact
+    def setup(self) -> None:
+        self.weight = parameter(self, "weight", "VD")
+
     def __call__(self, token_ids: Array) -> Array:
-        table = parameter(self, "weight", "VD")
-        table = self.layout.gather(table, ("vocab", "embed"))
-        return self.layout.constrain(from_bits(table[token_ids]), *STREAM)
+        return self.layout.constrain(from_bits(self.table()[token_ids]), *STREAM)
+
+    def table(self) -> Array:
+        """Returns the vectors of all tokens, (V, D), as bits."""
+        return self.layout.gather(self.weight, ("vocab", "embed"))
 
 
 class SelfAttention(nn.Module):

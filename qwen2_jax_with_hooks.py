@@ -4,8 +4,8 @@
 row to the table of kinds in hooks.py, and a line to the module of qwen2_jax.py that computes it.
 """
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import flax.linen as nn
@@ -17,9 +17,16 @@ from activation_extraction.model.capture import Buffers, Capture, Plan
 from activation_extraction.model.decoder import Decoder, Layers, Path, stage_length
 from activation_extraction.model.family import Families, ModelFamily
 from activation_extraction.model.hooks import HOOKS as HOOKS
-from activation_extraction.model.hooks import KINDS, Form, Hook
+from activation_extraction.model.hooks import KINDS, Form, Hook, HookKind
 from activation_extraction.model.kernels import Kernels
-from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
+from activation_extraction.model.layers import (
+    STREAM,
+    Out,
+    RMSNorm,
+    from_bits,
+    rotary_table,
+    to_bits,
+)
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.model_config import (
     QwenConfig,
@@ -31,12 +38,16 @@ from activation_extraction.model.model_config import (
     qwen3_config,
     qwen3_moe_config,
 )
+from activation_extraction.model.predictions import predictions
 from qwen2_jax import Embedding, Qwen2, decoder, weight_table
 
 # A layer computes these before its attention, or before the recurrence in its place.
 VALUES = [value for _, _, _, value, _, _ in KINDS]
 BEFORE_ATTENTION = frozenset(VALUES[: VALUES.index("attn.pattern")])
 BEFORE_ATTENTION -= {f"linear_attn.{name}" for name in ("recurrence_out", "gated", "out")}
+
+# Computes the bits of the hooks after the last layer from the stream that leaves it.
+End = Callable[[Capture, Array], list[Array]]
 
 # A kind in the loop costs each layer a write, and an exchange of values that are split over
 # devices; a layer after the loop takes time to compile.
@@ -47,8 +58,8 @@ class HookedQwen2(nn.Module):
     """The hooked model runs the part of a model that the hooks need and returns their values.
 
     Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. Layers run in a loop. The last
-    layer follows the loop if the hooks need only a part of it, or the final norm, or many kinds
-    that no other layer is asked for; the parameters that it needs are then "last_layer". With
+    layer follows the loop if the hooks need only a part of it, or many kinds that no other layer is
+    asked for; the parameters that it needs are then "last_layer". With
     `stages` > 1 all layers are whole and split into that many pipeline stages of equal length; the
     last stages may be filled up with layers of zeros, which change nothing.
     """
@@ -76,11 +87,24 @@ class HookedQwen2(nn.Module):
         """Returns the parameters of the layer after the loop; None if there is no such layer."""
         if self.stages > 1:
             return None
-        last = {hook.kind for hook in self.hooks if hook.layer == self.num_layers - 1}
-        others = {hook.kind for hook in self.hooks if hook.layer < self.num_layers - 1}
+        in_layers = [hook for hook in self.hooks if not hook.kind.at_end]
+        last = {hook.kind for hook in in_layers if hook.layer == self.num_layers - 1}
+        others = {hook.kind for hook in in_layers if hook.layer < self.num_layers - 1}
         separate = len(last - others) > MOST_KINDS_OF_ONE_LAYER
-        values = frozenset(kind.value for kind in last)
-        return _last_layer(self.config, self.num_layers - 1, values, separate)
+        values = {kind.value for kind in last}
+        if self.runs_to_the_end:
+            values.add("resid_post")
+        return _last_layer(self.config, self.num_layers - 1, frozenset(values), separate)
+
+    @property
+    def runs_to_the_end(self) -> bool:
+        """Returns whether any hook comes after the last layer."""
+        return self.hooks[-1].kind.at_end
+
+    @property
+    def predicts(self) -> bool:
+        """Returns whether any hook needs the logits."""
+        return any(map(_is_predicted, self.hooks))
 
     @property
     def layers_per_stage(self) -> int:
@@ -100,6 +124,8 @@ class HookedQwen2(nn.Module):
                 attends = self.hooks[-1].kind.value not in BEFORE_ATTENTION
             weights = _weights_of_a_token(self.config, layer, paths)
             total += self.config.flops_of(layer, weights, attends, lengths)
+        if self.predicts:
+            total += 2.0 * self.config.hidden_size * self.config.vocab_size * sum(lengths)
         return total
 
     @nn.compact
@@ -109,7 +135,9 @@ class HookedQwen2(nn.Module):
         Activations have activation_dtype; hooks of one form are in the order of `hooks`.
         """
         embed = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")
-        norm = RMSNorm(self.config, self.dtype, name="norm")
+        norm, head = RMSNorm(self.config, self.dtype, name="norm"), embed
+        if not self.config.tie_word_embeddings:
+            head = Embedding(self.config, self.dtype, self.layout, name="lm_head")
         params, layers = {}, self._layers()
         if self.whole_layers:
             length = self.layers_per_stage
@@ -119,11 +147,14 @@ class HookedQwen2(nn.Module):
             params["last_layer"] = self.param("last_layer", layers.init_partial, number, paths)
         if self.is_initializing():
             x = embed(token_ids)
-            if any(_is_final(hook.kind.value) for hook in self.hooks):
+            if self.runs_to_the_end:
                 norm(x)
+            if self.predicts:
+                head.table()
             return {}
         run = self._scanned if self.stages == 1 else self._pipelined
-        return run(params, embed, norm, token_ids, segment_ids, positions)
+        end = partial(self._end, norm, head, token_ids, positions)
+        return run(params, embed, end, token_ids, segment_ids, positions)
 
     def _layers(self) -> Decoder:
         return decoder(self.config, self.dtype, self.kernels, self.layout)
@@ -132,38 +163,63 @@ class HookedQwen2(nn.Module):
         sizes = self.config.sizes_with(length)
         return Capture(self.hooks, sizes, self.activation_dtype, self.layout)
 
-    def _keep(self, capture: Capture, plan: Plan, norm: RMSNorm) -> Callable[[Out], list[Array]]:
-        """Returns a function that picks what is captured from a layer's intermediates."""
+    def _end(
+        self,
+        norm: RMSNorm,
+        head: Embedding,
+        token_ids: Array,
+        positions: Array,
+        capture: Capture,
+        x: Array,
+    ) -> list[Array]:
+        """Returns the bits of the hooks that come after the last layer, (B, T, width).
 
-        def keep(out: Out) -> list[Array]:
-            if any(_is_final(kind.value) for kind in plan.kinds):
-                out = out | {"final": norm(out["resid_post"])[1]}
-            return capture.bits_of(plan.kinds, out)
+        x: (B, T, D), the residual stream after the last layer.
+        """
+        hidden, final = norm(x)
+        out: Out = {"resid_pre": x, "final": final}
+        if self.predicts:
+            kinds = [hook.kind for hook in self.hooks if _is_predicted(hook)]
+            with jax.named_scope("predictions"):
+                out["predicted"] = predictions(
+                    hidden,
+                    from_bits(head.table()),
+                    token_ids,
+                    positions,
+                    {kind.value.rpartition(".")[2] for kind in kinds},
+                    max(kind.count for kind in kinds),
+                    self.activation_dtype,
+                    self.layout,
+                )
+        return capture.bits_of(capture.plan_end().kinds, out)
 
-        return keep
-
-    def _scanned(
-        self, params: Any, embed: Embedding, norm: RMSNorm, *batch: Array
-    ) -> dict[Form, Array]:
+    def _scanned(self, params: Any, embed: Embedding, end: End, *batch: Array) -> dict[Form, Array]:
         """Runs a loop over the whole layers, then what is needed of the last one."""
         token_ids, segment_ids, positions = batch
         capture, whole = self._capture(token_ids.shape[1]), self.whole_layers
         inside, after = capture.plan(range(whole)), capture.plan(range(whole, self.num_layers))
-        carry = embed(token_ids), capture.buffers([inside, after], token_ids.shape)
+        at_end = capture.plan_end()
+        carry = embed(token_ids), capture.buffers([inside, after, at_end], token_ids.shape)
         inputs = rotary_table(positions, self.config), segment_ids
         if whole:
             with jax.named_scope("layers"):
-                keep = self._keep(capture, inside, norm)
+                keep = partial(capture.bits_of, inside.kinds)
                 layers = self._layers().stacked(params["layers"])
                 carry = self._loop(capture, layers, inside, carry, keep, *inputs)
         x, buffers = carry
         if self.last_layer is not None:
             with jax.named_scope("last_layer"):
                 last = params.get("last_layer", {})
-                keep = self._keep(capture, after, norm)
-                values = self._layers().partial_layer(whole, last, keep, x, *inputs)
-                slots = [of_kind[0] for of_kind in after.slots]
-                buffers = capture.write(buffers, after.kinds, values, slots)
+
+                def keep_last(out: Out) -> tuple[list[Array], Array | None]:
+                    stream = to_bits(out["resid_post"]) if self.runs_to_the_end else None
+                    return capture.bits_of(after.kinds, out), stream
+
+                values, stream = self._layers().partial_layer(whole, last, keep_last, x, *inputs)
+                buffers = capture.write_once(buffers, after, values)
+                x = x if stream is None else from_bits(stream, self.dtype)
+        if self.runs_to_the_end:
+            buffers = capture.write_once(buffers, at_end, end(capture, x))
         return capture.result(buffers)
 
     def _loop(
@@ -187,7 +243,7 @@ class HookedQwen2(nn.Module):
         return self._layers().scan(layers, block, carry, plan.slots, keep)
 
     def _pipelined(
-        self, params: Any, embed: Embedding, norm: RMSNorm, *batch: Array
+        self, params: Any, embed: Embedding, end: End, *batch: Array
     ) -> dict[Form, Array]:
         """Runs all stages at once, each on a different micro-batch.
 
@@ -203,7 +259,7 @@ class HookedQwen2(nn.Module):
             x.reshape(-1, micro_batches, length).swapaxes(0, 1) for x in batch
         )
         plan, numbers = capture.plan_stages(stages, self.layers_per_stage), jnp.arange(stages)
-        keep = self._keep(capture, plan, norm)
+        keep = partial(capture.bits_of, plan.kinds)
 
         def stage(layers: Layers, slots: Any, x: Array, buffers: Buffers, number: Array) -> Any:
             """Runs a stage. number: of the micro-batch.
@@ -217,26 +273,35 @@ class HookedQwen2(nn.Module):
             own = plan._replace(slots=slots)
             return self._loop(capture, layers, own, (x, buffers), keep, *inputs, number)
 
-        def tick(carry: tuple[Array, Buffers], time: Array) -> tuple[Any, None]:
+        def tick(carry: tuple[Array, Buffers], time: Array) -> tuple[Any, Array | None]:
             x, buffers = carry
             entering = token_ids[jnp.minimum(time, micro_batches - 1)]
             x = jnp.roll(x, 1, axis=0).at[0].set(embed(entering))
             x = self.layout.constrain(x, "stage", *STREAM)
             inputs = per_stage, plan.slots, x, buffers, time - numbers
-            return jax.vmap(stage, spmd_axis_name="pipeline")(*inputs), None
+            x, buffers = jax.vmap(stage, spmd_axis_name="pipeline")(*inputs)
+            return (x, buffers), to_bits(x[-1]) if self.runs_to_the_end else None
 
         x = jnp.zeros((stages, *token_ids.shape[1:], self.config.hidden_size), self.dtype)
         carry = x, capture.buffers([plan], token_ids.shape, stages)
         with jax.named_scope("layers"):
-            (_, buffers), _ = lax.scan(tick, carry, jnp.arange(micro_batches + stages - 1))
-        return capture.result_of_stages(buffers, rows, self.layers_per_stage)
+            ticks = jnp.arange(micro_batches + stages - 1)
+            (_, buffers), streams = lax.scan(tick, carry, ticks)
+        at_end: dict[HookKind, Array] = {}
+        if self.runs_to_the_end:
+            assert streams is not None
+            x = from_bits(streams[stages - 1 :], self.dtype).swapaxes(0, 1)
+            x = self.layout.constrain(x.reshape(rows, length, -1), *STREAM)
+            kinds = capture.plan_end().kinds
+            at_end = dict(zip(kinds, end(capture, x), strict=True))
+        return capture.result_of_stages(buffers, rows, self.layers_per_stage, at_end)
 
 
-def _is_final(value: str) -> bool:
-    return value.startswith("final.")
+def _is_predicted(hook: Hook) -> bool:
+    return hook.kind.value.startswith("predicted.")
 
 
-@functools.cache
+@cache
 def _last_layer(
     config: QwenConfig, number: int, values: frozenset[str], separate: bool
 ) -> frozenset[Path] | None:
@@ -245,13 +310,12 @@ def _last_layer(
     separate: whether it must follow the loop even if all of it is needed.
     """
     layers = decoder(config, jnp.float32, Kernels(), Layout())
-    final = any(map(_is_final, values))
-    paths = layers.paths_for(number, {"resid_post"} if final else values)
+    paths = layers.paths_for(number, values)
     whole = paths == layers.paths_for(number, {"resid_post"})
-    return None if whole and not (separate or final) else paths
+    return None if whole and not separate else paths
 
 
-@functools.cache
+@cache
 def _weights_of_a_token(config: QwenConfig, number: int, paths: frozenset[Path] | None) -> int:
     """Returns how many weights of this layer's matrices a token is multiplied by.
 
@@ -298,7 +362,7 @@ def create_model_with_hooks(
     )
 
 
-_family = functools.partial(
+_family = partial(
     ModelFamily, whole=Qwen2, hooked=create_model_with_hooks, weight_table=weight_table
 )
 FAMILIES = Families(
@@ -310,7 +374,7 @@ FAMILIES = Families(
         _family(
             "qwen3_5",
             "Qwen3.5, dense, without its vision inputs",
-            functools.partial(config_beside_vision, qwen3_5_text_config),
+            partial(config_beside_vision, qwen3_5_text_config),
             ignored=r"mtp\..*|model\.visual\..*",
         ),
         _family(
@@ -319,7 +383,7 @@ FAMILIES = Families(
         _family(
             "qwen3_5_moe",
             "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B, without their vision inputs",
-            functools.partial(config_beside_vision, qwen3_5_moe_text_config),
+            partial(config_beside_vision, qwen3_5_moe_text_config),
             ignored=r"mtp\..*|model\.visual\..*",
         ),
         _family(

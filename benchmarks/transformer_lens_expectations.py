@@ -108,7 +108,7 @@ LACKING = {"qwen3_moe": "mlp.experts.hook_out", "qwen3_5_text": "linear_attn.out
 def hooks_of(config: Any) -> list[Hook]:
     """Every hook that we have in a model and TransformerLens has, too."""
     read = CONFIGS[config.model_type](config, "config.json")
-    every = hook_table(read).all_hooks(read.num_hidden_layers, growing=True)
+    every = hook_table(read).all_hooks(read.num_hidden_layers, large=True)
     lacking = LACKING.get(config.model_type)
     return [hook for hook in every if lacking is None or not hook.name.endswith(lacking)]
 

@@ -77,6 +77,7 @@ from jax._src import compiler
 from tiny_models import OPTIMIZED, QUICK_REFERENCE, TINY
 from tokenizers import Tokenizer
 
+from activation_extraction.common.choices import DEFAULT_TOP_LOGITS
 from activation_extraction.common.log import take_over_gcsfs_log
 from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
@@ -146,6 +147,8 @@ class Reference:
                 values |= self._inside(f"blocks.{layer}.", values)
             last = values[f"blocks.{depth - 1}.hook_resid_post"]
             values["ln_final.hook_normalized"] = self._normalized(last)
+            logits = self.model.get_output_embeddings()(values["ln_final.hook_out"])
+            values |= predictions_of(logits, token_ids)
         for handle in handles:
             handle.remove()
         return {name: value.float().numpy() for name, value in values.items()}
@@ -184,6 +187,24 @@ class Reference:
 
         mean_square = x.float().pow(2).mean(-1, keepdim=True)
         return (x.float() * torch.rsqrt(mean_square + self.config.rms_norm_eps)).to(x.dtype)
+
+
+def predictions_of(logits: Any, token_ids: np.ndarray) -> dict[str, Any]:
+    """The hooks after the last layer, from logits (B, T, V) of rows that are one document each."""
+    import torch
+
+    logprobs = logits.float().log_softmax(-1)
+    following = torch.tensor(token_ids, dtype=torch.long)[:, 1:, None]
+    top = logprobs.topk(DEFAULT_TOP_LOGITS)
+    loss = torch.nn.functional.pad(-logprobs[:, :-1].gather(2, following), (0, 0, 1, 0))
+    loss[:, 0] = torch.nan
+    return {
+        "logits": logits,
+        "logits.top_ids": top.indices,
+        "logits.top_logprobs": top.values,
+        "loss": loss,
+        "entropy": -(logprobs.exp() * logprobs).sum(-1, keepdim=True),
+    }
 
 
 def hugging_face(raw: Mapping[str, Any]) -> "PreTrainedModel":

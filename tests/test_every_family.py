@@ -44,23 +44,23 @@ ROUTER = {"blocks.3.mlp.gate.hook_out": {"width": 6}}
 RUNS = {
     "qwen3": Run(
         HEADS | dict(use_sliding_window=True, sliding_window=9, max_window_layers=3),
-        "blocks.K.attn.hook_q_normed model.layers.K.self_attn.q_norm.output 128 512",
+        "blocks.K.attn.hook_q_normed model.layers.K.self_attn.q_norm.output 128 float32 512",
         NORMED | LAST,
     ),
     "qwen2_moe": Run(
         SMALL | EXPERTS | dict(shared_expert_intermediate_size=48, norm_topk_prob=False),
         "blocks.K.mlp.shared_expert.hook_post (K: 1, 3) "
-        "model.layers.K.mlp.shared_expert.down_proj.input 48 192",
+        "model.layers.K.mlp.shared_expert.down_proj.input 48 float32 192",
         LAST | ROUTER | {"blocks.1.mlp.shared_expert.hook_out": {"width": 64}},
     ),
     "qwen3_moe": Run(
         HEADS | EXPERTS | dict(norm_topk_prob=True),
-        "blocks.K.mlp.gate.hook_out (K: 1, 3) model.layers.K.mlp.gate.output 6 24",
+        "blocks.K.mlp.gate.hook_out (K: 1, 3) model.layers.K.mlp.gate.output 6 float32 24",
         NORMED | LAST | ROUTER,
     ),
     "qwen3_5": Run(
         {"text_config": HEADS | DELTA | {"rms_norm_eps": 1e-2}, "tie_word_embeddings": True},
-        "blocks.K.linear_attn.hook_beta (K: 0, 2) 8 32",
+        "blocks.K.linear_attn.hook_beta (K: 0, 2) 8 float32 32",
         LAST | {"blocks.2.linear_attn.hook_log_decay": {"width": 8}},
     ),
     "qwen3_5_moe": Run(
@@ -70,7 +70,7 @@ RUNS = {
             | EXPERTS
             | {"shared_expert_intermediate_size": 48, "rms_norm_eps": 1e-2}
         },
-        "blocks.K.mlp.gate.hook_out model.layers.K.mlp.gate.output 6 24",
+        "blocks.K.mlp.gate.hook_out model.layers.K.mlp.gate.output 6 float32 24",
         NORMED | LAST | ROUTER | {"blocks.0.linear_attn.hook_log_decay": {"width": 8}},
     ),
 }

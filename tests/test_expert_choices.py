@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tiny_models import SHARED
 
 from activation_extraction import ActivationDataset, ActivationStorage
-from activation_extraction.inspect.verify import OTHER_EXPERTS
+from activation_extraction.inspect.verify import OTHER_NUMBERS
 from activation_extraction.model import hooks as hooks_module
 from activation_extraction.store.sealed_json import unseal
 
@@ -78,7 +78,7 @@ def assert_chosen(found, expected, dtype):
     """Checks that the numbers agree; in bfloat16 some may differ, where two are nearly tied."""
     assert found.dtype == np.int32
     others = (found != expected).mean()
-    assert others <= (OTHER_EXPERTS[dtype] if dtype == "bfloat16" else 0), others
+    assert others <= (OTHER_NUMBERS[dtype] if dtype == "bfloat16" else 0), others
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_batches_have_every_hook_in_its_own_dtype(stored):
     assert usual.torch()[CHOICES[0]].dtype == torch.int32
     assert usual.jax()[CHOICES[0]].dtype == jax.numpy.int32
     assert ActivationDataset(stored(), [CHOICES[0]]).dtype == "int32"
-    with pytest.raises(ValueError, match="has numbers of experts, which have no norm"):
+    with pytest.raises(ValueError, match="has no activations, and no norm"):
         dataset.batches(50, max_norm={CHOICES[0]: 1.0})
 
 
@@ -178,7 +178,7 @@ def test_other_choices_are_found_by_recomputing(stored, reference, tmp_path, cap
     problem, summary = capsys.readouterr().out.splitlines()
     last = load(out, number)[CHOICES[1]][-1]["activation"]
     assert f"sample 23, {CHOICES[1]}: recomputed, {last.size} of its {last.size} numbers" in problem
-    assert f"(allowed: {int(OTHER_EXPERTS[dtype] * last.size)})" in problem
+    assert f"(allowed: {int(OTHER_NUMBERS[dtype] * last.size)})" in problem
     assert "24 samples recomputed; 1 problem" in summary
 
 
@@ -228,10 +228,9 @@ def test_the_report_names_integers_and_has_no_norms_of_them(extract, tmp_path, h
 def test_bytes_are_those_of_integers(reference, extract, tmp_path, capsys):
     flags = ["--model_path", reference.folder, "--list_hooks", "--activation_dtype", "float16"]
     assert main(*flags) == 0
-    *rows, last = capsys.readouterr().out.splitlines()
+    rows = capsys.readouterr().out.splitlines()
     row = next(row.split() for row in rows if "expert_indices" in row)
-    assert row[0] == "blocks.K.mlp.hook_expert_indices" and row[-2:] == ["8", "32"]
-    assert last.endswith("bytes are for float16; blocks.K.mlp.hook_expert_indices is int32")
+    assert row[0] == "blocks.K.mlp.hook_expert_indices" and row[-3:] == ["8", "int32", "32"]
     capsys.readouterr()
     assert extract(tmp_path, "--max_samples", 2, "--activation_dtype", "bfloat16") == 0
     told = capsys.readouterr().err

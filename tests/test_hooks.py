@@ -41,9 +41,9 @@ def test_every_hook_of_the_table_has_its_own_names():
     names = [name for hook in HOOKS.all_hooks(DEPTH) for name in hook.names()]
     assert len(names) == len(set(names))
     assert {hook.layer for hook in HOOKS.all_hooks(DEPTH) if hook.name == "hook_embed"} == {0}
-    assert [hook.name for hook in HOOKS.all_hooks(DEPTH)[-2:]] == [
-        "ln_final.hook_normalized",
-        "ln_final.hook_out",
+    assert [hook.name for hook in HOOKS.all_hooks(DEPTH)[-6:]] == [
+        *("ln_final.hook_normalized", "ln_final.hook_out"),
+        *("logits.top_ids", "logits.top_logprobs", "loss", "entropy"),
     ]
 
 
@@ -74,7 +74,7 @@ def test_globs_ask_for_canonical_names_first():
     assert list(HOOKS.matching(["model.layers.*.mlp.output", "blocks.0.*mlp_out"], DEPTH)) == [
         f"model.layers.{layer}.mlp.output" for layer in range(DEPTH)
     ]
-    assert len(HOOKS.matching(["*"], DEPTH)) == 18 * DEPTH + 3
+    assert len(HOOKS.matching(["*"], DEPTH)) == 18 * DEPTH + 7
 
 
 @pytest.mark.parametrize("name", ["blocks.4.hook_resid_post", "blocks.*.hook_mlp_in", "resid"])
@@ -212,8 +212,9 @@ def test_list_hooks_needs_nothing_but_the_configuration(demo_inputs, tmp_path, c
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(HOOKS.kinds) + 2
     row = next(line.split() for line in lines if "ln2.hook_out" in line)
-    assert row[:4] == ["blocks.K.ln2.hook_out", "model.layers.K.mlp.input", "128", "256"]
-    assert "blocks.K.mlp.hook_in" in " ".join(row[4:])
-    assert lines[-1] == "K is the layer, from 0 to 11; bytes are for float16"
+    assert row[:4] == ["blocks.K.ln2.hook_out", "model.layers.K.mlp.input", "128", "float16"]
+    assert row[4] == "256" and "blocks.K.mlp.hook_in" in " ".join(row[5:])
+    assert next(line.split() for line in lines if "top_ids" in line)[1:] == ["10", "int32", "40"]
+    assert lines[-1] == "K is the layer, from 0 to 11"
     assert not list(tmp_path.glob("shard*"))
     assert main("--list_hooks", "--status") == 2

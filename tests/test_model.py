@@ -46,7 +46,8 @@ def flops_of(config, layers, lengths):
 
 
 def every_hook(config):
-    return hook_table(config).all_hooks(config.num_hidden_layers)
+    every = hook_table(config).all_hooks(config.num_hidden_layers)
+    return [hook for hook in every if not hook.kind.value.startswith("predicted.")]
 
 
 def run(model, params, *batch):

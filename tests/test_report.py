@@ -80,7 +80,8 @@ def text_of(page):
 
 
 def test_the_numbers_are_those_that_numpy_gives(run):
-    sample = read_sample(ActivationDataset(str(run)), commits_of(run))
+    dataset = ActivationDataset(str(run))
+    sample = read_sample(dataset, commits_of(run), list(dataset.hooks))
     buckets = position_buckets(sample.position)
     assert list(buckets) == [0, 1, 2, 3, 4, 8]
     for number, (key, name) in enumerate(HOOKS.items()):

@@ -39,7 +39,7 @@ class Expected(NamedTuple):
     def ours(self):
         """Every hook that we have in this model."""
         table = hook_table(self.config)
-        return table.all_hooks(self.config.num_hidden_layers, growing=True)
+        return table.all_hooks(self.config.num_hidden_layers, large=True)
 
 
 @pytest.fixture(scope="module", params=MODELS)

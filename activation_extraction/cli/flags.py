@@ -22,7 +22,13 @@ from activation_extraction.cli.declare import (
     switch,
     weighted,
 )
-from activation_extraction.common.choices import DEFAULT_LAYERS, MESH_AXES, ROLES, SHARD_FORMATS
+from activation_extraction.common.choices import (
+    DEFAULT_LAYERS,
+    DEFAULT_TOP_LOGITS,
+    MESH_AXES,
+    ROLES,
+    SHARD_FORMATS,
+)
 from activation_extraction.common.positions import positions
 from activation_extraction.common.visible import plain_url
 
@@ -104,10 +110,19 @@ class Config:
     hook_names: tuple[str, ...] | None = flag(
         "instead of the two flags above: TransformerLens names, or inputs and outputs of Hugging "
         "Face modules; globs are allowed, such as 'blocks.*.mlp.hook_in' or "
-        "'model.layers.20.mlp.output'",
+        "'model.layers.20.mlp.output'; also loss, entropy, logits.top_ids and logits.top_logprobs "
+        "of every token",
         excludes=("layers_to_extract", "activation_type"),
         nargs="+",
         metavar="GLOB",
+    )
+    top_logits: int = flag(
+        "how many of the most likely next tokens the hooks logits.top_ids and logits.top_logprobs "
+        "have",
+        DEFAULT_TOP_LOGITS,
+        parse=integer(1),
+        needs="hook_names",
+        metavar="K",
     )
     list_hooks: bool = switch(
         "list the model's hooks with all their names, widths and bytes per token, then exit; "

@@ -105,21 +105,22 @@ class ActivationDataset(Sequence[SampleActivations]):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype in which activations are stored; int32 if only numbers of experts are read."""
+        """The dtype in which activations are stored; that of the first hook if none are read."""
         every = self._shards.hooks.values()
         return min(every, key=lambda hook: not hook.activations).dtype
 
     @property
     def dtypes(self) -> ByHook[np.dtype]:
-        """The dtype of every hook that is read, by name: int32 for the numbers of experts."""
+        """The dtype of every hook that is read, by name. Numbers of experts and tokens are int32,
+        losses and the like float32."""
         return self._shards.hooks.map(lambda hook: hook.dtype)
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:
         """Statistics over all that is stored, by hook. No shard is read for them.
 
-        For numbers of experts, they are over no tokens. Those of every dimension are read from the
-        small files beside the shards when they are first asked for.
+        For numbers of experts and tokens, they are over no tokens. Those of every dimension are
+        read from the small files beside the shards when they are first asked for.
         """
         found = dict.fromkeys(self.hooks, Statistics())
         for hook in (hook for commit in self._commits for hook in commit.hooks):
@@ -226,8 +227,8 @@ class ActivationDataset(Sequence[SampleActivations]):
         by default 64 batches, at most 1 GiB. Pickles are unpacked whole, so up to two shards come
         on top of that. skip_first: leave out that many tokens at the start of every sample.
         max_norm: leave out tokens with a larger norm at any hook, or at the hooks that it names;
-        numbers of experts have no norm. dtype: of the result, by default as stored; numbers of
-        experts stay int32. worker, workers: read only one of so many shares, which do not overlap;
+        only activations have one. dtype: of activations in the result, by default as stored.
+        worker, workers: read only one of so many shares, which do not overlap;
         the workers of a PyTorch DataLoader divide it further by themselves. where: only tokens of
         these samples: a boolean for each row of `samples`, as an array or a list, or a function
         that gets that table and returns them, such as
@@ -246,9 +247,7 @@ class ActivationDataset(Sequence[SampleActivations]):
             if name not in names:
                 raise ValueError(f"max_norm: hook {name!r} is not read; {', '.join(names)} are")
             if name not in floats:
-                raise ValueError(
-                    f"max_norm: hook {name!r} has numbers of experts, which have no norm"
-                )
+                raise ValueError(f"max_norm: hook {name!r} has no activations, and no norm")
         if buffer is None:
             buffer = default_buffer(size, self._shards.row_bytes(names))
         if size < 1 or buffer < 2 * size:

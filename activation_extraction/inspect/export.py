@@ -41,7 +41,7 @@ from activation_extraction.store.pickle_file import ContentError
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.shard import Shard, pack_table, same_content, with_table
 from activation_extraction.store.shard_reader import read_shard, read_table
-from activation_extraction.store.statistics import Sums, pack_sums, sums_of
+from activation_extraction.store.statistics import hook_sums, pack_sums
 
 
 def export(
@@ -181,11 +181,17 @@ class RunCopy:
             "shard_format": "safetensors" if shard_format is SAFETENSORS else "pickle",
             "compress_shards": shard_format.compressed,
         }
-        names, integers = (
+        names, integers, floats = (
             tuple(hook for hook in each if hook in hooks)
-            for each in (identity.hooks, identity.integer_hooks)
+            for each in (identity.hooks, identity.integer_hooks, identity.float32_hooks)
         )
-        identity = replace(identity, hooks=names, integer_hooks=integers, keyed_by=keyed_by)
+        identity = replace(
+            identity,
+            hooks=names,
+            integer_hooks=integers,
+            float32_hooks=floats,
+            keyed_by=keyed_by,
+        )
         self._identity = replace(identity, **self._changes)
         self._token_bytes = sum(
             width * np.dtype(identity.dtype_of(hook)).itemsize for hook, width in hooks.items()
@@ -267,9 +273,7 @@ class RunCopy:
         (self.folder / commit.name).unlink(missing_ok=True)  # of an earlier copy that is damaged
         written = write_shard(path, shard, keys, self._format)
         sums = {
-            name: Sums.zeros(self._hooks[name])
-            if name in self._identity.integer_hooks
-            else sums_of(shard.slices[key], shard.positions)
+            name: hook_sums(self._identity, name, shard.slices[key], shard.positions)
             for key, name in keys.items()
         }
         made = replace(

@@ -23,10 +23,12 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
+from activation_extraction.store.commit import METADATA
 from activation_extraction.store.local_files import write_atomically, write_bytes
+from activation_extraction.store.metadata import identity_of
 from activation_extraction.store.safetensors_file import header
 from activation_extraction.store.sealed_json import seal, unseal
-from activation_extraction.store.statistics import Statistics
+from activation_extraction.store.statistics import Statistics, defined_tokens
 
 STATE = "export.json"
 CHUNK_BYTES = 256 * 2**20  # of all hooks together; four times as much is in memory
@@ -282,6 +284,7 @@ class TokenExport:
         if not dataset.tokens:
             raise InputError(f"--export: {dataset.url} holds no tokens")
         self.folder, self.size, self._dataset = folder, dataset.tokens, dataset
+        self._floats = identity_of(dataset.metadata, METADATA).float32_hooks
         own = {name: dataset.dtypes[name].name for name in hooks}
         own = {name: dtype for name, dtype in own.items() if dtype != dataset.dtype.name}
         one_by_one = Contents(form, source, hooks, dataset.dtype.name, self.size, 1, own)
@@ -353,6 +356,8 @@ class TokenExport:
                 batch = next(batches)
                 self._files.write(chunk, batch)
                 for hook, values in batch.activations.items():
+                    if hook in self._floats:
+                        values = values[defined_tokens(values, batch.position)]
                     merged = Statistics.from_array(values)
                     if hook in statistics:
                         merged = Statistics.from_json(statistics[hook]).merge(merged)

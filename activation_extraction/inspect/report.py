@@ -60,17 +60,16 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
         raise InputError(f"{root.url}: no {'token' if commits else 'shard'} is stored yet")
     try:
         dataset = ActivationDataset(root.given)
-        sample = report_numbers.read_sample(dataset, commits)
+        identity = identity_of(dataset.metadata, METADATA)
+        names = list(filter(identity.has_activations, dataset.hooks))
+        sample = report_numbers.read_sample(dataset, commits, names)
     except ValueError as error:
         raise InputError(str(error)) from error
     except OSError as error:
         raise RunError(str(error)) from error
     buckets = report_numbers.position_buckets(sample.position)
-    identity = identity_of(dataset.metadata, METADATA)
     hooks = [
-        report_numbers.analyse(sample, number, name, buckets)
-        for number, name in enumerate(dataset.hooks)
-        if name not in identity.integer_hooks
+        report_numbers.analyse(sample, number, name, buckets) for number, name in enumerate(names)
     ]
     return _template().render(
         dataset=dataset,

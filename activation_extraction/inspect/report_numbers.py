@@ -71,8 +71,11 @@ class TokenSample:
         return slice(start + int(same.argmax()), stop - int(same[::-1].argmax()))
 
 
-def read_sample(dataset: ActivationDataset, commits: Sequence[Commit]) -> TokenSample:
-    """Reads a sample of the tokens. commits: the dataset's shards, in its order.
+def read_sample(
+    dataset: ActivationDataset, commits: Sequence[Commit], hooks: Sequence[str]
+) -> TokenSample:
+    """Reads a sample of the tokens. commits: the dataset's shards, in its order. hooks: those that
+    have activations.
 
     Raises OSError if a shard cannot be read, or has activations that are NaN or huge.
     """
@@ -91,7 +94,7 @@ def read_sample(dataset: ActivationDataset, commits: Sequence[Commit]) -> TokenS
     threads = int(np.clip(THREAD_BYTES / longest, 1, THREADS)) if by_ranges else 1
     numbers = [number for number in numbers if number < len(dataset)]
     with ThreadPoolExecutor(threads) as pool:
-        results = pool.map(partial(_read, dataset, share), numbers)
+        results = pool.map(partial(_read, dataset, hooks, share), numbers)
         bar = tqdm(results, "reading", len(numbers), unit=" samples", disable=None)
         samples, kept, norms = zip(*bar, strict=True)
     if not any(len(sample.token_ids) for sample in samples):
@@ -101,9 +104,9 @@ def read_sample(dataset: ActivationDataset, commits: Sequence[Commit]) -> TokenS
         np.repeat(np.arange(len(samples)), [len(sample.token_ids) for sample in samples]),
         np.concatenate([sample.token_ids for sample in samples]),
         np.concatenate([sample.position for sample in samples]),
-        {hook: np.concatenate([by_hook[hook] for by_hook in norms]) for hook in dataset.hooks},
+        {hook: np.concatenate([by_hook[hook] for by_hook in norms]) for hook in hooks},
         np.flatnonzero(np.concatenate(kept)),
-        {hook: np.concatenate([sample[hook] for sample in samples]) for hook in dataset.hooks},
+        {hook: np.concatenate([sample[hook] for sample in samples]) for hook in hooks},
         len(shards),
     )
 
@@ -122,17 +125,18 @@ def choose_samples(commits: Sequence[Commit], shards: Sequence[int], tokens: flo
 
 
 def _read(
-    dataset: ActivationDataset, share: float, number: int
+    dataset: ActivationDataset, hooks: Sequence[str], share: float, number: int
 ) -> tuple[SampleActivations, np.ndarray, ByHook[np.ndarray]]:
     """Returns a sample with the activations of a share of its tokens, a mask of these tokens, and
     the norms of all tokens."""
     sample = dataset[number]
+    activations = ByHook({hook: sample[hook] for hook in hooks})
     kept = np.random.default_rng([SEED, number]).random(len(sample.token_ids)) < share
-    norms = sample.activations.map(lambda a: np.linalg.norm(a.astype(np.float64), axis=1))
+    norms = activations.map(lambda a: np.linalg.norm(a.astype(np.float64), axis=1))
     for hook, values in norms.items():
         if not (values < MAX_NORM).all():
             raise OSError(f"{dataset.url}: sample {sample.sample_idx}, {hook}: NaN or huge values")
-    return replace(sample, activations=sample.activations.map(lambda a: a[kept])), kept, norms
+    return replace(sample, activations=activations.map(lambda a: a[kept])), kept, norms
 
 
 @dataclass(frozen=True)

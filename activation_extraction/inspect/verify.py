@@ -32,7 +32,7 @@ from activation_extraction.store.formats import SHARD_FILE
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import Stored, gaps, identity_of
 from activation_extraction.store.patience import scratch_folder
-from activation_extraction.store.statistics import Statistics
+from activation_extraction.store.statistics import Statistics, defined_tokens
 from activation_extraction.text.batch import Worker
 
 WORKERS = 4  # how many shards are read at the same time; each is unpacked in memory
@@ -141,11 +141,12 @@ COMPUTED = {
 # of two roundings), which is at most 2**-10 or 2**-7 of a value.
 STORED = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
-# How large a share of a sample's numbers of experts may differ at a layer, by the dtype of the
-# model: rounding decides between experts that are nearly tied. On a CPU, with 8 of 64 experts, no
-# number differed where only the packing did, and 13 % did between bfloat16 and float32.
-OTHER_EXPERTS = {"float32": 0.01, "bfloat16": 0.25}
-TIE = 2  # numbers that differ when two experts change places, which is always allowed
+# How large a share of a sample's numbers of experts, or of predicted tokens, may differ at a hook,
+# by the dtype of the model: rounding decides between those that are nearly tied. On a CPU, with 8
+# of 64 experts, no number differed where only the packing did, and 13 % did between bfloat16 and
+# float32.
+OTHER_NUMBERS = {"float32": 0.01, "bfloat16": 0.25}
+TIE = 2  # numbers that differ when two change places, which is always allowed
 
 
 def tolerance(identity: Identity, same_platform: bool) -> float:
@@ -172,13 +173,17 @@ def _compare(
             before, now = (np.asarray(each, np.float64) for each in (stored, activations[name]))
             if np.issubdtype(activations[name].dtype, np.integer):
                 different = int((now != before).sum())
-                most = max(int(OTHER_EXPERTS[identity.dtype] * now.size), TIE)
+                most = max(int(OTHER_NUMBERS[identity.dtype] * now.size), TIE)
                 if different > most:
                     yield (
                         f"{sample.where}, {name}: recomputed, {different} of its {now.size} "
                         f"numbers differ (allowed: {most})"
                     )
                 continue
+            if name in identity.float32_hooks:
+                positions = sample.row.positions
+                defined = defined_tokens(before, positions) | defined_tokens(now, positions)
+                before, now = before[defined], now[defined]
             error = float(np.linalg.norm(now - before)) / max(float(np.linalg.norm(before)), 1e-30)
             if not error <= allowed:
                 yield (

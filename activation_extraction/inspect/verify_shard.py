@@ -24,7 +24,7 @@ from activation_extraction.store.metadata import Stored
 from activation_extraction.store.pickle_file import ContentError
 from activation_extraction.store.shard import SampleRow, Shard, with_table
 from activation_extraction.store.shard_reader import read_shard, read_sums, read_table
-from activation_extraction.store.statistics import Statistics, Sums
+from activation_extraction.store.statistics import Statistics, Sums, hook_sums
 from activation_extraction.text.batch import Cursor, Worker
 
 DIGEST = np.dtype([("high", "<u8"), ("low", "<u8")])  # 0 if a sample has no row or no id
@@ -207,9 +207,7 @@ def _check_hook(
             yield f"{at}: dtype {activation.dtype}, expected {dtype}"
         sound &= activation.shape == shape and str(activation.dtype) == dtype
     if sound:
-        sums = Sums.zeros(hook["width"])
-        if hook["name"] not in identity.integer_hooks:
-            sums.add(slices, shard.positions)
+        sums = hook_sums(identity, hook["name"], slices, shard.positions)
         yield from (f"{name}: {problem}" for problem in statistics_problems(sums.statistics, hook))
         if recorded is not None and not recorded.close_to(sums):
             yield f"{name}: its statistics of every dimension are not those of its activations"

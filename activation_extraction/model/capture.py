@@ -59,16 +59,24 @@ class Capture:
         Every layer writes all kinds of hooks that `within` (by default these layers) has, each into
         the slot of the next hook of its form: a value that nobody asked for is overwritten before
         the loop ends. So memory grows with the hooks, not with the depth. Values that come after
-        the last hook go into one spare slot.
+        the last hook go into one spare slot. Hooks that come after the last layer are left out.
         """
         by_form, slots = self.by_form(), []
         within = layers if within is None else within
-        kinds = sorted({hook[1:] for hook in self.hooks if hook.layer in within})
+        in_layers = [hook for hook in self.hooks if not hook.kind.at_end]
+        kinds = sorted({hook[1:] for hook in in_layers if hook.layer in within})
         for order, kind in kinds:
             hooks = [h[:2] for h in by_form[self.form(kind)] if h.layer >= first]
             before = [sum(hook < (layer, order) for hook in hooks) for layer in layers]
             slots.append(np.array(before, np.int32))
         return Plan(tuple(kind for _, kind in kinds), tuple(slots))
+
+    def plan_end(self) -> Plan:
+        """Plans what is written once, after the last layer."""
+        by_form = self.by_form()
+        kinds = [hook.kind for hook in self.hooks if hook.kind.at_end]
+        slots = [[hook.kind for hook in by_form[self.form(kind)]].index(kind) for kind in kinds]
+        return Plan(tuple(kinds), tuple(np.array([slot], np.int32) for slot in slots))
 
     def plan_stages(self, stages: int, length: int) -> Plan:
         """Plans pipeline stages that have buffers of their own; slots are (stages, length)."""
@@ -137,6 +145,11 @@ class Capture:
             buffers[form] = lax.dynamic_update_slice(buffers[form], value, start)
         return buffers
 
+    def write_once(self, buffers: Buffers, plan: Plan, values: Iterable[Array]) -> Buffers:
+        """Returns the buffers with the values of a plan for one layer, or for what follows them."""
+        slots = [of_kind[0] for of_kind in plan.slots]
+        return self.write(buffers, plan.kinds, values, slots)
+
     def result(self, buffers: Buffers) -> dict[Form, Array]:
         """Turns full buffers into {form: (hooks of that form, B, T, width)}."""
         return {
@@ -144,20 +157,29 @@ class Capture:
             for form, hooks in self.by_form().items()
         }
 
-    def result_of_stages(self, buffers: Buffers, rows: int, length: int) -> dict[Form, Array]:
+    def result_of_stages(
+        self, buffers: Buffers, rows: int, length: int, at_end: Mapping[HookKind, Array]
+    ) -> dict[Form, Array]:
         """Does what `result` does for buffers (stages, slots, micro-batches, B, T, width).
 
-        rows: of all micro-batches together; length: layers of a stage.
+        rows: of all micro-batches together; length: layers of a stage; at_end: the bits of the
+        hooks that come after the last layer, (B, T, width).
         """
         result = {}
         for form, hooks in self.by_form().items():
-            bits = buffers[form].swapaxes(2, 3)
-            bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
-            axes = "stages", "slots", "batch", "leaving_sequence", "hidden"
-            bits = self.layout.constrain(bits, *axes)
-            counts = np.bincount([hook.layer // length for hook in hooks])
-            joined = jnp.concatenate([bits[stage, :count] for stage, count in enumerate(counts)])
-            result[form] = lax.bitcast_convert_type(joined, form.dtype)
+            stages = [hook.layer // length for hook in hooks if not hook.kind.at_end]
+            pieces = []
+            if stages:
+                bits = buffers[form].swapaxes(2, 3)
+                bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
+                axes = "stages", "slots", "batch", "leaving_sequence", "hidden"
+                bits = self.layout.constrain(bits, *axes)
+                counts = enumerate(np.bincount(stages))
+                pieces = [bits[stage, :count] for stage, count in counts]
+            for value in (at_end[hook.kind] for hook in hooks if hook.kind.at_end):
+                value = self.layout.constrain(value, "batch", "leaving_sequence", "hidden")
+                pieces.append(value[None])
+            result[form] = lax.bitcast_convert_type(jnp.concatenate(pieces), form.dtype)
         return result
 
 

@@ -65,6 +65,7 @@ class ModelRequest:
     hook_names: tuple[str, ...] | None
     layers: tuple[int, ...] | str | None
     activation_type: str
+    top_logits: int
     rows: int
     length: int
     mesh_type: str | None
@@ -222,9 +223,13 @@ def choose_hooks(request: ModelRequest, config: QwenConfig) -> dict[Key, Hook]:
 
     The default layers are clipped to the model's depth, explicit ones are not.
     """
-    table, depth = hook_table(config), config.num_hidden_layers
+    table, depth = hook_table(config, request.top_logits), config.num_hidden_layers
     if request.hook_names is not None:
         named = table.matching(request.hook_names, depth)
+        if any(hook.kind.count > config.vocab_size for hook in named.values()):
+            raise InputError(
+                f"--top_logits {request.top_logits}: the model has {config.vocab_size} tokens"
+            )
         return {name: hook for name, hook in named.items()}
     layers: Sequence[int] = [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
     if request.layers is not None:

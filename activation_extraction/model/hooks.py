@@ -15,6 +15,10 @@ Layers with experts have others after `ln2.hook_out`: `mlp.gate.hook_out` is the
 it is multiplied by the sigmoid of `mlp.shared_expert_gate.hook_out`. Since `mlp.gate` is the router
 there, the matrices of a dense layer in such a model are called `mlp.dense_gate` and so on.
 
+A model has a few more after its last layer. Where `loss` is that of a token given the tokens before
+it (in nats, NaN for the first token of a sample), `entropy`, `logits`, `logits.top_ids` and
+`logits.top_logprobs` are of the prediction of the token after it (predictions.py).
+
 A hook has one canonical name, TransformerLens's, and may have aliases there and as an input or
 output of a Hugging Face module. Nothing here computes; the hooked model captures the values.
 """
@@ -24,10 +28,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from activation_extraction.common.choices import DEFAULT_TOP_LOGITS
 from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, SPARSE, QwenConfig
 
@@ -54,11 +60,12 @@ class HookKind:
     name: the canonical one; aliases: other names in TransformerLens; modules: inputs and outputs of
     Hugging Face modules. "{}" stands for the layer; a name without it exists once in a model.
     letters: the axes of one token's value, as in the model file, and S for the tokens of a row;
-    their sizes give the width. Kinds with S are large, and have to be asked for by name. value: the
-    intermediate of a layer that is captured. at_end: whether a kind that exists once belongs to the
-    last layer rather than the first. types: words of the configuration's layer_types; the layers
-    that one of them describes have the kind, and all layers have it if there are none. dtype: the
-    kind's own; None for activations, whose dtype the user chooses.
+    the product of their sizes and of `count` is the width. Kinds with S or V are large, and have to
+    be asked for by name. value: the intermediate of a layer that is captured. at_end: whether a
+    kind that exists once comes after the last layer, rather than before the first. types: words of
+    the configuration's layer_types; the layers that one of them describes have the kind, and all
+    layers have it if there are none. dtype: the kind's own; None for activations, whose dtype the
+    user chooses.
     """
 
     name: str
@@ -69,10 +76,11 @@ class HookKind:
     at_end: bool = False
     types: tuple[str, ...] = ()
     dtype: str | None = None
+    count: int = 1
 
     def width(self, sizes: Mapping[str, int]) -> int:
         """Returns how many numbers a token has. sizes: letter -> size, of the model."""
-        return math.prod(sizes[letter] for letter in self.letters)
+        return math.prod(sizes[letter] for letter in self.letters) * self.count
 
     def form(self, sizes: Mapping[str, int], dtype: Any) -> Form:
         """Returns how the values are stored. sizes: as for `width`; dtype: of activations."""
@@ -86,6 +94,11 @@ class HookKind:
     def grows(self) -> bool:
         """Returns whether the width grows with the row."""
         return "S" in self.letters
+
+    @property
+    def large(self) -> bool:
+        """Returns whether the kind has to be asked for by name."""
+        return self.grows or "V" in self.letters
 
     def layers(self, depth: int, types: Sequence[str] = ()) -> Sequence[int]:
         """Returns the layers of a model that have a hook of this kind. types: of each layer."""
@@ -114,11 +127,12 @@ class Hook(NamedTuple):
     def matching(self, pattern: str) -> list[str]:
         """Returns the hook's names that a glob matches.
 
-        A hook of a large kind matches only if the glob contains the kind's own name.
+        A hook of a large kind matches only if the glob is one of its names, or ends in the kind's
+        own name.
         """
-        if self.kind.grows and pattern.rpartition(".")[2] != self.name.rpartition(".")[2]:
-            return []
-        return [name for name in self.names() if fnmatchcase(name, pattern)]
+        names = [name for name in self.names() if fnmatchcase(name, pattern)]
+        named = pattern in names or pattern.rpartition(".")[2] == self.name.rpartition(".")[2]
+        return names if named or not self.kind.large else []
 
     def names(self) -> Iterator[str]:
         """Yields every name, the canonical one first."""
@@ -131,8 +145,8 @@ class Hook(NamedTuple):
         facts["width"] = self.kind.width(sizes)
         if self.kind.dtype is not None:
             facts["dtype"] = self.kind.dtype
-        heads, size = self.kind.letters[:-1], self.kind.letters[-1]
-        if size in HEAD_SIZES:
+        heads, size = self.kind.letters[:-1], self.kind.letters[-1:]
+        if size and size in HEAD_SIZES:
             facts |= {"heads": math.prod(sizes[axis] for axis in heads), "head_size": sizes[size]}
         if self.kind.grows:
             facts |= {"heads": sizes[self.kind.letters[0]], "keys": sizes["S"]}
@@ -143,27 +157,29 @@ class Hook(NamedTuple):
 class HookTable:
     """The kinds of hooks of a family, in the order in which a layer computes them.
 
-    types: of each layer of a model, where that decides which kinds the layer has.
+    types: of each layer of a model, where that decides which kinds the layer has. vocabulary: of
+    the model, 0 if it is not known.
     """
 
     kinds: tuple[HookKind, ...]
     types: tuple[str, ...] = ()
+    vocabulary: int = 0
 
     def for_layer_types(self, types: Sequence[str]) -> "HookTable":
         """Returns the hooks of a model with layers of these types."""
         kinds = [kind for kind in self.kinds if any(map(kind.exists_in, types))]
-        return HookTable(tuple(kinds), tuple(types))
+        return HookTable(tuple(kinds), tuple(types), self.vocabulary)
 
-    def all_hooks(self, depth: int, growing: bool = False) -> list[Hook]:
+    def all_hooks(self, depth: int, large: bool = False) -> list[Hook]:
         """Returns all hooks of a model with `depth` layers, in their order.
 
-        growing: whether to include those that have to be asked for by name.
+        large: whether to include those that have to be asked for by name.
         """
         return sorted(
             Hook(layer, order, kind)
             for order, kind in enumerate(self.kinds)
             for layer in kind.layers(depth, self.types)
-            if growing or not kind.grows
+            if large or not kind.large
         )
 
     def of_layers(self, layers: Sequence[int], activation_type: str, depth: int) -> list[Hook]:
@@ -186,7 +202,7 @@ class HookTable:
         for pattern in patterns:
             matches = {
                 hook: names[0]
-                for hook in self.all_hooks(depth, growing=True)
+                for hook in self.all_hooks(depth, large=True)
                 if (names := hook.matching(pattern))
             }
             if not matches:
@@ -196,13 +212,21 @@ class HookTable:
 
     def _refusal(self, pattern: str, depth: int) -> InputError:
         """Returns the refusal of a glob that matches nothing."""
-        for hook in HookTable(self.kinds).all_hooks(depth, growing=True):  # in layers of any type
+        for hook in HookTable(self.kinds).all_hooks(depth, large=True):  # in layers of any type
             if hook.matching(pattern):
                 return InputError(
                     f"--hook_names {pattern}: layer {hook.layer} is of type "
                     f"{self.types[hook.layer]} and has no such hook; --list_hooks shows their names"
                 )
-        known = [name for hook in self.all_hooks(depth, growing=True) for name in hook.names()]
+        every = self.all_hooks(depth, large=True)
+        for hook in every:
+            if "V" in hook.kind.letters and any(fnmatchcase(n, pattern) for n in hook.names()):
+                return InputError(
+                    f"--hook_names {pattern}: matches only {hook.name}, which takes "
+                    f"{2 * self.vocabulary:,} bytes per token in bfloat16; if you want it, ask for "
+                    f"{hook.name}"
+                )
+        known = [name for hook in every for name in hook.names()]
         return InputError(
             f"--hook_names {pattern}: matches no hook of a model with layers 0 to "
             f"{depth - 1}{near_miss(pattern, known)}; --list_hooks shows their names"
@@ -279,8 +303,11 @@ KINDS = (
 OWN_DTYPES = {"mlp.chosen": "int32"}  # of intermediates that are not activations
 
 
-def hook_table(config: QwenConfig) -> HookTable:
-    """Returns the hooks of the model with this configuration."""
+def hook_table(config: QwenConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> HookTable:
+    """Returns the hooks of the model with this configuration.
+
+    top_logits: how many predicted tokens `logits.top_ids` has.
+    """
     attention = (ATTENTION,) if config.delta is not None else ()  # () if all layers have it
     dense = (DENSE,) if config.experts is not None else ()
     types: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention, DENSE: dense}
@@ -294,10 +321,14 @@ def hook_table(config: QwenConfig) -> HookTable:
         types[SPARSE] = (SPARSE,)
         if config.experts.shared_width:
             types[SHARED] = (SPARSE,)
-    return _table(types).for_layer_types(config.layer_types)
+    return _table(types, top_logits, config.vocab_size).for_layer_types(config.layer_types)
 
 
-def _table(types: Mapping[str, tuple[str, ...]]) -> HookTable:
+def _table(
+    types: Mapping[str, tuple[str, ...]],
+    top_logits: int = DEFAULT_TOP_LOGITS,
+    vocabulary: int = 0,
+) -> HookTable:
     """Builds a table. types: first column of KINDS -> types of the layers that have the kind."""
     kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
     for layers, name, letters, value, modules, aliases in KINDS:
@@ -316,11 +347,17 @@ def _table(types: Mapping[str, tuple[str, ...]]) -> HookTable:
                 dtype=OWN_DTYPES.get(value),
             )
         )
+    end = partial(HookKind, at_end=True)
     kinds += [
-        HookKind("ln_final.hook_normalized", "D", "final.normalized", at_end=True),
-        HookKind("ln_final.hook_out", "D", "final.out", ("model.norm.output",), at_end=True),
+        end("ln_final.hook_normalized", "D", "final.normalized"),
+        end("ln_final.hook_out", "D", "final.out", ("model.norm.output",)),
+        end("logits", "V", "predicted.logits", ("lm_head.output",), ("unembed.hook_out",)),
+        end("logits.top_ids", "", "predicted.top_ids", dtype="int32", count=top_logits),
+        end("logits.top_logprobs", "", "predicted.top_logprobs", dtype="float32", count=top_logits),
+        end("loss", "", "predicted.loss", dtype="float32"),
+        end("entropy", "", "predicted.entropy", dtype="float32"),
     ]
-    return HookTable(tuple(kinds))
+    return HookTable(tuple(kinds), vocabulary=vocabulary)
 
 
 HOOKS = _table({EVERY: (), ATTENTION: (), DENSE: ()})  # the hooks of Qwen2, the plainest family

@@ -39,6 +39,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "mlp": BOTH,
     "experts": ("expert",),
     "vocab": BOTH,
+    "head_vocab": (*BOTH, "pipeline"),
     # and these of activations.
     "stage": ("pipeline",),
     "batch": ("data", "fsdp", "expert"),

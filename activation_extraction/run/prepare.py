@@ -232,6 +232,7 @@ def model_request(config: Config) -> ModelRequest:
         hook_names=config.hook_names,
         layers=config.layers_to_extract,
         activation_type=config.activation_type,
+        top_logits=config.top_logits,
         rows=config.batch_size,
         length=config.max_seq_length,
         mesh_type=config.mesh_type,

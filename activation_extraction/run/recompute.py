@@ -56,6 +56,7 @@ def load_for_recomputing(
         revision=request.revision or recorded_commit(request.model_path, metadata),
         layers=None,
         hook_names=identity.hooks,
+        top_logits=identity.top_logits or request.top_logits,
         dtype=identity.dtype,
         activation_dtype=identity.activation_dtype,
         length=identity.max_seq_length,

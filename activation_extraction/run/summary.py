@@ -18,7 +18,8 @@ from activation_extraction.run.prepare import Job
 from activation_extraction.store.formats import lines_of_dataset
 
 ACTIVITIES = ("data", "compute", "copy", "store")
-COLUMNS = "hook", "Hugging Face module", "width", "bytes/token", "other names"
+COLUMNS = "hook", "Hugging Face module", "width", "dtype", "bytes/token", "other names"
+RIGHT = "width", "bytes/token"  # columns of numbers
 
 
 def make_progress(job: Job, log_every: int) -> Progress:
@@ -150,16 +151,16 @@ def list_hooks(table: HookTable, config: Any, dtype: Any, rule: str, length: int
         only = f" (K: {ranges(layers)})" if "{}" in kind.name and len(layers) != depth else ""
         names = kind.name.format("K") + only, module.format("K")
         more = ", ".join(name.format("K") for name in (*kind.aliases, *others))
-        rows.append((*names, f"{form.width:,}", f"{form.bytes:,}", more))
+        rows.append((*names, f"{form.width:,}", form.dtype, f"{form.bytes:,}", more))
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        f"{hook:{sizes[0]}}  {module:{sizes[1]}}  {width:>{sizes[2]}}  {size:>{sizes[3]}}  {more}"
-        for hook, module, width, size, more in rows
+        "  ".join(
+            f"{cell:{'>' if column in RIGHT else '<'}{size}}"
+            for column, cell, size in zip(COLUMNS, row, sizes, strict=True)
+        )
+        for row in rows
     ]
-    own = "".join(
-        f"; {kind.name.format('K')} is {kind.dtype}" for kind in table.kinds if kind.dtype
-    )
-    lines.append(f"K is the layer, from 0 to {depth - 1}; bytes are for {dtype}{own}")
+    lines.append(f"K is the layer, from 0 to {depth - 1}")
     if rule != ALL:
         kept = parse_positions(rule).expected(length)
         lines.append(f"--positions {rule} keeps about {kept:,.0f} of a sample's {length:,} tokens")

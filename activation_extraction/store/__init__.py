@@ -29,8 +29,10 @@ The JSON of a shard:
   hooks                             for each: key (what pickles call it), name, width, dtype (a
                                     NumPy dtype, or bfloat16), scale (null; a reader refuses
                                     anything else) and statistics. Hooks may differ in dtype: the
-                                    numbers of experts, which are the `integer_hooks` of the run's
-                                    identity, are int32, and their statistics are over 0 tokens
+                                    `integer_hooks` of the run's identity, numbers of experts or
+                                    tokens, are int32, and their statistics are over 0 tokens. Its
+                                    `float32_hooks`, such as the loss, are NaN where a token at
+                                    position 0 has no value, and statistics leave that token out
   cursor                            where in the data the next shard begins; null: at the start
   run                               digest of the run's identity, the same in all shards
   partial                           whether the shard was cut before it was full

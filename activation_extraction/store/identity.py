@@ -42,6 +42,7 @@ ADDED = {  # fields that the first runs do not record
         "chat_template",
     ),
     *("ids_column", "mask_column", "long_documents", "overlap", "shuffle_documents", "roles"),
+    "top_logits",
 }
 
 
@@ -66,7 +67,7 @@ class Identity:
     the requested names. positions,
     drop_token_ids, roles, mask_column, overlap: which tokens are kept. num_hosts: the number of
     hosts of this machine. chat_template: digest of the template and its arguments.
-    shuffle_documents: the seed, "" for none.
+    shuffle_documents: the seed, "" for none. top_logits: how many predicted tokens are stored.
     """
 
     model_digest: Text = ""
@@ -101,6 +102,7 @@ class Identity:
     overlap: Count = 0
     shuffle_documents: Text = ""
     roles: Annotated[tuple[str, ...], list_of(TEXT)] = ()
+    top_logits: Count = 0
 
     @property
     def run(self) -> str:

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from activation_extraction.store.patience import reason_of
 from activation_extraction.store.run_record import RunRecord
 from activation_extraction.store.sealed_json import seal
 from activation_extraction.store.shard import Key, Shard, pack_table
-from activation_extraction.store.statistics import Statistics, Sums, pack_sums, sums_of
+from activation_extraction.store.statistics import Sums, hook_sums, pack_sums
 from activation_extraction.text.batch import Cursor
 
 SHARDS_AT_ONCE = 16  # most of them are being uploaded
@@ -82,7 +82,7 @@ class ShardWriter:
         self._names = names
         self._format = shard_format
         self._run = identity.run
-        self._integers = {key for key, name in names.items() if name in identity.integer_hooks}
+        self._identity = identity
         self._record = record
         self._threads = Threads(threads)
         self._packing = threading.Semaphore(threads)
@@ -254,10 +254,11 @@ class ShardWriter:
 
     def _sums(self, shard: Shard) -> dict[Key, Sums]:
         """Returns the sums by hook. Raises StorageError, naming the sample, for NaN or infinity."""
-        sums = sum_shard(shard, self._threads, self._integers)
+        sums = sum_shard(shard, self._threads, self._names, self._identity)
         for key in (key for key in sums if not sums[key].statistics.finite):
             for row, activation in zip(shard.samples, shard.slices[key], strict=True):
-                if not Statistics.from_array(activation).finite:
+                of_sample = self._names[key], [activation], [row.positions]
+                if not hook_sums(self._identity, *of_sample).statistics.finite:
                     raise StorageError(
                         f"sample {row.sample_idx}, hook {key}: NaN or infinite {activation.dtype} "
                         "values",
@@ -293,18 +294,19 @@ class ShardWriter:
         self._record.add(commit)
 
 
-def sum_shard(shard: Shard, threads: Threads, integers: Set[Key]) -> dict[Key, Sums]:
+def sum_shard(
+    shard: Shard, threads: Threads, names: Mapping[Key, str], identity: Identity
+) -> dict[Key, Sums]:
     """Returns the sums of a shard by hook. They depend on its content alone.
 
-    integers: the hooks that have no statistics; their sums are over no tokens.
+    names: the hooks' full names by key.
     """
     positions = shard.positions
-    summed = [key for key in shard.slices if key not in integers]
-    groups = [(key, group) for key in summed for group in _groups(shard, key)]
+    groups = [(key, group) for key in shard.slices for group in _groups(shard, key)]
 
     def sum_group(item: tuple[Key, slice]) -> Sums:
         key, group = item
-        return sums_of(shard.slices[key][group], positions[group])
+        return hook_sums(identity, names[key], shard.slices[key][group], positions[group])
 
     total = {key: Sums.zeros(slices[0].shape[1]) for key, slices in shard.slices.items()}
     for (key, _), sums in zip(groups, threads.in_order(sum_group, groups), strict=True):

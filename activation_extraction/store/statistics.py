@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import RunError
+from activation_extraction.store.identity import Identity
 from activation_extraction.store.sealed_json import Count, Number, Positive
 
 BLOCK_BYTES = 4 * 2**20  # of float64 values, so that a block stays in a core's caches
@@ -144,6 +145,38 @@ def sums_of(activations: Sequence[np.ndarray], positions: Sequence[np.ndarray]) 
     total = Sums.zeros(activations[0].shape[1])
     total.add(activations, positions)
     return total
+
+
+def hook_sums(
+    identity: Identity,
+    hook: str,
+    values: Sequence[np.ndarray],
+    positions: Sequence[np.ndarray],
+) -> Sums:
+    """Returns the sums over tokens at a hook of a run, whose identity says what the hook's values
+    are. The other arguments are those of `Sums.add`.
+
+    Integers have no statistics, so their sums are over no tokens. Tokens that have no value are
+    left out.
+    """
+    if hook in identity.integer_hooks:
+        return Sums.zeros(values[0].shape[1])
+    if hook in identity.float32_hooks:
+        pairs = list(zip(values, positions, strict=True))
+        masks = [defined_tokens(*pair) for pair in pairs]
+        values, positions = (
+            [each[mask] for each, mask in zip(arrays, masks, strict=True)]
+            for arrays in (values, positions)
+        )
+    return sums_of(values, positions)
+
+
+def defined_tokens(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Returns which tokens have a value at a hook that is no activation, bool (tokens,).
+
+    The first token of a document has no loss, for example, and NaN says so.
+    """
+    return (positions != 0) | ~np.isnan(values).any(axis=1)
 
 
 @dataclass(frozen=True)
