@@ -114,6 +114,13 @@ def test_filters(run):
     assert list(dataset.batches(16, skip_first=99)) == []
 
 
+def test_tokens_without_activations(run):
+    batches = list(ActivationDataset(run.root).batches(16, hooks=[]))
+    assert all(list(batch) == [] and len(batch) for batch in batches)
+    found = joined(batches, hooks=())
+    assert_same(found, {name: stored_tokens(run)[name] for name in found})
+
+
 @pytest.mark.parametrize("dtype", ["float32", np.float16, "bfloat16"])
 def test_another_dtype(run, dtype):
     batch = next(ActivationDataset(run.root).batches(50, hooks=FIRST, dtype=dtype))
