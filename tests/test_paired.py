@@ -4,6 +4,7 @@ from the rows of the data set alone."""
 import json
 import logging
 import pickle
+from collections import Counter
 
 import numpy as np
 import pyarrow.compute
@@ -272,24 +273,44 @@ def test_runs_that_cannot_be_paired(tmp_path):
         paired(one, one)
 
 
+@pytest.fixture
+def opened(monkeypatch):
+    """The url and number of every shard that is opened."""
+    numbers, original = [], OpenShards.open
+
+    def open_one(shards, number, hooks=None):
+        numbers.append((shards.url, number))
+        return original(shards, number, hooks)
+
+    monkeypatch.setattr(OpenShards, "open", open_one)
+    return numbers
+
+
 @pytest.mark.parametrize("shard_format", FORMATS)
-def test_runs_of_the_same_cut_are_read_once(shard_format, tmp_path, monkeypatch):
+def test_runs_of_the_same_cut_are_read_once(shard_format, tmp_path, opened):
     """And each range of bytes too: a pair costs what both runs cost."""
     rows = list(range(60))
     pair = pair_of([Run(rows, n, shard_format=shard_format) for n in range(2)], tmp_path)
-    opened = []
-    original = OpenShards.open
-    monkeypatch.setattr(
-        OpenShards,
-        "open",
-        lambda shards, number, hooks=None: (
-            opened.append((shards.url, number)) or original(shards, number, hooks)
-        ),
-    )
     for shuffle in (None, 0):
         opened.clear()
         list(pickle.loads(pickle.dumps(pair)).batches(16, shuffle=shuffle))
         assert len(opened) == len(set(opened)) == sum(len(r._commits) for r in pair.runs) > 8
+
+
+def test_pickles_are_unpacked_once_for_each_shard_of_the_first_run(tmp_path, opened):
+    """Whatever their order; and none that has no token which is wanted."""
+    runs = [Run(list(range(60)), 0, shard_format="pickle")]
+    runs.append(Run(list(range(12, 60))[::-1], 1, shard_format="pickle", hosts=3, shard_gb=8e-6))
+    pair = pair_of(runs, tmp_path)
+    first, second = (len(run._commits) for run in pair.runs)
+    for shuffle in (None, 0):
+        opened.clear()
+        list(pair.batches(8, shuffle=shuffle, buffer=32))
+        counts = Counter(url.split("/")[-1] for url, _ in opened)
+        assert counts["0"] < first and counts["1"] <= counts["0"] * second
+        opened.clear()
+        list(pair.batches(8, shuffle=shuffle, where=lambda table: [False] * len(table)))
+        assert opened == []
 
 
 @pytest.mark.parametrize("seed", range(8))
