@@ -52,7 +52,7 @@ def test_restored_and_by_workers(bucket, tmp_path):
 @pytest.mark.parametrize("shard_format", FORMATS)
 def test_a_run_of_three_hosts_takes_about_three_times_the_requests(shard_format, bucket, tmp_path):
     """Samples that lie together are read at once, though the other run mixes those of the hosts;
-    and a shard of the other run fetches each pickle that has some of its samples once."""
+    and a shard of the first run fetches each pickle that has some of its samples once."""
     rows, like = list(range(60)), dict(shard_gb=1e-5)
     runs = [Run(rows, 0, **like), Run(rows, 1, hosts=3, shard_format=shard_format, **like)]
     pair = in_bucket(runs, tmp_path)

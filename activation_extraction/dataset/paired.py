@@ -45,8 +45,8 @@ def paired(a: Any, b: Any) -> "PairedRuns":
     left out; the log says so once, and `unpaired_samples` and `unpaired_tokens` count them.
 
     The order is that of `a`; `b` is read wherever its tokens lie. If `b` stores pickles, every
-    shard of `a` unpacks all those that have its samples, and about four shards are in memory: where
-    the runs stored their samples in different orders, first copy `b` with `--export safetensors`.
+    shard of `a` unpacks all those that have its samples, and up to six shards come on top of the
+    buffer: first copy a run in quite another order with `--export safetensors`.
 
     Raises ValueError when there is no such run, when a run has two samples of a row, or when no row
     is in both. Reading raises ValueError for a token whose id differs in the two runs, and OSError
