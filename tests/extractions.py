@@ -13,6 +13,7 @@ import numpy as np
 from storages import open_storage
 
 from activation_extraction.store.commit import names_beside
+from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.local_files import write_atomically
@@ -194,3 +195,10 @@ def merge_all(parts: Iterable[Statistics]) -> Statistics:
     for part in parts:
         total = total.merge(part)
     return total
+
+
+def upload(root: Path, url: str) -> None:
+    """Copies all files of a run into a bucket."""
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        folder = Folder(url).child(str(path.parent.relative_to(root)).strip("."))
+        folder.write(path.name, path.read_bytes())

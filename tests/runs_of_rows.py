@@ -125,6 +125,36 @@ def same(found, due):
             assert values[hook].dtype == due[key][2][hook].dtype
 
 
+def check(batches, runs, wanted=lambda key, token: True):
+    """Every token that both runs have and want is in the pairs of batches once, with the values of
+    each run. Returns these tokens in the order of the pairs."""
+    every = [run.tokens() for run in runs]
+    keys = {
+        key
+        for key in every[0]
+        if key in every[1] and all(wanted(key, tokens[key]) for tokens in every)
+    }
+    order = []
+    found = [dict(), dict()]
+    for pair in batches:
+        assert isinstance(pair, tuple) and len(pair) == 2
+        here = [found_in(batch) for batch in pair]
+        assert list(here[0]) == list(here[1])
+        assert len(here[0]) == len(pair[0]) == len(pair[1])
+        order += here[0]
+        for of_run, more in zip(found, here, strict=True):
+            assert not of_run.keys() & more.keys()
+            of_run |= more
+    for of_run, tokens in zip(found, every, strict=True):
+        same(of_run, {key: tokens[key] for key in keys})
+    return order
+
+
+def contents(pair):
+    """The bytes of every array of a pair of batches."""
+    return [[array.tobytes() for array in batch.arrays] for batch in pair]
+
+
 def some_run(chance, seed, like=None, **given):
     """A run of random rows in a random order, cut and stored in a random way."""
     rows = chance.permutation(60)[: chance.integers(25, 60)].tolist()

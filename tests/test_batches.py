@@ -72,7 +72,7 @@ def test_a_seed_stays_the_same_order(run, skip_first):
     tokens = joined(dataset.batches(50))
     batches = dataset.batches(16, shuffle=4, buffer=100, skip_first=skip_first)
     starts = np.cumsum([0, *(commit.tokens for commit in dataset._commits)])
-    chunks = batches._source.plan(batches._options, 0, 1).chunks
+    chunks = batches.source.plan(batches.options, 0, 1).chunks
     rows = [starts[chunk.shard] + np.arange(chunk.start, chunk.stop) for chunk in chunks]
     wanted = np.concatenate(rows)
     wanted = wanted[tokens["position"][wanted] >= skip_first]
@@ -112,6 +112,13 @@ def test_filters(run):
         found = joined(dataset.batches(16, shuffle=3, buffer=64, **options))
         assert_same(in_order(found), in_order(expected))
     assert list(dataset.batches(16, skip_first=99)) == []
+
+
+def test_tokens_without_activations(run):
+    batches = list(ActivationDataset(run.root).batches(16, hooks=[]))
+    assert all(list(batch) == [] and len(batch) for batch in batches)
+    found = joined(batches, hooks=())
+    assert_same(found, {name: stored_tokens(run)[name] for name in found})
 
 
 @pytest.mark.parametrize("dtype", ["float32", np.float16, "bfloat16"])
@@ -306,14 +313,14 @@ def test_memory_stays_within_the_buffer(large_run, place, hooks, skip_first):
 def test_chunks_and_the_default_buffer_follow_from_bytes(run, monkeypatch):
     """However wide the hooks are; a buffer that was asked for decides the size of chunks."""
     dataset = ActivationDataset(run.root)
-    assert dataset.batches(100)._options.buffer == 6400
+    assert dataset.batches(100).options.buffer == 6400
     monkeypatch.setattr("activation_extraction.dataset.token_source.BUFFER_BYTES", 32 * 500)
-    assert dataset.batches(100, hooks=FIRST)._options.buffer == 500
-    assert dataset.batches(400, hooks=FIRST)._options.buffer == 800
+    assert dataset.batches(100, hooks=FIRST).options.buffer == 500
+    assert dataset.batches(400, hooks=FIRST).options.buffer == 800
     batches = dataset.batches(8, buffer=640)
 
     def largest():
-        chunks = batches._source.plan(batches._options, 0, 1).chunks
+        chunks = batches.source.plan(batches.options, 0, 1).chunks
         return max(len(chunk) for chunk in chunks)
 
     assert largest() == 40
@@ -407,7 +414,7 @@ def test_leaving_a_loop_ends_its_threads(run, monkeypatch, leave):
 
     monkeypatch.setattr(TokenSource, "_read", wait)
     batches = [ActivationDataset(run.root).batches(8, shuffle=0, buffer=256)]
-    chunks = batches[0]._source.plan(batches[0]._options, 0, 1).chunks
+    chunks = batches[0].source.plan(batches[0].options, 0, 1).chunks
     assert len(chunks) > 20 and max(map(len, chunks)) == 16
     leave(batches.pop())
     left.set()

@@ -1,6 +1,7 @@
 """What ActivationDataset reads from a bucket, and how few bytes it touches for one hook of many."""
 
 import pytest
+from extractions import upload
 from runs_to_read import (
     FORMATS,
     assert_same,
@@ -13,20 +14,13 @@ from runs_to_read import (
 
 from activation_extraction import ActivationDataset
 from activation_extraction.store import shard_reader
-from activation_extraction.store.folder import Folder
-
-
-def upload(run, url):
-    for path in sorted(path for path in run.root.rglob("*") if path.is_file()):
-        folder = Folder(url).child(str(path.parent.relative_to(run.root)).strip("."))
-        folder.write(path.name, path.read_bytes())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("shard_format", FORMATS)
 def test_from_a_bucket(shard_format, tmp_path, bucket):
     run = make_run(tmp_path, shard_format, "bfloat16", count=12, machines=(2, 1))
-    upload(run, "gs://bucket/some/run")
+    upload(run.root, "gs://bucket/some/run")
     dataset = ActivationDataset("gs://bucket/some/run")
     check_samples(dataset, run)
     found = joined(dataset.batches(64, shuffle=0))
@@ -67,7 +61,7 @@ def test_one_hook_of_many_touches_little_more_than_its_bytes(fourteen_hooks, mon
 def test_one_hook_of_many_in_a_bucket(fourteen_hooks, bucket):
     """The bucket serves at most 1.1 times its bytes."""
     run, hook = fourteen_hooks
-    upload(run, "gs://bucket/run")
+    upload(run.root, "gs://bucket/run")
     dataset = ActivationDataset("gs://bucket/run")
     bucket.served = 0
     found = joined(dataset.batches(100, hooks=[hook], shuffle=0), [hook])

@@ -4,6 +4,7 @@ from the rows of the data set alone."""
 import json
 import logging
 import pickle
+from collections import Counter
 
 import numpy as np
 import pyarrow.compute
@@ -17,6 +18,8 @@ from runs_of_rows import (
     OTHER_HOOKS,
     WIDTHS,
     Run,
+    check,
+    contents,
     found_in,
     random_runs,
     same,
@@ -29,30 +32,6 @@ from torch.utils.data import DataLoader
 from activation_extraction import ActivationDataset, paired
 from activation_extraction.common.choices import ROLES
 from activation_extraction.dataset.open_shards import OpenShards
-
-
-def check(batches, runs, wanted=lambda key, token: True):
-    """Every token that both runs have and want is there once, with the values of each run."""
-    every = [run.tokens() for run in runs]
-    keys = {
-        key
-        for key in every[0]
-        if key in every[1] and all(wanted(key, tokens[key]) for tokens in every)
-    }
-    order = []
-    found = [dict(), dict()]
-    for pair in batches:
-        assert isinstance(pair, tuple) and len(pair) == 2
-        here = [found_in(batch) for batch in pair]
-        assert list(here[0]) == list(here[1])
-        assert len(here[0]) == len(pair[0]) == len(pair[1])
-        order += here[0]
-        for of_run, more in zip(found, here, strict=True):
-            assert not of_run.keys() & more.keys()
-            of_run |= more
-    for of_run, tokens in zip(found, every, strict=True):
-        same(of_run, {key: tokens[key] for key in keys})
-    return order
 
 
 def pair_of(runs, tmp_path):
@@ -120,6 +99,54 @@ def test_filters_hold_in_both_runs(shard_format, shuffle, tmp_path):
     assert list(pair.batches(16, skip_first=LENGTH)) == []
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_random_filters_of_random_pairs(seed, tmp_path):
+    """Each filter is there or not; workers share what passes all of them in both runs."""
+    runs = random_runs(100 + seed)
+    pair = pair_of(runs, tmp_path)
+    chance = np.random.default_rng([seed, 1])
+    skip_first = int(chance.choice([0, 0, 2, 9]))
+    limits = {hook: float(chance.choice([1.5, 2.5, 99])) for hook in HOOKS.values()}
+    roles = [role for role in ROLES if chance.random() < 0.7] or [ROLES[0]]
+    even = bool(chance.random() < 0.5)
+
+    def wanted(key, token):
+        return (
+            key[1] >= skip_first
+            and ROLES[token[1]] in roles
+            and (key[0] % 2 == 0 or not even)
+            and all(np.linalg.norm(np.float32(token[2][h])) <= m for h, m in limits.items())
+        )
+
+    options = dict(
+        skip_first=skip_first,
+        max_norm=limits,
+        roles=roles,
+        where=(lambda table: table["even"]) if even else None,
+        shuffle=None if seed % 3 == 0 else seed,
+        buffer=64,
+        workers=int(chance.integers(1, 4)),
+        columns=IDS,
+    )
+    shares = [pair.batches(16, worker=n, **options) for n in range(options["workers"])]
+    check([batch for share in shares for batch in share], runs, wanted)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_changed_token_of_random_pairs(seed, tmp_path):
+    """Any token that both runs have may be it; the error names the sample and the position."""
+    runs = random_runs(200 + seed)
+    keys = sorted(runs[0].tokens().keys() & runs[1].tokens().keys())
+    row, position = keys[np.random.default_rng(seed).integers(len(keys))]
+    runs[seed % 2].changed = row, position
+    pair = pair_of(runs, tmp_path)
+    numbers = [run.samples["doc_id"].to_pylist().index(f"id-{row}") for run in pair.runs]
+    first, second = (run[n].sample_idx for run, n in zip(pair.runs, numbers, strict=True))
+    told = f"sample {first} of .*/0 and sample {second} of .*/1 .* at position {position} is"
+    with pytest.raises(ValueError, match=told):
+        list(pair.batches(16, shuffle=seed))
+
+
 def test_hooks_for_both_or_for_each(tmp_path):
     runs = random_runs(4)
     pair = pair_of(runs, tmp_path)
@@ -129,6 +156,8 @@ def test_hooks_for_both_or_for_each(tmp_path):
         (one, ([one], [one])),
         ((one, two), ([one, two], [one, two])),
         (([one], [two]), ([one], [two])),
+        (([], [two]), ([], [two])),
+        ([], ([], [])),
         ((None, [two]), ([one, two], [two])),
         ([None, two], ([one, two], [two])),
         ((["*resid*"], None), ([one], [one, two])),
@@ -173,10 +202,6 @@ def test_restored_at_every_batch_and_copied(shard_format, options, tmp_path):
     ):
         with pytest.raises(ValueError, match=f"the state is of other batches: {told}"):
             different.restore(states[1])
-
-
-def contents(pair):
-    return [[array.tobytes() for array in batch.arrays] for batch in pair]
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX has threads in this process
@@ -248,24 +273,44 @@ def test_runs_that_cannot_be_paired(tmp_path):
         paired(one, one)
 
 
+@pytest.fixture
+def opened(monkeypatch):
+    """The url and number of every shard that is opened."""
+    numbers, original = [], OpenShards.open
+
+    def open_one(shards, number, hooks=None):
+        numbers.append((shards.url, number))
+        return original(shards, number, hooks)
+
+    monkeypatch.setattr(OpenShards, "open", open_one)
+    return numbers
+
+
 @pytest.mark.parametrize("shard_format", FORMATS)
-def test_runs_of_the_same_cut_are_read_once(shard_format, tmp_path, monkeypatch):
+def test_runs_of_the_same_cut_are_read_once(shard_format, tmp_path, opened):
     """And each range of bytes too: a pair costs what both runs cost."""
     rows = list(range(60))
     pair = pair_of([Run(rows, n, shard_format=shard_format) for n in range(2)], tmp_path)
-    opened = []
-    original = OpenShards.open
-    monkeypatch.setattr(
-        OpenShards,
-        "open",
-        lambda shards, number, hooks=None: (
-            opened.append((shards.url, number)) or original(shards, number, hooks)
-        ),
-    )
     for shuffle in (None, 0):
         opened.clear()
         list(pickle.loads(pickle.dumps(pair)).batches(16, shuffle=shuffle))
         assert len(opened) == len(set(opened)) == sum(len(r._commits) for r in pair.runs) > 8
+
+
+def test_pickles_are_unpacked_once_for_each_shard_of_the_first_run(tmp_path, opened):
+    """Whatever their order; and none that has no token which is wanted."""
+    runs = [Run(list(range(60)), 0, shard_format="pickle")]
+    runs.append(Run(list(range(12, 60))[::-1], 1, shard_format="pickle", hosts=3, shard_gb=8e-6))
+    pair = pair_of(runs, tmp_path)
+    first, second = (len(run._commits) for run in pair.runs)
+    for shuffle in (None, 0):
+        opened.clear()
+        list(pair.batches(8, shuffle=shuffle, buffer=32))
+        counts = Counter(url.split("/")[-1] for url, _ in opened)
+        assert counts["0"] < first and counts["1"] <= counts["0"] * second
+        opened.clear()
+        list(pair.batches(8, shuffle=shuffle, where=lambda table: [False] * len(table)))
+        assert opened == []
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -9,7 +9,8 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property, lru_cache, partial, reduce
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
@@ -29,11 +30,13 @@ from activation_extraction.dataset.windows import Block, Chunk, Plan
 from activation_extraction.store.shard import TableRow
 from activation_extraction.store.shard_reader import ShardReader
 
-PICKLES = 2  # of each run but the first, that stay in memory
 DIGEST = 16  # bytes of the SHA-256 of a row that stand for it
 
 T = TypeVar("T")
-Opened = Callable[[int], ShardReader]
+# A run that is read: its tokens, what is asked of it, and what opens its shards.
+Opened = tuple[TokenSource, BatchOptions, Callable[[int], ShardReader]]
+# Tokens of the first run, which of them all runs have, and these in each other run.
+Aligned = tuple[ChunkTokens, np.ndarray, list[Block]]
 
 
 def samples_in_all(runs: Sequence[OpenShards]) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -85,11 +88,21 @@ class AlignedSource(Generic[T]):
         return hashlib.sha256(each.encode()).hexdigest()
 
     def plan(self, options: BatchOptions, part: int, parts: int) -> Plan:
-        """What one of a DataLoader's workers reads; (0, 1) stands for a process without them."""
-        first, *others = zip(self.sources, options.of_runs, strict=True)
-        opened = [first[0].readers(first[1])]
-        opened += [source.readers(each, PICKLES) for source, each in others]
-        return plan_of(self.sources, options, part, parts, partial(self._read, options, opened))
+        """What one of a DataLoader's workers reads; (0, 1) stands for a process without them.
+
+        Where another run than the first has pickles, tokens are aligned by whole shards of the
+        first, since every alignment unpacks all pickles that it needs.
+        """
+        whole = not all(source.by_ranges for source in self.sources[1:])
+        each = zip(self.sources, options.of_runs, strict=True)
+        runs = [(source, own, source.readers(own)) for source, own in each]
+        align = lru_cache(1 if whole else 0)(partial(self._align, runs))
+
+        def read(chunk: Chunk) -> tuple[Block, ...]:
+            aligned = align(self.sources[0].whole(chunk.shard) if whole else chunk)
+            return _blocks(runs, aligned, chunk)
+
+        return plan_of(self.sources, options, part, parts, read)
 
     def take(self, memory: tuple[TokenBatch, ...], rows: np.ndarray, options: BatchOptions) -> T:
         """Returns the tokens with these numbers, of all runs. Raises OSError."""
@@ -97,55 +110,41 @@ class AlignedSource(Generic[T]):
         return self.form([source.take((tokens,), rows, own) for source, tokens, own in runs])
 
     @cached_property
-    def _partner(self) -> list[np.ndarray]:
-        """The number of every sample of the first run in each other run; -1 where it has none."""
-        partners = []
-        for numbers in self.numbers[1:]:
-            partner = np.full(self.sources[0].firsts[-1], -1, np.int64)
-            partner[self.numbers[0]] = numbers
-            partners.append(partner)
-        return partners
+    def _partner(self) -> np.ndarray:
+        """The number of every sample of the first run in each other run, int64 (runs, samples); -1
+        where it has none, or the sample is not wanted."""
+        partner = np.full((len(self.numbers) - 1, self.sources[0].firsts[-1]), -1, np.int64)
+        partner[:, self.numbers[0]] = self.numbers[1:]
+        if (mask := self.sources[0].mask) is not None:
+            partner[:, ~mask] = -1
+        return partner
 
-    def _read(
-        self, options: BatchOptions, opened: Sequence[Opened], chunk: Chunk
-    ) -> tuple[Block, ...]:
+    def _align(self, runs: Sequence[Opened], chunk: Chunk) -> Aligned:
         """The tokens of a chunk of the first run that pass the filters in every run."""
-        runs = list(zip(self.sources, options.of_runs, opened, strict=True))
-        source, own, readers = runs[0]
-        found = source.tokens(own, readers, chunk)
-        partners = [self._partners(n, found, *run) for n, run in enumerate(runs[1:], 1)]
+        source, own, opened = runs[0]
+        found = source.tokens(own, opened, chunk)
+        partners = [self._partners(n, found, run) for n, run in enumerate(runs[1:], 1)]
         rows = reduce(np.intersect1d, [at for at, _ in partners], np.flatnonzero(found.wanted))
-        if not len(rows):
-            return tuple(Block(found.tokens, rows) for _ in runs)
-        blocks = [source.with_activations(own, found, rows)]
-        for at, block in partners:
-            blocks.append(Block(block.tokens, block.rows[np.searchsorted(at, rows)]))
-        limits = [own.max_norm for own in options.of_runs]
-        small = np.logical_and.reduce(list(map(are_small, blocks, limits)))
-        return tuple(Block(tokens, rows[small]) for tokens, rows in blocks)
+        others = [Block(b.tokens, b.rows[np.searchsorted(at, rows)]) for at, b in partners]
+        return found, rows, others
 
-    def _partners(
-        self, run: int, found: ChunkTokens, source: TokenSource, own: BatchOptions, opened: Opened
-    ) -> tuple[np.ndarray, Block]:
+    def _partners(self, run: int, found: ChunkTokens, other: Opened) -> tuple[np.ndarray, Block]:
         """Returns which tokens of a chunk another run has and lets through, and its block of them.
 
-        Samples that lie next to each other there are read at once, and those of a shard one after
-        another. Raises ValueError if the id of a token differs.
+        They are read in its own order, and samples that lie next to each other there at once.
+        Raises ValueError if the id of a token differs.
         """
-        shard = found.chunk.shard
-        partner = self._partner[run - 1][slice(*self.sources[0].firsts[shard : shard + 2])]
-        mask = self.sources[0].mask_of(shard)
-        in_all = partner >= 0 if mask is None else (partner >= 0) & mask
-        known = np.flatnonzero(in_all[found.samples])
-        samples, ordinal = np.unique(found.samples[known], return_inverse=True)
-        ours, theirs = _keys(ordinal, found.tokens.position[known]), partner[samples]
+        source, own, opened = other
+        first = self.sources[0].firsts[found.chunk.shard]
+        partner = self._partner[run - 1][first + found.samples]
+        known = np.argsort(partner, kind="stable")[np.count_nonzero(partner < 0) :]
+        theirs, ordinal = np.unique(partner[known], return_inverse=True)
+        ours = _keys(ordinal, found.tokens.position[known])
         shards = np.searchsorted(source.firsts, theirs, "right") - 1
-        breaks = np.flatnonzero((np.diff(theirs) != 1) | (np.diff(shards) != 0)) + 1
-        begins = np.concatenate([[0], breaks]).astype(int)[: len(samples)]
-        ends = np.concatenate([breaks, [len(samples)]]).astype(int)
-        parts: dict[int, tuple[np.ndarray, Block]] = {}
-        for n in np.argsort(shards[begins], kind="stable"):
-            begin, end, shard = int(begins[n]), int(ends[n]), int(shards[begins[n]])
+        apart = (np.diff(theirs, prepend=-2) != 1) | (np.diff(shards, prepend=-1) != 0)
+        parts: list[tuple[np.ndarray, Block]] = []
+        for begin, end in pairwise([*np.flatnonzero(apart).tolist(), len(theirs)]):
+            shard = int(shards[begin])
             number = int(theirs[begin]) - source.firsts[shard]
             span = opened(shard).offsets[[number, number + end - begin]]
             stretch = source.tokens(own, opened, Chunk(shard, *map(int, span)))
@@ -155,13 +154,15 @@ class AlignedSource(Generic[T]):
             at = known[here][at]
             self._compare(run, found.tokens, at, stretch.tokens, rows)
             wanted = found.wanted[at] & stretch.wanted[rows]
-            if wanted.any():
-                block = source.with_activations(own, stretch, rows[wanted])
-                parts[begin] = at[wanted], block
+            block = source.with_activations(own, stretch, rows[wanted])
+            small = are_small(block, own.max_norm)
+            if small.any():
+                parts.append((at[wanted][small], Block(block.tokens, block.rows[small])))
         if not parts:
             return known[:0], Block(found.tokens, known[:0])
-        in_order = [parts[begin] for begin in sorted(parts)]
-        return np.concatenate([at for at, _ in in_order]), _concatenated([b for _, b in in_order])
+        at, block = np.concatenate([at for at, _ in parts]), _concatenated([b for _, b in parts])
+        order = np.argsort(at)
+        return at[order], Block(block.tokens, block.rows[order])
 
     def _compare(
         self, run: int, ours: TokenBatch, at: np.ndarray, theirs: TokenBatch, row: np.ndarray
@@ -176,6 +177,20 @@ class AlignedSource(Generic[T]):
                 f"{theirs.token_ids[j]} in the other"
             )
             raise ValueError(without_secrets(told))
+
+
+def _blocks(runs: Sequence[Opened], aligned: Aligned, chunk: Chunk) -> tuple[Block, ...]:
+    """The tokens of a chunk, of every run, with their activations."""
+    found, rows, others = aligned
+    start = found.chunk.start
+    here = slice(*np.searchsorted(rows, [chunk.start - start, chunk.stop - start]))
+    if not len(rows[here]):
+        return tuple(Block(found.tokens, rows[:0]) for _ in runs)
+    source, own, _ = runs[0]
+    first = source.with_activations(own, found, rows[here])
+    small = are_small(first, own.max_norm)
+    blocks = [first, *(Block(tokens, rows[here]) for tokens, rows in others)]
+    return tuple(Block(tokens, rows[small]) for tokens, rows in blocks)
 
 
 def _keys(sample: np.ndarray, position: np.ndarray) -> np.ndarray:

@@ -32,20 +32,21 @@ class Batches(Iterator[T_co]):
     """Batches of tokens; the last one may be shorter. `state` and `restore` are exact.
 
     They are of type TokenBatch, or pairs of these where two runs are read side by side. It goes
-    over the data once. A copy in another process starts where this one stands.
+    over the data once. A copy in another process starts where this one stands. source: what they
+    are read from. options: the arguments that they were asked for with.
     """
 
     def __init__(
         self, source: Source[T_co], options: BatchOptions, position: Position | None = None
     ) -> None:
-        self._source: Source[T_co] = source
-        self._options: BatchOptions = options
+        self.source: Source[T_co] = source
+        self.options: BatchOptions = options
         self._position = position or Position()
         self._windows: Generator[Window, None, None] | None = None
         self._window: Window | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Batches, (self._source, self._options, self._position)
+        return Batches, (self.source, self.options, self._position)
 
     def state(self) -> dict[str, Any]:
         """Returns where the iteration stands, as plain JSON values."""
@@ -68,14 +69,14 @@ class Batches(Iterator[T_co]):
     def _setting(self) -> dict[str, Any]:
         """Everything on which the order of the tokens depends."""
         part, parts = _loader_worker()
-        options: dict[str, Any] = json.loads(json.dumps(asdict(self._options)))
+        options: dict[str, Any] = json.loads(json.dumps(asdict(self.options)))
         for each in (options, *(options["others"] or ())):
             del each["columns"]
-        return {"data": self._source.fingerprint, **options, "part": part, "parts": parts}
+        return {"data": self.source.fingerprint, **options, "part": part, "parts": parts}
 
     def again(self) -> "Batches[T_co]":
         """Returns the same batches from the start."""
-        return Batches(self._source, self._options)
+        return Batches(self.source, self.options)
 
     def close(self) -> None:
         """Ends the reading ahead and frees the buffer."""
@@ -113,8 +114,8 @@ class Batches(Iterator[T_co]):
         if self._window is None:
             self._window = self._next_window()
         window, taken = self._window, self._position.taken
-        rows = window.order[taken : taken + self._options.size]
-        batch = self._source.take(window.memory, rows, self._options)
+        rows = window.order[taken : taken + self.options.size]
+        batch = self.source.take(window.memory, rows, self.options)
         taken += len(rows)
         if taken < len(window.order):
             self._position = replace(self._position, taken=taken)
@@ -124,9 +125,9 @@ class Batches(Iterator[T_co]):
 
     def _next_window(self) -> Window:
         """The window at the position. Raises StopIteration after the last one."""
-        options = self._options
+        options = self.options
         if self._windows is None:
-            plan = self._source.plan(options, *_loader_worker())
+            plan = self.source.plan(options, *_loader_worker())
             most = options.buffer // 2 // options.size * options.size
             self._windows = Windows(plan, most, options.shuffle).beginning(self._position)
         try:

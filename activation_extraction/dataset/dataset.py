@@ -46,7 +46,7 @@ class ActivationDataset(Sequence[SampleActivations]):
     read, or globs, as --hook_names takes them; all of them by default. A run that is still going on
     is read as far as it is stored now. Mappings by hook list the canonical names, and
     find a hook by its other names, too.
-    `metadata` is what the first host's metadata.json says.
+    `metadata` is what the first host's metadata.json says, and `shards` opens what is stored.
 
     Raises ValueError when there is no such run or hook, when shards are missing or cut short, or
     when folders of different runs are mixed. Reading raises OSError for a damaged shard.
@@ -66,17 +66,19 @@ class ActivationDataset(Sequence[SampleActivations]):
         recorded = ByHook({hook["name"]: hook for hook in described}, aliases)
         in_shards = {h["name"]: h for s in folders.values() for c in s.in_order for h in c.hooks}
         names = chosen(self.url, recorded, hooks)
+        if not names:
+            raise ValueError(f"{self.url}: no hook is asked for; it has {', '.join(recorded)}")
         stored = {
             name: _stored_hook(in_shards.get(name, {}) | recorded[name], self.metadata)
             for name in names
         }
-        self._shards = OpenShards(
+        self.shards = OpenShards(
             root.given,
             [(name, commit) for name in folders for commit in folders[name].in_order],
             ByHook(stored, aliases),
         )
-        self._shards.check_sizes(self.url)
-        self._commits = [commit for _, commit in self._shards.shards]
+        self.shards.check_sizes(self.url)
+        self._commits = [commit for _, commit in self.shards.shards]
         self._ends = list(accumulate(commit.count for commit in self._commits))
         self._local = root.local
 
@@ -101,19 +103,19 @@ class ActivationDataset(Sequence[SampleActivations]):
     @property
     def hooks(self) -> ByHook[int]:
         """The width of every hook that is read, by name."""
-        return self._shards.hooks.map(lambda hook: hook.width)
+        return self.shards.hooks.map(lambda hook: hook.width)
 
     @property
     def dtype(self) -> np.dtype:
         """The dtype in which activations are stored; that of the first hook if none are read."""
-        every = self._shards.hooks.values()
+        every = self.shards.hooks.values()
         return min(every, key=lambda hook: not hook.activations).dtype
 
     @property
     def dtypes(self) -> ByHook[np.dtype]:
         """The dtype of every hook that is read, by name. Numbers of experts and tokens are int32,
         losses and the like float32."""
-        return self._shards.hooks.map(lambda hook: hook.dtype)
+        return self.shards.hooks.map(lambda hook: hook.dtype)
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:
@@ -127,10 +129,10 @@ class ActivationDataset(Sequence[SampleActivations]):
             if hook["name"] in found:
                 found[hook["name"]] = found[hook["name"]].merge(Statistics.from_json(hook))
         statistics = {
-            name: HookStatistics(**vars(found[name]), load=partial(self._shards.sums, name))
+            name: HookStatistics(**vars(found[name]), load=partial(self.shards.sums, name))
             for name in found
         }
-        return ByHook(statistics, self._shards.hooks.aliases)
+        return ByHook(statistics, self.shards.hooks.aliases)
 
     @cached_property
     def samples(self) -> "pyarrow.Table":
@@ -141,7 +143,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         Values of several types become texts. `samples.to_pandas()` makes a frame of it. Needs
         pyarrow. Raises OSError for a table that is damaged.
         """
-        return self._shards.samples()
+        return self.shards.samples()
 
     @property
     def tokenizer_path(self) -> str:
@@ -174,8 +176,8 @@ class ActivationDataset(Sequence[SampleActivations]):
         Raises ValueError where pieces are missing, or may be because the run still goes on.
         """
         shard, number = self._place(index)
-        folder = self._shards.shards[shard][0]
-        shards = [n for n, (name, _) in enumerate(self._shards.shards) if name == folder]
+        folder = self.shards.shards[shard][0]
+        shards = [n for n, (name, _) in enumerate(self.shards.shards) if name == folder]
         of_host = range(
             self._ends[shards[0]] - self._commits[shards[0]].count, self._ends[shards[-1]]
         )
@@ -192,7 +194,7 @@ class ActivationDataset(Sequence[SampleActivations]):
     def _row(self, index: int) -> Mapping[str, Any] | None:
         """The row of the data set that a sample comes from."""
         shard, number = self._place(index)
-        return self._shards.table(shard)[number].row
+        return self.shards.table(shard)[number].row
 
     def _place(self, index: int) -> tuple[int, int]:
         """The number of a sample's shard, and its own number there. Raises IndexError."""
@@ -222,14 +224,15 @@ class ActivationDataset(Sequence[SampleActivations]):
         The order of shuffled batches depends on how the shards were cut. `paired` reads two runs
         side by side.
 
-        hooks: those to read, as for the dataset, by default all of its hooks. shuffle: a seed, or
-        None for the stored order. buffer: the number of tokens kept in memory and shuffled there,
-        by default 64 batches, at most 1 GiB. Pickles are unpacked whole, so up to two shards come
-        on top of that. skip_first: leave out that many tokens at the start of every sample.
-        max_norm: leave out tokens with a larger norm at any hook, or at the hooks that it names;
-        only activations have one. dtype: of activations in the result, by default as stored.
-        worker, workers: read only one of so many shares, which do not overlap;
-        the workers of a PyTorch DataLoader divide it further by themselves. where: only tokens of
+        hooks: those to read, as for the dataset, by default all of its hooks; with an empty list,
+        batches have no activations. shuffle: a seed, or None for the stored order. buffer: the
+        number of tokens kept in memory and shuffled there, by default 64 batches, at most 1 GiB.
+        Pickles are unpacked whole, so up to two shards come on top of that. skip_first: leave out
+        that many tokens at the start of every sample. max_norm: leave out tokens with a larger norm
+        at any hook, or at the hooks that it names; only activations have one. dtype: of activations
+        in the result, by default as stored. worker, workers: read only one of so many shares, which
+        do not overlap; the workers of a PyTorch DataLoader divide it further by themselves. where:
+        only tokens of
         these samples: a boolean for each row of `samples`, as an array or a list, or a function
         that gets that table and returns them, such as
         `lambda table: pyarrow.compute.equal(table["split"], "test")`. roles: only tokens of these
@@ -240,7 +243,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         """
         known = self.hooks
         names = chosen(self.url, known, hooks)
-        floats = [name for name in names if self._shards.hooks[name].activations]
+        floats = [name for name in names if self.shards.hooks[name].activations]
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(floats, max_norm)
         limits = {known.aliases.get(name, name): limit for name, limit in limits.items()}
         for name in limits:
@@ -249,7 +252,7 @@ class ActivationDataset(Sequence[SampleActivations]):
             if name not in floats:
                 raise ValueError(f"max_norm: hook {name!r} has no activations, and no norm")
         if buffer is None:
-            buffer = default_buffer(size, self._shards.row_bytes(names))
+            buffer = default_buffer(size, self.shards.row_bytes(names))
         if size < 1 or buffer < 2 * size:
             raise ValueError(f"buffer {buffer}: it must hold two batches of {size} tokens")
         if not 0 <= worker < workers:
@@ -273,7 +276,7 @@ class ActivationDataset(Sequence[SampleActivations]):
             where=None if mask is None else digest_of_mask(mask),
             columns=self._known_columns(columns),
         )
-        return Batches(TokenSource(self._shards, self._local, mask), options)
+        return Batches(TokenSource(self.shards, self._local, mask), options)
 
     def join(self, other: Any) -> "JoinedRuns":
         """Returns a dataset with the hooks of this run and of another run over the same data.
@@ -294,7 +297,7 @@ class ActivationDataset(Sequence[SampleActivations]):
                 raise ValueError(
                     f"roles: unknown role {role!r}; expected some of {', '.join(ROLES)}"
                 )
-        if self._commits and "role" not in self._shards.get(0).labels(0, 0):
+        if self._commits and "role" not in self.shards.get(0).labels(0, 0):
             raise ValueError(f"roles: {self.url} has no roles; only runs of conversations do")
         stored = identity_of(self.metadata, METADATA).roles or ROLES
         if not set(asked) <= {*stored}:
@@ -305,7 +308,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         """The columns that are asked for. Raises ValueError for one that the samples lack."""
         asked = (columns,) if isinstance(columns, str) else tuple(columns)
         if asked and self._commits:
-            kept = {name for row in self._shards.table(0) for name in row.columns}
+            kept = {name for row in self.shards.table(0) for name in row.columns}
             for name in asked:
                 if name not in (*SAMPLE_COLUMNS, *kept):
                     there = ", ".join((*SAMPLE_COLUMNS, *sorted(kept)))
@@ -314,9 +317,9 @@ class ActivationDataset(Sequence[SampleActivations]):
 
     def _sample(self, shard: int, number: int) -> SampleActivations:
         try:
-            reader = self._shards.get(shard)
+            reader = self.shards.get(shard)
             span = [int(offset) for offset in reader.offsets[number : number + 2]]
-            row = self._shards.table(shard)[number]
+            row = self.shards.table(shard)[number]
             token_ids, position = reader.tokens(*span)
             labels = {name: np.array(each) for name, each in reader.labels(*span).items()}
             stored = int(reader.sample_idx[number]), span[1] - span[0]
@@ -327,7 +330,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         except RunError as error:
             raise OSError(str(error)) from error
         return SampleActivations(
-            activations=ByHook(rows, self._shards.hooks.aliases),
+            activations=ByHook(rows, self.shards.hooks.aliases),
             token_ids=np.array(token_ids),
             position=np.array(position),
             sample_idx=row.sample_idx,
@@ -399,9 +402,6 @@ def chosen(where: str, known: ByHook[Any], hooks: Any) -> list[str]:
     """Returns the hooks that were asked for. Raises ValueError for one that is not there."""
     asked = [hooks] if isinstance(hooks, str) else hooks
     try:
-        names = list(known) if asked is None else known.matching(asked)
+        return list(known) if asked is None else known.matching(asked)
     except KeyError as error:
         raise ValueError(f"{where}: has no hook {error}; it has {', '.join(known)}") from None
-    if not names:
-        raise ValueError(f"{where}: no hook is asked for; it has {', '.join(known)}")
-    return names

@@ -6,7 +6,8 @@ Which tokens the runs have in common is found in alignment.py.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import numpy as np
 
@@ -43,9 +44,9 @@ def paired(a: Any, b: Any) -> "PairedRuns":
     are the same on equally many machines and hosts alone. Tokens that one of the runs lacks are
     left out; the log says so once, and `unpaired_samples` and `unpaired_tokens` count them.
 
-    The order is that of `a`; `b` is read wherever its tokens lie. Where both runs store safetensors
-    that costs little, but pickles are unpacked again and again unless their samples are in the same
-    order (`--export safetensors` copies a run).
+    The order is that of `a`; `b` is read wherever its tokens lie. If `b` stores pickles, every
+    shard of `a` unpacks all those that have its samples, and up to six shards come on top of the
+    buffer: first copy a run in quite another order with `--export safetensors`.
 
     Raises ValueError when there is no such run, when a run has two samples of a row, or when no row
     is in both. Reading raises ValueError for a token whose id differs in the two runs, and OSError
@@ -57,10 +58,6 @@ def paired(a: Any, b: Any) -> "PairedRuns":
 def opened(run: Any) -> ActivationDataset:
     """Returns the dataset of a run, which may be given as one, or as its url."""
     return run if isinstance(run, ActivationDataset) else ActivationDataset(run)
-
-
-def _pair(batches: Sequence[TokenBatch]) -> TokenPair:
-    return TokenPair(*batches)
 
 
 def _joined(batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -77,7 +74,7 @@ class AlignedRuns:
 
     def __init__(self, *runs: ActivationDataset) -> None:
         self.runs = runs
-        self._numbers, tokens = samples_in_all([run._shards for run in runs])
+        self._numbers, tokens = samples_in_all([run.shards for run in runs])
         self.unpaired_samples = tuple(len(run) - len(self) for run in runs)
         common = [of_run[row] for of_run, row in zip(tokens, self._numbers, strict=True)]
         for run, left_out, in_all in zip(runs, self.unpaired_samples, common, strict=True):
@@ -100,14 +97,11 @@ class AlignedRuns:
         Their ids are read for it, and whole shards where these are pickles. Raises OSError, and
         ValueError for a token id that differs.
         """
-        hooks = [list(run.hooks) for run in self.runs]
-        source, options = self._aligned(_pair, hooks, 2**14)
-        first, *others = (replace(each, hooks=()) for each in options.of_runs)
-        plan = source.plan(replace(first, others=tuple(others)), 0, 1)
-        in_all = sum(len(plan.read(chunk)[0].rows) for chunk in plan.chunks)
+        no_hooks = [()] * len(self.runs)
+        in_all = sum(map(len, self._batches(itemgetter(0), no_hooks, 2**14)))
         return tuple(run.tokens - in_all for run in self.runs)
 
-    def _aligned(
+    def _batches(
         self,
         form: Callable[[Sequence[TokenBatch]], T],
         hooks: Sequence[Sequence[str]],
@@ -116,36 +110,33 @@ class AlignedRuns:
         max_norm: Any = None,
         where: Any = None,
         **options: Any,
-    ) -> tuple[AlignedSource[T], BatchOptions]:
-        """The tokens that all runs have, and the options of all for batches of them.
+    ) -> Batches[T]:
+        """Batches of the tokens that all runs have: what `form` makes of a batch of each run.
 
         hooks: the names of those to read, of each run. where: a mask is over the samples of the
         first run; a function gets the table of each. Raises ValueError.
         """
         runs = list(zip(self.runs, hooks, strict=True))
         if buffer is None:
-            buffer = default_buffer(size, sum(run._shards.row_bytes(names) for run, names in runs))
+            buffer = default_buffer(size, sum(run.shards.row_bytes(names) for run, names in runs))
         limits = [max_norm for _ in runs]
         if isinstance(max_norm, Mapping):
-            limits = [_of_hooks(max_norm, run, names) for run, names in runs]
+            limits = [
+                {n: limit for n, limit in max_norm.items() if run.hooks.aliases.get(n, n) in names}
+                for run, names in runs
+            ]
             for name in max_norm.keys() - {name for each in limits for name in each}:
                 raise ValueError(f"max_norm: hook {name!r} is not read")
         sources, of_runs = list[TokenSource](), list[BatchOptions]()
         for (run, names), limit in zip(runs, limits, strict=True):
-            mask = None
-            if callable(where) or (where is not None and not sources):
-                mask = as_mask(where(run.samples) if callable(where) else where, len(run))
-            own = dict(buffer=buffer, max_norm=limit, where=mask, **options)
-            asked = run.batches(size, names or None, **own)._options  # of a join, maybe no hook
-            limit = _of_hooks(asked.max_norm, run, names)
-            of_runs.append(replace(asked, hooks=tuple(names), max_norm=limit))
-            if not sources:
-                in_all = np.zeros(len(run), bool)
-                in_all[self._numbers[0]] = True
-                mask = in_all if mask is None else in_all & mask
-            sources.append(TokenSource(run._shards, run._local, mask))
-        both = replace(of_runs[0], others=tuple(of_runs[1:]))
-        return AlignedSource(tuple(sources), self._numbers, form), both
+            own = dict(buffer=buffer, max_norm=limit, **options)
+            own["where"] = where if callable(where) or not sources else None
+            batches = run.batches(size, names, **own)
+            sources.append(cast(TokenSource, batches.source))
+            of_runs.append(batches.options)
+        sources[0] = sources[0].of(self._numbers[0])
+        every = replace(of_runs[0], others=tuple(of_runs[1:]))
+        return Batches(AlignedSource(tuple(sources), self._numbers, form), every)
 
 
 class PairedRuns(AlignedRuns):
@@ -174,7 +165,7 @@ class PairedRuns(AlignedRuns):
         names = [
             chosen(run.url, run.hooks, each) for run, each in zip(self.runs, of_runs, strict=True)
         ]
-        return Batches(*self._aligned(_pair, names, size, where=where, **options))
+        return self._batches(TokenPair._make, names, size, where=where, **options)
 
 
 class JoinedRuns(AlignedRuns, Sequence[SampleActivations]):
@@ -246,7 +237,7 @@ class JoinedRuns(AlignedRuns, Sequence[SampleActivations]):
             mask = as_mask(where(self.samples) if callable(where) else where, len(self))
             where = np.zeros(len(self.runs[0]), bool)
             where[self._numbers[0]] = mask
-        return Batches(*self._aligned(_joined, of_runs, size, where=where, **options))
+        return self._batches(_joined, of_runs, size, where=where, **options)
 
 
 def _at_positions(sample: SampleActivations, position: np.ndarray) -> SampleActivations:
@@ -260,14 +251,6 @@ def _at_positions(sample: SampleActivations, position: np.ndarray) -> SampleActi
         role=None if sample.role is None else sample.role[rows],
         turn=None if sample.turn is None else sample.turn[rows],
     )
-
-
-def _of_hooks(
-    limits: Mapping[str, Any], run: ActivationDataset, names: Sequence[str]
-) -> dict[str, Any]:
-    """Returns the limits that are for hooks with these names."""
-    aliases = run.hooks.aliases
-    return {name: limit for name, limit in limits.items() if aliases.get(name, name) in names}
 
 
 def _choice(run: ActivationDataset) -> tuple[Any, ...]:

@@ -64,7 +64,7 @@ class ChunkTokens(NamedTuple):
 
 def default_buffer(size: int, row: int) -> int:
     """Returns how many tokens of `row` bytes are kept in memory for batches of `size`."""
-    return max(min(BUFFER_BATCHES * size, BUFFER_BYTES // row), 2 * size)
+    return max(min(BUFFER_BATCHES * size, BUFFER_BYTES // max(row, 1)), 2 * size)
 
 
 def as_mask(mask: Any, samples: int) -> np.ndarray:
@@ -123,6 +123,11 @@ class TokenSource:
         """The number of samples before each shard, and that of all."""
         return [0, *accumulate(commit.count for commit in self._commits)]
 
+    def of(self, samples: np.ndarray) -> "TokenSource":
+        """Returns the same without the tokens of other samples than those with these numbers."""
+        mask = np.isin(np.arange(self.firsts[-1]), samples)
+        return replace(self, mask=mask if self.mask is None else mask & self.mask)
+
     def mask_of(self, shard: int) -> np.ndarray | None:
         """Returns which samples of a shard are wanted; None for all."""
         return None if self.mask is None else self.mask[slice(*self.firsts[shard : shard + 2])]
@@ -143,11 +148,11 @@ class TokenSource:
         """Whether tokens are read without the rest of their shards."""
         return all(map(read_by_ranges, self._commits))
 
-    def readers(self, options: BatchOptions, kept: int = 1) -> Callable[[int], ShardReader]:
-        """Returns what opens shards by number. kept: how many pickles stay in memory."""
+    def readers(self, options: BatchOptions) -> Callable[[int], ShardReader]:
+        """Returns what opens shards by number; one pickle stays in memory."""
         if self.by_ranges:
             return self.shards.get
-        return lru_cache(kept)(partial(self.shards.open, hooks=options.hooks))
+        return lru_cache(1)(partial(self.shards.open, hooks=options.hooks))
 
     def plan(self, options: BatchOptions, part: int, parts: int) -> Plan:
         """What one of a DataLoader's workers reads; (0, 1) stands for a process without them."""
@@ -155,12 +160,16 @@ class TokenSource:
         read = partial(self._read, options, opened)
         return plan_of([self], options, part, parts, lambda chunk: (read(chunk),))
 
+    def whole(self, shard: int) -> Chunk:
+        """Returns all tokens of a shard."""
+        return Chunk(shard, 0, self._commits[shard].tokens)
+
     def chunks(self) -> list[Chunk]:
         """Returns the shards that have samples which are wanted."""
         return [
-            Chunk(number, 0, commit.tokens)
-            for number, commit in enumerate(self._commits)
-            if (mask := self.mask_of(number)) is None or mask.any()
+            self.whole(shard)
+            for shard in range(len(self._commits))
+            if (mask := self.mask_of(shard)) is None or mask.any()
         ]
 
     def _read(

@@ -30,7 +30,7 @@ class Chunk:
 
 
 class Block(NamedTuple):
-    """Tokens that were read. rows: the numbers of those that pass the filters, ascending.
+    """Tokens that were read. rows: the numbers of those that pass the filters, in their order.
 
     Where several runs are read as one, each has its own block, and row i is of the same token.
     """
