@@ -106,7 +106,8 @@ class HookedQwen2(nn.Module):
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> dict[Form, Array]:
         """Returns {form: (hooks of that form, B, T, width)}. Inputs are (B, T) int32.
 
-        Activations have activation_dtype; hooks of one form are in the order of `hooks`.
+        Activations have activation_dtype, or are packed rows of bytes (common/encodings.py) if that
+        names an encoding; hooks of one form are in the order of `hooks`.
         """
         embed = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")
         norm = RMSNorm(self.config, self.dtype, name="norm")
