@@ -156,6 +156,15 @@ def unpack(packed: np.ndarray, encoding: Encoding) -> tuple[np.ndarray, np.ndarr
     return values, scales, errors[:, 0]
 
 
+def fits(values: np.ndarray, scales: np.ndarray) -> bool:
+    """Returns whether values (tokens, width) and scales have an encoding's dtypes and shapes."""
+    encoding = OF_DTYPE.get(values.dtype.name)
+    if encoding is None or scales.dtype != encoding.scales:
+        return False
+    tokens, width = values.shape
+    return scales.shape == (tokens, encoding.scales_of(width) if width else 0)
+
+
 def decode(values: np.ndarray, scales: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
     """Returns activations (tokens, width): each value times its scale, rounded to float32 and then
     to `dtype`."""

@@ -51,7 +51,10 @@ class Form(NamedTuple):
 
     @property
     def in_arrays(self) -> tuple[int, str]:
-        """Returns how long a token is in an array, and the array's dtype. Encoded ones are packed."""
+        """Returns how long a token is in an array, and the array's dtype.
+
+        Encoded activations are packed rows of bytes there.
+        """
         if self.dtype in ENCODINGS:
             return ENCODINGS[self.dtype].row_bytes(self.width), "uint8"
         return self.width, self.dtype

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from activation_extraction.common.encodings import ENCODINGS, Encoding
 from activation_extraction.store.sealed_json import (
     COUNT,
     MAX_WIDTH,
@@ -118,10 +119,16 @@ class Identity:
         return hook not in self.integer_hooks and hook not in self.float32_hooks
 
     def dtype_of(self, hook: str) -> str:
-        """Returns the dtype in which a hook is stored."""
+        """Returns the dtype in which a hook is stored: of its values if it is encoded."""
         if hook in self.integer_hooks:
             return "int32"
+        if (encoding := self.encoding_of(hook)) is not None:
+            return encoding.values.name
         return "float32" if hook in self.float32_hooks else self.activation_dtype
+
+    def encoding_of(self, hook: str) -> Encoding | None:
+        """Returns how a hook is encoded; None if it is not."""
+        return ENCODINGS.get(self.activation_dtype) if self.has_activations(hook) else None
 
     @property
     def shared(self) -> dict[str, Any]:
