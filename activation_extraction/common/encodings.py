@@ -1,14 +1,15 @@
 """Encodings of activations in one byte per value: their formulas, layouts, and NumPy code.
 
 float8: a token has one scale, max|x| / 448 in float32, and a value is x / scale, rounded to e4m3
-(`float8_e4m3fn`, whose largest number is 448; https://arxiv.org/abs/2209.05433). int8: as GGML's
-Q8_0 (https://github.com/ggml-org/ggml), 32 consecutive values of a token have one scale, max|x| /
-127, but rounded up to float16; a value is the whole number nearest to x / scale. The last block of
-a token may be shorter.
+(`float8_e4m3fn`, whose largest number is 448; https://arxiv.org/abs/2209.05433).
+
+int8: as GGML's Q8_0 (https://github.com/ggml-org/ggml), 32 consecutive values of a token have one
+scale, max|x| / 127, but rounded up to float16; a value is the whole number nearest to x / scale.
+The last block of a token may be shorter.
 
 A scale is always positive, so that zeros stay zeros. Numbers below the smallest normal float32
-count as zero, because processors may do the same. If a token (float8) or a block (int8) has NaN or an
-infinite value, all of its values decode to NaN; so do those of an int8 block with values above
+count as zero, because processors may do the same. If a token (float8) or a block (int8) has NaN or
+an infinite value, all of its values decode to NaN; so do those of an int8 block with values above
 8.3 million, whose scale float16 cannot hold.
 
 `encode` also measures the relative error of every token. Its result is packed: an array of bytes
