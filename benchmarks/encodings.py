@@ -48,8 +48,8 @@ def tokens_like_a_stream(seed: int = 0) -> np.ndarray:
     x = chance.standard_normal((TOKENS, WIDTH), np.float32)
     x *= chance.lognormal(0, 0.5, WIDTH).astype(np.float32)
     large = chance.choice(WIDTH, 5, replace=False)
-    x[:, large[:3]] += np.float32([30, -20, 15])
-    x[::SINK_EVERY, large[3:]] += np.float32([5000, -3000])
+    x[:, large[:3]] += np.array([30, -20, 15], np.float32)
+    x[::SINK_EVERY, large[3:]] += np.array([5000, -3000], np.float32)
     return x
 
 
