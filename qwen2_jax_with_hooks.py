@@ -279,9 +279,9 @@ def create_model_with_hooks(
     """Creates the model that computes `hooks` and nothing more.
 
     dtype: the type of weights and matrix products (float32 or bfloat16; sums are float32).
-    activation_dtype: the type of activations in the result, by default `dtype`. layout: the mesh to
-    run on, by default one device. Raises ValueError without hooks, and InputError for a pipeline
-    that cannot have equal stages.
+    activation_dtype: the type of activations in the result, by default `dtype`, or the name of an
+    encoding. layout: the mesh to run on, by default one device. Raises ValueError without hooks,
+    and InputError for a pipeline that cannot have equal stages.
     """
     if not hooks:
         raise ValueError("hooks: is empty; give at least one hook")

@@ -22,9 +22,12 @@ from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.encodings import ENCODINGS, decode, encode, unpack
 from activation_extraction.common.errors import StorageError
 from activation_extraction.inspect.verify import verify
+from activation_extraction.store.commit import Commit, Outline
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.packed_rows import EncodingError, TokenErrors
 from activation_extraction.store.safetensors_file import header
+from activation_extraction.store.sealed_json import unseal
 from activation_extraction.store.statistics import Statistics
 
 HOOKS = {3: "blocks.3.hook_resid_post", "wide": "blocks.4.mlp.hook_post", 5: "choices"}
@@ -409,6 +412,31 @@ def test_records_that_do_not_belong_together_are_refused(tmp_path, capsys, encod
     with pytest.raises(OSError):
         ActivationDataset(tmp_path)[0]
     assert "shard_0001.pkl.gz" in problems_of(tmp_path, capsys)
+
+
+@each_format
+@each_encoding
+def test_samples_that_keep_no_token(tmp_path, encoding, shard_format):
+    identity = replace(identity_of(), activation_dtype=encoding, positions="last")
+    with open_storage(tmp_path, {0: "h"}, identity=identity, shard_format=shard_format) as storage:
+        for index, tokens in enumerate((0, 2, 0)):
+            values = np.full((tokens, 40), 2, np.float32)
+            storage.add_activation(0, values, index, "text", np.zeros(tokens, np.int32))
+    dataset = ActivationDataset(tmp_path)
+    assert [sample["h"].shape for sample in dataset] == [(0, 40), (2, 40), (0, 40)]
+    assert (dataset[1]["h"] == 2).all()
+    assert dataset.statistics["h"].error == EncodingError(TokenErrors(1), TokenErrors(1))
+
+
+def test_the_outline_of_a_run_in_a_bucket_has_the_errors(tmp_path):
+    store(tmp_path, "float8")
+    paths = sorted(tmp_path.glob("shard_*.json"))
+    outline = Outline()
+    for path in paths[:-1]:
+        outline.add(Commit.from_json(unseal(path.read_bytes(), ""), ""))
+    again = Outline.from_json(json.loads(json.dumps(outline.to_json())), "")
+    errors = [each.totals.statistics[3].error for each in (outline, again)]
+    assert errors[0] == errors[1] and errors[0].others.tokens > 0
 
 
 def test_a_run_without_an_encoding_has_nothing_of_it(tmp_path):

@@ -62,10 +62,10 @@ class Identity:
     model_digest, tokenizer_digest: SHA-256 of the files. data: the data set, or "files".
     data_revision: the data set's commit on the hub, or a digest of the list of files. hooks: the
     hooks' full names. integer_hooks, float32_hooks: those that are no activations; they are stored
-    as int32 or float32, whatever `activation_dtype` is. Integers number experts or tokens, and have
-    no statistics. keyed_by: the keys of the hooks in the shards: "layer", "hook name", or a list of
-    the requested names. positions,
-    drop_token_ids, roles, mask_column, overlap: which tokens are kept. num_hosts: the number of
+    as int32 or float32, whatever `activation_dtype` is, which may be the name of an encoding.
+    Integers number experts or tokens, and have no statistics. keyed_by: the keys of the hooks in
+    the shards: "layer", "hook name", or a list of the requested names. positions, drop_token_ids,
+    roles, mask_column, overlap: which tokens are kept. num_hosts: the number of
     hosts of this machine. chat_template: digest of the template and its arguments.
     shuffle_documents: the seed, "" for none.
     """
