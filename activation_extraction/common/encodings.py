@@ -100,8 +100,8 @@ def _encode(x: Any, encoding: Encoding, xp: Any) -> Any:
     scale = scales.astype(np.float32)
     rounded = (_to_e4m3 if encoding is FLOAT8 else _to_integers)(x / scale, xp)
     error = _relative_error(x, rounded * scale, largest, xp)
-    values = rounded.astype(encoding.values).reshape(*leading, -1)[..., :width]
-    parts = [values, scales.reshape(*leading, -1), error.astype(np.float32)]
+    values = rounded.astype(encoding.values).reshape(*leading, scales_of * block)[..., :width]
+    parts = [values, scales.reshape(*leading, scales_of), error.astype(np.float32)]
     return xp.concatenate([_bytes(part, xp) for part in parts], axis=-1)
 
 

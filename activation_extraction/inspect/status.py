@@ -74,7 +74,8 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
         _print_table(hosts, total)
         if not_started := [host.name for host in hosts if host.state == "not started"]:
             say(f"not started: {', '.join(not_started)}")
-        say(*_errors(total["hooks"]))
+        for line in _errors(total["hooks"]):
+            say(line)
         for problem in problems:
             say(f"damaged: {problem}")
     if write:

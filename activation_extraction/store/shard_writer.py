@@ -266,9 +266,9 @@ class ShardWriter:
         """Returns the sums by hook. Raises StorageError, naming the sample, for NaN or infinity."""
         sums = sum_shard(shard, self._threads, self._integers)
         for key in (key for key in sums if not sums[key].statistics.finite):
-            dtype = shard.slices[key][0].dtype
             remedies = {"float16": OVERFLOW, INT8.values.name: OVERFLOW_OF_INT8}
             for number, row in enumerate(shard.samples):
+                dtype = shard.slices[key][number].dtype
                 if not Statistics.from_array(shard.activation(key, number)).finite:
                     raise StorageError(
                         f"sample {row.sample_idx}, hook {key}: NaN or infinite {dtype} values",
