@@ -30,7 +30,7 @@ from activation_extraction.dataset.token_source import (
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import Stored, gaps, identity_of
-from activation_extraction.store.shard_reader import StoredHook
+from activation_extraction.store.shard_reader import StoredHook, read_rows
 from activation_extraction.store.statistics import HookStatistics, Statistics
 
 if TYPE_CHECKING:
@@ -107,14 +107,15 @@ class ActivationDataset(Sequence[SampleActivations]):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype in which activations are stored; that of the first hook if none are read."""
+        """The dtype of activations: as they are stored, or float32 if they are encoded; that of the
+        first hook if none are read."""
         every = self.shards.hooks.values()
         return min(every, key=lambda hook: not hook.activations).dtype
 
     @property
     def dtypes(self) -> ByHook[np.dtype]:
-        """The dtype of every hook that is read, by name. Numbers of experts and tokens are int32,
-        losses and the like float32."""
+        """The dtype of every hook that is read, by name. Numbers of experts and tokens are int32;
+        losses and the like, and encoded activations, float32."""
         return self.shards.hooks.map(lambda hook: hook.dtype)
 
     @cached_property
@@ -230,11 +231,10 @@ class ActivationDataset(Sequence[SampleActivations]):
         Pickles are unpacked whole, so up to two shards come on top of that. skip_first: leave out
         that many tokens at the start of every sample. max_norm: leave out tokens with a larger norm
         at any hook, or at the hooks that it names; only activations have one. dtype: of activations
-        in the result, by default as stored. worker, workers: read only one of so many shares, which
-        do not overlap; the workers of a PyTorch DataLoader divide it further by themselves. where:
-        only tokens of
-        these samples: a boolean for each row of `samples`, as an array or a list, or a function
-        that gets that table and returns them, such as
+        in the result, by default that of the dataset. worker, workers: read only one of so many
+        shares, which do not overlap; the workers of a PyTorch DataLoader divide it further by
+        themselves. where: only tokens of these samples: a boolean for each row of `samples`, as an
+        array or a list, or a function that gets that table and returns them, such as
         `lambda table: pyarrow.compute.equal(table["split"], "test")`. roles: only tokens of these
         roles in a conversation, such as ["assistant"]. columns: names in `samples`, such as
         ["doc_id", "label"]: batches then have the values of these for every token.
@@ -326,7 +326,10 @@ class ActivationDataset(Sequence[SampleActivations]):
             if (row.sample_idx, row.tokens) != stored:
                 where = self._commits[shard].table_file
                 raise RunError(f"{self.url}: {where} is of other samples than its shard")
-            rows = {name: np.array(reader.rows(name, *span)) for name in self.hooks}
+            rows = {
+                name: np.array(read_rows(reader, name, hook, (span[0], span[1])))
+                for name, hook in self.shards.hooks.items()
+            }
         except RunError as error:
             raise OSError(str(error)) from error
         return SampleActivations(
@@ -387,8 +390,11 @@ def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> St
     if width is None:
         raise ValueError(f"the metadata does not record how wide {recorded['name']} is")
     identity, name = identity_of(metadata, METADATA), recorded["name"]
+    encoding, activations = identity.encoding_of(name), identity.has_activations(name)
     dtype = _dtype(recorded.get("dtype", identity.dtype_of(name)))
-    return StoredHook(recorded["key"], width, dtype, identity.has_activations(name))
+    if encoding is not None:
+        dtype = np.dtype(np.float32)
+    return StoredHook(recorded["key"], width, dtype, activations, encoding)
 
 
 def _dtype(name: Any) -> np.dtype:

@@ -62,7 +62,7 @@ class OpenShards:
         return OpenShards, (self.url, self.shards, self.hooks)
 
     def row_bytes(self, hooks: Sequence[str]) -> int:
-        """Returns the bytes of one token at these hooks."""
+        """Returns the bytes of one token at these hooks in memory."""
         return sum(self.hooks[name].width * self.hooks[name].dtype.itemsize for name in hooks)
 
     def check_sizes(self, url: str) -> None:
@@ -70,7 +70,7 @@ class OpenShards:
 
         url: of the run, for messages.
         """
-        row = self.row_bytes(list(self.hooks))
+        row = sum(hook.stored_bytes for hook in self.hooks.values())
         for folder, commit in self.shards:
             most = commit.bytes * (1 if read_by_ranges(commit) else MAX_GZIP_RATIO)
             if commit.tokens * row > most:

@@ -18,7 +18,7 @@ from activation_extraction.dataset.token_batch import ByHook, TokenBatch, copy_r
 from activation_extraction.dataset.windows import Block, Chunk, Plan
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.shard import TableRow
-from activation_extraction.store.shard_reader import ShardReader, read_by_ranges
+from activation_extraction.store.shard_reader import ShardReader, read_by_ranges, read_rows
 
 CHUNK_BYTES = 8 * 2**20  # the most that is read at once
 CHUNKS_IN_BUFFER = 64  # at least, so that the chunks on their way add little to the buffer
@@ -209,12 +209,16 @@ class TokenSource:
     ) -> Block:
         """Returns these tokens of a chunk with their activations. Raises OSError.
 
-        Activations are views of the file where that is possible.
+        Activations are views of the file where that is possible. Encoded ones are decoded to the
+        dtype of the result.
         """
         first, stop = (int(rows.min()), int(rows.max()) + 1) if len(rows) else (0, 0)
         span = found.chunk.start + first, found.chunk.start + stop
         try:
-            activations = {hook: found.reader.rows(hook, *span) for hook in options.hooks}
+            activations = {
+                name: read_rows(found.reader, name, self.shards.hooks[name], span, options.dtype)
+                for name in options.hooks
+            }
         except RunError as error:
             raise OSError(str(error)) from error
         tokens = found.tokens.map(itemgetter(slice(first, stop)))

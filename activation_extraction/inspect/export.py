@@ -194,7 +194,10 @@ class RunCopy:
         )
         self._identity = replace(identity, **self._changes)
         self._token_bytes = sum(
-            width * np.dtype(identity.dtype_of(hook)).itemsize for hook, width in hooks.items()
+            encoding.stored_bytes(width)
+            if (encoding := identity.encoding_of(hook)) is not None
+            else width * np.dtype(identity.dtype_of(hook)).itemsize
+            for hook, width in hooks.items()
         )
         self._copy_of = _digest(stored.in_order)
 
@@ -267,13 +270,19 @@ class RunCopy:
             raise InputError("--export safetensors: the run has no token ids")
         hooks = [hook for hook in commit.hooks if hook["name"] in self._hooks]
         keys = {hook["key"]: hook["name"] for hook in hooks}
-        slices = {key: shard.slices[key] for key in keys}
-        shard = replace(shard, slices=slices, some_tokens=not self._identity.every_token)
+        slices, scales = (
+            {key: arrays[key] for key in keys if key in arrays}
+            for arrays in (shard.slices, shard.scales)
+        )
+        some_tokens = not self._identity.every_token
+        shard = replace(shard, slices=slices, scales=scales, some_tokens=some_tokens)
         path = self.folder / self._format.file_name(commit.number)
         (self.folder / commit.name).unlink(missing_ok=True)  # of an earlier copy that is damaged
         written = write_shard(path, shard, keys, self._format)
         sums = {
-            name: hook_sums(self._identity, name, shard.slices[key], shard.positions)
+            name: hook_sums(
+                self._identity, name, shard.slices[key], shard.positions, shard.scales.get(key)
+            )
             for key, name in keys.items()
         }
         made = replace(

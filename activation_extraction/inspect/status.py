@@ -6,13 +6,13 @@ It reads only JSON files, and can write the totals to the output.
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.common.visible import say
+from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.folders import HostFolder, expected_names, read_folders
 from activation_extraction.store.commit import FORMAT_VERSION, METADATA, Commit, number_of
 from activation_extraction.store.folder import Folder
@@ -25,6 +25,7 @@ from activation_extraction.store.statistics import Statistics
 SILENCE = 900.0  # seconds without a commit before a run counts as silent
 RECENT = 20  # how many shards the current speed of a host is computed from
 SUMS = ("shards", "samples", "tokens", "bytes")
+SHOWN = 8  # how many hooks are listed with the errors of their encoding
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
         _print_table(hosts, total)
         if not_started := [host.name for host in hosts if host.state == "not started"]:
             say(f"not started: {', '.join(not_started)}")
+        for line in _errors(total["hooks"]):
+            say(line)
         for problem in problems:
             say(f"damaged: {problem}")
     if write:
@@ -232,6 +235,20 @@ def _hooks_of(folders: Iterable[Stored]) -> list[dict[str, Any]]:
             before = statistics.get(names[key], Statistics())
             statistics[names[key]] = before.merge(of_folder)
     return [{**heads[name], **statistics[name].to_json()} for name in statistics]
+
+
+def _errors(hooks: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a line for each hook that is encoded, the largest error first, and how many follow."""
+    errors = {hook["name"]: Statistics.from_json(hook).error for hook in hooks}
+    encoded = [(error.others.mean, name, error) for name, error in errors.items() if error]
+    for _, name, error in sorted(encoded, key=lambda each: -each[0])[:SHOWN]:
+        sinks, others = error.sinks, error.others
+        yield (
+            f"{name}: relative error of a token {others.mean:.2%} on average, at most "
+            f"{others.worst:.2%}; first tokens of documents {sinks.mean:.2%}, {sinks.worst:.2%}"
+        )
+    if len(encoded) > SHOWN:
+        yield f"the errors of {counted(len(encoded) - SHOWN, 'other hook')} are smaller (--json)"
 
 
 def _print_table(hosts: list[HostState], total: dict[str, Any]) -> None:

@@ -6,8 +6,8 @@ that occur more than once in the run are found.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import isclose
 from operator import ne
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from activation_extraction.common.encodings import fits
 from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import counted
 from activation_extraction.store.commit import Commit
@@ -24,7 +25,7 @@ from activation_extraction.store.metadata import Stored
 from activation_extraction.store.pickle_file import ContentError
 from activation_extraction.store.shard import SampleRow, Shard, with_table
 from activation_extraction.store.shard_reader import read_shard, read_sums, read_table
-from activation_extraction.store.statistics import Statistics, Sums, hook_sums
+from activation_extraction.store.statistics import STATISTICS, Statistics, Sums, hook_sums
 from activation_extraction.text.batch import Cursor, Worker
 
 DIGEST = np.dtype([("high", "<u8"), ("low", "<u8")])  # 0 if a sample has no row or no id
@@ -32,7 +33,7 @@ DIGEST = np.dtype([("high", "<u8"), ("low", "<u8")])  # 0 if a sample has no row
 
 @dataclass(frozen=True)
 class ChosenSample:
-    """A stored sample that is to be recomputed. activations: in the order of the hooks.
+    """A stored sample that is to be recomputed. activations: in the order of the hooks, decoded.
 
     worker: the host that stored it. shard: the number of its shard. start: where in the data the
     shard begins; None at the beginning of the data.
@@ -79,7 +80,8 @@ def worker_of(identity: Identity) -> Worker:
 def statistics_problems(computed: Statistics, recorded: dict[str, Any]) -> Iterator[str]:
     """Yields how computed statistics differ from those that a JSON file records."""
     expected = Statistics.from_json(recorded)
-    for name, value in computed.to_json().items():
+    for name in STATISTICS:
+        value = getattr(computed, name)
         if not isclose(value, getattr(expected, name), rel_tol=1e-6, abs_tol=1e-9):
             yield f"its {name} is {value}, its JSON says {getattr(expected, name)}"
 
@@ -114,7 +116,7 @@ def check_shard(
             ChosenSample(
                 where=f"{where}: sample {shard.samples[i].sample_idx}",
                 row=shard.samples[i],
-                activations=[slices[i] for slices in shard.slices.values()],
+                activations=[shard.activation(key, i) for key in shard.slices],
                 worker=worker_of(identity),
                 shard=commit.number,
                 start=None if before is None else before.position,
@@ -206,11 +208,48 @@ def _check_hook(
         if str(activation.dtype) != dtype:
             yield f"{at}: dtype {activation.dtype}, expected {dtype}"
         sound &= activation.shape == shape and str(activation.dtype) == dtype
+    scales = shard.scales.get(hook["key"])
+    for problem in _encoding_problems(identity, hook, slices, scales) if sound else ():
+        yield f"{name}: {problem}"
+        sound = False
     if sound:
-        sums = hook_sums(identity, hook["name"], slices, shard.positions)
+        sums = hook_sums(identity, hook["name"], slices, shard.positions, scales)
+        yield from (f"{name}: {problem}" for problem in _error_problems(identity, hook, sums))
         yield from (f"{name}: {problem}" for problem in statistics_problems(sums.statistics, hook))
         if recorded is not None and not recorded.close_to(sums):
             yield f"{name}: its statistics of every dimension are not those of its activations"
+
+
+def _encoding_problems(
+    identity: Identity,
+    hook: Mapping[str, Any],
+    slices: Sequence[np.ndarray],
+    scales: Sequence[np.ndarray] | None,
+) -> Iterator[str]:
+    """Yields how the encoding of a hook is not the one of its run."""
+    encoding = identity.encoding_of(hook["name"])
+    scale = None if encoding is None else encoding.per_scale(hook["width"])
+    if (encoding is None) != (scales is None):
+        yield f"has {'no ' if scales is None else ''}scales"
+    elif scales is not None and not all(map(fits, slices, scales)):
+        yield "its scales do not belong to its values"
+    if hook["scale"] != scale:
+        yield f"its scale is for {scale} values, its JSON says {hook['scale']}"
+
+
+def _error_problems(identity: Identity, hook: Mapping[str, Any], sums: Sums) -> Iterator[str]:
+    """Yields how the recorded errors of an encoding cannot be right. sums: of the hook."""
+    error, encoded = Statistics.from_json(hook).error, identity.encoding_of(hook["name"])
+    if error is None or encoded is None:
+        if (error is None) != (encoded is None):
+            yield f"its JSON has {'no' if error is None else 'an'} error of an encoding"
+        return
+    tokens = int(sums.counts[0]), int(sums.counts[1:].sum())
+    for kind, recorded, count in zip(
+        ("sinks", "others"), vars(error).values(), tokens, strict=True
+    ):
+        if recorded.tokens != count or recorded.mean > recorded.worst * (1 + 1e-6):
+            yield f"its JSON has an impossible error of {kind}: {asdict(recorded)}"
 
 
 def _origins(samples: Sequence[SampleRow]) -> Origins:

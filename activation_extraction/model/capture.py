@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from activation_extraction.common.encodings import ENCODINGS, encode
 from activation_extraction.model.decoder import intermediate
 from activation_extraction.model.hooks import Form, Hook, HookKind
 from activation_extraction.model.mesh import Layout
@@ -34,7 +35,8 @@ class Capture:
     """The values of some hooks are captured as one array per form.
 
     hooks: in their order; sizes: letter -> size, from the model's configuration, and S, the tokens
-    of a row; dtype: the type in which activations are stored.
+    of a row; dtype: the type in which activations are stored, or the name of an encoding, which
+    turns them into packed rows before they are captured.
     """
 
     hooks: tuple[Hook, ...]
@@ -99,17 +101,18 @@ class Capture:
         axes = ["slots", *["micro_batch"] * (len(shape) - 2), *CAPTURED]
         buffers = {}
         for form, length in lengths.items():
-            sizes = [length, *shape, form.width]
+            width, dtype = form.in_arrays
+            sizes = [length, *shape, width]
             if stages > 1:
-                empty = _bits(jnp.zeros([stages, *sizes], form.dtype))
+                empty = _bits(jnp.zeros([stages, *sizes], dtype))
                 buffers[form] = self.layout.constrain(empty, "stage", *axes)
             else:
-                empty = _bits(jnp.zeros(sizes, form.dtype))
+                empty = _bits(jnp.zeros(sizes, dtype))
                 buffers[form] = self.layout.constrain(empty, *axes)
         return buffers
 
     def bits_of(self, kinds: Iterable[HookKind], out: dict[str, Any]) -> list[Array]:
-        """Returns the values of these kinds, (B, T, width), from a layer's intermediates.
+        """Returns the values of these kinds, (B, T, width or row), from a layer's intermediates.
 
         A kind that the layer's type lacks gives zeros, which are overwritten like any value that
         nobody asked for.
@@ -117,10 +120,14 @@ class Capture:
         shape = out["resid_pre"].shape[:2]
 
         def value(kind: HookKind) -> Array:
-            x, (width, dtype) = intermediate(out, kind.value), self.form(kind)
+            x, form = intermediate(out, kind.value), self.form(kind)
+            width, dtype = form.in_arrays
             if x is None:
                 return jnp.zeros((*shape, width), dtype)
-            return x.reshape(*shape, -1).astype(dtype)
+            x = x.reshape(*shape, -1)
+            if form.dtype in ENCODINGS:  # whole tokens, so that devices exchange nothing for it
+                return encode(self.layout.constrain(x, *CAPTURED), ENCODINGS[form.dtype], jnp)
+            return x.astype(dtype)
 
         return [_bits(value(kind)) for kind in kinds]
 
@@ -151,9 +158,9 @@ class Capture:
         return self.write(buffers, plan.kinds, values, slots)
 
     def result(self, buffers: Buffers) -> dict[Form, Array]:
-        """Turns full buffers into {form: (hooks of that form, B, T, width)}."""
+        """Turns full buffers into {form: (hooks of that form, B, T, width or row)}."""
         return {
-            form: lax.bitcast_convert_type(buffers[form][: len(hooks)], form.dtype)
+            form: lax.bitcast_convert_type(buffers[form][: len(hooks)], form.in_arrays[1])
             for form, hooks in self.by_form().items()
         }
 
@@ -179,7 +186,7 @@ class Capture:
             for value in (at_end[hook.kind] for hook in hooks if hook.kind.at_end):
                 value = self.layout.constrain(value, "batch", "leaving_sequence", "hidden")
                 pieces.append(value[None])
-            result[form] = lax.bitcast_convert_type(jnp.concatenate(pieces), form.dtype)
+            result[form] = lax.bitcast_convert_type(jnp.concatenate(pieces), form.in_arrays[1])
         return result
 
 
@@ -188,4 +195,4 @@ def _bits(x: Array) -> Array:
 
     This includes float32: XLA then keeps the layout in which results leave the loop.
     """
-    return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
+    return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")

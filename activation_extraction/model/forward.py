@@ -18,6 +18,7 @@ from jax import Array
 from tqdm import tqdm
 
 from activation_extraction.common.choices import DEFAULT_LAYERS
+from activation_extraction.common.encodings import ENCODINGS
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.checkpoint import Checkpoint
@@ -115,7 +116,8 @@ class Forward:
     def receive(self, activations: Activations) -> dict[Key, np.ndarray]:
         """Returns a step's activations for this host's rows, by key in the shards.
 
-        They are (B, T, width), or (tokens, width) of the kept tokens, row by row.
+        They are (B, T, width), or (tokens, width) of the kept tokens, row by row. Encoded ones are
+        packed rows of bytes in place of the width.
         """
         if isinstance(activations, KeptTokens):
             stacks = activations.receive()
@@ -211,10 +213,15 @@ def choose_layout(
 
 
 def choose_dtypes(request: ModelRequest) -> tuple[Any, Any]:
-    """Returns the dtypes to compute in and to store; `auto` depends on the hardware."""
+    """Returns the dtypes to compute in and to store, which may be the name of an encoding.
+
+    `auto` depends on the hardware.
+    """
     auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if request.dtype == "auto" else request.dtype)
     stored = request.activation_dtype
+    if stored in ENCODINGS:
+        return dtype, stored
     return dtype, dtype if stored == "auto" else jnp.dtype(stored)
 
 

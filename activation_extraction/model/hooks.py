@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from activation_extraction.common.choices import DEFAULT_TOP_LOGITS
+from activation_extraction.common.encodings import ENCODINGS
 from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, SPARSE, QwenConfig
 
@@ -45,12 +46,24 @@ class Form(NamedTuple):
     """The form in which a hook's values are stored. Hooks of one form share an array."""
 
     width: int  # numbers per token
-    dtype: str
+    dtype: str  # of NumPy's, or the name of an encoding
 
     @property
     def bytes(self) -> int:
-        """Returns how many bytes a token takes."""
+        """Returns how many bytes a token takes where it is stored."""
+        if self.dtype in ENCODINGS:
+            return ENCODINGS[self.dtype].stored_bytes(self.width)
         return self.width * np.dtype(self.dtype).itemsize
+
+    @property
+    def in_arrays(self) -> tuple[int, str]:
+        """Returns how long a token is in an array, and the array's dtype.
+
+        Encoded activations are packed rows of bytes there.
+        """
+        if self.dtype in ENCODINGS:
+            return ENCODINGS[self.dtype].row_bytes(self.width), "uint8"
+        return self.width, self.dtype
 
 
 @dataclass(frozen=True)
@@ -83,8 +96,10 @@ class HookKind:
         return math.prod(sizes[letter] for letter in self.letters) * self.count
 
     def form(self, sizes: Mapping[str, int], dtype: Any) -> Form:
-        """Returns how the values are stored. sizes: as for `width`; dtype: of activations."""
-        return Form(self.width(sizes), self.dtype or np.dtype(dtype).name)
+        """Returns how the values are stored. sizes: as for `width`; dtype: of activations, which
+        may be the name of an encoding."""
+        own = dtype if str(dtype) in ENCODINGS else np.dtype(dtype).name
+        return Form(self.width(sizes), self.dtype or own)
 
     def exists_in(self, type_: str) -> bool:
         """Returns whether layers of this type have this kind."""

@@ -44,7 +44,8 @@ class KeptTokens(NamedTuple):
         for piece in self.pieces:
             for value in piece.values.values():
                 value.copy_to_host_async()
-        received = {form: np.empty(shape, form.dtype) for form, shape in self.shapes.items()}
+        shapes = self.shapes.items()
+        received = {form: np.empty(shape, form.in_arrays[1]) for form, shape in shapes}
         for piece in self.pieces:
             for form, value in piece.values.items():
                 _bits(received[form])[:, piece.indices] = _bits(np.asarray(value))[:, piece.rows]
@@ -73,7 +74,7 @@ def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens
         values = {form: take(mesh, array, put) for form, array in local.items()}
         pieces.append(Piece(values, rows, indices))
     total = int(kept.sum())
-    shapes = {form: (len(array), total, form.width) for form, array in activations.items()}
+    shapes = {form: (len(array), total, array.shape[-1]) for form, array in activations.items()}
     return KeptTokens(pieces, shapes)
 
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
+from activation_extraction.common.encodings import ENCODINGS
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect.verify import Recompute
 from activation_extraction.inspect.verify_shard import ChosenSample
@@ -58,7 +59,9 @@ def load_for_recomputing(
         hook_names=identity.hooks,
         top_logits=identity.top_logits or request.top_logits,
         dtype=identity.dtype,
-        activation_dtype=identity.activation_dtype,
+        activation_dtype="float32"  # what encoded activations are decoded to
+        if identity.activation_dtype in ENCODINGS
+        else identity.activation_dtype,
         length=identity.max_seq_length,
     )
     with device_errors():

@@ -27,12 +27,13 @@ The JSON of a shard:
                                     end, and how many tokens that left out
   empty_samples                     how many samples keep no token
   hooks                             for each: key (what pickles call it), name, width, dtype (a
-                                    NumPy dtype, or bfloat16), scale (null; a reader refuses
-                                    anything else) and statistics. Hooks may differ in dtype: the
-                                    `integer_hooks` of the run's identity, numbers of experts or
-                                    tokens, are int32, and their statistics are over 0 tokens. Its
-                                    `float32_hooks`, such as the loss, are NaN where a token at
-                                    position 0 has no value, and statistics leave that token out
+                                    NumPy dtype, bfloat16 or float8_e4m3fn), scale (null, or how
+                                    many values share a scale) and statistics. Hooks may differ in
+                                    dtype: the `integer_hooks` of the run's identity, numbers of
+                                    experts or tokens, are int32, and their statistics are over 0
+                                    tokens. Its `float32_hooks`, such as the loss, are NaN where a
+                                    token at position 0 has no value, and statistics leave it out.
+                                    An encoded hook also has the `error` of its encoding
   cursor                            where in the data the next shard begins; null: at the start
   run                               digest of the run's identity, the same in all shards
   partial                           whether the shard was cut before it was full
@@ -63,6 +64,15 @@ contiguous range of bytes. A pickle is a dict from key to a list of records, one
 A run of conversations has two more values per token, int32: `role`, the index in template, system,
 user, assistant, thinking, tool, and `turn`, the number of the turn from 0. In safetensors they
 follow `position`; in pickles they are fields of every record.
+
+A run with activation_dtype float8 or int8 encodes its activations; other hooks are as ever. The
+value that is read is the stored one times its scale, in float32, and statistics are over these.
+  float8    dtype float8_e4m3fn (in pickles its bits, uint8); one float32 scale per token
+  int8      dtype int8; a float16 scale for every 32 consecutive values of a token, of which the
+            last ones may be fewer
+The scales of HOOK are the tensor HOOK.scale (tokens, scales), which follows it in safetensors, or
+the field `scale` of its records in pickles. `error` describes ||x - stored x|| / ||x|| of tokens x:
+its mean and worst value, and the number of tokens, for `sinks` (position 0) and `others`.
 
 Readers ignore per-token tensors, and fields of a record or of the table, that they do not know:
 later versions may add some. Any other change gets a new `format_version`. In a bucket, a JSON that

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
+from activation_extraction.common.encodings import OF_DTYPE
 from activation_extraction.common.visible import counted
+from activation_extraction.store.packed_rows import ENCODING_ERROR
 from activation_extraction.store.sealed_json import (
     COUNT,
     MAX_COUNT,
@@ -22,7 +24,6 @@ from activation_extraction.store.sealed_json import (
     Count,
     DamagedError,
     Flag,
-    Kind,
     Number,
     Text,
     any_of,
@@ -35,7 +36,7 @@ from activation_extraction.store.sealed_json import (
     seal,
 )
 from activation_extraction.store.shard import MAX_GZIP_RATIO, Key
-from activation_extraction.store.statistics import Statistics
+from activation_extraction.store.statistics import STATISTICS, Statistics
 from activation_extraction.text.batch import Cursor
 
 METADATA = "metadata.json"
@@ -49,15 +50,15 @@ CURSOR = {
     **dict.fromkeys(("samples", "skip", "skipped_rows", "empty_rows", "tokens"), COUNT),
     "stream": OBJECT,
 }
-STATISTICS = kinds_of(Statistics)
 HOOK = {
     "key": any_of(TEXT, integer(-MAX_COUNT, MAX_COUNT)),
     "name": TEXT,
     "aliases": list_of(TEXT),
     "width": integer(1, MAX_WIDTH),
     "dtype": TEXT,
-    "scale": Kind("null: this version reads no others", lambda value: value is None),
+    "scale": optional(integer(1, MAX_WIDTH)),
     **STATISTICS,
+    "error": ENCODING_ERROR,
 }
 HOOKS = list_of(object_of(HOOK, ("key", "name", "width", "dtype", "scale", *STATISTICS)))
 RECENT = 21  # how many commits the current speed of a host is computed from
@@ -187,6 +188,12 @@ class Commit:
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{where}: fields are missing or unknown: {error}") from error
         check_fields(content, COMMIT, where)
+        for hook in filter(_has_wrong_scale, commit.hooks):
+            scale, dtype = hook["scale"], f"{hook['dtype']:.40}"
+            raise DamagedError(
+                f"{where}: hook {hook['name']:.80}: its scale is {scale}, which does not fit "
+                f"{dtype} of width {hook['width']}"
+            )
         width = max((hook["width"] for hook in commit.hooks), default=1)
         if max(commit.count, commit.tokens * width) > MAX_GZIP_RATIO * commit.bytes:
             raise DamagedError(
@@ -197,6 +204,14 @@ class Commit:
 
 
 COMMIT = kinds_of(Commit)
+
+
+def _has_wrong_scale(hook: Mapping[str, Any]) -> bool:
+    """Returns whether the scale of a hook is not the one of its encoding."""
+    encoding = OF_DTYPE.get(hook["dtype"])
+    if encoding is None or hook["scale"] is None:
+        return hook["scale"] is not None
+    return hook["scale"] != encoding.per_scale(hook["width"])
 
 
 @dataclass

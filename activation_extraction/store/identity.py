@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from activation_extraction.common.encodings import ENCODINGS, Encoding
 from activation_extraction.store.sealed_json import (
     COUNT,
     MAX_WIDTH,
@@ -62,10 +63,10 @@ class Identity:
     model_digest, tokenizer_digest: SHA-256 of the files. data: the data set, or "files".
     data_revision: the data set's commit on the hub, or a digest of the list of files. hooks: the
     hooks' full names. integer_hooks, float32_hooks: those that are no activations; they are stored
-    as int32 or float32, whatever `activation_dtype` is. Integers number experts or tokens, and have
-    no statistics. keyed_by: the keys of the hooks in the shards: "layer", "hook name", or a list of
-    the requested names. positions,
-    drop_token_ids, roles, mask_column, overlap: which tokens are kept. num_hosts: the number of
+    as int32 or float32, whatever `activation_dtype` is, which may be the name of an encoding.
+    Integers number experts or tokens, and have no statistics. keyed_by: the keys of the hooks in
+    the shards: "layer", "hook name", or a list of the requested names. positions, drop_token_ids,
+    roles, mask_column, overlap: which tokens are kept. num_hosts: the number of
     hosts of this machine. chat_template: digest of the template and its arguments.
     shuffle_documents: the seed, "" for none. top_logits: how many predicted tokens are stored.
     """
@@ -120,10 +121,16 @@ class Identity:
         return hook not in self.integer_hooks and hook not in self.float32_hooks
 
     def dtype_of(self, hook: str) -> str:
-        """Returns the dtype in which a hook is stored."""
+        """Returns the dtype in which a hook is stored: of its values if it is encoded."""
         if hook in self.integer_hooks:
             return "int32"
+        if (encoding := self.encoding_of(hook)) is not None:
+            return encoding.values.name
         return "float32" if hook in self.float32_hooks else self.activation_dtype
+
+    def encoding_of(self, hook: str) -> Encoding | None:
+        """Returns how a hook is encoded; None if it is not."""
+        return ENCODINGS.get(self.activation_dtype) if self.has_activations(hook) else None
 
     @property
     def shared(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 from isal import igzip
 
+from activation_extraction.common.encodings import FLOAT8, fits
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.store.labels import LABELS, wrong_role
 from activation_extraction.store.safe_unpickler import unpickle
@@ -25,11 +26,16 @@ MAX_NUMBER_BITS = 14_000  # Python does not print longer numbers
 
 
 class Record(TypedDict):
-    """A sample at one hook."""
+    """A sample at one hook.
+
+    If it is encoded (common/encodings.py), the activation is int8, or uint8, which are the bits of
+    e4m3: a pickle needs no more than NumPy.
+    """
 
     sample_idx: int
     hook: str  # its full name, such as blocks.12.hook_mlp_out
     activation: np.ndarray  # (tokens, width)
+    scale: NotRequired[np.ndarray]  # (tokens, scales), of an encoded activation
     shape: tuple[int, ...]
     text_preview: str
     token_ids: np.ndarray | None  # int32 (tokens,)
@@ -46,6 +52,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "sample_idx": (int,),
     "hook": (str,),
     "activation": (np.ndarray,),
+    "scale": (np.ndarray,),
     "text_preview": (str,),
     "token_ids": (np.ndarray, type(None)),
     "doc_id": (str, int, float, type(None)),
@@ -104,28 +111,28 @@ def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
     """Returns the records of a shard. names: the hooks' full names by key."""
     with_positions = shard.needs_positions
 
-    def record_of(hook: str, row: SampleRow, activation: np.ndarray) -> Record:
+    def record_of(key: Key, number: int) -> Record:
+        row, activation = shard.samples[number], shard.slices[key][number]
         record: Record = {
             "sample_idx": row.sample_idx,
-            "hook": hook,
+            "hook": names[key],
             "activation": activation,
             "shape": activation.shape,
             "text_preview": row.text_preview or "",
             "token_ids": row.token_ids,
             "doc_id": row.doc_id,
         }
+        if key in shard.scales:
+            record["scale"] = shard.scales[key][number]
+            if activation.dtype == FLOAT8.values:
+                record["activation"] = activation.view(np.uint8)
         if with_positions:
             record["positions"] = row.positions
         labels: Any = row.labels
         return {**record, **labels}
 
-    return {
-        key: [
-            record_of(names[key], row, activation)
-            for row, activation in zip(shard.samples, slices, strict=True)
-        ]
-        for key, slices in shard.slices.items()
-    }
+    numbers = range(len(shard.samples))
+    return {key: [record_of(key, number) for number in numbers] for key in shard.slices}
 
 
 def positions_of(record: Record) -> np.ndarray:
@@ -216,15 +223,24 @@ def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
             )
             for record in next(iter(records.values()), [])
         ]
-        slices = {
-            key: [record["activation"] for record in of_hook] for key, of_hook in records.items()
+        slices = {key: [_values_of(each) for each in of_hook] for key, of_hook in records.items()}
+        scales = {
+            key: [record["scale"] for record in of_hook]
+            for key, of_hook in records.items()
+            if any("scale" in record for record in of_hook)
         }
         problems = list(_contradictions(records, samples, names))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise ContentError([f"its records lack fields or are malformed: {error!r:.200}"]) from error
     if problems:
         raise ContentError(problems)
-    return Shard(samples, slices)
+    return Shard(samples, slices, scales=scales)
+
+
+def _values_of(record: Record) -> np.ndarray:
+    """Returns the activation of a record; in its own dtype if it is encoded."""
+    values = record["activation"]
+    return values.view(FLOAT8.values) if "scale" in record and values.dtype == np.uint8 else values
 
 
 def _check_record(record: Record) -> None:
@@ -240,6 +256,9 @@ def _check_record(record: Record) -> None:
         problem = f"token ids of dtype {ids.dtype}, shape {ids.shape}"
     elif positions is not None and (positions.ndim != 1 or positions.dtype != np.int32):
         problem = f"positions of dtype {positions.dtype}, shape {positions.shape}"
+    elif "scale" in record and not fits(values := _values_of(record), record["scale"]):
+        scale = record["scale"]
+        problem = f"a scale of {scale.dtype}, shape {scale.shape}, for {values.dtype}, {shape}"
     for name, values in (labels := _labels_of(record)).items():
         if values.ndim != 1 or values.dtype != np.int32:
             problem = f"{name} of dtype {values.dtype}, shape {values.shape}"

@@ -2,8 +2,9 @@
 
 So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
 The file has `sample_idx` and `sample_offsets` (int64), `token_ids`, `position` and labels (int32),
-and a tensor (tokens, width) per hook under the hook's full name, in this order. Its bytes depend
-only on the content. https://huggingface.co/docs/safetensors describes such files: 8 bytes with the
+and a tensor (tokens, width) per hook under the hook's full name, in this order. A hook that is
+encoded has its scales, (tokens, scales), in the tensor behind it. The bytes of the file depend only
+on the content. https://huggingface.co/docs/safetensors describes such files: 8 bytes with the
 length of the header, the header as JSON, and the tensors.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from activation_extraction.common.encodings import FLOAT8, INT8, OF_DTYPE, fits
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.labels import LABELS, wrong_role
 from activation_extraction.store.shard import Key, SampleRow, Shard, are_valid_offsets
@@ -29,7 +31,10 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
+    "F8_E4M3": FLOAT8.values,
+    "I8": INT8.values,
 }
+SCALE = ".scale"  # follows the name of an encoded hook
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
@@ -92,7 +97,11 @@ def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryvie
     }
     for name in shard.samples[0].labels:
         table[name] = [sample.labels[name] for sample in shard.samples]
-    tensors = table | {names[key]: slices for key, slices in shard.slices.items()}
+    tensors = dict(table)
+    for key, slices in shard.slices.items():
+        tensors[names[key]] = slices
+        if key in shard.scales:
+            tensors[names[key] + SCALE] = shard.scales[key]
     layout = {
         name: (parts[0].dtype, (sum(map(len, parts)), *parts[0].shape[1:]))
         for name, parts in tensors.items()
@@ -201,11 +210,17 @@ class SafetensorsFile:
     def shard(self, names: Mapping[Key, str]) -> Shard:
         """Returns the whole shard, without the content of its table of samples.
 
-        names: the full names by key of the hooks that it should have.
+        names: the full names by key of the hooks that it should have. A hook of an encoding's dtype
+        needs scales.
         """
-        hooks = [name for name, tensor in self.tensors.items() if len(tensor.shape) == 2]
-        if hooks != list(names.values()):
-            raise RunError(f"{self._where}: has hooks {hooks}, its JSON names others")
+        hooks, encoded = [], {}
+        for key, name in names.items():
+            hooks.append(name)
+            if name in self.tensors and self.tensors[name].dtype.name in OF_DTYPE:
+                encoded[key] = name + SCALE
+                hooks.append(name + SCALE)
+        if hooks != [name for name, tensor in self.tensors.items() if len(tensor.shape) == 2]:
+            raise RunError(f"{self._where}: has not the hooks that its JSON names, {hooks}")
         if not are_valid_offsets(self.offsets, self.tensors["position"].shape[0]):
             raise RunError(f"{self._where}: is damaged: its samples do not follow each other")
         labels = self.labels(0, self.tensors["position"].shape[0])
@@ -218,4 +233,10 @@ class SafetensorsFile:
             SampleRow(*values, labels={name: parts[name][number] for name in labels})
             for number, values in enumerate(zip(*columns, strict=True))
         ]
-        return Shard(rows, {key: parts[name] for key, name in names.items()})
+        for name in (name for name in names.values() if name + SCALE in whole):
+            if not fits(whole[name], whole[name + SCALE]):
+                raise RunError(f"{self._where}: {name}: its scales do not belong to its values")
+        slices, scales = (
+            {key: parts[name] for key, name in each.items()} for each in (names, encoded)
+        )
+        return Shard(rows, slices, scales=scales)

@@ -18,6 +18,7 @@ import numpy as np
 from isal import igzip
 
 from activation_extraction.common.choices import MAX_COLUMNS
+from activation_extraction.common.encodings import decode
 from activation_extraction.common.errors import RunError, StorageError, one_line
 from activation_extraction.common.visible import counted
 from activation_extraction.store.sealed_json import (
@@ -94,12 +95,19 @@ class SampleRow:
 class Shard:
     """Samples in ascending order; `slices[key][i]` is sample i at that hook, (tokens, width).
 
-    some_tokens: whether the run keeps only some tokens of its samples.
+    some_tokens: whether the run keeps only some tokens of its samples. scales: of the hooks whose
+    slices are encoded (common/encodings.py), (tokens, scales) of each sample.
     """
 
     samples: list[SampleRow]
     slices: dict[Key, list[np.ndarray]]
     some_tokens: bool = False
+    scales: dict[Key, list[np.ndarray]] = field(default_factory=dict)
+
+    def activation(self, key: Key, number: int) -> np.ndarray:
+        """Returns sample `number` at a hook: float32 if it is encoded, else as it is stored."""
+        values = self.slices[key][number]
+        return decode(values, self.scales[key][number]) if key in self.scales else values
 
     @property
     def needs_positions(self) -> bool:
@@ -140,13 +148,15 @@ def same_content(one: Shard, other: Shard) -> bool:
         labels = [(name, _bits(values)) for name, values in row.labels.items()]
         return *scalars, repr(row.columns), _bits(row.token_ids), _bits(row.positions), labels
 
+    arrays = (one.slices, other.slices), (one.scales, other.scales)
     return (
         len(one.samples) == len(other.samples)
-        and list(one.slices) == list(other.slices)
+        and all(list(ours) == list(theirs) for ours, theirs in arrays)
         and all(map(eq, map(fields, one.samples), map(fields, other.samples)))
         and all(
-            all(map(eq, map(_bits, one.slices[key]), map(_bits, other.slices[key])))
-            for key in one.slices
+            all(map(eq, map(_bits, ours[key]), map(_bits, theirs[key])))
+            for ours, theirs in arrays
+            for key in ours
         )
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from activation_extraction.common.encodings import ERROR_BYTES, Encoding
 from activation_extraction.common.errors import StorageError
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.resume import ShardRange, StoragePlan
@@ -19,7 +20,8 @@ class ShardCutter:
     """Passes shards to a ShardWriter. A shard has at most `limit` bytes of activations, but at
     least one sample.
 
-    where: names the output in messages. `cursor` is where the data continues after the added
+    encodings: of the hooks whose activations are packed rows. where: names the output in messages.
+    `cursor` is where the data continues after the added
     samples. Methods raise StorageError as soon as a shard could not be committed.
     """
 
@@ -27,6 +29,7 @@ class ShardCutter:
         self,
         writer: ShardWriter,
         keys: Sequence[Key],
+        encodings: Mapping[Key, Encoding],
         limit: float,
         identity: Identity,
         plan: StoragePlan,
@@ -37,6 +40,7 @@ class ShardCutter:
         self._keys = keys
         self._limit = limit
         self._some_tokens = not identity.every_token
+        self._encodings = encodings
         self._stride = identity.total_machines * identity.num_hosts
         self._where = where
         self._ranges = list(plan.ranges)
@@ -80,7 +84,11 @@ class ShardCutter:
         samples of the batch are stored. A sample without tokens counts as one token, so that a
         shard of such samples is cut, too.
         """
-        size = sum(max(len(each), 1) * each.itemsize * each.shape[1] for each in slices.values())
+        size = sum(
+            max(len(each), 1)
+            * (each.itemsize * each.shape[1] - ERROR_BYTES * (key in self._encodings))
+            for key, each in slices.items()
+        )
         if self._pending.samples and self._bytes + size > self._limit:
             self._cut(here, partial=False)
         self._pending.samples.append(row)

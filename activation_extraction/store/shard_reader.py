@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from activation_extraction.common.encodings import Encoding, decode
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SAFETENSORS, format_of
 from activation_extraction.store.patience import scratch_folder
 from activation_extraction.store.pickle_file import ContentError, read_pickle
-from activation_extraction.store.safetensors_file import SafetensorsFile
+from activation_extraction.store.safetensors_file import SCALE, SafetensorsFile
 from activation_extraction.store.shard import Shard, TableRow, are_valid_offsets, unpack_table
 from activation_extraction.store.statistics import Sums, unpack_sums
 
@@ -29,14 +30,30 @@ from activation_extraction.store.statistics import Sums, unpack_sums
 class StoredHook:
     """A hook as the run records it.
 
-    key: its name in pickles. activations: whether its values are activations, rather than numbers
-    of experts and the like, which have a dtype of their own.
+    key: its name in pickles. dtype: what reading gives, unless it is asked for another.
+    activations: whether its values are activations, rather than numbers of experts and the like,
+    which have a dtype of their own. encoding: how they are stored; None: as they are.
     """
 
     key: Any
     width: int
     dtype: np.dtype
     activations: bool = True
+    encoding: Encoding | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of a token where it is stored."""
+        if self.encoding is not None:
+            return self.encoding.stored_bytes(self.width)
+        return self.width * self.dtype.itemsize
+
+    def arrays(self, name: str) -> dict[str, tuple[np.dtype, int]]:
+        """Returns the dtype and the width of the arrays in which the hook is stored, by name."""
+        if (encoding := self.encoding) is None:
+            return {name: (self.dtype, self.width)}
+        scales = encoding.scales, encoding.scales_of(self.width)
+        return {name: (encoding.values, self.width), name + SCALE: scales}
 
 
 def read_by_ranges(commit: Commit) -> bool:
@@ -54,9 +71,9 @@ def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) 
     if read_by_ranges(commit):
         reader = SafetensorsFile(_ranges_of(folder, commit), commit.bytes, where)
         found = {name: (tensor.dtype, tensor.shape) for name, tensor in reader.tensors.items()}
-        for name, hook in hooks.items():
-            expected = hook.dtype, (commit.tokens, hook.width)
-            _expect(where, name, found.get(name), expected)
+        arrays = [each for name, hook in hooks.items() for each in hook.arrays(name).items()]
+        for name, (dtype, width) in arrays:
+            _expect(where, name, found.get(name), (dtype, (commit.tokens, width)))
         for name, length in (("sample_offsets", commit.count + 1), ("position", commit.tokens)):
             _expect(where, name, found[name][1], (length,))
     else:
@@ -103,10 +120,13 @@ class PickledShard:
         for name, hook in hooks.items():
             if hook.key not in shard.slices:
                 raise RunError(f"{where}: has no hook {name}; it has {list(shard.slices)}")
-            self._slices[name] = shard.slices[hook.key]
-            for row, values in zip(shard.samples, self._slices[name], strict=True):
-                expected = hook.dtype, (len(row.positions), hook.width)
-                _expect(where, name, (values.dtype, values.shape), expected)
+            parts = zip((shard.slices, shard.scales), hook.arrays(name).items(), strict=False)
+            for part, (array, (dtype, width)) in parts:
+                self._slices[array] = arrays = part.get(hook.key, [])
+                _expect(where, f"samples with {array}", len(arrays), len(shard.samples))
+                for row, values in zip(shard.samples, arrays, strict=True):
+                    expected = dtype, (len(row.positions), width)
+                    _expect(where, array, (values.dtype, values.shape), expected)
         token_ids: list[np.ndarray] = []
         labels: dict[str, list[np.ndarray]] = {name: [] for name in shard.samples[0].labels}
         for row in shard.samples:
@@ -134,7 +154,7 @@ class PickledShard:
         return {name: values[start:stop] for name, values in self._labels.items()}
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
-        """Returns the activations of tokens `start` to `stop` at a hook: (stop - start, width)."""
+        """Returns tokens `start` to `stop` of a hook or of its scales, as they are stored."""
         first = int(np.searchsorted(self.offsets, start, "right")) - 1
         last = int(np.searchsorted(self.offsets, stop, "left"))
         parts = [
@@ -145,6 +165,19 @@ class PickledShard:
 
 
 ShardReader = PickledShard | SafetensorsFile
+
+
+def read_rows(
+    reader: ShardReader, name: str, hook: StoredHook, span: tuple[int, int], dtype: Any = None
+) -> np.ndarray:
+    """Returns the activations of the tokens in a span at a hook, (tokens, width).
+
+    dtype: what encoded ones are decoded to, by default float32; others are as they are stored.
+    """
+    values = reader.rows(name, *span)
+    if hook.encoding is None:
+        return values
+    return decode(values, reader.rows(name + SCALE, *span), dtype or hook.dtype)
 
 
 def _concatenate(parts: list[np.ndarray]) -> np.ndarray:

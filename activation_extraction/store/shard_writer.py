@@ -17,14 +17,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
+from activation_extraction.common.encodings import INT8, Encoding
 from activation_extraction.common.errors import StorageError, for_the_user, one_line
 from activation_extraction.common.log import log
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.formats import ShardFormat, Threads
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.ownership import Ownership
+from activation_extraction.store.packed_rows import EncodingError, unpacked
 from activation_extraction.store.patience import reason_of
 from activation_extraction.store.run_record import RunRecord
 from activation_extraction.store.sealed_json import seal
@@ -36,6 +36,10 @@ SHARDS_AT_ONCE = 16  # most of them are being uploaded
 GROUP_BYTES = 32 * 2**20  # of activations, which a thread sums at a time
 OVERFLOW = (
     "float16 ends at 65504; start anew with --activation_dtype bfloat16 or float32 and --overwrite"
+)
+OVERFLOW_OF_INT8 = (
+    "int8 ends at 8.3 million; if these are larger, start anew with another --activation_dtype and "
+    "--overwrite"
 )
 NOT_FINITE = (
     "the model computes them, and would do so again; check its weights, or start anew with other "
@@ -57,17 +61,20 @@ class _Job:
 class ShardWriter:
     """Stores shards in the folders that this process owns, one folder after the other.
 
-    names: the hooks' full names by key. max_bytes: how many bytes may wait to be stored. threads:
-    how many threads pack shards. record: counts what is committed; the files that the samples come
-    from are recorded before a shard is committed. `made` lists the shards that this process has
-    stored. `bytes_waiting` counts the bytes in memory that wait to be stored. `waited` maps each
-    phase to the seconds for which the caller waited because the oldest shard was in that phase.
+    names: the hooks' full names by key. encodings: of the hooks whose activations come as packed
+    rows, which are split in the background. max_bytes: how many bytes may wait to be stored.
+    threads: how many threads pack shards. record: counts what is committed; the files that the
+    samples come from are recorded before a shard is committed. `made` lists the shards that this
+    process has stored. `bytes_waiting` counts the bytes in memory that wait to be stored. `waited`
+    maps each phase to the seconds for which the caller waited because the oldest shard was in that
+    phase.
     """
 
     def __init__(
         self,
         owners: Sequence[Ownership],
         names: Mapping[Key, str],
+        encodings: Mapping[Key, Encoding],
         shard_format: ShardFormat,
         identity: Identity,
         record: RunRecord,
@@ -83,14 +90,16 @@ class ShardWriter:
         self._format = shard_format
         self._run = identity.run
         self._identity = identity
+        self._encodings = encodings
         self._record = record
         self._threads = Threads(threads)
         self._packing = threading.Semaphore(threads)
         self._shards = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
         self._max_bytes = max_bytes
-        # A compressed shard for a bucket is in memory beside its uncompressed arrays.
+        # A compressed shard for a bucket is in memory beside its uncompressed arrays, and so are
+        # values and scales beside the packed rows that they were taken from.
         buckets = [owner for owner in owners if not owner.folder.local]
-        self._copies = 1 + shard_format.compressed * len(buckets)
+        self._copies = 1 + shard_format.compressed * len(buckets) + bool(encodings)
         self.bytes_waiting = 0
         self._batches: list[int] = []  # the bytes of the batches since the last shard
         self._jobs: deque[_Job] = deque()
@@ -206,6 +215,7 @@ class ShardWriter:
         try:
             with ExitStack() as stack:
                 with self._packing:
+                    shard, errors = unpacked(shard, self._encodings)
                     sums = self._sums(shard)
                     files = []
                     for owner in self._owners:
@@ -228,7 +238,7 @@ class ShardWriter:
                     tokens=shard.tokens,
                     partial=partial,
                     cursor=None if cursor is None else cursor.to_json(),
-                    hooks=self._describe_hooks(shard, sums),
+                    hooks=self._describe_hooks(shard, sums, errors),
                     run=self._run,
                     committed=0,
                     began=self._began,
@@ -256,28 +266,34 @@ class ShardWriter:
         """Returns the sums by hook. Raises StorageError, naming the sample, for NaN or infinity."""
         sums = sum_shard(shard, self._threads, self._names, self._identity)
         for key in (key for key in sums if not sums[key].statistics.finite):
-            for row, activation in zip(shard.samples, shard.slices[key], strict=True):
-                of_sample = self._names[key], [activation], [row.positions]
-                if not hook_sums(self._identity, *of_sample).statistics.finite:
+            remedies = {"float16": OVERFLOW, INT8.values.name: OVERFLOW_OF_INT8}
+            for number, row in enumerate(shard.samples):
+                dtype = shard.slices[key][number].dtype
+                one = slice(number, number + 1)
+                sums_of_one = sum_samples(shard, key, one, self._names[key], self._identity)
+                if not sums_of_one.statistics.finite:
                     raise StorageError(
-                        f"sample {row.sample_idx}, hook {key}: NaN or infinite {activation.dtype} "
-                        "values",
-                        remedy=OVERFLOW if activation.dtype == np.float16 else NOT_FINITE,
+                        f"sample {row.sample_idx}, hook {key}: NaN or infinite {dtype} values",
+                        remedy=remedies.get(dtype.name, NOT_FINITE),
                     )
         return sums
 
-    def _describe_hooks(self, shard: Shard, sums: Mapping[Key, Sums]) -> list[dict[str, Any]]:
+    def _describe_hooks(
+        self, shard: Shard, sums: Mapping[Key, Sums], errors: Mapping[Key, EncodingError]
+    ) -> list[dict[str, Any]]:
         """Returns the `hooks` of a commit."""
+        encodings = self._encodings
+        widths = {key: hook_sums.sums.shape[1] for key, hook_sums in sums.items()}
         return [
             {
                 "key": key,
                 "name": self._names[key],
-                "width": hook_sums.sums.shape[1],
+                "width": width,
                 "dtype": shard.slices[key][0].dtype.name,
-                "scale": None,
-                **hook_sums.statistics.to_json(),
+                "scale": encodings[key].per_scale(width) if key in encodings else None,
+                **replace(sums[key].statistics, error=errors.get(key)).to_json(),
             }
-            for key, hook_sums in sums.items()
+            for key, width in widths.items()
         ]
 
     def _commit(self, commit: Commit) -> None:
@@ -301,17 +317,23 @@ def sum_shard(
 
     names: the hooks' full names by key.
     """
-    positions = shard.positions
     groups = [(key, group) for key in shard.slices for group in _groups(shard, key)]
 
     def sum_group(item: tuple[Key, slice]) -> Sums:
         key, group = item
-        return hook_sums(identity, names[key], shard.slices[key][group], positions[group])
+        return sum_samples(shard, key, group, names[key], identity)
 
     total = {key: Sums.zeros(slices[0].shape[1]) for key, slices in shard.slices.items()}
     for (key, _), sums in zip(groups, threads.in_order(sum_group, groups), strict=True):
         total[key].merge(sums)
     return total
+
+
+def sum_samples(shard: Shard, key: Key, samples: slice, hook: str, identity: Identity) -> Sums:
+    """Returns the sums of some samples of a shard at one hook, of which these are key and name."""
+    scales = shard.scales[key][samples] if key in shard.scales else None
+    positions = [row.positions for row in shard.samples[samples]]
+    return hook_sums(identity, hook, shard.slices[key][samples], positions, scales)
 
 
 def _groups(shard: Shard, key: Key) -> Iterator[slice]:

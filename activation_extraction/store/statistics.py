@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from activation_extraction.common.encodings import decode
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.sealed_json import Count, Number, Positive
+from activation_extraction.store.packed_rows import EncodingError
+from activation_extraction.store.sealed_json import Count, Number, Positive, kinds_of
 
 BLOCK_BYTES = 4 * 2**20  # of float64 values, so that a block stays in a core's caches
 BUCKETS = 32  # the number of position buckets
@@ -56,9 +58,15 @@ class Sums:
         sums, squares = np.zeros((2, width)), np.zeros((2, width))
         return cls(np.zeros(BUCKETS, np.int64), np.zeros(BUCKETS), sums, squares, np.zeros(()))
 
-    def add(self, activations: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> None:
+    def add(
+        self,
+        activations: Sequence[np.ndarray],
+        positions: Sequence[np.ndarray],
+        scales: Sequence[np.ndarray] | None = None,
+    ) -> None:
         """Adds tokens. activations: arrays (tokens, width) of any float dtype, in order. positions:
-        the positions of the tokens in their documents, in any number of arrays.
+        the positions of the tokens in their documents, in any number of arrays. scales: of each
+        array if they are encoded, and are decoded here.
 
         The result does not depend on how the tokens are distributed over arrays.
         """
@@ -67,7 +75,7 @@ class Sums:
         rows = max(1, BLOCK_BYTES // (8 * self.sums.shape[1]))
         buffer = np.empty((min(rows, len(all_positions)), self.sums.shape[1]))
         with np.errstate(invalid="ignore"):  # see `Statistics.finite`
-            for block in _blocks(activations, buffer):
+            for block in _blocks(activations, buffer, scales):
                 stop = done + len(block)
                 sinks = np.flatnonzero(all_positions[done:stop] == 0)
                 for total in (self.sums, self.squares):
@@ -123,15 +131,20 @@ class Sums:
         )
 
 
-def _blocks(activations: Sequence[np.ndarray], buffer: np.ndarray) -> Iterator[np.ndarray]:
+def _blocks(
+    activations: Sequence[np.ndarray], buffer: np.ndarray, scales: Sequence[np.ndarray] | None
+) -> Iterator[np.ndarray]:
     """Yields the tokens of several arrays in order, as float64 views of the buffer. Each view but
-    the last fills the buffer."""
+    the last fills the buffer. scales: those of `Sums.add`."""
     filled = 0
-    for activation in activations:
+    for number, activation in enumerate(activations):
         start = 0
         while start < len(activation):
             count = min(len(activation) - start, len(buffer) - filled)
-            np.copyto(buffer[filled : filled + count], activation[start : start + count])
+            tokens = activation[start : start + count]
+            if scales is not None:
+                tokens = decode(tokens, scales[number][start : start + count])
+            np.copyto(buffer[filled : filled + count], tokens)
             start, filled = start + count, filled + count
             if filled == len(buffer):
                 yield buffer
@@ -140,10 +153,14 @@ def _blocks(activations: Sequence[np.ndarray], buffer: np.ndarray) -> Iterator[n
         yield buffer[:filled]
 
 
-def sums_of(activations: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> Sums:
+def sums_of(
+    activations: Sequence[np.ndarray],
+    positions: Sequence[np.ndarray],
+    scales: Sequence[np.ndarray] | None = None,
+) -> Sums:
     """Returns the sums over tokens at one hook. The arguments are those of `Sums.add`."""
     total = Sums.zeros(activations[0].shape[1])
-    total.add(activations, positions)
+    total.add(activations, positions, scales)
     return total
 
 
@@ -152,6 +169,7 @@ def hook_sums(
     hook: str,
     values: Sequence[np.ndarray],
     positions: Sequence[np.ndarray],
+    scales: Sequence[np.ndarray] | None = None,
 ) -> Sums:
     """Returns the sums over tokens at a hook of a run, whose identity says what the hook's values
     are. The other arguments are those of `Sums.add`.
@@ -168,7 +186,7 @@ def hook_sums(
             [each[mask] for each, mask in zip(arrays, masks, strict=True)]
             for arrays in (values, positions)
         )
-    return sums_of(values, positions)
+    return sums_of(values, positions, scales)
 
 
 def defined_tokens(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -182,7 +200,10 @@ def defined_tokens(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class Statistics:
     """Statistics of activations (tokens, width): mean and (population) variance over all values,
-    mean and largest Euclidean norm over tokens."""
+    mean and largest Euclidean norm over tokens.
+
+    error: what encoding changed; None for activations that are not encoded.
+    """
 
     tokens: Count = 0
     values: Count = 0
@@ -190,6 +211,7 @@ class Statistics:
     variance: Positive = 0.0
     mean_norm: Positive = 0.0
     max_norm: Positive = 0.0
+    error: EncodingError | None = None
 
     @classmethod
     def from_array(cls, activation: np.ndarray) -> "Statistics":
@@ -206,6 +228,7 @@ class Statistics:
         """Merges two statistics by the pairwise update of Chan, Golub and LeVeque (1979)."""
         if not self.values or not other.values:
             return self if self.values else other
+        errors = [each.error or EncodingError() for each in (self, other)]
         share = other.values / (self.values + other.values)
         delta = other.mean - self.mean
         return Statistics(
@@ -218,15 +241,21 @@ class Statistics:
             mean_norm=(self.mean_norm * self.tokens + other.mean_norm * other.tokens)
             / (self.tokens + other.tokens),
             max_norm=max(self.max_norm, other.max_norm),
+            error=errors[0].merge(errors[1]) if self.error or other.error else None,
         )
 
-    def to_json(self) -> dict[str, float]:
-        return {each.name: getattr(self, each.name) for each in fields(Statistics)}
+    def to_json(self) -> dict[str, Any]:
+        error = {} if self.error is None else {"error": self.error.to_json()}
+        return {name: getattr(self, name) for name in STATISTICS} | error
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
         """Reads what `to_json` returned, and ignores other keys."""
-        return cls(**{each.name: content[each.name] for each in fields(cls)})
+        error = EncodingError.from_json(content["error"]) if "error" in content else None
+        return cls(**{name: content[name] for name in STATISTICS}, error=error)
+
+
+STATISTICS = kinds_of(Statistics)
 
 
 @dataclass(frozen=True, eq=False)

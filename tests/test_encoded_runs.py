@@ -1,0 +1,186 @@
+"""Runs that encode activations on the device: `--activation_dtype float8` and `int8`."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from command_line import main
+from pods import first_documents
+
+from activation_extraction import ActivationDataset
+from activation_extraction.common.encodings import ENCODINGS, decode, encode, unpack
+
+HOOKS = ["blocks.0.hook_attn_out", "blocks.1.mlp.hook_post", "blocks.3.hook_resid_post"]
+STREAM = HOOKS[2]
+MESHES = {
+    "one": ["--no_data_parallel"],
+    "2d": ["--mesh_type", "2d"],
+    "pipeline": ["--mesh_shape", "2,4", "--mesh_axes", "pipeline,data"],
+}
+KEPT = ["--positions", "every:3"]
+RUNS = [  # each with the encoding, the format of the shards, and further flags
+    pytest.param("float8", "safetensors", MESHES["one"], id="float8"),
+    pytest.param("int8", "pickle", [*MESHES["one"], *KEPT], id="int8-kept"),
+    pytest.param("int8", "safetensors", MESHES["2d"], id="int8-2d", marks=pytest.mark.long),
+    pytest.param(
+        "float8", "pickle", [*MESHES["2d"], *KEPT], id="float8-2d-kept", marks=pytest.mark.long
+    ),
+    pytest.param(
+        "float8", "pickle", MESHES["pipeline"], id="float8-pipeline", marks=pytest.mark.long
+    ),
+    pytest.param(
+        "int8",
+        "pickle",
+        [*MESHES["pipeline"], *KEPT],
+        id="int8-pipeline-kept",
+        marks=pytest.mark.long,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def extract(demo_inputs, tmp_path_factory):
+    """A function that runs an extraction into a folder and returns the exit status."""
+    few = first_documents(demo_inputs, tmp_path_factory.mktemp("few") / "few.parquet", 24)
+
+    def run(out, *flags):
+        usual = ["--model_path", demo_inputs / "model", "--dataset_path", few]
+        usual += ["--max_seq_length", 64, "--batch_size", 4, "--shard_size_gb", 2e-4]
+        return main(*usual, "--output_dir", out, "--hook_names", *HOOKS, *flags)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def stored(extract, tmp_path_factory):
+    """A function that returns a run with these flags, which tests must not change."""
+    made = {}
+
+    def get(dtype, *flags):
+        key = dtype, *flags
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("run") / "out"
+            assert extract(made[key], "--activation_dtype", dtype, *flags) == 0
+        return made[key]
+
+    return get
+
+
+def relative_errors(dataset, plain, hook):
+    """The errors of all tokens, from what two runs say, and whether each is a document's first."""
+    found, first = [], []
+    for ours, theirs in zip(dataset, plain, strict=True):
+        x = theirs[hook].astype(np.float64)
+        apart = np.linalg.norm(ours[hook].astype(np.float64) - x, axis=1)
+        found.append(apart / np.linalg.norm(x, axis=1))
+        first.append(ours.position == 0)
+    return np.concatenate(found), np.concatenate(first)
+
+
+@pytest.mark.parametrize("encoding,shard_format,flags", RUNS)
+def test_what_is_stored_is_what_numpy_makes_of_a_plain_run(
+    stored, capsys, encoding, shard_format, flags
+):
+    flags = ["--shard_format", shard_format, *flags]
+    out = stored(encoding, *flags)
+    dataset = ActivationDataset(out)
+    plain = ActivationDataset(stored("float32", *flags))
+    assert dataset.tokens == plain.tokens and len(dataset) == 24
+    others = values = 0
+    for ours, theirs in zip(dataset, plain, strict=True):
+        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
+        np.testing.assert_array_equal(ours.position, theirs.position)
+        for hook in HOOKS:
+            rows = unpack(encode(theirs[hook], ENCODINGS[encoding]), ENCODINGS[encoding])
+            others += int((decode(rows[0], rows[1]) != ours[hook]).sum())
+            values += ours[hook].size
+    print("DIFF", others, values)
+    assert others <= values * 0.01  # another program may round otherwise before it encodes
+    commits = [json.loads(path.read_text()) for path in out.glob("shard_*.json")]
+    names = {hook["name"]: hook for commit in commits for hook in commit["hooks"]}
+    assert [hook["dtype"] for hook in names.values()] == [ENCODINGS[encoding].values.name] * 3
+    recorded = json.loads((out / "metadata.json").read_text())["hooks"]
+    capsys.readouterr()
+    assert main("--status", "--json", "--output_dir", out) == 0
+    status = json.loads(capsys.readouterr().out)["hooks"]
+    for hook, in_metadata, in_status in zip(HOOKS, recorded, status, strict=True):
+        errors, first = relative_errors(dataset, plain, hook)
+        assert in_metadata["name"] == in_status["name"] == hook
+        assert in_status["error"] == in_metadata["error"]
+        for kind, chosen in (("sinks", first), ("others", ~first)):
+            found = in_metadata["error"][kind]
+            assert found["tokens"] == chosen.sum()
+            assert found["mean"] == pytest.approx(errors[chosen].mean(), rel=1e-3)
+            assert found["worst"] == pytest.approx(errors[chosen].max(), rel=2e-2)
+    assert main("--verify", "--output_dir", out) == 0
+
+
+def test_errors_are_shown(stored, tmp_path, capsys):
+    out = stored("float8", "--shard_format", "safetensors", *MESHES["one"])
+    error = ActivationDataset(out).statistics[STREAM].error
+    capsys.readouterr()
+    assert main("--status", "--output_dir", out) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(STREAM)]
+    for value in (error.others.mean, error.others.worst, error.sinks.mean, error.sinks.worst):
+        assert f"{value:.2%}" in line
+    assert main("--report", tmp_path / "report.html", "--output_dir", out) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "What storing as float8 changed" in page
+    assert f"{error.others.mean:.3%}" in page and f"{error.sinks.worst:.3%}" in page
+
+
+def test_a_plain_run_shows_no_errors(stored, tmp_path, capsys):
+    out = stored("float32", "--shard_format", "safetensors", *MESHES["one"])
+    capsys.readouterr()
+    assert main("--status", "--output_dir", out) == 0
+    assert STREAM not in capsys.readouterr().out
+    assert main("--report", tmp_path / "report.html", "--output_dir", out) == 0
+    assert "What storing as" not in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("encoding,shard_format,flags", RUNS[:2])
+def test_repaired_shards_have_the_bytes_that_they_had(
+    stored, extract, tmp_path, encoding, shard_format, flags
+):
+    flags = ["--shard_format", shard_format, *flags]
+    whole = stored(encoding, *flags)
+    out = shutil.copytree(whole, tmp_path / "out")
+    files = sorted(path.name for path in out.glob("shard_0002*"))
+    assert len(files) == 4
+    for name in files:
+        if not name.endswith(".json"):
+            (out / name).unlink()
+    assert extract(out, "--activation_dtype", encoding, *flags, "--repair") == 0
+    for name in files:
+        if not name.endswith(".json"):
+            assert (out / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("encoding,shard_format,flags", RUNS[:2])
+def test_verify_recomputes_encoded_samples(
+    stored, demo_inputs, tmp_path, capsys, encoding, shard_format, flags
+):
+    out = stored(encoding, "--shard_format", shard_format, *flags)
+    model = ["--model_path", demo_inputs / "model", "--verify_samples", 24]
+    capsys.readouterr()
+    assert main("--verify", "--output_dir", out, *model) == 0
+    assert "24 samples recomputed; 0 problems" in capsys.readouterr().out
+
+
+def test_list_hooks_and_the_log_say_how_many_bytes_are_stored(demo_inputs, capsys):
+    model = ["--model_path", demo_inputs / "model", "--list_hooks"]
+    for encoding, size in (("float8", "132"), ("int8", "136")):
+        assert main(*model, "--activation_dtype", encoding) == 0
+        lines = capsys.readouterr().out.splitlines()
+        row = next(line.split() for line in lines if "hook_resid_post" in line)
+        assert row[2:4] == ["128", size]
+        assert lines[-1] == f"K is the layer, from 0 to 11; bytes are for {encoding}"
+
+
+def test_another_encoding_does_not_continue_a_run(stored, extract, tmp_path, capsys):
+    flags = ["--shard_format", "safetensors", *MESHES["one"]]
+    out = shutil.copytree(stored("float8", *flags), tmp_path / "out")
+    capsys.readouterr()
+    assert extract(out, "--activation_dtype", "int8", *flags) == 2
+    assert "another activation_dtype: float8, now int8" in capsys.readouterr().err

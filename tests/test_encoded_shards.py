@@ -1,0 +1,459 @@
+"""Shards with a byte per value: what is stored, read, exported, continued and refused."""
+
+import gzip
+import json
+import pickle
+import shutil
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from command_line import main
+from extractions import edit, replace_shard
+from runs_to_read import agree, identity_of
+from safetensors.torch import load_file
+from small_runs import Killed, content, shards_of
+from storages import open_storage
+
+from activation_extraction import ActivationDataset
+from activation_extraction.common.choices import SHARD_FORMATS
+from activation_extraction.common.encodings import ENCODINGS, decode, encode, unpack
+from activation_extraction.common.errors import StorageError
+from activation_extraction.inspect.verify import verify
+from activation_extraction.store.commit import Commit, Outline
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.identity import Identity
+from activation_extraction.store.packed_rows import EncodingError, TokenErrors
+from activation_extraction.store.safetensors_file import header
+from activation_extraction.store.sealed_json import unseal
+from activation_extraction.store.statistics import Statistics
+
+HOOKS = {3: "blocks.3.hook_resid_post", "wide": "blocks.4.mlp.hook_post", 5: "choices"}
+WIDTHS = {3: 33, "wide": 64}
+DTYPES = ("float32", "float16", "bfloat16")
+each_encoding = pytest.mark.parametrize("encoding", list(ENCODINGS))
+each_format = pytest.mark.parametrize("shard_format", SHARD_FORMATS)
+
+
+def activation_of(index, key):
+    """What a sample has at a hook, before it is encoded; sinks are large."""
+    chance = np.random.default_rng([index, len(HOOKS[key])])
+    values = chance.standard_normal((1 + index * 7 % 23, WIDTHS[key]), np.float32)
+    values[0, 1] *= 1000
+    return values
+
+
+def stored_of(index, key, encoding):
+    """What is read of that: the decoded values; and the relative error of each token."""
+    values, scales, errors = unpack(
+        encode(activation_of(index, key), ENCODINGS[encoding]), ENCODINGS[encoding]
+    )
+    return decode(values, scales), errors
+
+
+def store(root, encoding, shard_format="safetensors", packed=False, count=12, **options):
+    """Writes a run with two encoded hooks and one of integers."""
+    identity = replace(identity_of(), activation_dtype=encoding, integer_hooks=("choices",))
+    identity = replace(identity, max_seq_length=32, shard_format=shard_format, shard_size_gb=5e-6)
+    usual = {"shard_size_gb": 5e-6, "shard_format": shard_format, "identity": identity}
+    model = {"hidden_size": 33, "vocab_size": 50}
+    metadata = {"configuration": {"model_path": "some/model"}, "model": model, "backend": "cpu"}
+    with open_storage(root, HOOKS, metadata=metadata, **(usual | options)) as storage:
+        for index in range(count):
+            tokens = len(activation_of(index, 3))
+            for key in HOOKS:
+                if key == 5:
+                    values = np.full((tokens, 2), index, np.int32)
+                else:
+                    values = activation_of(index, key)
+                    values = encode(values, ENCODINGS[encoding]) if packed else values
+                ids = np.arange(tokens, dtype=np.int32)
+                storage.add_activation(
+                    key, values, index, "text", ids, f"id-{index}", {"row": index}
+                )
+    return root
+
+
+def tensors_of(path):
+    """The tensors of a shard as NumPy arrays; what PyTorch calls float8 is float8 there."""
+
+    def as_numpy(tensor):
+        if tensor.dtype != torch.float8_e4m3fn:
+            return tensor.numpy()
+        return tensor.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+
+    return {name: as_numpy(tensor) for name, tensor in load_file(path).items()}
+
+
+def files_of(folder):
+    """The bytes of the shards and their other files, but not the JSONs."""
+    return {p.name: p.read_bytes() for p in folder.glob("shard_*") if p.suffix != ".json"}
+
+
+@each_format
+@each_encoding
+def test_what_is_read_is_what_was_decoded(tmp_path, encoding, shard_format):
+    dataset = ActivationDataset(store(tmp_path, encoding, shard_format))
+    assert len(dataset) == 12 and dataset.dtype == np.float32
+    assert list(dataset.dtypes.values()) == ["float32", "float32", "int32"]
+    for sample in dataset:
+        for key in WIDTHS:
+            expected, _ = stored_of(sample.sample_idx, key, encoding)
+            assert sample[HOOKS[key]].dtype == np.float32
+            assert sample[HOOKS[key]].tobytes() == expected.tobytes()
+        assert (sample["choices"] == sample.sample_idx).all()
+    every = {k: np.concatenate([stored_of(n, k, encoding)[0] for n in range(12)]) for k in WIDTHS}
+    for dtype in (None, *DTYPES):
+        batches = list(dataset.batches(50, dtype=dtype))
+        for key in WIDTHS:
+            found = np.concatenate([batch[HOOKS[key]] for batch in batches])
+            assert found.tobytes() == every[key].astype(dtype or "float32").tobytes()
+        assert {batch["choices"].dtype.name for batch in batches} == {"int32"}
+    shuffled = next(dataset.batches(dataset.tokens, shuffle=1, dtype="float16"))
+    order = np.lexsort((shuffled.position, shuffled.sample_idx))
+    np.testing.assert_array_equal(shuffled[HOOKS[3]][order], every[3].astype(np.float16))
+    few = list(dataset.batches(50, max_norm={HOOKS[3]: 50.0}))
+    expected = int((np.linalg.norm(every[3], axis=1) <= 50).sum())
+    assert sum(map(len, few)) == expected < dataset.tokens
+
+
+@each_format
+@each_encoding
+def test_shards_say_how_they_are_encoded(tmp_path, encoding, shard_format):
+    store(tmp_path, encoding, shard_format)
+    commits = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("shard_*.json"))]
+    assert len(commits) > 2
+    for commit in commits:
+        indices = range(commit["samples"]["first"], commit["samples"]["last"] + 1)
+        for key, hook in zip(WIDTHS, commit["hooks"], strict=False):
+            scale = {"float8": WIDTHS[key], "int8": 32}[encoding]
+            dtype = {"float8": "float8_e4m3fn", "int8": "int8"}[encoding]
+            assert (hook["dtype"], hook["scale"], hook["width"]) == (dtype, scale, WIDTHS[key])
+            errors = [stored_of(n, key, encoding)[1] for n in indices]
+            for kind, of_kind in (
+                ("sinks", np.array([each[0] for each in errors])),
+                ("others", np.concatenate([each[1:] for each in errors])),
+            ):
+                assert hook["error"][kind]["tokens"] == len(of_kind)
+                if len(of_kind):
+                    assert hook["error"][kind]["mean"] == pytest.approx(of_kind.mean(), rel=1e-6)
+                    assert hook["error"][kind]["worst"] == of_kind.max()
+            decoded = np.concatenate([stored_of(n, key, encoding)[0] for n in indices])
+            expected = Statistics.from_array(decoded)
+            assert hook["mean_norm"] == pytest.approx(expected.mean_norm)
+            assert hook["variance"] == pytest.approx(expected.variance)
+        assert (commit["hooks"][2]["dtype"], commit["hooks"][2]["scale"]) == ("int32", None)
+        assert "error" not in commit["hooks"][2]
+    error = ActivationDataset(tmp_path).statistics[HOOKS[3]].error
+    every = np.concatenate([stored_of(n, 3, encoding)[1][1:] for n in range(12)])
+    assert error.others.tokens == len(every) and error.sinks.tokens == 12
+    assert error.others.mean == pytest.approx(every.mean(), rel=1e-6)
+    recorded = json.loads((tmp_path / "metadata.json").read_text())["hooks"][0]["error"]
+    assert recorded == error.to_json() and error.others.worst == every.max()
+
+
+@each_encoding
+def test_what_a_reader_finds_without_this_program(tmp_path, encoding):
+    store(tmp_path / "s", encoding, shard_size_gb=1.0)
+    store(tmp_path / "p", encoding, "pickle", shard_size_gb=1.0)
+    tensors = tensors_of(tmp_path / "s/shard_0001.safetensors")
+    records = pickle.loads(gzip.open(tmp_path / "p/shard_0001.pkl.gz").read())
+    names = list(tensors)
+    for key in WIDTHS:
+        values, scale = tensors[HOOKS[key]], tensors[f"{HOOKS[key]}.scale"]
+        assert names.index(f"{HOOKS[key]}.scale") >= 0
+        assert values.dtype.name == {"float8": "float8_e4m3fn", "int8": "int8"}[encoding]
+        assert scale.dtype == {"float8": "float32", "int8": "float16"}[encoding]
+        pickled = [record["activation"] for record in records[key]]
+        assert {each.dtype.name for each in pickled} == {{"float8": "uint8"}.get(encoding, "int8")}
+        assert np.concatenate(pickled).tobytes() == values.tobytes()
+        assert np.concatenate([r["scale"] for r in records[key]]).tobytes() == scale.tobytes()
+        per_scale = 32 if encoding == "int8" else WIDTHS[key]
+        factors = np.repeat(scale.astype(np.float32), per_scale, axis=1)[:, : WIDTHS[key]]
+        expected = np.concatenate([stored_of(n, key, encoding)[0] for n in range(12)])
+        np.testing.assert_array_equal(values.astype(np.float32) * factors, expected)
+    assert "choices.scale" not in tensors and "scale" not in records[5][0]
+
+
+@each_format
+@each_encoding
+def test_packed_rows_are_stored_like_the_activations(tmp_path, encoding, shard_format):
+    plain = store(tmp_path / "plain", encoding, shard_format)
+    packed = store(tmp_path / "packed", encoding, shard_format, packed=True)
+    assert files_of(plain) == files_of(packed)
+    with pytest.raises(ValueError, match="6 bytes per token are no packed"):
+        with open_storage(
+            tmp_path / "x", {0: "h"}, identity=Identity(activation_dtype=encoding)
+        ) as s:
+            s.add_activation(0, np.zeros((2, 6), np.uint8), 0, "text", np.zeros(2, np.int32))
+
+
+@each_encoding
+def test_a_shard_has_as_many_stored_bytes_as_it_may(tmp_path, encoding):
+    """Nothing else counts: neither the bytes before encoding nor the errors in packed rows."""
+    sizes = {"float8": 33 + 4 + 64 + 4, "int8": 33 + 2 * 2 + 64 + 2 * 2}
+    most = 5000
+    store(tmp_path, encoding, count=60)
+    taken = []
+    for path in sorted(tmp_path.glob("shard_*.json")):
+        samples = json.loads(path.read_text())["samples"]
+        indices = range(samples["first"], samples["last"] + 2)
+        tokens = [len(activation_of(index, 3)) for index in indices]
+        taken.append(sum(tokens[:-1]) * (sizes[encoding] + 8))
+        if samples["last"] < 59:
+            assert sum(tokens) * (sizes[encoding] + 8) > most
+    assert max(taken) <= most and len(taken) > 2
+
+
+@each_encoding
+def test_exports_keep_the_encoding_or_decode(tmp_path, encoding, capsys):
+    source = store(tmp_path / "source", encoding, "pickle")
+    for form, back in (("safetensors", tmp_path / "s"), ("pickle", tmp_path / "p")):
+        before = source if form == "safetensors" else tmp_path / "s"
+        assert main("--export", form, "--export_dir", back, "--output_dir", before) == 0
+        assert verify(Folder(str(back)), None, 0) == 0
+    texts = [gzip.open(folder / "shard_0001.pkl.gz").read() for folder in (source, tmp_path / "p")]
+    for ours, theirs in zip(*(pickle.loads(text)[3] for text in texts), strict=True):
+        for name in ("activation", "scale"):
+            assert ours[name].dtype == theirs[name].dtype
+            assert ours[name].tobytes() == theirs[name].tobytes()
+    copied, first = ActivationDataset(tmp_path / "s"), ActivationDataset(source)
+    for ours, theirs in zip(copied, first, strict=True):
+        assert ours[HOOKS[3]].tobytes() == theirs[HOOKS[3]].tobytes()
+    assert copied.statistics[HOOKS[3]] == first.statistics[HOOKS[3]]
+    target = tmp_path / "memmap"
+    assert main("--export", "memmap", "--export_dir", target, "--output_dir", source) == 0
+    values = np.fromfile(target / HOOKS[3] / "shard_0.memmap", np.float32).reshape(-1, 33)
+    expected = np.concatenate([stored_of(n, 3, encoding)[0] for n in range(12)])
+    np.testing.assert_array_equal(values, expected)
+    one = ["--hook_names", HOOKS[3], "--export_dir", tmp_path / "one", "--output_dir", source]
+    assert main("--export", "safetensors", *one) == 0
+    assert list(ActivationDataset(tmp_path / "one").hooks) == [HOOKS[3]]
+
+
+def test_runs_with_and_without_an_encoding_are_joined(tmp_path):
+    store(tmp_path / "int8", "int8")
+    other = replace(identity_of(), max_seq_length=32, shard_format="safetensors")
+    with open_storage(
+        tmp_path / "f32", {7: "other"}, identity=other, shard_format="safetensors"
+    ) as s:
+        for index in range(12):
+            values = activation_of(index, 3)
+            ids = np.arange(len(values), dtype=np.int32)
+            s.add_activation(7, values, index, "text", ids, f"id-{index}", {"row": index})
+    first = ActivationDataset(tmp_path / "int8", hooks=[HOOKS[3]])
+    both = first.join(tmp_path / "f32")
+    batch = next(both.batches(1000, dtype="float32"))
+    expected = [np.concatenate([activation_of(n, 3) for n in range(12)])]
+    expected.append(np.concatenate([stored_of(n, 3, "int8")[0] for n in range(12)]))
+    np.testing.assert_array_equal(batch["other"], expected[0])
+    np.testing.assert_array_equal(batch[HOOKS[3]], expected[1])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@each_encoding
+def test_nan_stops_the_run_and_names_the_sample(tmp_path, encoding, packed):
+    bad = np.ones((3, 40), np.float32)
+    bad[1, 35] = np.nan
+    bad = encode(bad, ENCODINGS[encoding]) if packed else bad
+    identity = Identity(activation_dtype=encoding)
+    with pytest.raises(StorageError, match="sample 1, hook 0: NaN or infinite") as error:
+        with open_storage(tmp_path, {0: "h"}, identity=identity) as storage:
+            for index, values in enumerate((np.ones((3, 40), np.float32), bad)):
+                storage.add_activation(0, values, index, "text", np.zeros(3, np.int32))
+    assert ("int8 ends at 8.3 million" in error.value.remedy) == (encoding == "int8")
+    assert not list(tmp_path.glob("shard_*.json"))
+
+
+@pytest.fixture
+def source(source, request):
+    """Of the run that is killed: encoded."""
+    return source._replace(identity=Identity(model_digest="tiny", activation_dtype=request.param))
+
+
+@pytest.mark.parametrize(
+    "shard_format,source",
+    [*zip(SHARD_FORMATS, ENCODINGS, strict=True)],
+    indirect=["source"],
+)
+def test_runs_that_were_killed_continue_with_the_same_bytes(run, tmp_path, shard_format):
+    run(tmp_path / "whole", shard_size_gb=5e-7)
+    whole = content(tmp_path / "whole")
+    assert shards_of(whole) > 5
+    for kill_after in (1, 9, 20):
+        out = tmp_path / f"killed_{kill_after}"
+        with pytest.raises(Killed):
+            run(out, kill_after=kill_after, shard_size_gb=5e-7)
+        run(out, shard_size_gb=5e-7)
+        assert content(out) == whole
+
+
+def problems_of(folder, capsys):
+    """What --verify prints of a run that is not in order."""
+    capsys.readouterr()
+    assert verify(Folder(str(folder)), None, 0) == 1
+    return capsys.readouterr().out
+
+
+def change_json(folder, change):
+    edit(folder / "shard_0001.json", lambda commit: change(commit["hooks"][0]))
+
+
+JSONS = {
+    "another scale": (lambda hook: hook.update(scale=7), "its scale is 7, which does not fit"),
+    "a scale that is text": (lambda hook: hook.update(scale="x"), "hooks is"),
+    "a scale of a type without": (lambda hook: hook.update(dtype="int32"), "does not fit int32"),
+    "an error of nothing": (lambda hook: hook.update(error={}), "hooks is"),
+    "an endless error": (
+        lambda hook: hook["error"]["others"].update(mean=1e200),
+        "hooks is",
+    ),
+}
+
+
+@pytest.mark.parametrize("change,message", JSONS.values(), ids=list(JSONS))
+@each_encoding
+def test_damaged_jsons_are_refused(tmp_path, encoding, change, message):
+    store(tmp_path, encoding)
+    change_json(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        ActivationDataset(tmp_path)
+
+
+VERIFIED = {
+    "no scale": (
+        lambda hook: hook.update(scale=None),
+        "its scale is for 32 values, its JSON says None",
+    ),
+    "no error": (lambda hook: hook.pop("error"), "its JSON has no error of an encoding"),
+    "an error of other tokens": (
+        lambda hook: hook["error"]["sinks"].update(tokens=99),
+        "its JSON has an impossible error of sinks",
+    ),
+    "a mean above the worst": (
+        lambda hook: hook["error"]["others"].update(mean=0.5),
+        "its JSON has an impossible error of others",
+    ),
+}
+
+
+@pytest.mark.parametrize("change,message", VERIFIED.values(), ids=list(VERIFIED))
+def test_verify_finds_what_cannot_be(tmp_path, capsys, change, message):
+    store(tmp_path, "int8")
+    assert verify(Folder(str(tmp_path)), None, 0) == 0
+    change_json(tmp_path, change)
+    problems = problems_of(tmp_path, capsys)
+    assert f"shard_0001.safetensors: hook 3: {message}" in problems
+
+
+def change_tensors(folder, change):
+    """Changes the tensors of the first shard; its JSON agrees."""
+    path = folder / "shard_0001.safetensors"
+    tensors = dict(tensors_of(path))
+    order = list(json.loads(path.read_bytes()[8:].split(b"}}")[0] + b"}}"))[1:]
+    tensors = {name: tensors[name] for name in order}
+    change(tensors)
+    layout = {name: (each.dtype, each.shape) for name, each in tensors.items()}
+    data = b"".join(np.ascontiguousarray(each).tobytes() for each in tensors.values())
+    path.write_bytes(header(layout, {"format": "2"}) + data)
+    agree(path)
+
+
+SCALE = f"{HOOKS[3]}.scale"
+TENSORS = {
+    "missing": lambda tensors: tensors.pop(SCALE),
+    "narrow": lambda tensors: tensors.update({SCALE: tensors[SCALE][:, :0]}),
+    "wide": lambda tensors: tensors.update({SCALE: np.repeat(tensors[SCALE], 5, axis=1)}),
+    "float64": lambda tensors: tensors.update({SCALE: tensors[SCALE].astype(np.float64)}),
+    "plain values": lambda tensors: tensors.update(
+        {HOOKS[3]: tensors[HOOKS[3]].astype(np.float32)}
+    ),
+}
+
+
+@pytest.mark.parametrize("change", TENSORS.values(), ids=list(TENSORS))
+@each_encoding
+def test_tensors_that_do_not_belong_together_are_refused(tmp_path, capsys, encoding, change):
+    store(tmp_path, encoding)
+    change_tensors(tmp_path, lambda tensors: None)
+    assert ActivationDataset(tmp_path)[0][HOOKS[3]].shape == (1, 33)
+    assert verify(Folder(str(tmp_path)), None, 0) == 0
+    change_tensors(tmp_path, change)
+    with pytest.raises((OSError, ValueError), match=HOOKS[3]):
+        ActivationDataset(tmp_path)[0]
+    assert verify(Folder(str(tmp_path)), None, 0) == 1
+    target = tmp_path / "copy"
+    assert main("--export", "pickle", "--export_dir", target, "--output_dir", tmp_path) != 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+RECORDS = {
+    "missing": lambda record: record.pop("scale"),
+    "no array": lambda record: record.update(scale=3.0),
+    "flat": lambda record: record.update(scale=record["scale"].reshape(-1)),
+    "narrow": lambda record: record.update(scale=record["scale"][:, :0]),
+    "float64": lambda record: record.update(scale=record["scale"].astype(np.float64)),
+    "plain values": lambda record: record.update(
+        activation=record["activation"].astype(np.float32)
+    ),
+    "few tokens": lambda record: record.update(scale=record["scale"][:-1]),
+}
+
+
+@pytest.mark.parametrize("change", RECORDS.values(), ids=list(RECORDS))
+@each_encoding
+def test_records_that_do_not_belong_together_are_refused(tmp_path, capsys, encoding, change):
+    store(tmp_path, encoding, "pickle")
+    records = pickle.loads(gzip.open(tmp_path / "shard_0001.pkl.gz").read())
+    change(records[3][1])
+    replace_shard(tmp_path, 1, gzip.compress(pickle.dumps(records, protocol=4), 1, mtime=0))
+    with pytest.raises(OSError):
+        ActivationDataset(tmp_path)[0]
+    assert "shard_0001.pkl.gz" in problems_of(tmp_path, capsys)
+
+
+@each_format
+@each_encoding
+def test_samples_that_keep_no_token(tmp_path, encoding, shard_format):
+    identity = replace(identity_of(), activation_dtype=encoding, positions="last")
+    with open_storage(tmp_path, {0: "h"}, identity=identity, shard_format=shard_format) as storage:
+        for index, tokens in enumerate((0, 2, 0)):
+            values = np.full((tokens, 40), 2, np.float32)
+            storage.add_activation(0, values, index, "text", np.zeros(tokens, np.int32))
+    dataset = ActivationDataset(tmp_path)
+    assert [sample["h"].shape for sample in dataset] == [(0, 40), (2, 40), (0, 40)]
+    np.testing.assert_allclose(dataset[1]["h"], 2, rtol=2**-10)
+    assert dataset.statistics["h"].error == EncodingError(TokenErrors(1), TokenErrors(1))
+
+
+def test_the_outline_of_a_run_in_a_bucket_has_the_errors(tmp_path):
+    store(tmp_path, "float8")
+    paths = sorted(tmp_path.glob("shard_*.json"))
+    outline = Outline()
+    for path in paths[:-1]:
+        outline.add(Commit.from_json(unseal(path.read_bytes(), ""), ""))
+    again = Outline.from_json(json.loads(json.dumps(outline.to_json())), "")
+    errors = [each.totals.statistics[3].error for each in (outline, again)]
+    assert errors[0] == errors[1] and errors[0].others.tokens > 0
+
+
+def test_a_run_without_an_encoding_has_nothing_of_it(tmp_path):
+    identity = replace(identity_of(), max_seq_length=32)
+    with open_storage(tmp_path, {0: "h"}, identity=identity) as storage:
+        storage.add_activation(0, np.ones((2, 4), np.float32), 0, "text", np.zeros(2, np.int32))
+    hook = json.loads((tmp_path / "shard_0001.json").read_text())["hooks"][0]
+    assert hook["scale"] is None and "error" not in hook
+    assert ActivationDataset(tmp_path).statistics["h"].error is None
+    shutil.rmtree(tmp_path)
+
+
+def test_float8_of_numpy_is_not_taken_for_packed_rows(tmp_path):
+    """Numbers of any floating-point type are encoded."""
+    values = np.ones((2, 4)).astype(ml_dtypes.float8_e4m3fn)
+    identity = Identity(activation_dtype="int8")
+    with open_storage(tmp_path, {0: "h"}, identity=identity) as storage:
+        storage.add_activation(0, values, 0, "text", np.zeros(2, np.int32))
+    records = pickle.loads(gzip.open(tmp_path / "shard_0001.pkl.gz").read())
+    assert (records[0][0]["activation"] == 127).all()
