@@ -169,7 +169,7 @@ class Memmap(TrainerFiles):
         token_ids = (ids for ids, _ in self._tables())
         _store_tensor(self.folder / "tokens.pt", "int64", (contents.tokens,), token_ids)
         for hook, width in contents.hooks.items():
-            if statistics[hook].tokens:  # integers have no statistics
+            if statistics[hook].tokens:  # hooks that hold no activations have no statistics
                 self._store_statistics(hook, statistics[hook].all_tokens)
             config = {
                 "d_model": width,
@@ -189,10 +189,9 @@ class Memmap(TrainerFiles):
     def _store_statistics(self, hook: str, of_hook: DimensionStatistics) -> None:
         """Writes what the cache's `mean`, `std` and `running_stats` read.
 
-        They are float32, as the cache computes them unless told otherwise: with float64, its
-        trainers would compute float64 activations, for which their weights have the wrong dtype.
-        `M2` is the sum of the squared deviations from the mean, and `std` divides it by the number
-        of tokens less one, NaN for a single token (RunningStatWelford in the cache's cache.py).
+        They are float32, as where the cache computes them. `M2` is the sum of the squared
+        deviations from the mean, and `std` is the root of M2 / (count - 1), NaN for a single token
+        (RunningStatWelford in the cache's cache.py).
         """
         squares = of_hook.variance * of_hook.tokens
         with np.errstate(invalid="ignore"):

@@ -128,7 +128,7 @@ def llamascopium_settings(hook_in, hook_out):
 
 
 def llamascopium_export(hook_in, hook_out):
-    """From the files of --export."""
+    """Llamascopium's own runner, with nothing of ours but the export."""
     from llamascopium import train_sae
 
     train_sae(llamascopium_settings(hook_in, hook_out))
