@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from command_line import main, records_of
 from conftest import Reference, make_reference
+from datasets import load_from_disk
 from extractions import change_shard, edit, load
 from pods import first_documents
 from safetensors import safe_open
@@ -182,7 +183,7 @@ def test_other_choices_are_found_by_recomputing(stored, reference, tmp_path, cap
     assert "24 samples recomputed; 1 problem" in summary
 
 
-@pytest.mark.parametrize("form", ["safetensors", "memmap", "llamascopium"])
+@pytest.mark.parametrize("form", ["safetensors", "memmap", "llamascopium", "sae_lens"])
 def test_exports_hold_integers(stored, tmp_path, capsys, form):
     where = ["--export", form, "--export_dir", tmp_path, "--output_dir", stored()]
     assert main(*where) == 0
@@ -199,6 +200,11 @@ def test_exports_hold_integers(stored, tmp_path, capsys, form):
         meta = json.loads((folder / "shard_0.meta").read_text())
         assert meta == {"shape": list(expected.shape), "dtype": "torch.int32"}
         found = np.fromfile(folder / "shard_0.memmap", np.int32).reshape(expected.shape)
+        assert not (folder / "mean.pt").exists() and (tmp_path / STREAM / "mean.pt").exists()
+    elif form == "sae_lens":
+        rows = load_from_disk(str(tmp_path / CHOICES[1])).with_format("numpy", dtype=np.int32)
+        found = rows[:][CHOICES[1]].reshape(-1, expected.shape[1])
+        expected = expected[: len(found)]
     else:
         with safe_open(tmp_path / CHOICES[1] / "chunk-00000000.safetensors", "numpy") as file:
             found = file.get_tensor("activation")

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from command_line import main
-from extractions import HOOKS, activations_of, batches, edit, extract, open_part
+from datasets import Array2D, load_from_disk
+from extractions import HIDDEN, HOOKS, activations_of, batches, edit, extract, open_part
 from safetensors.torch import load_file
 from small_runs import Killed
 from test_killed import killed_at
@@ -21,21 +22,24 @@ from test_killed import killed_at
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.inspect import export as exporting
-from activation_extraction.inspect import export_tokens
+from activation_extraction.inspect import export_tokens, trainer_files
 from activation_extraction.inspect.export import export
-from activation_extraction.inspect.export_tokens import write_tensor
+from activation_extraction.inspect.torch_tensor import write_tensor
+from activation_extraction.inspect.trainer_files import SaeLens
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.local_files import lock_folder
 
 FIRST, SECOND = HOOKS.values()
 PER_CHUNK = 7  # tokens; samples have 10
-FORMATS = ("memmap", "llamascopium")
+ROW = 3  # tokens of a row for SAELens, so that its chunks have 6
+FORMATS = ("memmap", "llamascopium", "sae_lens")
 Found = namedtuple("Found", "token_ids starts activations")
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(export_tokens, "CHUNK_BYTES", PER_CHUNK * 128)
+    monkeypatch.setattr(SaeLens, "TOGETHER", ROW)
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +66,21 @@ def save(run, form, target, *patterns):
     return target
 
 
-def stored(run):
-    """What the run holds, read sample by sample."""
+def stored(run, form="memmap"):
+    """What an export of the run in a format holds, read from the run sample by sample."""
     samples = list(ActivationDataset(str(run)))
-    return Found(
-        np.concatenate([sample.token_ids for sample in samples]),
-        np.cumsum([0, *(len(sample.token_ids) for sample in samples)]),
-        {hook: np.concatenate([sample[hook] for sample in samples]) for hook in (FIRST, SECOND)},
-    )
+    token_ids = np.concatenate([sample.token_ids for sample in samples])
+    starts = np.cumsum([0, *(len(sample.token_ids) for sample in samples)])
+    values = {hook: np.concatenate([s[hook] for s in samples]) for hook in (FIRST, SECOND)}
+    if form == "sae_lens":  # whole rows, and no bfloat16
+        rows = slice(len(token_ids) // ROW * ROW)
+        token_ids = token_ids[rows]
+        values = {hook: as_arrow_can(each[rows]) for hook, each in values.items()}
+    return Found(token_ids, starts, values)
+
+
+def as_arrow_can(values):
+    return values.astype(np.float32) if values.dtype == ml_dtypes.bfloat16 else values
 
 
 def read_memmap(target):
@@ -107,7 +118,25 @@ def read_llamascopium(target):
     return Found(tokens[0], None, found)
 
 
-READ = {"memmap": read_memmap, "llamascopium": read_llamascopium}
+def read_sae_lens(target):
+    """As SAELens's ActivationsStore reads it, one hook after the other."""
+    found, token_ids = {}, []
+    for hook in (FIRST, SECOND):
+        rows = load_from_disk(str(target / hook))
+        assert rows.column_names == [hook, "token_ids"]
+        types = rows.features[hook]
+        assert isinstance(types, Array2D) and types.shape == (ROW, HIDDEN)
+        found[hook] = torch.tensor(read_column(rows, hook, types.dtype)).reshape(-1, HIDDEN)
+        token_ids.append(torch.tensor(read_column(rows, "token_ids", "int64")).reshape(-1))
+    assert torch.equal(*token_ids)
+    return Found(token_ids[0], None, found)
+
+
+def read_column(rows, name, dtype):
+    return rows.with_format("numpy", columns=[name], dtype=np.dtype(dtype))[:][name]
+
+
+READ = {"memmap": read_memmap, "llamascopium": read_llamascopium, "sae_lens": read_sae_lens}
 
 
 def equal(found, expected):
@@ -131,13 +160,13 @@ def files(target):
 @pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16])
 def test_trainers_find_what_the_run_stored(form, dtype, tmp_path):
     root = make(tmp_path / "run", np.dtype(dtype).name)
-    equal(READ[form](save(root, form, tmp_path / "export")), stored(root))
+    equal(READ[form](save(root, form, tmp_path / "export")), stored(root, form))
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_all_hosts_are_exported_and_nothing_else_is_left(form, run, tmp_path):
     target = save(run, form, tmp_path / "deep/export")
-    equal(READ[form](target), stored(run))
+    equal(READ[form](target), stored(run, form))
     assert not [name for name in files(target) if Path(name).name.startswith(".")]
     lengths = {len(data) for name, data in files(target).items() if "/shard_0." in name}
     assert form != "memmap" or PER_CHUNK * 16 * 4 in lengths
@@ -168,7 +197,10 @@ def test_a_finished_export_is_left_alone(form, run, tmp_path, capsys):
     first = capsys.readouterr().out
     times = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     save(run, form, target)
-    assert capsys.readouterr().out == first and first.startswith("exported: 200 tokens, 2 hooks")
+    count = 198 if form == "sae_lens" else 200
+    assert capsys.readouterr().out == first and first.startswith(f"exported: {count} tokens, 2")
+    left_out = "left out: the last 2 tokens of the run, too few for a row of 3\n"
+    assert (left_out in first) == (form == "sae_lens")
     assert {path: path.stat().st_mtime_ns for path in target.rglob("*")} == times
 
 
@@ -181,7 +213,7 @@ def test_a_change_of_the_data_is_noticed(tmp_path):
 
 
 def test_a_file_that_the_disk_changed_is_noticed(run, tmp_path, monkeypatch):
-    write = export_tokens.write_atomically
+    write = trainer_files.write_atomically
 
     def write_and_damage(path, content):
         written = write(path, content)
@@ -189,7 +221,7 @@ def test_a_file_that_the_disk_changed_is_noticed(run, tmp_path, monkeypatch):
             path.write_bytes(path.read_bytes()[:-1] + b"\0")
         return written
 
-    monkeypatch.setattr(export_tokens, "write_atomically", write_and_damage)
+    monkeypatch.setattr(trainer_files, "write_atomically", write_and_damage)
     with pytest.raises(RunError, match="shard_3.memmap: the disk does not hold what was written"):
         save(run, "memmap", tmp_path / "export")
 
@@ -198,7 +230,7 @@ def test_a_full_disk_is_a_failure_that_continues(run, tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(export_tokens, "write_atomically", full)
+    monkeypatch.setattr(trainer_files, "write_atomically", full)
     with pytest.raises(RunError, match="No space left on device") as caught:
         save(run, "memmap", tmp_path / "export")
     assert caught.value.remedy == "to continue, run the same command again"
@@ -292,15 +324,52 @@ def test_memory_is_bounded_by_the_chunks(tmp_path, monkeypatch):
     assert peaks[1] < 1.5 * peaks[0]
 
 
-@pytest.mark.parametrize("values", [[], [5], list(range(-3, 2000))])
-def test_torch_reads_a_tensor_that_was_written_without_it(values, tmp_path):
+@pytest.mark.parametrize("dtype", ["int64", "float32"])
+@pytest.mark.parametrize("shape", [(0,), (1,), (2003,), (), (2, 3, 5)])
+def test_torch_reads_a_tensor_that_was_written_without_it(shape, dtype, tmp_path):
     path = tmp_path / "tensor.pt"
-    array = np.array(values, np.int64)
+    array = np.arange(-3, np.prod(shape, dtype=int) - 3).astype(dtype)
     with open(path, "wb") as file:
-        write_tensor(file, len(array), np.array_split(array, 3))
+        write_tensor(file, dtype, shape, np.array_split(array, 3))
     for mmap in (False, True):
         found = torch.load(path, weights_only=True, mmap=mmap)
-        assert found.dtype == torch.int64 and found.tolist() == values
+        assert found.dtype == getattr(torch, dtype) and found.is_contiguous()
+        np.testing.assert_array_equal(found, array.reshape(shape))
+
+
+def test_the_cache_of_dictionary_learning_has_statistics_of_every_dimension(run, tmp_path):
+    """What its ActivationCache reads as `mean`, `std` and `running_stats`."""
+    target, values = save(run, "memmap", tmp_path / "export"), stored(run).activations
+    for hook in (FIRST, SECOND):
+        found = {
+            name: torch.load(target / hook / f"{name}.pt", weights_only=True)
+            for name in ("mean", "std", "M2", "count")
+        }
+        assert found["count"].shape == () and found["count"].dtype == torch.int64
+        assert found["count"] == len(values[hook]) == 200
+        expected = values[hook].astype(np.float64)
+        for name, each in {
+            "mean": expected.mean(0),
+            "std": expected.std(0, ddof=1),
+            "M2": np.square(expected - expected.mean(0)).sum(0),
+        }.items():
+            assert found[name].dtype == torch.float32 and found[name].shape == (HIDDEN,)
+            np.testing.assert_allclose(found[name].numpy(), each, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_sae_lens_need_enough_tokens(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(SaeLens, "TOGETHER", 201)
+    with pytest.raises(InputError, match=f"{run} holds 200 tokens; expected at least 201$"):
+        save(run, "sae_lens", tmp_path / "export")
+    monkeypatch.setattr(SaeLens, "TOGETHER", 200)
+    save(run, "sae_lens", tmp_path / "export")
+    assert len(load_from_disk(str(tmp_path / "export" / FIRST))) == 1
+
+
+def test_an_export_for_sae_lens_needs_pyarrow(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "find_spec", {"pyarrow": None}.get)
+    with pytest.raises(InputError, match="^--export sae_lens: needs pyarrow; run: pip install"):
+        save(run, "sae_lens", tmp_path / "export")
 
 
 def started(root):

@@ -26,6 +26,7 @@ HOOKS: dict = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 ROWS, TOKENS, WIDTH, FEATURES, SAMPLES = 16, 128, 32, 64, 1600
 EXPORTED = {  # trainer -> the format that it reads; the others read the run itself
     "memmap": "memmap",
+    "sae_lens_cached": "sae_lens",
     "llamascopium": "llamascopium",
     "llamascopium_transcoder": "llamascopium",
 }
@@ -80,10 +81,12 @@ def test_the_loss_falls(trainer, folder, tmp_path):
     if trainer in EXPORTED:
         root = Folder(str(folder / "activations"))
         export(root, EXPORTED[trainer], str(tmp_path / "export"), None)
+    # extract_activations.py turns PyTorch off for its own process.
+    own = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "USE_TORCH": "AUTO"}
     done = subprocess.run(
         [PYTHON, REPOSITORY / "tests/trainers/train.py", trainer],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **own},
         capture_output=True,
         text=True,
     )

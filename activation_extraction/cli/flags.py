@@ -477,11 +477,11 @@ class Config:
     export: str | None = flag(
         "copy a finished run to --export_dir: pickle and safetensors make a run of such "
         "shards; memmap makes the files of jkminder's dictionary_learning (crosscoders), "
-        "llamascopium those of Llamascopium; the same command continues an export that was "
-        "stopped; --hook_names chooses hooks",
+        "llamascopium those of Llamascopium, sae_lens the cached activations of SAELens; the same "
+        "command continues an export that was stopped; --hook_names chooses hooks",
         default_is="all",
         needs="export_dir",
-        choices=(*SHARD_FORMATS, "memmap", "llamascopium"),
+        choices=(*SHARD_FORMATS, "memmap", "llamascopium", "sae_lens"),
     )
     export_dir: str | None = flag(
         "the folder that --export writes to", needs="export", metavar="FOLDER"

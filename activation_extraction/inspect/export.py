@@ -1,7 +1,7 @@
 """--export: copies a finished run to a local folder in another format, in bounded memory.
 
 `pickle` and `safetensors` make a run like its source, with the same folders, samples and shards;
-the other formats are in export_tokens.py. An export that was killed continues after its last
+for the other formats, see export_tokens.py. An export that was killed continues after its last
 complete file. Every file is read back.
 """
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def export(
     InputError for a run that cannot be exported, and RunError if anything fails on the way; the
     same call then continues.
     """
+    if form == "sae_lens" and find_spec("pyarrow") is None:
+        raise InputError("--export sae_lens: needs pyarrow; run: pip install pyarrow")
     folders = read_folders(root)
     for host in host_states(folders):
         if host.state != "complete":

@@ -50,9 +50,16 @@ def dictionary_learning(data):
 
 
 class MemmapCache(torch.utils.data.Dataset):
-    """One hook of an export, in the way of jkminder's ActivationCache."""
+    """One hook of an export, in the way of jkminder's ActivationCache and of its dictionaries,
+    which subtract the mean and divide by the root of the sum of all variances."""
 
     def __init__(self, folder):
+        self.mean, std, squares, count = (
+            torch.load(folder / f"{name}.pt", weights_only=True)
+            for name in ("mean", "std", "M2", "count")
+        )
+        torch.testing.assert_close(std, torch.sqrt(squares / (count - 1)))
+        self.scale = 1.0 / torch.sqrt((std**2).sum() + 1e-8)
         config = json.loads((folder / "config.json").read_text())
         self.shards = []
         for number in range(config["shard_count"]):
@@ -68,7 +75,7 @@ class MemmapCache(torch.utils.data.Dataset):
     def __getitem__(self, index):
         shard = int(np.searchsorted(self.ends, index, "right"))
         values = self.shards[shard][index - self.ends[shard]]
-        return torch.tensor(values).view(torch.bfloat16)
+        return (torch.tensor(values).view(torch.bfloat16) - self.mean) * self.scale
 
 
 def llamascopium_settings(hook_in, hook_out):
@@ -121,7 +128,7 @@ def llamascopium_settings(hook_in, hook_out):
 
 
 def llamascopium_export(hook_in, hook_out):
-    """From the files of --export."""
+    """Llamascopium's own runner, with nothing of ours but the export."""
     from llamascopium import train_sae
 
     train_sae(llamascopium_settings(hook_in, hook_out))
@@ -149,8 +156,45 @@ def memmap():
     dictionary_learning(loader)
 
 
+def sae_lens_cached():
+    """SAELens's own runner, with nothing of ours but the export. It asks for a model and for a data
+    set of tokens, which it does not use for training."""
+    from datasets import Dataset
+    from sae_lens import (
+        LanguageModelSAERunnerConfig,
+        LanguageModelSAETrainingRunner,
+        LoggingConfig,
+        StandardTrainingSAEConfig,
+    )
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    width = ActivationDataset("activations").hooks[SECOND]
+    model = HookedTransformerConfig(
+        n_layers=1, d_model=width, n_ctx=128, d_head=8, d_vocab=128, act_fn="relu", device="cpu"
+    )
+    config = LanguageModelSAERunnerConfig(
+        sae=StandardTrainingSAEConfig(d_in=width, d_sae=8 * width),
+        hook_name=SECOND,
+        context_size=128,
+        use_cached_activations=True,
+        cached_activations_path=f"export/{SECOND}",
+        training_tokens=SIZE * STEPS,
+        train_batch_size_tokens=SIZE,
+        lr=1e-3,
+        exclude_special_tokens=[7],
+        logger=LoggingConfig(log_to_wandb=False),
+        output_path="sae",
+    )
+    LanguageModelSAETrainingRunner(
+        config,
+        override_dataset=Dataset.from_dict({"tokens": [list(range(128))]}),
+        override_model=HookedTransformer(model),
+    ).run()
+
+
 TRAINERS = {
     "sae_lens": lambda: lines("sae_lens_lines.py"),
+    "sae_lens_cached": sae_lens_cached,
     "pytorch": lambda: lines("pytorch_lines.py"),
     "dictionary_learning": lambda: dictionary_learning(b[SECOND] for b in epochs([SECOND])),
     "memmap": memmap,
