@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from activation_extraction.run import demo
 from activation_extraction.store.formats import chosen_format
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.sealed_json import seal
+from activation_extraction.text.batch import Batch
 from activation_extraction.text.documents import DocumentStream, RowCounts
 from activation_extraction.text.packing import pack
 from activation_extraction.text.rows import RowForm, TextColumn
@@ -35,6 +36,33 @@ TEXT = RowForm(TextColumn("text"))
 def stream_of(path, worker=None, skip=False, form=TEXT):
     """The documents of one worker in the files at `path`. skip: rows that cannot be used."""
     return DocumentStream(open_files(str(path), form.columns), form, worker, RowCounts(skip))
+
+
+def activations(batch):
+    values = {key: np.zeros((*batch.token_ids.shape, HIDDEN), np.float32) for key in HOOKS}
+    for sample, row, start in batch.samples:
+        stop = start + len(sample.token_ids)
+        ramp = np.arange(stop - start, dtype=np.float32)[:, None]
+        for number, value in enumerate(values.values()):
+            value[row, start:stop] = sample.sample_idx + ramp / 64 + np.arange(HIDDEN) + number
+            value[row, start:stop] += row / 4 + batch.samples[0].sample.sample_idx / 1024
+    if batch.kept is None:
+        return values
+    return {key: value[batch.kept] for key, value in values.items()}
+
+
+class Source(NamedTuple):
+    """What a run reads: `documents()` from the beginning, and what makes samples of them.
+
+    hooks, values: the names by key, and the values of a batch.
+    """
+
+    documents: Callable[[], Any]
+    tokenizer: Any
+    form: SampleForm
+    identity: Identity = Identity(model_digest="tiny")
+    hooks: Mapping[Any, str] = HOOKS
+    values: Callable[[Batch], dict[Any, np.ndarray]] = activations
 
 
 class Killed(BaseException):
@@ -75,15 +103,6 @@ def shard_name(number, shard_format="pickle"):
     return chosen_format(shard_format, True).file_name(number)
 
 
-class Source(NamedTuple):
-    """What a run reads: `documents()` from the beginning, and what makes samples of them."""
-
-    documents: Callable[[], Any]
-    tokenizer: Any
-    form: SampleForm
-    identity: Identity = Identity(model_digest="tiny")
-
-
 @pytest.fixture
 def source(byte_tokenizer, rows):
     """What `run` reads; a test may replace it."""
@@ -97,7 +116,7 @@ def run(source, shard_format):
     def run(folder, *, kill_after=None, interrupt_after=None, **options):
         place = open_storage(
             folder,
-            HOOKS,
+            source.hooks,
             identity=source.identity,
             **({"shard_size_gb": 1.5e-6, "shard_format": shard_format} | options),
         )
@@ -120,9 +139,9 @@ def run(source, shard_format):
                 if left is not None and left < len(batch.samples):
                     begun = tuple(p for p in batch.samples if p.sample.sample_idx < kill_after)
                     if begun:
-                        place.add_batch(replace(batch, samples=begun), activations(batch))
+                        place.add_batch(replace(batch, samples=begun), source.values(batch))
                     raise Killed
-                place.add_batch(batch, activations(batch))
+                place.add_batch(batch, source.values(batch))
                 if interrupt_after is not None and place._cutter.last_sample >= interrupt_after:
                     place.finalize(complete=False)
                     return place
@@ -137,19 +156,6 @@ def run(source, shard_format):
         return place
 
     return run
-
-
-def activations(batch):
-    values = {key: np.zeros((*batch.token_ids.shape, HIDDEN), np.float32) for key in HOOKS}
-    for sample, row, start in batch.samples:
-        stop = start + len(sample.token_ids)
-        ramp = np.arange(stop - start, dtype=np.float32)[:, None]
-        for number, value in enumerate(values.values()):
-            value[row, start:stop] = sample.sample_idx + ramp / 64 + np.arange(HIDDEN) + number
-            value[row, start:stop] += row / 4 + batch.samples[0].sample.sample_idx / 1024
-    if batch.kept is None:
-        return values
-    return {key: value[batch.kept] for key, value in values.items()}
 
 
 def content(folder: Path) -> dict[str, object]:

@@ -2,7 +2,9 @@
 
 import json
 import random
+from dataclasses import replace
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -10,7 +12,7 @@ from chat_templates import QWEN2_5, QWEN3, add_markers
 from command_line import assert_refused, main
 from conftest import inputs_with
 from pods import Pod
-from small_runs import Source, content, set_status
+from small_runs import Source, activations, content, set_status
 from test_chat import VOCABULARY, conversation
 from test_killed import forget, killed_at
 
@@ -28,6 +30,7 @@ from activation_extraction.text.batch import Worker
 from activation_extraction.text.samples import samples
 
 LENGTH = 24  # as of small_runs
+STREAM = "blocks.1.hook_resid_post"
 # Each file has its own rows: their names begin with it.
 CASES = {
     "text": ["--dataset_path", "{}/texts"],
@@ -59,6 +62,12 @@ CASES = {
     "budget of roles": [
         *("--dataset_path", "{}/chat.jsonl", "--messages_column", "messages"),
         *("--roles", "user", "--max_tokens", "101", "--long_documents", "split"),
+    ],
+    "everything": [
+        *("--dataset_path", "{}/chat.jsonl", "--messages_column", "messages"),
+        *("--roles", "user", "assistant", "--keep_columns", "label", "--long_documents", "split"),
+        *("--activation_dtype", "float8", "--top_logits", "3", "--hook_names", STREAM),
+        *("loss", "entropy", "logits.top_ids", "logits.top_logprobs"),
     ],
 }
 
@@ -176,7 +185,24 @@ def source(case, data):
         mask_column=config.mask_column or "",
         overlap=config.overlap,
     )
-    return Source(text._documents, text.tokenizer, text.form, identity)
+    source = Source(text._documents, text.tokenizer, text.form, identity)
+    return with_predictions(source) if case == "everything" else source
+
+
+def with_predictions(source):
+    """The same with an encoded hook, one that is NaN for first tokens, and one of integers."""
+    names = STREAM, "loss", "logits.top_ids"
+    dtypes = dict(activation_dtype="float8", float32_hooks=names[1:2], integer_hooks=names[2:])
+
+    def values(batch):
+        first, second = activations(batch).values()
+        position = batch.positions if batch.kept is None else batch.positions[batch.kept]
+        loss = np.where(position[..., None] == 0, np.nan, second[..., :1]).astype(np.float32)
+        return dict(zip(names, (first, loss, second[..., :3].astype(np.int32)), strict=True))
+
+    identity = replace(source.identity, keyed_by="hook name", **dtypes)
+    hooks = {name: name for name in names}
+    return source._replace(identity=identity, hooks=hooks, values=values)
 
 
 @pytest.mark.long
@@ -204,12 +230,16 @@ def test_killed_before_every_change(case, data, run, tmp_path, monkeypatch, caps
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "case,shard_format", [(case, ("pickle", "safetensors")[n % 2]) for n, case in enumerate(CASES)]
+    "case,shard_format",
+    [(case, ("pickle", "safetensors")[n % 2]) for n, case in enumerate(CASES)]
+    + [("everything", "safetensors")],
 )
 def test_a_run_is_continued_repaired_and_verified(case, shard_format, data, tmp_path, capsys):
     """The bytes are the same each time, and recomputed activations agree."""
-    flags = [*flags_of(case, data), "--batch_size", 2, "--layers_to_extract", 1, "--dtype"]
-    flags += ["float32", "--shard_size_gb", 3e-5, "--no_data_parallel"]
+    flags = [*flags_of(case, data), "--batch_size", 2, "--dtype", "float32"]
+    flags += ["--shard_size_gb", 3e-5, "--no_data_parallel"]
+    if "--hook_names" not in flags:
+        flags += ["--layers_to_extract", 1]
     flags += ["--shard_format", shard_format, "--output_dir", tmp_path / "out"]
     assert main(*flags) == 0
     whole = content(tmp_path / "out")

@@ -1,0 +1,70 @@
+"""The promise about files: later versions read these runs for ever.
+
+`kept_runs.zip` has three small runs as the first promised version stored them: conversations in
+safetensors, as float8 with predictions; pieces of long documents in pickles, as int8; every second
+token on two machines, in pickles of bfloat16. This test may get more runs, but none may change.
+"""
+
+import gzip
+import hashlib
+import pickle
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import main
+
+from activation_extraction import ActivationDataset
+
+RUNS = {  # the digests of all that each run has stored
+    "safetensors_float8": "",
+    "pickle_int8": "",
+    "pickle_bfloat16": "",
+}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kept")
+    with zipfile.ZipFile(Path(__file__).with_name("kept_runs.zip")) as archive:
+        archive.extractall(folder)
+    assert {path.name for path in folder.iterdir()} == {*RUNS}
+    return folder
+
+
+def digest_of(dataset):
+    """SHA-256 of everything that a dataset has, sample by sample."""
+    digest = hashlib.sha256()
+    for sample in dataset:
+        arrays = [sample[hook] for hook in dataset.hooks]
+        arrays += [sample.token_ids, sample.position]
+        arrays += [each for each in (sample.role, sample.turn) if each is not None]
+        for array in arrays:
+            digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
+        facts = sample.sample_idx, sample.text_preview, sample.doc_id, sample.cut
+        digest.update(repr((*facts, sample.row, dict(sample.columns))).encode())
+    for hook, statistics in dataset.statistics.items():
+        numbers = statistics.tokens, statistics.mean, statistics.variance, statistics.max_norm
+        digest.update(repr((hook, *numbers)).encode())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_was_stored_is_read(name, kept, capsys):
+    dataset = ActivationDataset(kept / name)
+    assert digest_of(dataset) == RUNS[name]
+    tokens = sum(len(batch) for batch in dataset.batches(8, shuffle=0, dtype="float32"))
+    assert tokens == dataset.tokens == sum(dataset.samples["tokens"].to_pylist())
+    for mode in ("--verify", "--status"):
+        assert main(mode, "--output_dir", kept / name) == 0
+    assert "0 problems" in capsys.readouterr().out
+
+
+def test_pickles_are_read_without_this_program(kept):
+    (path, *_) = sorted(kept.glob("pickle_int8/shard_*.pkl.gz"))
+    records = pickle.loads(gzip.open(path).read())["blocks.1.hook_resid_post"]
+    dataset = ActivationDataset(kept / "pickle_int8")
+    for record, sample in zip(records, dataset, strict=False):
+        decoded = record["activation"] * record["scale"].astype(np.float32).repeat(32, axis=1)
+        np.testing.assert_array_equal(decoded[:, :32], sample["blocks.1.hook_resid_post"])
