@@ -25,7 +25,6 @@ from activation_extraction.inspect.verify import verify
 from activation_extraction.store.commit import Commit, Outline
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.packed_rows import EncodingError, TokenErrors
 from activation_extraction.store.safetensors_file import header
 from activation_extraction.store.sealed_json import unseal
 from activation_extraction.store.statistics import Statistics
@@ -425,7 +424,8 @@ def test_samples_that_keep_no_token(tmp_path, encoding, shard_format):
     dataset = ActivationDataset(tmp_path)
     assert [sample["h"].shape for sample in dataset] == [(0, 40), (2, 40), (0, 40)]
     np.testing.assert_allclose(dataset[1]["h"], 2, rtol=2**-10)
-    assert dataset.statistics["h"].error == EncodingError(TokenErrors(1), TokenErrors(1))
+    error = dataset.statistics["h"].error
+    assert (error.sinks.tokens, error.others.tokens) == (1, 1)
 
 
 def test_the_outline_of_a_run_in_a_bucket_has_the_errors(tmp_path):

@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_qwen3_5 import released
 
+from activation_extraction.common.encodings import ENCODINGS
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.kept import take
 from benchmarks.shapes import SHAPES
@@ -373,3 +374,12 @@ def test_kept_tokens_are_gathered_without_copies_of_the_others():
     assert not COLLECTIVE.search(compiled.as_text() or "")
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 1e6 < memory.output_size_in_bytes < 2e7
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_encoding_sends_nothing_and_halves_what_leaves_a_chip(encoding):
+    flags = [f"{EIGHT} --activation_dtype {dtype}" for dtype in (encoding, "bfloat16")]
+    encoded, plain = (compile_quickly(QWEN_7B, each, "v5e:8x8") for each in flags)
+    assert sorted(collectives(encoded)) == sorted(collectives(plain)) != []
+    assert encoded.memory.output_size_in_bytes < 0.54 * plain.memory.output_size_in_bytes
+    assert encoded.memory.temp_size_in_bytes < plain.memory.temp_size_in_bytes

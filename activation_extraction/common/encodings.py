@@ -98,7 +98,8 @@ def _encode(x: Any, encoding: Encoding, xp: Any) -> Any:
     wanted = xp.maximum(largest * np.float32(1 / encoding.largest), np.float32(TINY))
     scales = _rounded_up(wanted) if encoding.scales == np.float16 else wanted
     scale = scales.astype(np.float32)
-    rounded = (_to_e4m3 if encoding is FLOAT8 else _to_integers)(x / scale, xp)
+    scaled = x / scale
+    rounded = _to_e4m3(scaled, xp) if encoding is FLOAT8 else xp.rint(scaled)  # ties to even
     error = _relative_error(x, rounded * scale, largest, xp)
     values = rounded.astype(encoding.values).reshape(*leading, scales_of * block)[..., :width]
     parts = [values, scales.reshape(*leading, scales_of), error.astype(np.float32)]
@@ -110,11 +111,6 @@ def _rounded_up(x: Any) -> Any:
     nearest = x.astype(np.float16)
     smaller = nearest.astype(np.float32) < x
     return (nearest.view(np.int16) + smaller.astype(np.int16)).view(np.float16)
-
-
-def _to_integers(x: Any, xp: Any) -> Any:
-    """Rounds to whole numbers, and ties to even ones."""
-    return xp.rint(x)
 
 
 def _to_e4m3(x: Any, xp: Any) -> Any:
