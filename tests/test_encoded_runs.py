@@ -173,8 +173,7 @@ def test_list_hooks_and_the_log_say_how_many_bytes_are_stored(demo_inputs, capsy
         assert main(*model, "--activation_dtype", encoding) == 0
         lines = capsys.readouterr().out.splitlines()
         row = next(line.split() for line in lines if "hook_resid_post" in line)
-        assert row[2:4] == ["128", size]
-        assert lines[-1] == f"K is the layer, from 0 to 11; bytes are for {encoding}"
+        assert row[2:5] == ["128", encoding, size]
 
 
 def test_another_encoding_does_not_continue_a_run(stored, extract, tmp_path, capsys):
