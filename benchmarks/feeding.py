@@ -2,8 +2,9 @@
 
 `python -m benchmarks.feeding [--tokenizer FOLDER]` prints tokens per second of plain text, of the
 same text as conversations, of a mixture of two files, in shuffled order, and split, one after the
-other in every round; as its last line, JSON with the medians and their ratio to plain text. The
-tokenizer is a small one, unless FOLDER has another, such as the real one of Qwen2.
+other in every round; as its last line, JSON with the medians and their ratio to plain text, and how
+much of the batches is padding for documents of FineWeb-Edu's lengths. The tokenizer is a small one,
+unless FOLDER has another, such as the real one of Qwen2.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from activation_extraction.run.host_text import row_form
 from activation_extraction.run.open_data import open_dataset
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.chat import END, START, ChatTemplate
-from activation_extraction.text.packing import pack
+from activation_extraction.text.packing import pack, samples_of
 from activation_extraction.text.samples import SampleForm, load_tokenizer, pretrained, samples
 
 TEMPLATE = """\
@@ -34,6 +35,8 @@ TEMPLATE = """\
 """
 MEDIAN_WORDS, SPREAD = 450, 1.0  # of documents, which then have FineWeb-Edu's lengths
 LENGTH, ROWS = 2048, 8
+PADDED, SHAPES = 20_000, ((8, 2048), (32, 2048), (4, 512))  # documents; rows and length of batches
+MEDIAN_TOKENS = 620
 ASKED = {
     "dataset_path": None,
     "text_column": "text",
@@ -88,6 +91,14 @@ def measure(asked: dict[str, Any], tokenizer: Tokenizer, template: Any, split: b
     return tokens / (time.perf_counter() - began)
 
 
+def padding(rows: int, length: int) -> float:
+    """The share of all batches that is padding."""
+    drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN_TOKENS), SPREAD, PADDED)
+    lengths = np.clip(drawn.round().astype(int), 1, length)
+    batches = pack(samples_of(np.zeros(n, np.int32) for n in lengths), rows, length)
+    return 1 - int(lengths.sum()) / (sum(1 for _ in batches) * rows * length)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokenizer", type=Path)
@@ -120,7 +131,8 @@ def main() -> None:
                 print(f"{kind}: {found[kind][-1]:,.0f} tokens/s", flush=True)
         medians = {kind: statistics.median(each) for kind, each in found.items()}
         ratios = {kind: round(each / medians["text"], 2) for kind, each in medians.items()}
-        print(json.dumps({"tokens_per_second": medians, "of_text": ratios}))
+        empty = {f"{rows} x {length}": round(padding(rows, length), 4) for rows, length in SHAPES}
+        print(json.dumps({"tokens_per_second": medians, "of_text": ratios, "padding": empty}))
 
 
 if __name__ == "__main__":

@@ -98,7 +98,8 @@ class Run:
         kept = np.zeros((1, LENGTH), bool)
         kept[0, self.positions(row)] = True
         blank = np.zeros((1, LENGTH), np.int32)
-        batch = Batch(blank, blank, blank, (Placed(sample, 0, 0),), kept)
+        cursors = sample.cursor, sample.next_cursor
+        batch = Batch(blank, blank, blank, (Placed(sample, 0, 0),), *cursors, kept)
         values = {k: self.values(row, hook)[self.positions(row)] for k, hook in self.hooks.items()}
         storage.add_batch(batch, values)
 

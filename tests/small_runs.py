@@ -3,7 +3,6 @@
 import json
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,16 +130,18 @@ def run(source, shard_format):
                 start=place.cursor,
                 **place.limits,
             )
-            batches = pack(found, 2, 32)
+            batches = pack(found, 2, 32, () if place.cursor is None else place.cursor.taken)
             place.open()
             place.record({"found": place.plan.samples})
-            for batch in batches:
-                left = None if kill_after is None else kill_after - place._cutter.last_sample - 1
-                if left is not None and left < len(batch.samples):
-                    begun = tuple(p for p in batch.samples if p.sample.sample_idx < kill_after)
-                    if begun:
-                        place.add_batch(replace(batch, samples=begun), source.values(batch))
+            original = place._cutter.add
+
+            def add(sample, slices):
+                if kill_after is not None and sample.sample_idx >= kill_after:
                     raise Killed
+                original(sample, slices)
+
+            place._cutter.add = add
+            for batch in batches:
                 place.add_batch(batch, source.values(batch))
                 if interrupt_after is not None and place._cutter.last_sample >= interrupt_after:
                     place.finalize(complete=False)

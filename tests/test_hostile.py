@@ -108,6 +108,11 @@ JSONS = {
     "a negative count": ("shard_0004.json", lambda c: c["samples"].update(count=-1)),
     "no hooks": ("shard_0004.json", lambda content: content.update(hooks=[{}])),
     "a cursor of what": ("shard_0004.json", lambda content: content.update(cursor={"x": 1})),
+    "more taken than a window has": (
+        "shard_0004.json",
+        lambda content: content["cursor"].update(taken=[*range(11, 76)]),
+    ),
+    "taken as text": ("shard_0004.json", lambda c: c["cursor"].update(taken="12")),
     "a status of what": ("metadata.json", lambda content: content.update(status=[1])),
     "hooks as text": ("metadata.json", lambda content: content.update(hooks="x")),
     "written as text": ("metadata.json", lambda content: content.update(written="now")),

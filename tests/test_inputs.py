@@ -243,16 +243,19 @@ def test_a_run_is_continued_repaired_and_verified(case, shard_format, data, tmp_
     flags += ["--shard_format", shard_format, "--output_dir", tmp_path / "out"]
     assert main(*flags) == 0
     whole = content(tmp_path / "out")
-    shards = len(list((tmp_path / "out").glob("shard_*.json")))
-    assert shards > 1
-    for path in (tmp_path / "out").glob("shard_*"):  # as if killed after the first one
-        if int(path.name[6:10]) > 1:
+    cursors = [whole[name]["cursor"] for name in sorted(whole) if name.endswith(".json")]
+    kept = next((n for n, cursor in enumerate(cursors, 1) if "taken" in cursor), 1)
+    assert kept < len(cursors)
+    for path in (tmp_path / "out").glob("shard_*"):  # as if killed after these
+        if int(path.name[6:10]) > kept:
             path.unlink()
     set_status(tmp_path / "out", "running")
     assert main(*flags) == 0
     assert content(tmp_path / "out") == whole
-    for path in (tmp_path / "out").glob("shard_0001.[ps]*"):
+    for number in (1, kept + 1):
+        (path,) = (tmp_path / "out").glob(f"shard_{number:04d}.[ps][ka][lf]*")
         path.write_bytes(path.read_bytes()[:-9])
+    (tmp_path / "out" / f"shard_{kept + 1:04d}.json").unlink()
     assert main(*flags, "--repair") == 0
     assert content(tmp_path / "out") == whole
     capsys.readouterr()
@@ -303,7 +306,11 @@ def test_a_budget_is_exact_and_may_grow(shard_format, data, tmp_path, capsys):
         assert main("--status", "--output_dir", tmp_path / "grown") == 0
         assert "100.0%" in capsys.readouterr().out
     run("at once", 203)
-    assert content(tmp_path / "grown") == content(tmp_path / "at once")
+    found = [content(tmp_path / name) for name in ("grown", "at once")]
+    for described in (each for contents in found for each in contents.values()):
+        if isinstance(described, dict):
+            del described["cursor"]  # in front of a former end, other samples share batches
+    assert found[0] == found[1]
     assert main(*flags, "--max_tokens", 50, "--output_dir", tmp_path / "grown") == 2
     assert "already holds 203 tokens, more than the 50" in capsys.readouterr().err
     total = run("all", 10**6).tokens

@@ -82,7 +82,8 @@ def make(root, shard_format, count=12, hosts=2, finish=True, **options):
                 kept = np.arange(LENGTH)[None] < len(sample.token_ids)
                 if (sample.row or {}).get("piece"):
                     kept[0, :OVERLAP] = False
-                batch = Batch(blank, blank, blank, (Placed(sample, 0, 0),), kept)
+                cursors = sample.cursor, sample.next_cursor
+                batch = Batch(blank, blank, blank, (Placed(sample, 0, 0),), *cursors, kept)
                 keep = kept[0, : len(sample.token_ids)]
                 storage.add_batch(batch, {key: own[hook][keep] for key, hook in HOOKS.items()})
             storage.finalize(complete=finish)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from extractions import edit
 from small_runs import (
     DOCUMENTS,
     HIDDEN,
@@ -22,14 +23,21 @@ from small_runs import (
 )
 from storages import open_storage
 
+from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, RunError, StorageError
 from activation_extraction.store import pickle_file
 from activation_extraction.store.identity import Identity
-from activation_extraction.text import sources
+from activation_extraction.text import packing, sources
+
+
+@pytest.fixture(params=[5, packing.WINDOW])
+def window(request, monkeypatch):
+    """Of a few samples, and of more than there are."""
+    monkeypatch.setattr(packing, "WINDOW", request.param)
 
 
 @both_formats
-def test_killed_after_every_sample_and_once_more(run, whole, tmp_path):
+def test_killed_after_every_sample_and_once_more(window, run, whole, tmp_path):
     total = json.loads((tmp_path / "whole/metadata.json").read_bytes())["samples"]
     assert total > 30 and len(whole) > 8
     chance = random.Random(2)
@@ -46,11 +54,12 @@ def test_killed_after_every_sample_and_once_more(run, whole, tmp_path):
 
 
 @pytest.mark.long
-def test_resumed_at_every_sample_that_was_committed(run, tmp_path):
+def test_resumed_at_every_sample_that_was_committed(window, run, tmp_path):
     """Shards of one sample each: a cursor for every sample of the data set."""
     run(tmp_path / "whole", shard_size_gb=1e-9)
     whole = content(tmp_path / "whole")
     total = shards_of(whole)
+    assert any("taken" in whole[f"shard_{n:04d}.json"]["cursor"] for n in range(1, total + 1))
     for stored in range(total + 1):
         folder = tmp_path / f"stored_{stored}"
         shutil.copytree(tmp_path / "whole", folder)
@@ -98,15 +107,55 @@ def test_a_complete_host_stays_so_while_others_go_on(run, whole, tmp_path):
         assert status(folder) == "complete" and content(folder) == whole
 
 
+def first_shards_alone(folder, count, change):
+    """As a run leaves it that was killed, with another cursor."""
+    for path in folder.glob("shard_*"):
+        if int(path.name[6:10]) > count:
+            path.unlink()
+    set_status(folder, "running")
+    edit(folder / f"shard_{count:04d}.json", lambda commit: change(commit["cursor"]))
+
+
+def test_a_run_whose_batches_were_consecutive_samples_is_continued(run, whole, tmp_path):
+    """The cursors of earlier versions have no samples that are taken."""
+    folder = tmp_path / "whole"
+    names = sorted(name for name in whole if name.endswith(".json"))
+    count = next(n for n, name in enumerate(names, 1) if "taken" in whole[name]["cursor"])
+    first_shards_alone(folder, count, lambda cursor: cursor.pop("taken"))
+    run(folder)
+    tables = [name for name in whole if name.endswith(".samples.jsonl.gz")]
+    assert len(tables) > 8 and all(content(folder)[name] == whole[name] for name in tables)
+    assert status(folder) == "complete"
+
+
+def test_a_cursor_that_leaves_out_a_sample_is_refused(run, whole, tmp_path):
+    """Nothing is stored after the gap."""
+    folder, stored = tmp_path / "whole", whole["shard_0001.json"]["samples"]["count"]
+    first_shards_alone(folder, 1, lambda cursor: cursor.update(taken=[stored + 1]))
+    why = f"sample {stored + 1} is missing: the cursor of shard 1 leaves it out"
+    with pytest.raises(StorageError, match=why):
+        run(folder)
+    assert [each.sample_idx for each in ActivationDataset(folder)] == list(range(stored))
+
+
 @both_formats
 def test_max_samples_may_grow_and_not_shrink(run, whole, tmp_path):
+    """Each sample is there once. The batches in front of a former end are other ones, for which
+    the activations of small_runs differ by much, and those of a model by rounding."""
     folder = tmp_path / "grown"
     run(folder, max_samples=7)
     run(folder, max_samples=20)
     with pytest.raises(InputError, match="already holds 20 samples, more than the 19"):
         run(folder, max_samples=19)
     run(folder)
-    assert content(folder) == whole
+    grown = content(folder)
+    assert grown.keys() == whole.keys()
+    for name, before in whole.items():
+        if name.endswith(".samples.jsonl.gz"):
+            assert grown[name] == before
+        elif name.endswith(".json"):
+            facts = "samples", "tokens", "partial", "unpacked"
+            assert [grown[name][each] for each in facts] == [before[each] for each in facts]
 
 
 def test_only_the_current_piece_of_the_data_is_read_again(run, tmp_path, monkeypatch, rows):
@@ -215,6 +264,6 @@ def test_a_partial_shard_stays_while_the_one_that_replaces_it_cannot_be_written(
 
     with monkeypatch.context() as patch:
         patch.setattr(pickle_file, "records_of", full)
-        with pytest.raises(StorageError, match=f"{last.stem}.*the disk is full"):
+        with pytest.raises(StorageError, match="shard_00.*the disk is full"):
             run(tmp_path)
     assert content(tmp_path) == before

@@ -181,14 +181,14 @@ def test_stored_records_are_hugging_face_activations(texts, tmp_path):
 
 @pytest.mark.long
 @computes_much
-def test_the_cursor_is_the_start_of_the_batch_of_the_first_sample_not_stored(
+def test_the_cursor_is_the_start_of_the_first_batch_with_a_sample_not_stored(
     demo_inputs, tmp_path, monkeypatch
 ):
     starts = []
     original = ActivationStorage.add_batch
 
     def spy(storage, batch, activations):
-        starts.append((batch.cursor.samples, batch.cursor.to_json()))
+        starts.append((batch.samples[-1].sample.sample_idx, batch.cursor.to_json()))
         return original(storage, batch, activations)
 
     monkeypatch.setattr(ActivationStorage, "add_batch", spy)
@@ -198,6 +198,6 @@ def test_the_cursor_is_the_start_of_the_batch_of_the_first_sample_not_stored(
     assert len(commits) > 3
     for commit in commits[:-1]:
         first_missing = commit["samples"]["last"] + 1
-        expected = max(start for start in starts if start[0] <= first_missing)[1]
+        expected = next(cursor for last, cursor in starts if last >= first_missing)
         assert commit["cursor"] == expected
     assert commits[-1]["cursor"]["samples"] == 300

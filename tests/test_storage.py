@@ -1,5 +1,6 @@
 """Shards, their commits and metadata; statistics; failing disks."""
 
+import gc
 import gzip
 import hashlib
 import json
@@ -7,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +20,8 @@ from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.statistics import Statistics
+from activation_extraction.text import packing
+from activation_extraction.text.packing import pack, samples_of
 
 HOOKS = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN = 16
@@ -207,6 +211,38 @@ def test_ctrl_c_while_waiting_for_the_writer_loses_nothing(tmp_path, monkeypatch
             add(storage, 3)
         add(storage, 3)
     assert [part["samples"]["first"] for part in commits(tmp_path)] == [0, 3]
+
+
+def test_the_arrays_of_samples_that_wait_are_counted_and_then_released(tmp_path):
+    """What is in memory is at most what counts, and no batch is kept for longer than a window."""
+    lengths = np.random.default_rng(0).integers(1, 65, 400)
+    arrays: list[weakref.ref[np.ndarray]] = []
+    most = 0
+    with open_storage(tmp_path, HOOKS, shard_size_gb=2e-5) as storage:
+        for batch in pack(samples_of(np.zeros(n, int) for n in lengths), 1, 64):
+            values = {key: np.zeros((1, 64, HIDDEN), np.float32) for key in HOOKS}
+            arrays += map(weakref.ref, values.values())
+            size = sum(each.nbytes for each in values.values())
+            storage.add_batch(batch, values)
+            storage._writer.wait()
+            del values
+            gc.collect()
+            alive = sum(array() is not None for array in arrays) / len(HOOKS)
+            assert alive * size <= storage.bytes_waiting <= (packing.WINDOW + 4) * size
+            most = max(most, int(alive))
+    assert most > 4 and storage.totals.samples == 400
+
+
+def test_a_sample_without_those_before_it_is_an_error(tmp_path):
+    storage = open_storage(tmp_path, HOOKS)
+    batch, *_ = pack(samples_of(np.zeros(n, int) for n in (6, 6, 4)), 1, 10)
+    values = {key: np.zeros((1, 10, HIDDEN), np.float32) for key in HOOKS}
+    storage.add_batch(batch, values)
+    with pytest.raises(ValueError, match="given twice"):
+        storage.add_batch(batch, values)
+    with pytest.raises(ValueError, match="sample 2 has come before others; it is not stored"):
+        storage.finalize()
+    assert storage.totals.samples == 1
 
 
 def test_an_incomplete_sample_of_a_complete_run_is_an_error(tmp_path):

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.run.host_text import Prefetch
+from activation_extraction.text import packing
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text.batch import Cursor, Worker
 from activation_extraction.text.packing import pack
@@ -252,8 +253,9 @@ def test_prefetch_ends_when_stopped_while_the_source_hangs():
 
 
 @pytest.mark.parametrize("bad_line", [2, 21, 65, 130])
-def test_full_batches_before_a_bad_row_are_kept(texts, tokenizer, bad_line):
+def test_full_batches_before_a_bad_row_are_kept(texts, tokenizer, monkeypatch, bad_line):
     """Those of a stream that reads on; what is left of one would be packed otherwise there."""
+    monkeypatch.setattr(packing, "WINDOW", 4)
     lines = [json.dumps({"text": f"text {n}"}) for n in range(200)]
     path = texts([])
     path.write_text("\n".join([*lines[: bad_line - 1], "{", *lines[bad_line - 1 :]]))
@@ -271,7 +273,7 @@ def test_full_batches_before_a_bad_row_are_kept(texts, tokenizer, bad_line):
             got.append(contents(batch))
     whole = [contents(batch) for batch in batches(texts(map(json.loads, lines), "whole.jsonl"))]
     assert got == whole[: len(got)]
-    assert whole[len(got)][0][-1] >= bad_line - 2  # all that are full without the bad row
+    assert whole[len(got)][0][-1] >= bad_line - 2 - 4  # all whose window ends before the bad row
     before = sum(len(batch.samples) for batch in batches(path, max_samples=bad_line - 1))
     assert before == bad_line - 1  # and a limit before it never meets it
 

@@ -68,6 +68,18 @@ WRONG_JSONS = {
         change("shard_0002.json", cursor={"samples": 7, "skip": 0}),
         "shard_0002.json: its cursor does not follow",
     ),
+    "taken before the cursor": (
+        change("shard_0002.json", cursor={"samples": 4, "skip": 0, "taken": [3]}),
+        "shard_0002.json: its cursor does not follow",
+    ),
+    "taken and not stored": (
+        change("shard_0002.json", cursor={"samples": 4, "skip": 0, "taken": [5, 6]}),
+        "shard_0002.json: its cursor does not follow",
+    ),
+    "taken in no order": (
+        change("shard_0002.json", cursor={"samples": 2, "skip": 0, "taken": [5, 4]}),
+        "shard_0002.json: its cursor does not follow",
+    ),
     "statistics": (
         change_nested("shard_0002.json", lambda c: c["hooks"][0].update(max_norm=7.0)),
         "shard_0002.pkl.gz: hook 3: its max_norm is",

@@ -24,7 +24,6 @@ from activation_extraction.inspect.verify_shard import (
     equal_pairs,
     file_path,
     statistics_problems,
-    worker_of,
 )
 from activation_extraction.store.commit import METADATA, Commit, Totals, commit_name
 from activation_extraction.store.folder import Folder
@@ -277,7 +276,7 @@ def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterat
         yield f"{name}: holds the shards of {expected}"
     if metadata["status"] != "complete":
         yield f"{where}: the run is not complete: {metadata['status']}"
-    yield from _check_sequence(name, stored, worker_of(identity))
+    yield from _check_sequence(name, stored, identity.worker)
     for commit in stored.in_order[:-1]:
         if commit.partial:
             yield f"{file_path(name, commit.name)}: is partial, and not the last one"
@@ -320,7 +319,10 @@ def _check_sequence(name: str, stored: Stored, worker: Worker) -> Iterator[str]:
         upcoming = commit.last + worker.stride
         if commit.cursor is not None:
             before, position = position, commit.cursor["samples"]
-            if not before <= position <= upcoming // worker.stride:
+            end = upcoming // worker.stride  # how many samples come before the next shard
+            taken = [position, *commit.cursor.get("taken", ()), end]
+            ascending = len(taken) == 2 or taken == sorted({*taken})
+            if not (before <= position <= end and ascending):
                 yield f"{where}: its cursor does not follow from the one before"
 
 

@@ -73,10 +73,6 @@ def file_path(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def worker_of(identity: Identity) -> Worker:
-    return Worker(identity.machine, identity.total_machines, identity.host, identity.num_hosts)
-
-
 def statistics_problems(computed: Statistics, recorded: dict[str, Any]) -> Iterator[str]:
     """Yields how computed statistics differ from those that a JSON file records."""
     expected = Statistics.from_json(recorded)
@@ -117,7 +113,7 @@ def check_shard(
                 where=f"{where}: sample {shard.samples[i].sample_idx}",
                 row=shard.samples[i],
                 activations=[shard.activation(key, i) for key in shard.slices],
-                worker=worker_of(identity),
+                worker=identity.worker,
                 shard=commit.number,
                 start=None if before is None else before.position,
             )
@@ -154,7 +150,7 @@ def _check_samples(
 
     sums: the stored sums by hook; None if they cannot be read.
     """
-    expected = range(commit.first, commit.last + 1, worker_of(identity).stride)
+    expected = range(commit.first, commit.last + 1, identity.worker.stride)
     indices = [row.sample_idx for row in shard.samples]
     if len(indices) != len(expected) or any(map(ne, indices, expected)):
         yield "its samples are not those of its JSON"

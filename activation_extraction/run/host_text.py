@@ -193,14 +193,14 @@ class HostText:
         )
 
     def _not_stored(self, documents: Documents, storage: ActivationStorage) -> Iterator[Batch]:
-        """Yields the batches of every range of shards to store, and one more between ranges."""
+        """Yields the batches of every range of shards to store."""
         rows, length = self.config.batch_size, self.config.max_seq_length
         for number, gap in enumerate(storage.plan.ranges):
             documents = self._documents() if number else documents
-            stream = samples(
-                documents, self.tokenizer, self.form, start=gap.cursor, **storage.limits
-            )
-            for batch in pack(stream, rows, length):
+            start = gap.cursor
+            stream = samples(documents, self.tokenizer, self.form, start=start, **storage.limits)
+            for batch in pack(stream, rows, length, () if start is None else start.taken):
                 yield batch
-                if gap.until is not None and batch.samples[-1].sample.sample_idx >= gap.until:
+                missing = self.worker.sample_idx(batch.next_cursor.samples)  # the first one
+                if gap.until is not None and missing >= gap.until:
                     break

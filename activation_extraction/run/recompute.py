@@ -80,27 +80,29 @@ def load_for_recomputing(
     def recompute(chosen: list[ChosenSample]) -> list[dict[str, np.ndarray] | str]:
         stored = [np.asarray(sample.row.token_ids) for sample in chosen]
         token_ids = stored if texts is None else texts.all_token_ids(chosen)
-        computed = _compute(forward, step, [ids for ids in token_ids if ids is not None])
-        return [
-            OTHER_TEXT
-            if ids is None
-            else {name: values[sample.row.positions] for name, values in next(computed).items()}
-            for sample, ids in zip(chosen, token_ids, strict=True)
-        ]
+        results: list[dict[str, np.ndarray] | str] = [OTHER_TEXT] * len(chosen)
+        known = {item: ids for item, ids in enumerate(token_ids) if ids is not None}
+        items = list(known)
+        for number, activations in _compute(forward, step, list(known.values())):
+            positions = chosen[items[number]].row.positions
+            results[items[number]] = {name: each[positions] for name, each in activations.items()}
+        return results
 
     return Recompute(jax.default_backend(), recompute)
 
 
 def _compute(
     forward: Forward, step: Step, token_ids: Sequence[np.ndarray]
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the activations of each sample, name of a hook -> (tokens, width)."""
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Yields the number of each sample, in any order, and its activations: name of a hook ->
+    (tokens, width)."""
     for batch in pack(samples_of(token_ids), *forward.shape):
         with device_errors():
             activations = forward.receive(step(batch, [False] * 3)[0])
         for placed in batch.samples:
             where = placed.row, slice(placed.start, placed.stop)
-            yield {str(name): values[where] for name, values in activations.items()}
+            of_sample = {str(name): values[where] for name, values in activations.items()}
+            yield placed.sample.number, of_sample
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,10 @@ The JSON of a shard:
                                     tokens. Its `float32_hooks`, such as the loss, are NaN where a
                                     token at position 0 has no value, and statistics leave it out.
                                     An encoded hook also has the `error` of its encoding
-  cursor                            where in the data the next shard begins; null: at the start
+  cursor                            where in the data a run continues after the shard; null: at the
+                                    start. It is where the earliest batch begins that has a sample
+                                    not stored yet; `taken`, which may be absent, has the numbers
+                                    of the samples from there on that are in earlier batches
   run                               digest of the run's identity, the same in all shards
   partial                           whether the shard was cut before it was full
   began, committed                  when its process began to store, and when it was committed;

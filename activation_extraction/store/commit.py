@@ -17,6 +17,7 @@ from activation_extraction.store.packed_rows import ENCODING_ERROR
 from activation_extraction.store.sealed_json import (
     COUNT,
     MAX_COUNT,
+    MAX_FIELDS,
     MAX_WIDTH,
     NUMBER,
     OBJECT,
@@ -46,9 +47,14 @@ OTHER_VERSION = "was written by another version of this program"
 CLAIM = "claimed_by"  # the only field of a JSON that reserves its name and commits nothing
 # A shard's number as this program writes it in file names; it never writes shard_00001.
 SHARD_NUMBER = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
+TAKEN = list_of(COUNT)
 CURSOR = {
     **dict.fromkeys(("samples", "skip", "skipped_rows", "empty_rows", "tokens"), COUNT),
     "stream": OBJECT,
+    "taken": Kind(
+        f"a list of at most {MAX_FIELDS} counts",
+        lambda value: TAKEN.fits(value) and len(value) <= MAX_FIELDS,
+    ),
 }
 HOOK = {
     "key": any_of(TEXT, integer(-MAX_COUNT, MAX_COUNT)),

@@ -29,6 +29,7 @@ from activation_extraction.store.sealed_json import (
     kinds_of,
     list_of,
 )
+from activation_extraction.text.batch import Worker
 
 MAX_MACHINES, MAX_HOSTS = 100_000, 10_000  # --status and --verify name all of them
 PER_HOST = {"num_hosts", "machine", "host"}  # fields that differ between the hosts of a run
@@ -109,6 +110,11 @@ class Identity:
     def run(self) -> str:
         """The digest of the fields that never change."""
         return run_of(self.to_json())
+
+    @property
+    def worker(self) -> Worker:
+        """The host whose samples are stored."""
+        return Worker(self.machine, self.total_machines, self.host, self.num_hosts)
 
     @property
     def every_token(self) -> bool:

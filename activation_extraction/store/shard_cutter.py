@@ -1,8 +1,11 @@
-"""ShardCutter: gathers complete samples into shards.
+"""ShardCutter: gathers complete samples into shards, in ascending order.
 
-It follows the ranges of a plan, and refuses samples that do not belong to them.
+Batches may bring samples before those that come before them; they wait here. The cutter follows the
+ranges of a plan, and refuses samples that do not belong to them.
 """
 
+import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -13,7 +16,7 @@ from activation_extraction.store.identity import Identity
 from activation_extraction.store.resume import ShardRange, StoragePlan
 from activation_extraction.store.shard import Key, SampleRow, Shard
 from activation_extraction.store.shard_writer import ShardWriter
-from activation_extraction.text.batch import Cursor
+from activation_extraction.text.batch import Batch, Cursor
 
 
 class ShardCutter:
@@ -21,8 +24,9 @@ class ShardCutter:
     least one sample.
 
     encodings: of the hooks whose activations are packed rows. where: names the output in messages.
-    `cursor` is where the data continues after the added
-    samples. Methods raise StorageError as soon as a shard could not be committed.
+    `cursor` is where the data continues after the added batches. `waiting` has the samples that
+    wait for those before them, by `sample_idx`. Methods raise StorageError as soon as a shard could
+    not be committed.
     """
 
     def __init__(
@@ -35,19 +39,23 @@ class ShardCutter:
         plan: StoragePlan,
         where: str,
     ) -> None:
-        self.cursor: Cursor | None = plan.next.cursor
         self._writer = writer
         self._keys = keys
         self._limit = limit
         self._some_tokens = not identity.every_token
         self._encodings = encodings
-        self._stride = identity.total_machines * identity.num_hosts
+        self._worker = identity.worker
         self._where = where
         self._ranges = list(plan.ranges)
         self._expected = plan.expected
         self._start(plan.next)
 
     def _start(self, shards: ShardRange) -> None:
+        self.cursor: Cursor | None = shards.cursor
+        self.waiting: dict[int, tuple[SampleRow, Mapping[Key, np.ndarray]]] = {}
+        # Of the batches that have samples which are not stored yet, and others between them: where
+        # a run continues that forms the batch again, and its last sample.
+        self._batches: deque[tuple[Cursor, int]] = deque()
         self._stored = self.last_sample = shards.last_sample_before
         self._cut_so_far = shards.first - 1
         self._empty()
@@ -62,27 +70,45 @@ class ShardCutter:
         return not self._ranges
 
     def needs(self, sample_idx: int) -> bool:
-        """Returns whether a sample is not stored yet: an earlier run may have stored some samples
-        of its batch."""
-        return sample_idx > self._stored
+        """Returns whether a sample of a batch is to be stored. An earlier run may have stored some
+        samples of the batch, and some may come after the current range."""
+        return self._stored < sample_idx < self._until
 
-    def is_past_range(self, sample_idx: int) -> bool:
-        """Returns whether a sample comes after the samples of the current range."""
+    @property
+    def _until(self) -> float:
+        """The first sample after the current range; infinity if there is none."""
         until = self._ranges[0].until if self._ranges else None
-        return until is not None and sample_idx >= until
+        return math.inf if until is None else until
 
-    def add(
-        self,
-        row: SampleRow,
-        slices: Mapping[Key, np.ndarray],
-        here: Cursor | None = None,
-        after: Cursor | None = None,
+    def add_batch(
+        self, batch: Batch, samples: Mapping[int, tuple[SampleRow, Mapping[Key, np.ndarray]]]
     ) -> None:
+        """Adds the samples of a batch that are needed, as `add` takes them, by `sample_idx`.
+
+        Ends the range if it is complete then. Raises StorageError if no batch has brought a sample
+        that comes before `batch.next_cursor`.
+        """
+        self.cursor = batch.next_cursor
+        self._batches.append((batch.cursor, batch.samples[-1].sample.sample_idx))
+        self.waiting |= samples
+        missing = self._worker.sample_idx(batch.next_cursor.samples)  # the first one
+        for sample_idx in sorted(idx for idx in self.waiting if idx < missing):
+            begun, worker = self.last_sample >= 0, self._worker
+            expected = self.last_sample + worker.stride if begun else worker.sample_idx(0)
+            if sample_idx != expected:
+                raise StorageError(
+                    f"{self._where}: sample {expected} is missing: the cursor of shard "
+                    f"{self._cut_so_far} leaves it out"
+                )
+            self.add(*self.waiting[sample_idx])
+            del self.waiting[sample_idx]
+        if missing >= self._until:
+            self.end_range()
+
+    def add(self, row: SampleRow, slices: Mapping[Key, np.ndarray]) -> None:
         """Adds the next sample. slices: its activations (tokens, width) by the key of the hook.
 
-        here: where a run continues if this sample is not stored. after: where it continues if all
-        samples of the batch are stored. A sample without tokens counts as one token, so that a
-        shard of such samples is cut, too.
+        A sample without tokens counts as one token, so that a shard of such samples is cut, too.
         """
         size = sum(
             max(len(each), 1)
@@ -90,28 +116,24 @@ class ShardCutter:
             for key, each in slices.items()
         )
         if self._pending.samples and self._bytes + size > self._limit:
-            self._cut(here, partial=False)
+            self._cut(partial=False)
         self._pending.samples.append(row)
         for key in self._keys:
             self._pending.slices[key].append(slices[key])
         self._bytes += size
         self.last_sample = row.sample_idx
-        self.cursor = after
 
-    def end_range(self, here: Cursor | None) -> None:
-        """Cuts the last shard of the current range, and begins the next range.
-
-        here: where the data continues after the range.
-        """
+    def end_range(self) -> None:
+        """Cuts the last shard of the current range, and begins the next range."""
         current = self._ranges[0]
         if current.last is None:
             if self._pending.samples:
-                self._cut(here, partial=True)
+                self._cut(partial=True)
         else:
             assert current.until is not None
-            if not current.until - self._stride <= self.last_sample < current.until:
+            if not current.until - self._worker.stride <= self.last_sample < current.until:
                 raise self._other_data(current.last)
-            self._cut(here, current.partial)
+            self._cut(current.partial)
             if self._cut_so_far != current.last:
                 raise self._other_data(current.last)
         self._ranges.pop(0)
@@ -124,10 +146,14 @@ class ShardCutter:
         Otherwise it does not end a range whose last shard is known and has not been reached.
         """
         while self._ranges and (complete or self._ranges[0].last is None):
-            self.end_range(self.cursor)
+            self.end_range()
 
-    def _cut(self, cursor: Cursor | None, partial: bool) -> None:
+    def _cut(self, partial: bool) -> None:
+        """Cuts a shard after the sample that was added last."""
         number = self._cut_so_far + 1
+        while self._batches and self._batches[0][1] <= self.last_sample:
+            self._batches.popleft()
+        cursor = self._batches[0][0] if self._batches else self.cursor
         expected = self._expected.get(number)
         if expected is not None:
             rows = self._pending.samples
@@ -135,7 +161,8 @@ class ShardCutter:
             before = expected.first, expected.last, expected.count, expected.tokens
             if (first, last, len(rows), self._pending.tokens) != before:
                 raise self._other_data(number)
-        self._writer.commit(self._pending, cursor, number, partial)
+        in_use = max(len(self._batches), 1)
+        self._writer.commit(self._pending, cursor, number, partial, in_use)
         self._empty()  # only now, because Ctrl-C may interrupt `commit`
         self._cut_so_far = number
 

@@ -101,7 +101,7 @@ class ShardWriter:
         buckets = [owner for owner in owners if not owner.folder.local]
         self._copies = 1 + shard_format.compressed * len(buckets) + bool(encodings)
         self.bytes_waiting = 0
-        self._batches: list[int] = []  # the bytes of the batches since the last shard
+        self._batches: list[int] = []  # the bytes of those that later shards may use
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()  # a shard was stored, or has failed
         self.begin({})
@@ -131,14 +131,17 @@ class ShardWriter:
                 self.waited[phase] += time.perf_counter() - began
         self.check()
 
-    def commit(self, shard: Shard, cursor: Cursor | None, number: int, partial: bool) -> None:
-        """Stores shard `number` in the background. Later shards use no batch but the last one.
+    def commit(
+        self, shard: Shard, cursor: Cursor | None, number: int, partial: bool, in_use: int
+    ) -> None:
+        """Stores shard `number` in the background.
 
-        Raises StorageError if any shard so far could not be committed.
+        in_use: how many of the last batches later shards may use. Raises StorageError if any shard
+        so far could not be committed.
         """
         self.check()
-        job = _Job(number, sum(self._batches[:-1]))
-        del self._batches[:-1]
+        job = _Job(number, sum(self._batches[:-in_use]))
+        del self._batches[:-in_use]
         with self._changed:
             previous = self._jobs[-1] if self._jobs else None
             self._jobs.append(job)

@@ -226,19 +226,17 @@ class ActivationStorage:
         activations: arrays (B, T, width), or (tokens, width) for the batch's kept tokens, by the
         key of the hook; they are kept without a copy until their shard is written. A hook that the
         run encodes may come as packed rows of bytes (common/encodings.py), and is encoded here
-        otherwise. Raises StorageError as soon as anything fails in the background.
+        otherwise. A sample waits until all samples before it have come in batches. Raises
+        StorageError as soon as anything fails in the background.
         """
         self.open()
         activations = {
             key: as_rows(values, self._encodings.get(key)) for key, values in activations.items()
         }
         self._writer.take(sum(values.nbytes for values in activations.values()))
-        added = 0
+        added = {}
         for placed, (where, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
             sample = placed.sample
-            if self._cutter.is_past_range(sample.sample_idx):
-                self._cutter.end_range(batch.cursor)
-                return added
             if self._cutter.needs(sample.sample_idx):
                 row = SampleRow(
                     sample.sample_idx,
@@ -253,9 +251,9 @@ class ActivationStorage:
                 )
                 self._check_next(row)
                 slices = {key: activations[key][where] for key in self._names}
-                self._cutter.add(row, slices, batch.cursor, batch.next_cursor)
-                added += 1
-        return added
+                added[sample.sample_idx] = row, slices
+        self._cutter.add_batch(batch, added)
+        return len(added)
 
     def add_activation(
         self,
@@ -311,7 +309,7 @@ class ActivationStorage:
     def _check_next(self, sample: SampleRow) -> None:
         """Raises ValueError for a sample that cannot follow the last one."""
         sample_idx = sample.sample_idx
-        if sample_idx <= self._cutter.last_sample:
+        if sample_idx <= self._cutter.last_sample or sample_idx in self._cutter.waiting:
             raise ValueError(f"sample {sample_idx}: given twice or out of order")
         if self._cutter.done:
             raise ValueError(f"sample {sample_idx}: {self.folder} holds a complete extraction")
@@ -337,9 +335,11 @@ class ActivationStorage:
     def finalize(self, complete: bool = True, skipped_rows: int = 0, empty_rows: int = 0) -> None:
         """Commits every complete sample and metadata.json, and waits until they are stored.
 
+        A sample that came in a batch before earlier ones is not stored without these.
         complete: False if the run ends before its data does. skipped_rows, empty_rows: their total
         numbers, if these are larger than in the cursors. A second call does nothing. Raises
-        ValueError, after committing, if a complete run leaves a sample incomplete.
+        ValueError, after committing, if a complete run leaves a sample incomplete, or without those
+        before it.
         """
         if self._state is State.PLANNED:
             self.open()
@@ -377,6 +377,8 @@ class ActivationStorage:
         for number, (_, slices) in self._incomplete.items() if complete else ():
             missing = [key for key in self._names if key not in slices]
             raise ValueError(f"sample {number} has no activation for {missing}; it is not stored")
+        for number in self._cutter.waiting if complete else ():
+            raise ValueError(f"sample {number} has come before others; it is not stored")
 
     def close(self, patient: bool = False) -> None:
         """Releases the folder and ends the threads. Shards that are not committed are lost."""

@@ -37,7 +37,8 @@ class Cursor:
     samples: how many samples come before it. stream: the state of the documents at the start of a
     chunk. skip: how many samples of that chunk come before the position. skipped_rows: how many
     rows before it were skipped because they could not be used; empty_rows: how many have no text.
-    tokens: how many tokens the samples before it keep.
+    tokens: how many tokens the samples before it keep. taken: the numbers of the samples after it
+    that are in earlier batches, ascending; a stream gives them again, and `pack` leaves them out.
     """
 
     samples: int
@@ -46,14 +47,17 @@ class Cursor:
     empty_rows: int = 0
     stream: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0
+    taken: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "stream": dict(self.stream)}
+        """Returns the fields as a shard's JSON records them; without `taken` if it is empty."""
+        content = {**vars(self), "stream": dict(self.stream), "taken": list(self.taken)}
+        return content if self.taken else {k: v for k, v in content.items() if k != "taken"}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Cursor":
         """Raises TypeError for fields that are missing or unknown."""
-        return cls(**content)
+        return cls(**{**content, "taken": tuple(content.get("taken", ()))})
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,11 @@ class Sample:
     kept: np.ndarray | None = None
 
     @property
+    def number(self) -> int:
+        """Its number among the samples of its worker, from 0."""
+        return self.cursor.samples
+
+    @property
     def kept_positions(self) -> np.ndarray:
         """The positions of the kept tokens, int32."""
         return np.arange(len(self.token_ids), dtype=np.int32) if self.kept is None else self.kept
@@ -104,25 +113,21 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Arrays (B, T) int32 and the samples in them, in stream order.
+    """Arrays (B, T) int32 and the samples in them, in stream order, perhaps with gaps.
 
     segment_ids: 1, 2, ... for the samples of each row, 0 for padding. positions: counted from 0
-    within each sample. kept: bool (B, T), the tokens whose activations are wanted; None for all.
+    within each sample. cursor, next_cursor: where a run continues that forms this batch, or the
+    next one, again; the samples before `next_cursor` are all in this batch or in earlier ones.
+    kept: bool (B, T), the tokens whose activations are wanted; None for all.
     """
 
     token_ids: np.ndarray
     segment_ids: np.ndarray
     positions: np.ndarray
     samples: tuple[Placed, ...]
+    cursor: Cursor
+    next_cursor: Cursor
     kept: np.ndarray | None = None
-
-    @property
-    def cursor(self) -> Cursor:
-        return self.samples[0].sample.cursor
-
-    @property
-    def next_cursor(self) -> Cursor:
-        return self.samples[-1].sample.next_cursor
 
     @property
     def lengths(self) -> list[int]:

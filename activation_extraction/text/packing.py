@@ -1,16 +1,19 @@
 """Samples -> packed batches of one fixed shape, with the tokens marked that are kept.
 
 Several samples share a row; segment ids keep them apart in attention, and positions restart at 0.
-A batch holds consecutive samples, so what is stored is always a prefix of the stream.
+A row begins with the oldest sample that waits, and some of the WINDOW samples from there on fill
+it. So a batch follows from its cursor alone, and no sample gets further ahead than the window.
 """
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, takewhile
+from dataclasses import replace
 
 import numpy as np
 
 from activation_extraction.text.batch import Batch, Cursor, Placed, Sample
+
+WINDOW = 64  # samples; a shard's JSON has no room to list more of them
+FULL = 128  # a row needs no later samples once less than one part in FULL of it is empty
 
 
 def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Sample]:
@@ -20,69 +23,119 @@ def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Samp
         yield Sample(number, np.asarray(ids, np.int32), "", None, here, after)
 
 
-def best_fit(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[int, int]] | None:
-    """Packs best-fit-decreasing: returns (row, start) of each length, or None if they do not fit.
-
-    Takes the longest first (ties in order) and puts each in the fullest row that has room.
-    """
-    free = [(capacity, row) for row in range(rows)]  # sorted by free space
-    places: list[tuple[int, int]] = [(0, 0)] * len(lengths)
-    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect_left(free, (lengths[item], -1))
-        if at == len(free):
-            return None
-        space, row = free.pop(at)
-        places[item] = (row, capacity - space)
-        insort(free, (space - lengths[item], row))
-    return places
-
-
-def longest_run(lengths: Sequence[int], rows: int, capacity: int) -> list[tuple[int, int]]:
-    """Returns (row, start) of each length in the longest prefix that `best_fit` fits into a batch.
-
-    Every length must be at most `capacity`, so that at least one always fits.
-    """
-    totals = takewhile(lambda total: total <= rows * capacity, accumulate(lengths))
-    for count in range(sum(1 for _ in totals), 0, -1):
-        places = best_fit(lengths[:count], rows, capacity)
-        if places is not None:
-            return places
-    raise ValueError(f"the first length, {lengths[0]}, exceeds the capacity {capacity}")
-
-
-def pack(samples: Iterator[Sample], rows: int, length: int) -> Iterator[Batch]:
+def pack(
+    samples: Iterator[Sample], rows: int, length: int, taken: Iterable[int] = ()
+) -> Iterator[Batch]:
     """Packs samples (each at most `length` tokens) into batches of `rows` x `length` tokens.
 
-    If reading fails, the last samples, which do not fill a batch, are left out: packed without the
-    ones that follow, they would not get the same bits as in a run that can read on.
+    taken: the `taken` of the cursor at which the samples begin. If reading fails, the samples whose
+    window it cuts short are left out: packed without the ones that follow, they would not get the
+    same bits as in a run that can read on.
     """
-    waiting: list[Sample] = []
-    total = 0
-    more = True
-    while more or waiting:
-        while more and total < rows * length:
-            sample = next(samples, None)
+    waiting = _Waiting(samples, taken)
+    cursor = waiting.cursor()
+    while waiting.any:
+        placed: list[Placed] = []
+        for row in range(rows):
+            start = 0
+            for sample in waiting.take(length):
+                placed.append(Placed(sample, row, start))
+                start = placed[-1].stop
+        here, cursor = cursor, waiting.cursor()
+        yield _lay_out(placed, rows, length, here, cursor)
+
+
+class _Waiting:
+    """The samples that are in no batch yet, from the oldest on; they are read as they are needed.
+
+    taken: the numbers of samples that are in a batch already.
+    """
+
+    def __init__(self, samples: Iterator[Sample], taken: Iterable[int]) -> None:
+        self._samples = samples
+        self._read: list[Sample] = []
+        self._taken = set(taken)
+        self._end = Cursor(0)  # after the sample that was read last
+
+    @property
+    def any(self) -> bool:
+        """Whether a sample waits, among those that have been read."""
+        return bool(self._read)
+
+    def cursor(self) -> Cursor:
+        """Returns where a run continues that takes the same samples from here on."""
+        oldest = self._look(0)
+        if oldest is None:
+            return self._end
+        self._taken = {number for number in self._taken if number > oldest.number}
+        return replace(oldest.cursor, taken=tuple(sorted(self._taken)))
+
+    def take(self, length: int) -> list[Sample]:
+        """Takes the samples of one row of `length` tokens, in order.
+
+        The oldest one comes first, and more follow in order while all of a window fits. Of the last
+        window, those are taken that fill the row best.
+        """
+        begin = end = tokens = 0  # of the window, and how many tokens it has
+        room = length
+        while (oldest := self._look(begin)) is not None:
+            while (last := self._look(end)) is not None and last.number < oldest.number + WINDOW:
+                tokens += len(last.token_ids)
+                end += 1
+            if begin and tokens > room:
+                break
+            begin += 1
+            tokens -= len(oldest.token_ids)
+            room -= len(oldest.token_ids)
+            if room < 0:
+                raise ValueError(f"a sample of more tokens than the {length} of a row")
+        lengths = [len(sample.token_ids) for sample in self._read[begin:end]]
+        chosen = {begin + item for item in fullest(lengths, room, room - length // FULL)}
+        row = [s for at, s in enumerate(self._read) if at < begin or at in chosen]
+        self._read = [s for at, s in enumerate(self._read) if at >= begin and at not in chosen]
+        self._taken |= {sample.number for sample in row}
+        return row
+
+    def _look(self, at: int) -> Sample | None:
+        """Returns one of the samples that wait, counted from the oldest; None after the last."""
+        while at >= len(self._read):
+            sample = next(self._samples, None)
             if sample is None:
-                more = False
-            else:
-                waiting.append(sample)
-                total += len(sample.token_ids)
-        if waiting:
-            places = longest_run([len(s.token_ids) for s in waiting], rows, length)
-            batch = _lay_out(waiting[: len(places)], places, rows, length)
-            del waiting[: len(places)]
-            total -= batch.num_tokens
-            yield batch
+                return None
+            self._end = sample.next_cursor
+            if sample.number not in self._taken:
+                self._read.append(sample)
+        return self._read[at]
+
+
+def fullest(lengths: Sequence[int], room: int, enough: int) -> list[int]:
+    """Returns the items whose lengths together come closest to `room`, without exceeding it.
+
+    Does not look at further items once some of the first ones reach `enough`, and prefers the first
+    of those that it looks at.
+    """
+    sums = [1]  # bit n of sums[i] says whether some of the first i lengths add up to n
+    for length in lengths:
+        sums.append((sums[-1] | sums[-1] << length) & (2 << room) - 1)
+        if sums[-1].bit_length() > enough:
+            break
+    left = sums[-1].bit_length() - 1
+    chosen = []
+    for item in reversed(range(len(sums) - 1)):
+        if not sums[item] >> left & 1:
+            chosen.append(item)
+            left -= lengths[item]
+    return chosen[::-1]
 
 
 def _lay_out(
-    samples: Sequence[Sample], places: Sequence[tuple[int, int]], rows: int, length: int
+    placed: Sequence[Placed], rows: int, length: int, here: Cursor, after: Cursor
 ) -> Batch:
+    """Fills the arrays of a batch. placed: row by row."""
     token_ids, segment_ids, positions = np.zeros((3, rows, length), np.int32)
-    placed = [Placed(s, row, start) for s, (row, start) in zip(samples, places, strict=True)]
     segments = [0] * rows
-    kept = None if all(s.kept is None for s in samples) else np.zeros((rows, length), bool)
-    for item in sorted(placed, key=lambda item: (item.row, item.start)):
+    kept = None if all(p.sample.kept is None for p in placed) else np.zeros((rows, length), bool)
+    for item in placed:
         span = item.row, slice(item.start, item.stop)
         segments[item.row] += 1
         token_ids[span] = item.sample.token_ids
@@ -90,4 +143,5 @@ def _lay_out(
         positions[span] = np.arange(item.stop - item.start)
         if kept is not None:
             kept[item.row, item.start + item.sample.kept_positions] = True
-    return Batch(token_ids, segment_ids, positions, tuple(placed), kept)
+    in_order = tuple(sorted(placed, key=lambda item: item.sample.number))
+    return Batch(token_ids, segment_ids, positions, in_order, here, after, kept)
