@@ -25,6 +25,7 @@ from activation_extraction.store.sealed_json import (
     Count,
     DamagedError,
     Flag,
+    Kind,
     Number,
     Text,
     any_of,
