@@ -9,6 +9,8 @@ import pytest
 from command_line import start
 from pods import Pod, first_documents, flags_for
 
+from activation_extraction.text.packing import WINDOW
+
 pytestmark = pytest.mark.long
 
 
@@ -85,7 +87,8 @@ def test_a_failure_on_one_host_stops_all_and_keeps_what_is_stored(demo_inputs, t
     assert "line 201: not JSON" in pod.text(1)
     assert "another host failed" in pod.text(0) and "Stored in" in pod.text(0)
     metadata = json.loads((out / "machine_000_host_01/metadata.json").read_text())
-    assert metadata["status"] == "interrupted" and metadata["samples"] == 200
+    # Batches whose window reaches the bad line would be packed otherwise without what follows it.
+    assert metadata["status"] == "interrupted" and 200 - WINDOW - 8 < metadata["samples"] <= 200
 
 
 def test_sigterm_on_one_host_stops_all_at_the_same_step(demo_inputs, texts, tmp_path):

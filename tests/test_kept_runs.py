@@ -2,7 +2,8 @@
 
 `kept_runs.zip` has three small runs as the first promised version stored them: conversations in
 safetensors, as float8 with predictions; pieces of long documents in pickles, as int8; every second
-token on two machines, in pickles of bfloat16, with cursors that leave samples out. This test may get more runs, but none may change.
+token on two machines, in pickles of bfloat16, with cursors that leave samples out. This test may
+get more runs, but none may change.
 """
 
 import gzip
