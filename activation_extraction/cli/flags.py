@@ -111,7 +111,7 @@ class Config:
         "instead of the two flags above: TransformerLens names, or inputs and outputs of Hugging "
         "Face modules; globs are allowed, such as 'blocks.*.mlp.hook_in' or "
         "'model.layers.20.mlp.output'; also loss, entropy, logits.top_ids and logits.top_logprobs "
-        "of every token",
+        "of every token; large ones, such as logits, only if they are named",
         excludes=("layers_to_extract", "activation_type"),
         nargs="+",
         metavar="GLOB",
@@ -125,7 +125,7 @@ class Config:
         metavar="K",
     )
     list_hooks: bool = switch(
-        "list the model's hooks with all their names, widths and bytes per token, then exit; "
+        "list the model's hooks with all their names, widths, dtypes and bytes per token, then exit; "
         "reads only config.json"
     )
     positions: str = flag(

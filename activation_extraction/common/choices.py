@@ -1,7 +1,7 @@
 """This module lists the values that flags offer and that other folders know by the same names."""
 
 DEFAULT_LAYERS = range(10, 24)  # clipped to the model's depth
-DEFAULT_TOP_LOGITS = 10  # how many of the most likely next tokens are stored
+DEFAULT_TOP_LOGITS = 10  # how many of the most likely next tokens `logits.top_ids` has
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "model")
 SHARD_FORMATS = ("pickle", "safetensors")
 # The columns of every table of samples; a run may keep up to MAX_COLUMNS of the data set's beside.

@@ -7,8 +7,8 @@ int8: as GGML's Q8_0 (https://github.com/ggml-org/ggml), 32 consecutive values o
 scale, max|x| / 127, but rounded up to float16; a value is the whole number nearest to x / scale.
 The last block of a token may be shorter.
 
-A scale is always positive, so that zeros stay zeros. Numbers below the smallest normal float32
-count as zero, because processors may do the same. If a token (float8) or a block (int8) has NaN or
+A scale is always positive, so that zeros stay zeros. Numbers smaller than the smallest normal
+float32 count as zero, because some processors treat them so. If a token (float8) or a block (int8) has NaN or
 an infinite value, all of its values decode to NaN; so do those of an int8 block with values above
 8.3 million, whose scale float16 cannot hold.
 
@@ -187,19 +187,20 @@ def decode(values: np.ndarray, scales: np.ndarray, dtype: Any = np.float32) -> n
 
 
 def _copy_e4m3(values: np.ndarray, target: np.ndarray) -> None:
-    """Copies numbers of e4m3 to a float32 array, two at a time if it can.
+    """Copies numbers of e4m3 to a float32 array, two at a time where that is possible.
 
-    NumPy converts them one by one otherwise, at a third of the speed.
+    NumPy would convert them one by one, at a third of the speed.
     """
     if values.flags.c_contiguous and values.size % 2 == 0:
-        pairs, found = values.reshape(-1).view(np.uint16), target.reshape(-1).view(np.uint64)
-        np.take(_pairs_of_e4m3(), pairs, out=found, mode="clip")
+        pairs, floats = values.reshape(-1).view(np.uint16), target.reshape(-1).view(np.uint64)
+        np.take(_pairs_of_e4m3(), pairs, out=floats, mode="clip")
     else:
         np.copyto(target, values.astype(np.float32))
 
 
 @cache
 def _pairs_of_e4m3() -> np.ndarray:
-    """Returns the two float32 numbers, as one uint64, for every pair of numbers of e4m3."""
+    """Returns a table from every pair of numbers of e4m3, as uint16, to both in float32, as one
+    uint64."""
     pairs = np.arange(2**16, dtype=np.uint16).view(FLOAT8.values).astype(np.float32)
     return pairs.view(np.uint64)

@@ -35,8 +35,8 @@ class Capture:
     """The values of some hooks are captured as one array per form.
 
     hooks: in their order; sizes: letter -> size, from the model's configuration, and S, the tokens
-    of a row; dtype: the type in which activations are stored, or the name of an encoding, which
-    turns them into packed rows before they are captured.
+    of a row; dtype: the type in which activations are stored, or the name of an encoding. Encoded
+    activations are captured as packed rows of bytes (common/encodings.py).
     """
 
     hooks: tuple[Hook, ...]
@@ -61,7 +61,7 @@ class Capture:
         Every layer writes all kinds of hooks that `within` (by default these layers) has, each into
         the slot of the next hook of its form: a value that nobody asked for is overwritten before
         the loop ends. So memory grows with the hooks, not with the depth. Values that come after
-        the last hook go into one spare slot. Hooks that come after the last layer are left out.
+        the last hook go into one spare slot. `plan_end` plans hooks that come after the last layer.
         """
         by_form, slots = self.by_form(), []
         within = layers if within is None else within
@@ -153,7 +153,8 @@ class Capture:
         return buffers
 
     def write_once(self, buffers: Buffers, plan: Plan, values: Iterable[Array]) -> Buffers:
-        """Returns the buffers with the values of a plan for one layer, or for what follows them."""
+        """Returns the buffers with the values of a plan for one layer, or for the hooks that come
+        after the last one."""
         slots = [of_kind[0] for of_kind in plan.slots]
         return self.write(buffers, plan.kinds, values, slots)
 

@@ -15,9 +15,9 @@ Layers with experts have others after `ln2.hook_out`: `mlp.gate.hook_out` is the
 it is multiplied by the sigmoid of `mlp.shared_expert_gate.hook_out`. Since `mlp.gate` is the router
 there, the matrices of a dense layer in such a model are called `mlp.dense_gate` and so on.
 
-A model has a few more after its last layer. Where `loss` is that of a token given the tokens before
-it (in nats, NaN for the first token of a sample), `entropy`, `logits`, `logits.top_ids` and
-`logits.top_logprobs` are of the prediction of the token after it (predictions.py).
+A model has a few more hooks after its last layer (predictions.py). `loss` is that of a token given
+the tokens before it, in nats, and NaN for the first token of a sample. `entropy`, `logits`,
+`logits.top_ids` and `logits.top_logprobs` describe the prediction of the token after it.
 
 A hook has one canonical name, TransformerLens's, and may have aliases there and as an input or
 output of a Hugging Face module. Nothing here computes; the hooked model captures the values.
@@ -172,8 +172,8 @@ class Hook(NamedTuple):
 class HookTable:
     """The kinds of hooks of a family, in the order in which a layer computes them.
 
-    types: of each layer of a model, where that decides which kinds the layer has. vocabulary: of
-    the model, 0 if it is not known.
+    types: of each layer of a model, where that decides which kinds the layer has. vocabulary: the
+    number of tokens in the model's vocabulary, 0 if it is not known.
     """
 
     kinds: tuple[HookKind, ...]
@@ -321,7 +321,7 @@ OWN_DTYPES = {"mlp.chosen": "int32"}  # of intermediates that are not activation
 def hook_table(config: QwenConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> HookTable:
     """Returns the hooks of the model with this configuration.
 
-    top_logits: how many predicted tokens `logits.top_ids` has.
+    top_logits: how many of the most likely next tokens `logits.top_ids` has.
     """
     attention = (ATTENTION,) if config.delta is not None else ()  # () if all layers have it
     dense = (DENSE,) if config.experts is not None else ()

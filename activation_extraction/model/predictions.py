@@ -1,7 +1,8 @@
 """What the model predicts: the loss and the entropy of tokens, and the most likely next ones.
 
-Logits are computed for a block of tokens at a time, and only their results are kept, so memory does
-not grow with the vocabulary. Where devices share the vocabulary, no logits move between them.
+Logits are computed for a block of tokens at a time, and only what is wanted of them is kept, so
+memory does not grow with the vocabulary unless the logits themselves are wanted. Where devices
+share the vocabulary, blocks of logits do not move between them.
 """
 
 from collections.abc import Callable, Set
@@ -28,15 +29,16 @@ def predictions(
     dtype: Any,
     layout: Layout,
 ) -> dict[str, Array]:
-    """Returns those of these that are wanted, (B, T, width):
+    """Returns, by name, what is wanted of the following, (B, T, width).
 
-    logits: (B, T, V) of the token after each one, in `dtype`. top_ids, top_logprobs: the `top` most
+    logits: (B, T, V), of the token after each one, in `dtype`. top_ids, top_logprobs: the `top` most
     likely tokens after each one, int32, the most likely first and the smaller number where two are
     equally likely, and the logarithms of their probabilities, float32. entropy: of the prediction
     of the token after each one, float32, in nats. loss: the negative logarithm of the probability
     of each token given those before it, float32; NaN for the first token of a sample.
 
-    hidden: (B, T, D), after the final norm; head: (V, D); token_ids, positions: (B, T).
+    hidden: (B, T, D), after the final norm; head: (V, D); token_ids, positions: int32 (B, T).
+    wanted: names of the above.
     """
     length = token_ids.shape[1]
     rows = max(len(token_ids) // layout.size(*RULES["batch"]), 1)
@@ -60,7 +62,8 @@ def predictions(
 def _of_logits(
     logits: Array, following: Array, wanted: Set[str], top: int, dtype: Any, layout: Layout
 ) -> dict[str, Array]:
-    """Returns what is wanted of some logits (B, T, V); the loss is that of the following token.
+    """Returns what is wanted of logits (B, T, V). following: (B, T), the next tokens, whose losses
+    these are.
 
     With m the largest logit z and s the sum of exp(z - m), the logarithm of a probability is
     z - m - log(s), and the entropy is log(s) less the mean of z - m.

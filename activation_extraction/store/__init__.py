@@ -26,24 +26,27 @@ The JSON of a shard:
   tokens, cut_samples, cut_tokens   how many tokens are stored; how many samples were cut at their
                                     end, and how many tokens that left out
   empty_samples                     how many samples keep no token
-  hooks                             for each: key (what pickles call it), name, width, dtype (a
-                                    NumPy dtype, bfloat16 or float8_e4m3fn), scale (null, or how
-                                    many values share a scale) and statistics. Hooks may differ in
-                                    dtype: the `integer_hooks` of the run's identity, numbers of
-                                    experts or tokens, are int32, and their statistics are over 0
-                                    tokens. Its `float32_hooks`, such as the loss, are NaN where a
-                                    token at position 0 has no value, and statistics leave it out.
+  hooks                             for each: key (what pickles call it), name, width, dtype (of
+                                    what is stored: a NumPy dtype, bfloat16 or float8_e4m3fn),
+                                    scale (null, or how many values share a scale), and the
+                                    statistics tokens, values, mean, variance, mean_norm, max_norm.
                                     An encoded hook also has the `error` of its encoding
-  cursor                            where in the data a run continues after the shard; null: at the
-                                    start. It is where the earliest batch begins that has a sample
-                                    not stored yet; `taken`, which may be absent, has the numbers
-                                    of the samples from there on that are in earlier batches
+  cursor                            where in the data a run continues after the shard (see below);
+                                    null: at the start
   run                               digest of the run's identity, the same in all shards
   partial                           whether the shard was cut before it was full
   began, committed                  when its process began to store, and when it was committed;
                                     Unix times in seconds
 Every JSON carries a `checksum`: the SHA-256 of its content without the checksum, as Python's
 json.dumps writes it with sort_keys=True and ensure_ascii=False.
+
+A cursor is where the earliest batch begins that has a sample which is not stored yet. `samples`
+says how many samples of the host come before that, and `tokens` how many tokens these keep; `stream`
+and `skip` say where the data continues; `skipped_rows` and `empty_rows` count the rows before it
+that could not be used, or have no text. A batch may hold samples ahead of those that it leaves to
+later batches. `taken` lists the samples after the cursor that are in earlier batches, and so are
+stored: their numbers among the host's samples, from 0, ascending, 63 at most. It is absent if there
+are none.
 
 The table of samples has a line of JSON per sample, in the order of the shard:
   sample_idx, tokens                its number in the whole run; how many of its tokens are stored
@@ -68,14 +71,22 @@ A run of conversations has two more values per token, int32: `role`, the index i
 user, assistant, thinking, tool, and `turn`, the number of the turn from 0. In safetensors they
 follow `position`; in pickles they are fields of every record.
 
-A run with activation_dtype float8 or int8 encodes its activations; other hooks are as ever. The
-value that is read is the stored one times its scale, in float32, and statistics are over these.
-  float8    dtype float8_e4m3fn (in pickles its bits, uint8); one float32 scale per token
-  int8      dtype int8; a float16 scale for every 32 consecutive values of a token, of which the
-            last ones may be fewer
-The scales of HOOK are the tensor HOOK.scale (tokens, scales), which follows it in safetensors, or
-the field `scale` of its records in pickles. `error` describes ||x - stored x|| / ||x|| of tokens x:
-its mean and worst value, and the number of tokens, for `sinks` (position 0) and `others`.
+Two lists in the run's identity name the hooks whose values are no activations, and are stored as
+they are, whatever `activation_dtype` is. `integer_hooks` are int32, numbers of experts or of tokens;
+their statistics are over 0 tokens. `float32_hooks` are float32, such as the loss. NaN says that the
+first token of a sample (position 0) has no value there, and statistics leave that token out. No
+other stored value is NaN or infinite.
+
+If the identity's `activation_dtype` is float8 or int8, all other hooks are encoded. The value that
+is read is the stored one times its scale, in float32, and statistics are over what is read.
+  float8    dtype float8_e4m3fn (F8_E4M3 in safetensors; its bits, uint8, in pickles); one float32
+            scale per token, so the JSON's `scale` is the width
+  int8      dtype int8; one float16 scale for every 32 consecutive values of a token, of which the
+            last ones may be fewer; `scale` is 32
+The scales of HOOK are (tokens, scales), scale s of a token for its values from s * `scale` on. In
+safetensors they are the tensor HOOK.scale, which follows the tensor HOOK; in pickles they are the
+field `scale` of its records. `error` describes ||x - what is read|| / ||x|| of tokens x: `tokens`,
+`mean` and `worst` for `sinks` (position 0), and the same for `others`.
 
 Readers ignore per-token tensors, and fields of a record or of the table, that they do not know:
 later versions may add some. Any other change gets a new `format_version`. In a bucket, a JSON that

@@ -63,13 +63,14 @@ class Identity:
 
     model_digest, tokenizer_digest: SHA-256 of the files. data: the data set, or "files".
     data_revision: the data set's commit on the hub, or a digest of the list of files. hooks: the
-    hooks' full names. integer_hooks, float32_hooks: those that are no activations; they are stored
-    as int32 or float32, whatever `activation_dtype` is, which may be the name of an encoding.
-    Integers number experts or tokens, and have no statistics. keyed_by: the keys of the hooks in
-    the shards: "layer", "hook name", or a list of the requested names. positions, drop_token_ids,
-    roles, mask_column, overlap: which tokens are kept. num_hosts: the number of
-    hosts of this machine. chat_template: digest of the template and its arguments.
-    shuffle_documents: the seed, "" for none. top_logits: how many predicted tokens are stored.
+    hooks' full names. integer_hooks, float32_hooks: those whose values are no activations; they
+    are stored as int32 or float32, whatever `activation_dtype` is. Integers are numbers of experts
+    or tokens, and have no statistics. keyed_by: the keys of the hooks in the shards: "layer", "hook
+    name", or a list of the requested names. activation_dtype: a dtype, or the name of an encoding.
+    positions, drop_token_ids, roles, mask_column, overlap: which tokens are kept. num_hosts: the
+    number of hosts of this machine. chat_template: digest of the template and its arguments.
+    shuffle_documents: the seed, "" for none. top_logits: how many of the most likely next tokens
+    are stored, 0 if none are.
     """
 
     model_digest: Text = ""
@@ -127,7 +128,8 @@ class Identity:
         return hook not in self.integer_hooks and hook not in self.float32_hooks
 
     def dtype_of(self, hook: str) -> str:
-        """Returns the dtype in which a hook is stored: of its values if it is encoded."""
+        """Returns the dtype in which the values of a hook are stored, beside scales if it is
+        encoded."""
         if hook in self.integer_hooks:
             return "int32"
         if (encoding := self.encoding_of(hook)) is not None:

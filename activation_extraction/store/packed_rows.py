@@ -1,7 +1,8 @@
-"""Packed rows: how encoded activations come to the store, before their values and scales part.
+"""Packed rows: the form in which encoded activations come to the store, and the errors in them.
 
-common/encodings.py describes a row. The third part of it, the relative error of the token, is not
-stored; only the mean and the largest errors are, per hook.
+common/encodings.py describes a row. The store writes its values and scales as separate arrays. Its
+third part, the relative error of the token, is not stored; the mean and the largest error of each
+hook are.
 """
 
 from collections.abc import Mapping
@@ -28,13 +29,13 @@ class TokenErrors:
 
     @classmethod
     def of(cls, errors: np.ndarray) -> "TokenErrors":
-        """Returns those of some tokens; errors: (tokens,)."""
+        """Summarises the errors of some tokens. errors: (tokens,)."""
         if not len(errors):
             return cls()
         return cls(len(errors), float(errors.mean(dtype=np.float64)), float(errors.max()))
 
     def merge(self, other: "TokenErrors") -> "TokenErrors":
-        """Returns those of both together."""
+        """Returns the summary of both together."""
         tokens = self.tokens + other.tokens
         total = self.mean * self.tokens + other.mean * other.tokens
         return TokenErrors(tokens, total / max(tokens, 1), max(self.worst, other.worst))
@@ -42,14 +43,14 @@ class TokenErrors:
 
 @dataclass(frozen=True)
 class EncodingError:
-    """The errors at one hook: of the first tokens of documents, which are often attention sinks,
-    and of all others."""
+    """The errors at one hook: of tokens at position 0, which are often attention sinks, and of all
+    others."""
 
     sinks: TokenErrors = TokenErrors()
     others: TokenErrors = TokenErrors()
 
     def merge(self, other: "EncodingError") -> "EncodingError":
-        """Returns those of both together."""
+        """Returns the errors of both together."""
         return EncodingError(self.sinks.merge(other.sinks), self.others.merge(other.others))
 
     def to_json(self) -> dict[str, Any]:
@@ -70,8 +71,8 @@ ENCODING_ERROR = object_of({"sinks": _ERRORS, "others": _ERRORS}, ("sinks", "oth
 def as_rows(activations: np.ndarray, encoding: Encoding | None) -> np.ndarray:
     """Returns activations (..., width) as the writer takes them.
 
-    If there is an encoding, these are packed rows (..., row): bytes are such rows already, and
-    other numbers are encoded here. Raises ValueError for bytes that are no such rows.
+    If there is an encoding, the writer takes packed rows (..., row): bytes (uint8) are such rows
+    already, and other numbers are encoded here. Raises ValueError for bytes that are no such rows.
     """
     if encoding is None:
         return activations
@@ -86,7 +87,7 @@ def unpacked(
 ) -> tuple[Shard, dict[Key, EncodingError]]:
     """Splits the packed rows of a shard; returns the shard with values and scales, and the errors.
 
-    encodings: of the hooks that are encoded.
+    encodings: by key, of the hooks that are encoded.
     """
     slices, scales, found = dict(shard.slices), dict(shard.scales), {}
     if encodings:

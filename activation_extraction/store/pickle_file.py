@@ -28,8 +28,8 @@ MAX_NUMBER_BITS = 14_000  # Python does not print longer numbers
 class Record(TypedDict):
     """A sample at one hook.
 
-    If it is encoded (common/encodings.py), the activation is int8, or uint8, which are the bits of
-    e4m3: a pickle needs no more than NumPy.
+    An activation that is encoded (common/encodings.py) is int8, or uint8: the bits of e4m3, so that
+    unpickling needs no more than NumPy.
     """
 
     sample_idx: int

@@ -48,7 +48,8 @@ class ShardRange:
 
     @property
     def cursor(self) -> Cursor | None:
-        """Where in the data the range begins; None at the beginning of the data."""
+        """Where a run continues that stores the range; None at the beginning of the data. The first
+        batches from there may have samples of earlier shards."""
         return None if self.before is None else self.before.position
 
     @property

@@ -2,8 +2,8 @@
 
 So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
 The file has `sample_idx` and `sample_offsets` (int64), `token_ids`, `position` and labels (int32),
-and a tensor (tokens, width) per hook under the hook's full name, in this order. A hook that is
-encoded has its scales, (tokens, scales), in the tensor behind it. The bytes of the file depend only
+and a tensor (tokens, width) per hook under the hook's full name, in this order. The scales of an
+encoded HOOK, (tokens, scales), are the tensor HOOK.scale, which follows it. The bytes of the file depend only
 on the content. https://huggingface.co/docs/safetensors describes such files: 8 bytes with the
 length of the header, the header as JSON, and the tensors.
 """
@@ -210,8 +210,8 @@ class SafetensorsFile:
     def shard(self, names: Mapping[Key, str]) -> Shard:
         """Returns the whole shard, without the content of its table of samples.
 
-        names: the full names by key of the hooks that it should have. A hook of an encoding's dtype
-        needs scales.
+        names: the full names by key of the hooks that it should have. Raises RunError for a file
+        that has others, or whose content is not sound; an encoded hook needs its scales.
         """
         hooks, encoded = [], {}
         for key, name in names.items():

@@ -95,8 +95,9 @@ class SampleRow:
 class Shard:
     """Samples in ascending order; `slices[key][i]` is sample i at that hook, (tokens, width).
 
-    some_tokens: whether the run keeps only some tokens of its samples. scales: of the hooks whose
-    slices are encoded (common/encodings.py), (tokens, scales) of each sample.
+    some_tokens: whether the run keeps only some tokens of its samples. scales: for the hooks whose
+    slices are encoded (common/encodings.py), `scales[key][i]` has the scales of sample i, (tokens,
+    scales).
     """
 
     samples: list[SampleRow]

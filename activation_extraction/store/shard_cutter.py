@@ -1,7 +1,8 @@
 """ShardCutter: gathers complete samples into shards, in ascending order.
 
-Batches may bring samples before those that come before them; they wait here. The cutter follows the
-ranges of a plan, and refuses samples that do not belong to them.
+A batch may hold samples ahead of those that it leaves to later batches; such samples wait here until
+all before them have come. The cutter follows the ranges of a plan, passes over samples outside them,
+and refuses data that does not give the expected shards again.
 """
 
 import math
@@ -24,8 +25,8 @@ class ShardCutter:
     least one sample.
 
     encodings: of the hooks whose activations are packed rows. where: names the output in messages.
-    `cursor` is where the data continues after the added batches. `waiting` has the samples that
-    wait for those before them, by `sample_idx`. Methods raise StorageError as soon as a shard could
+    `cursor` is where a run continues after the added batches. `waiting` has the samples that wait
+    for those before them, by `sample_idx`. Methods raise StorageError as soon as a shard could
     not be committed.
     """
 
@@ -53,8 +54,8 @@ class ShardCutter:
     def _start(self, shards: ShardRange) -> None:
         self.cursor: Cursor | None = shards.cursor
         self.waiting: dict[int, tuple[SampleRow, Mapping[Key, np.ndarray]]] = {}
-        # Of the batches that have samples which are not stored yet, and others between them: where
-        # a run continues that forms the batch again, and its last sample.
+        # Of each batch from the earliest one on that has a sample which no shard has yet: where a
+        # run continues that forms the batch again, and the batch's last sample.
         self._batches: deque[tuple[Cursor, int]] = deque()
         self._stored = self.last_sample = shards.last_sample_before
         self._cut_so_far = shards.first - 1
@@ -85,13 +86,13 @@ class ShardCutter:
     ) -> None:
         """Adds the samples of a batch that are needed, as `add` takes them, by `sample_idx`.
 
-        Ends the range if it is complete then. Raises StorageError if no batch has brought a sample
-        that comes before `batch.next_cursor`.
+        Ends the range if it is complete then. Raises StorageError for a sample before
+        `batch.next_cursor` that no batch has brought.
         """
         self.cursor = batch.next_cursor
         self._batches.append((batch.cursor, batch.samples[-1].sample.sample_idx))
         self.waiting |= samples
-        missing = self._worker.sample_idx(batch.next_cursor.samples)  # the first one
+        missing = self._worker.sample_idx(batch.next_cursor.samples)  # the first that has not come
         for sample_idx in sorted(idx for idx in self.waiting if idx < missing):
             begun, worker = self.last_sample >= 0, self._worker
             expected = self.last_sample + worker.stride if begun else worker.sample_idx(0)

@@ -30,9 +30,9 @@ from activation_extraction.store.statistics import Sums, unpack_sums
 class StoredHook:
     """A hook as the run records it.
 
-    key: its name in pickles. dtype: what reading gives, unless it is asked for another.
-    activations: whether its values are activations, rather than numbers of experts and the like,
-    which have a dtype of their own. encoding: how they are stored; None: as they are.
+    key: its name in pickles. dtype: the dtype that reading gives, unless another is asked for.
+    activations: whether its values are activations, rather than integers, losses and the like,
+    which have a dtype of their own. encoding: how they are encoded; None if they are not.
     """
 
     key: Any
@@ -170,9 +170,10 @@ ShardReader = PickledShard | SafetensorsFile
 def read_rows(
     reader: ShardReader, name: str, hook: StoredHook, span: tuple[int, int], dtype: Any = None
 ) -> np.ndarray:
-    """Returns the activations of the tokens in a span at a hook, (tokens, width).
+    """Returns the values at a hook of the tokens in a span, (tokens, width).
 
-    dtype: what encoded ones are decoded to, by default float32; others are as they are stored.
+    dtype: the dtype to which encoded activations are decoded, by default float32; other values are
+    returned as they are stored.
     """
     values = reader.rows(name, *span)
     if hook.encoding is None:

@@ -101,7 +101,7 @@ class ShardWriter:
         buckets = [owner for owner in owners if not owner.folder.local]
         self._copies = 1 + shard_format.compressed * len(buckets) + bool(encodings)
         self.bytes_waiting = 0
-        self._batches: list[int] = []  # the bytes of those that later shards may use
+        self._batches: list[int] = []  # the bytes of each batch that later shards may use
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()  # a shard was stored, or has failed
         self.begin({})
@@ -136,7 +136,7 @@ class ShardWriter:
     ) -> None:
         """Stores shard `number` in the background.
 
-        in_use: how many of the last batches later shards may use. Raises StorageError if any shard
+        in_use: how many of the last batches have samples for later shards. Raises StorageError if any shard
         so far could not be committed.
         """
         self.check()
@@ -333,7 +333,7 @@ def sum_shard(
 
 
 def sum_samples(shard: Shard, key: Key, samples: slice, hook: str, identity: Identity) -> Sums:
-    """Returns the sums of some samples of a shard at one hook, of which these are key and name."""
+    """Returns the sums of some samples of a shard at the hook with this key and full name."""
     scales = shard.scales[key][samples] if key in shard.scales else None
     positions = [row.positions for row in shard.samples[samples]]
     return hook_sums(identity, hook, shard.slices[key][samples], positions, scales)

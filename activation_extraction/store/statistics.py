@@ -174,8 +174,8 @@ def hook_sums(
     """Returns the sums over tokens at a hook of a run, whose identity says what the hook's values
     are. The other arguments are those of `Sums.add`.
 
-    Integers have no statistics, so their sums are over no tokens. Tokens that have no value are
-    left out.
+    Integers have no statistics, so their sums are over no tokens. The sums leave out tokens that
+    have no value.
     """
     if hook in identity.integer_hooks:
         return Sums.zeros(values[0].shape[1])
@@ -190,9 +190,9 @@ def hook_sums(
 
 
 def defined_tokens(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns which tokens have a value at a hook that is no activation, bool (tokens,).
+    """Returns which tokens have a value at one of a run's `float32_hooks`, bool (tokens,).
 
-    The first token of a document has no loss, for example, and NaN says so.
+    values: (tokens, width). The first token of a sample has no loss, for example, and NaN says so.
     """
     return (positions != 0) | ~np.isnan(values).any(axis=1)
 

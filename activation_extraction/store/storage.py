@@ -270,13 +270,12 @@ class ActivationStorage:
     ) -> None:
         """Adds one sample's activation (tokens, width) at one hook.
 
-        The array is kept without a copy until its shard is written, if the run does not encode the
-        hook. The other arguments, which are
-        fields of SampleRow, are taken from the first hook of the sample. Raises KeyError for an
-        unknown hook, and ValueError for a sample that is out of order, given twice or not
-        two-dimensional, that follows a complete extraction, that lacks the token ids which
-        safetensors need, or whose labels are not one int32 number per token, or not those of the
-        samples before it.
+        The array is kept without a copy until its shard is written, unless the run encodes the
+        hook. The other arguments, which are fields of SampleRow, are taken from the first hook of
+        the sample. Raises KeyError for an unknown hook, and ValueError for a sample that is out of
+        order, given twice or not two-dimensional, that follows a complete extraction, that lacks
+        the token ids which safetensors need, or whose labels are not one int32 number per token, or
+        not those of the samples before it.
         """
         self.open()
         if layer_idx not in self._names:
@@ -335,11 +334,11 @@ class ActivationStorage:
     def finalize(self, complete: bool = True, skipped_rows: int = 0, empty_rows: int = 0) -> None:
         """Commits every complete sample and metadata.json, and waits until they are stored.
 
-        A sample that came in a batch before earlier ones is not stored without these.
+        A sample that came in a batch is not stored as long as one before it is missing.
         complete: False if the run ends before its data does. skipped_rows, empty_rows: their total
         numbers, if these are larger than in the cursors. A second call does nothing. Raises
-        ValueError, after committing, if a complete run leaves a sample incomplete, or without those
-        before it.
+        ValueError, after committing, if a complete run has a sample that is not stored: it lacks
+        hooks, or a sample before it is missing.
         """
         if self._state is State.PLANNED:
             self.open()
