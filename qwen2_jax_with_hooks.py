@@ -182,7 +182,7 @@ class HookedQwen2(nn.Module):
         out: Out = {"resid_pre": x, "final": final}
         if self.predicts:
             kinds = [hook.kind for hook in self.hooks if _is_predicted(hook)]
-            encoded = str(self.activation_dtype) in ENCODINGS  # which `bits_of` does
+            encoded = str(self.activation_dtype) in ENCODINGS  # by `bits_of`, from `dtype`
             with jax.named_scope("predictions"):
                 out["predicted"] = predictions(
                     hidden,

@@ -92,7 +92,7 @@ def measure(asked: dict[str, Any], tokenizer: Tokenizer, template: Any, split: b
 
 
 def padding(rows: int, length: int) -> float:
-    """The share of all batches that is padding."""
+    """Returns the share of all batches that is padding."""
     drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN_TOKENS), SPREAD, PADDED)
     lengths = np.clip(drawn.round().astype(int), 1, length)
     batches = pack(samples_of(np.zeros(n, np.int32) for n in lengths), rows, length)

@@ -125,8 +125,8 @@ class Config:
         metavar="K",
     )
     list_hooks: bool = switch(
-        "list the model's hooks with all their names, widths, dtypes and bytes per token, then exit; "
-        "reads only config.json"
+        "list the model's hooks with all their names, widths, dtypes and bytes per token, then "
+        "exit; reads only config.json"
     )
     positions: str = flag(
         "all, last, first:N, last:N, every:N (0, N, 2N, ...), a slice as in Python, such as 4:-1, "

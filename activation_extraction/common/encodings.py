@@ -8,9 +8,9 @@ scale, max|x| / 127, but rounded up to float16; a value is the whole number near
 The last block of a token may be shorter.
 
 A scale is always positive, so that zeros stay zeros. Numbers smaller than the smallest normal
-float32 count as zero, because some processors treat them so. If a token (float8) or a block (int8) has NaN or
-an infinite value, all of its values decode to NaN; so do those of an int8 block with values above
-8.3 million, whose scale float16 cannot hold.
+float32 count as zero, because some processors treat them so. If a token (float8) or a block (int8)
+has NaN or an infinite value, all of its values decode to NaN; so do those of an int8 block with
+values above 8.3 million, whose scale float16 cannot hold.
 
 `encode` also measures the relative error of every token. Its result is packed: an array of bytes
 (..., row), where a row has a token's values, its scales, and its error, a float32.

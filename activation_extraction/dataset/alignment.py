@@ -1,8 +1,8 @@
 """The same tokens of several runs: which samples they have in common, and an AlignedSource.
 
 Samples are the same that come from the same row of the data set; their tokens are the same at the
-same position. The chunks of the first run are read in its order; what the others have of them is
-found by the tables of samples, and read wherever it lies.
+same position. The chunks of the first run are read in its order. The tables of samples say where
+the others have the same tokens, which are then read wherever they lie.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ DIGEST = 16  # bytes of the SHA-256 of a row that stand for it
 T = TypeVar("T")
 # A run that is read: its tokens, what is asked of it, and what opens its shards.
 Opened = tuple[TokenSource, BatchOptions, Callable[[int], ShardReader]]
-# Tokens of the first run, which of them all runs have, and these in each other run.
+# Tokens of the first run, the numbers of those that all runs have, and these in each other run.
 Aligned = tuple[ChunkTokens, np.ndarray, list[Block]]
 
 
@@ -90,8 +90,8 @@ class AlignedSource(Generic[T]):
     def plan(self, options: BatchOptions, part: int, parts: int) -> Plan:
         """What one of a DataLoader's workers reads; (0, 1) stands for a process without them.
 
-        Where another run than the first has pickles, tokens are aligned by whole shards of the
-        first, since every alignment unpacks all pickles that it needs.
+        If any run but the first has pickles, tokens are aligned by whole shards of the first, since
+        every alignment unpacks all pickles that it needs.
         """
         whole = not all(source.by_ranges for source in self.sources[1:])
         each = zip(self.sources, options.of_runs, strict=True)
@@ -112,7 +112,7 @@ class AlignedSource(Generic[T]):
     @cached_property
     def _partner(self) -> np.ndarray:
         """The number of every sample of the first run in each other run, int64 (runs, samples); -1
-        where it has none, or the sample is not wanted."""
+        if it has none there, or is not wanted."""
         partner = np.full((len(self.numbers) - 1, self.sources[0].firsts[-1]), -1, np.int64)
         partner[:, self.numbers[0]] = self.numbers[1:]
         if (mask := self.sources[0].mask) is not None:
@@ -131,7 +131,7 @@ class AlignedSource(Generic[T]):
     def _partners(self, run: int, found: ChunkTokens, other: Opened) -> tuple[np.ndarray, Block]:
         """Returns which tokens of a chunk another run has and lets through, and its block of them.
 
-        They are read in its own order, and samples that lie next to each other there at once.
+        They are read in that run's order, samples that lie next to each other there at once.
         Raises ValueError if the id of a token differs.
         """
         source, own, opened = other

@@ -32,8 +32,8 @@ class Batches(Iterator[T_co]):
     """Batches of tokens; the last one may be shorter. `state` and `restore` are exact.
 
     They are of type TokenBatch, or pairs of these where two runs are read side by side. It goes
-    over the data once. A copy in another process starts where this one stands. source: what they
-    are read from. options: the arguments that they were asked for with.
+    over the data once. A copy in another process starts where this one stands. `source` is what
+    they are read from, and `options` are the arguments with which they were asked for.
     """
 
     def __init__(

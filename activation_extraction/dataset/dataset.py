@@ -107,23 +107,24 @@ class ActivationDataset(Sequence[SampleActivations]):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of activations: as they are stored, or float32 if they are encoded; that of the
-        first hook if none are read."""
+        """The dtype of activations: as they are stored, or float32 if they are encoded. It is that
+        of the first hook if no hook that is read has activations."""
         every = self.shards.hooks.values()
         return min(every, key=lambda hook: not hook.activations).dtype
 
     @property
     def dtypes(self) -> ByHook[np.dtype]:
         """The dtype of every hook that is read, by name. Numbers of experts and tokens are int32;
-        losses and the like, and encoded activations, float32."""
+        losses and the like are float32, and so are encoded activations."""
         return self.shards.hooks.map(lambda hook: hook.dtype)
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:
         """Statistics over all that is stored, by hook. No shard is read for them.
 
-        For numbers of experts and tokens, they are over no tokens. Those of every dimension are
-        read from the small files beside the shards when they are first asked for.
+        Those of numbers of experts and tokens are over no tokens, and those of losses leave out the
+        tokens that have none. Statistics of every dimension are read from the small files beside
+        the shards when they are first asked for.
         """
         found = dict.fromkeys(self.hooks, Statistics())
         for hook in (hook for commit in self._commits for hook in commit.hooks):
@@ -230,14 +231,14 @@ class ActivationDataset(Sequence[SampleActivations]):
         number of tokens kept in memory and shuffled there, by default 64 batches, at most 1 GiB.
         Pickles are unpacked whole, so up to two shards come on top of that. skip_first: leave out
         that many tokens at the start of every sample. max_norm: leave out tokens with a larger norm
-        at any hook, or at the hooks that it names; only activations have one. dtype: of activations
-        in the result, by default that of the dataset. worker, workers: read only one of so many
-        shares, which do not overlap; the workers of a PyTorch DataLoader divide it further by
-        themselves. where: only tokens of these samples: a boolean for each row of `samples`, as an
-        array or a list, or a function that gets that table and returns them, such as
-        `lambda table: pyarrow.compute.equal(table["split"], "test")`. roles: only tokens of these
-        roles in a conversation, such as ["assistant"]. columns: names in `samples`, such as
-        ["doc_id", "label"]: batches then have the values of these for every token.
+        at any hook, or at the hooks that it names; only activations have norms. dtype: of
+        activations in the result, by default that of the dataset. worker, workers: read only one of
+        so many shares, which do not overlap; the workers of a PyTorch DataLoader divide it further
+        by themselves. where: only tokens of these samples: a boolean for each row of `samples`, as
+        an array or a list, or a function that gets that table and returns them, such as `lambda
+        table: pyarrow.compute.equal(table["split"], "test")`. roles: only tokens of these roles in
+        a conversation, such as ["assistant"]. columns: names in `samples`, such as ["doc_id",
+        "label"]: batches then have the values of these for every token.
 
         Raises ValueError for arguments that make no sense.
         """

@@ -44,9 +44,9 @@ def paired(a: Any, b: Any) -> "PairedRuns":
     are the same on equally many machines and hosts alone. Tokens that one of the runs lacks are
     left out; the log says so once, and `unpaired_samples` and `unpaired_tokens` count them.
 
-    The order is that of `a`; `b` is read wherever its tokens lie. If `b` stores pickles, every
-    shard of `a` unpacks all those that have its samples, and up to six shards come on top of the
-    buffer: first copy a run in quite another order with `--export safetensors`.
+    The order is that of `a`; `b` is read wherever its tokens lie. If `b` stores pickles, those that
+    have samples of a shard of `a` are all unpacked for it, and up to six shards come on top of the
+    buffer. If its order is quite another one, copy it with `--export safetensors` first.
 
     Raises ValueError when there is no such run, when a run has two samples of a row, or when no row
     is in both. Reading raises ValueError for a token whose id differs in the two runs, and OSError

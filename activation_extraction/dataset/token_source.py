@@ -124,7 +124,7 @@ class TokenSource:
         return [0, *accumulate(commit.count for commit in self._commits)]
 
     def of(self, samples: np.ndarray) -> "TokenSource":
-        """Returns the same without the tokens of other samples than those with these numbers."""
+        """Returns the same source, but only with tokens of the samples with these numbers."""
         mask = np.isin(np.arange(self.firsts[-1]), samples)
         return replace(self, mask=mask if self.mask is None else mask & self.mask)
 

@@ -30,9 +30,10 @@ class Chunk:
 
 
 class Block(NamedTuple):
-    """Tokens that were read. rows: the numbers of those that pass the filters, in their order.
+    """Tokens that were read. rows: the numbers of those that pass the filters, ascending.
 
-    Where several runs are read as one, each has its own block, and row i is of the same token.
+    Where several runs are read as one, each has its own block, and row i is of the same token. The
+    rows of all are then in the order of the first run.
     """
 
     tokens: TokenBatch

@@ -1,7 +1,7 @@
 """Rows of activations in Arrow's format, as Hugging Face's `datasets` reads them from a folder.
 
-`datasets` is not needed: these are the types that it has had since before version 3, by the names
-that stand in files (`Sequence` has since become `List`).
+`datasets` is not needed: these are the types that it has had since before version 3, under the
+names that files have for them (`Sequence` has since become `List`).
 """
 
 import json
@@ -17,7 +17,7 @@ END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream, in Arrow's IPC format
 
 def features(hook: str, context: int, width: int, dtype: str) -> dict[str, Any]:
     """Returns the types of the columns, as `datasets` writes them in JSON: an Array2D (context,
-    width) named as the hook, and `token_ids`, int32 (context,)."""
+    width) with the name of the hook, and `token_ids`, int32 (context,)."""
     value = {"dtype": "int32", "_type": "Value"}
     return {
         hook: {"shape": [context, width], "dtype": dtype, "_type": "Array2D"},

@@ -1,7 +1,7 @@
 """--export: copies a finished run to a local folder in another format, in bounded memory.
 
 `pickle` and `safetensors` make a run like its source, with the same folders, samples and shards;
-for the other formats, see export_tokens.py. An export that was killed continues after its last
+export_tokens.py makes the other formats. An export that was killed continues after its last
 complete file. Every file is read back.
 """
 

@@ -1,8 +1,8 @@
 """Exports a run to files that trainers of autoencoders read, in chunks of tokens.
 
-trainer_files.py knows the files of each trainer. `export.json` in the folder records which chunks
-are complete and where the export continues. At the end, the statistics of the exported activations
-are compared with those of the run.
+trainer_files.py writes the files of each trainer. `export.json` in the folder records which chunks
+are complete and where the export continues. At the end, the statistics of what was exported are
+compared with those of the run.
 """
 
 import math

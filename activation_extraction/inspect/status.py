@@ -238,7 +238,8 @@ def _hooks_of(folders: Iterable[Stored]) -> list[dict[str, Any]]:
 
 
 def _errors(hooks: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a line for each hook that is encoded, the largest error first, and how many follow."""
+    """Yields lines on the encoded hooks with the largest errors, and one on how many others there
+    are."""
     errors = {hook["name"]: Statistics.from_json(hook).error for hook in hooks}
     encoded = [(error.others.mean, name, error) for name, error in errors.items() if error]
     for _, name, error in sorted(encoded, key=lambda each: -each[0])[:SHOWN]:

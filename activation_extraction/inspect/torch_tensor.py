@@ -19,8 +19,11 @@ STORAGES = {"int64": b"LongStorage", "float32": b"FloatStorage"}
 def write_tensor(
     file: Any, dtype: str, shape: tuple[int, ...], parts: Iterable[np.ndarray]
 ) -> None:
-    """Writes a tensor for torch.load(path, weights_only=True). dtype: one of STORAGES. parts: the
-    values in order, in any number of arrays of that dtype."""
+    """Writes a tensor for torch.load(path, weights_only=True).
+
+    dtype: a key of STORAGES. parts: the values in order, in any number of arrays, which are cast to
+    it.
+    """
     contents: dict[str, Iterable[Any]] = {
         "data.pkl": [_pickle(STORAGES[dtype], shape)],
         "byteorder": [b"little"],

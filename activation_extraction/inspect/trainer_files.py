@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 class Contents:
     """The contents of an export. Exports with equal contents have equal files.
 
-    source: digest of the run's shards. hooks: the widths by name. dtype: the dtype in the files;
-    own_dtypes: the dtypes by name, of hooks that do not have `dtype`. tokens: how many there are in
-    all; per_chunk: how many are in every chunk but the last.
+    form: the value of --export. source: digest of the run's shards. hooks: the widths by name.
+    dtype: the dtype in the files; own_dtypes: by name, of hooks that have another one. tokens: how
+    many there are in all; per_chunk: how many are in every chunk but the last.
     """
 
     form: str
@@ -62,9 +62,9 @@ class Contents:
 class TrainerFiles(ABC):
     """The files of one trainer in a folder.
 
-    TOGETHER: how many tokens the files keep together; what is left at the end of the run is not
-    written. WRITTEN_AS: the dtype in the files of each dtype that the trainer cannot read.
-    TEMPORARY: a glob of the files that only an unfinished export needs.
+    TOGETHER: how many tokens a row of the files has; tokens at the end of the run that are too few
+    for a row are not written. WRITTEN_AS: maps each dtype that the files cannot have to the one
+    that is written. TEMPORARY: a glob of the files that only an unfinished export needs.
     """
 
     folder: Path
@@ -121,7 +121,7 @@ class Llamascopium(TrainerFiles):
             _store(self.path(hook, chunk), head, token_ids, ones, ones, values)
 
     def finish(self, statistics: Mapping[str, HookStatistics]) -> None:
-        """Chunks describe themselves."""
+        """Does nothing: chunks describe themselves."""
 
     def how_to_read(self, hook: str) -> str:
         return f"ActivationFactoryActivationsSource(path={str(self.folder)!r}, name={hook!r})"
@@ -189,7 +189,7 @@ class Memmap(TrainerFiles):
     def _store_statistics(self, hook: str, of_hook: DimensionStatistics) -> None:
         """Writes what the cache's `mean`, `std` and `running_stats` read.
 
-        They are float32, as where the cache computes them. `M2` is the sum of the squared
+        They are float32, as they are if the cache computes them. `M2` is the sum of the squared
         deviations from the mean, and `std` is the root of M2 / (count - 1), NaN for a single token
         (RunningStatWelford in the cache's cache.py).
         """
@@ -220,8 +220,8 @@ class SaeLens(TrainerFiles):
     """SAELens's cached activations, as its CacheActivationsRunner writes them.
 
     Each hook has a folder that `datasets.load_from_disk` reads. A row has as many tokens as a
-    context has by default in SAELens. It may begin and end within samples, as the rows that SAELens
-    makes itself do: it mixes all tokens before it trains on them. Arrow has no bfloat16.
+    context has by default in SAELens. Like the rows that SAELens itself makes, it may begin and end
+    within samples: SAELens mixes all tokens before it trains on them. Arrow has no bfloat16.
     """
 
     TOGETHER = 128

@@ -137,10 +137,10 @@ COMPUTED = {
     ("bfloat16", False): 5e-2,
 }
 # This is the error of rounding both to the stored dtype: 0.4 of a unit in the last place (the RMS
-# of two roundings), which is at most 2**-10 or 2**-7 of a value.
-# Encoded activations are compared with what was not encoded. A value of float8 has 4 bits, so it is
-# off by 2**-4 at most (0.026 of a token's norm was measured). The 32 values of a block of int8 are
-# off by half a step of 1/127 of the largest of them, and their norm is no less than that one
+# of two roundings), which is at most 2**-10 or 2**-7 of a value. Encoded activations are compared
+# with float32. A value of float8 has 4 significant bits, so it is off by at most 2**-4 of itself
+# (0.026 of a token's norm was measured). Each of the 32 values of a block of int8 is off by at most
+# half a step, 1/254 of the largest of them, and the norm of the block is no less than that one
 # (0.005 was measured).
 STORED = {
     **{"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8},
@@ -319,7 +319,7 @@ def _check_sequence(name: str, stored: Stored, worker: Worker) -> Iterator[str]:
         upcoming = commit.last + worker.stride
         if commit.cursor is not None:
             before, position = position, commit.cursor["samples"]
-            end = upcoming // worker.stride  # how many samples come before the next shard
+            end = upcoming // worker.stride  # how many samples of the host are stored up to here
             taken = [position, *commit.cursor.get("taken", ()), end]
             ascending = len(taken) == 2 or taken == sorted({*taken})
             if not (before <= position <= end and ascending):

@@ -35,8 +35,8 @@ DIGEST = np.dtype([("high", "<u8"), ("low", "<u8")])  # 0 if a sample has no row
 class ChosenSample:
     """A stored sample that is to be recomputed. activations: in the order of the hooks, decoded.
 
-    worker: the host that stored it. shard: the number of its shard. start: where in the data the
-    shard begins; None at the beginning of the data.
+    worker: the host that stored it. shard: the number of its shard. start: where in the data a run
+    continues that stores the shard; None at the beginning of the data.
     """
 
     where: str
@@ -222,7 +222,8 @@ def _encoding_problems(
     slices: Sequence[np.ndarray],
     scales: Sequence[np.ndarray] | None,
 ) -> Iterator[str]:
-    """Yields how the encoding of a hook is not the one of its run."""
+    """Yields how the encoding of a hook differs from that of its run. slices, scales: of each
+    sample; None if the hook has no scales."""
     encoding = identity.encoding_of(hook["name"])
     scale = None if encoding is None else encoding.per_scale(hook["width"])
     if (encoding is None) != (scales is None):
@@ -234,7 +235,7 @@ def _encoding_problems(
 
 
 def _error_problems(identity: Identity, hook: Mapping[str, Any], sums: Sums) -> Iterator[str]:
-    """Yields how the recorded errors of an encoding cannot be right. sums: of the hook."""
+    """Yields why the recorded errors of an encoding cannot be right. sums: of the hook."""
     error, encoded = Statistics.from_json(hook).error, identity.encoding_of(hook["name"])
     if error is None or encoded is None:
         if (error is None) != (encoded is None):

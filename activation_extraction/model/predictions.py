@@ -31,11 +31,11 @@ def predictions(
 ) -> dict[str, Array]:
     """Returns, by name, what is wanted of the following, (B, T, width).
 
-    logits: (B, T, V), of the token after each one, in `dtype`. top_ids, top_logprobs: the `top` most
-    likely tokens after each one, int32, the most likely first and the smaller number where two are
-    equally likely, and the logarithms of their probabilities, float32. entropy: of the prediction
-    of the token after each one, float32, in nats. loss: the negative logarithm of the probability
-    of each token given those before it, float32; NaN for the first token of a sample.
+    logits: (B, T, V), of the token after each one, in `dtype`. top_ids, top_logprobs: the `top`
+    most likely tokens after each one, int32, the most likely first and the smaller number where two
+    are equally likely, and the logarithms of their probabilities, float32. entropy: of the
+    prediction of the token after each one, float32, in nats. loss: the negative logarithm of the
+    probability of each token given those before it, float32; NaN for the first token of a sample.
 
     hidden: (B, T, D), after the final norm; head: (V, D); token_ids, positions: int32 (B, T).
     wanted: names of the above.

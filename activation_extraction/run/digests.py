@@ -28,7 +28,6 @@ from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import default_folder
 from activation_extraction.model.forward import Forward
-from activation_extraction.model.hooks import Hook
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.sealed_json import DamagedError, seal, unseal
@@ -68,6 +67,7 @@ def identity_of(
 ) -> Identity:
     """Returns everything that decides the content of the shards, and must stay the same."""
     model, seed = forward.model, config.shuffle_documents
+    has_top_logits = any(hook.name.startswith("logits.top_") for hook in model.hooks)
     files = [] if config.ids_column else forward.checkpoint.tokenizer_files()
     return Identity(
         model_digest=model_digest(forward.checkpoint),
@@ -98,16 +98,12 @@ def identity_of(
         long_documents=config.long_documents,
         overlap=config.overlap,
         shuffle_documents="" if seed is None else str(seed),
-        top_logits=config.top_logits if any(map(_has_top_logits, model.hooks)) else 0,
+        top_logits=config.top_logits if has_top_logits else 0,
         total_machines=worker.machines,
         num_hosts=worker.hosts,
         machine=worker.machine,
         host=worker.host,
     )
-
-
-def _has_top_logits(hook: Hook) -> bool:
-    return hook.name.startswith("logits.top_")
 
 
 def fingerprint(

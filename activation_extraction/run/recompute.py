@@ -52,6 +52,7 @@ def load_for_recomputing(
     InputError if the model is not the one that the stored activations came from.
     """
     identity = identity_of(metadata, METADATA)
+    encoded = identity.activation_dtype in ENCODINGS  # and decoded to float32
     request = replace(
         request,
         revision=request.revision or recorded_commit(request.model_path, metadata),
@@ -59,9 +60,7 @@ def load_for_recomputing(
         hook_names=identity.hooks,
         top_logits=identity.top_logits or request.top_logits,
         dtype=identity.dtype,
-        activation_dtype="float32"  # what encoded activations are decoded to
-        if identity.activation_dtype in ENCODINGS
-        else identity.activation_dtype,
+        activation_dtype="float32" if encoded else identity.activation_dtype,
         length=identity.max_seq_length,
     )
     with device_errors():

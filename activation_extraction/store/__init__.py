@@ -41,12 +41,12 @@ Every JSON carries a `checksum`: the SHA-256 of its content without the checksum
 json.dumps writes it with sort_keys=True and ensure_ascii=False.
 
 A cursor is where the earliest batch begins that has a sample which is not stored yet. `samples`
-says how many samples of the host come before that, and `tokens` how many tokens these keep; `stream`
-and `skip` say where the data continues; `skipped_rows` and `empty_rows` count the rows before it
-that could not be used, or have no text. A batch may hold samples ahead of those that it leaves to
-later batches. `taken` lists the samples after the cursor that are in earlier batches, and so are
-stored: their numbers among the host's samples, from 0, ascending, 63 at most. It is absent if there
-are none.
+says how many samples of the host come before that, and `tokens` how many tokens these keep;
+`stream` and `skip` say where the data continues; `skipped_rows` and `empty_rows` count the rows
+before it that could not be used, or have no text. A batch may hold samples ahead of those that it
+leaves to later batches. `taken` lists the samples after the cursor that are in earlier batches, and
+so are stored: their numbers among the host's samples, from 0, ascending, 63 at most. It is absent
+if there are none.
 
 The table of samples has a line of JSON per sample, in the order of the shard:
   sample_idx, tokens                its number in the whole run; how many of its tokens are stored
@@ -72,10 +72,10 @@ user, assistant, thinking, tool, and `turn`, the number of the turn from 0. In s
 follow `position`; in pickles they are fields of every record.
 
 Two lists in the run's identity name the hooks whose values are no activations, and are stored as
-they are, whatever `activation_dtype` is. `integer_hooks` are int32, numbers of experts or of tokens;
-their statistics are over 0 tokens. `float32_hooks` are float32, such as the loss. NaN says that the
-first token of a sample (position 0) has no value there, and statistics leave that token out. No
-other stored value is NaN or infinite.
+they are, whatever `activation_dtype` is. `integer_hooks` are int32, numbers of experts or of
+tokens; their statistics are over 0 tokens. `float32_hooks` are float32, such as the loss. NaN says
+that the first token of a sample (position 0) has no value there, and statistics leave that token
+out. No other stored value is NaN or infinite.
 
 If the identity's `activation_dtype` is float8 or int8, all other hooks are encoded. The value that
 is read is the stored one times its scale, in float32, and statistics are over what is read.

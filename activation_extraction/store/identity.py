@@ -35,16 +35,9 @@ MAX_MACHINES, MAX_HOSTS = 100_000, 10_000  # --status and --verify name all of t
 PER_HOST = {"num_hosts", "machine", "host"}  # fields that differ between the hosts of a run
 MAY_TURN_ON = {"skip_bad_rows"}  # fields that a run that continues may turn on
 ADDED = {  # fields that the first runs do not record
-    *(
-        "integer_hooks",
-        "float32_hooks",
-        "id_column",
-        "keep_columns",
-        "messages_column",
-        "chat_template",
-    ),
-    *("ids_column", "mask_column", "long_documents", "overlap", "shuffle_documents", "roles"),
-    "top_logits",
+    *("integer_hooks", "float32_hooks", "top_logits", "id_column", "keep_columns"),
+    *("messages_column", "chat_template", "ids_column", "mask_column", "long_documents"),
+    *("overlap", "shuffle_documents", "roles"),
 }
 
 

@@ -3,9 +3,9 @@
 So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
 The file has `sample_idx` and `sample_offsets` (int64), `token_ids`, `position` and labels (int32),
 and a tensor (tokens, width) per hook under the hook's full name, in this order. The scales of an
-encoded HOOK, (tokens, scales), are the tensor HOOK.scale, which follows it. The bytes of the file depend only
-on the content. https://huggingface.co/docs/safetensors describes such files: 8 bytes with the
-length of the header, the header as JSON, and the tensors.
+encoded HOOK, (tokens, scales), are the tensor HOOK.scale, which follows it. The bytes of the file
+depend only on the content. https://huggingface.co/docs/safetensors describes such files: 8 bytes
+with the length of the header, the header as JSON, and the tensors.
 """
 
 import json

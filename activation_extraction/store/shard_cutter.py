@@ -1,8 +1,8 @@
 """ShardCutter: gathers complete samples into shards, in ascending order.
 
-A batch may hold samples ahead of those that it leaves to later batches; such samples wait here until
-all before them have come. The cutter follows the ranges of a plan, passes over samples outside them,
-and refuses data that does not give the expected shards again.
+A batch may hold samples ahead of those that it leaves to later batches; such samples wait here
+until all before them have come. The cutter follows the ranges of a plan, passes over samples
+outside them, and refuses data that does not give the expected shards again.
 """
 
 import math

@@ -136,8 +136,8 @@ class ShardWriter:
     ) -> None:
         """Stores shard `number` in the background.
 
-        in_use: how many of the last batches have samples for later shards. Raises StorageError if any shard
-        so far could not be committed.
+        in_use: how many of the last batches may have samples for later shards. Raises StorageError
+        if any shard so far could not be committed.
         """
         self.check()
         job = _Job(number, sum(self._batches[:-in_use]))
@@ -286,7 +286,7 @@ class ShardWriter:
     ) -> list[dict[str, Any]]:
         """Returns the `hooks` of a commit."""
         encodings = self._encodings
-        widths = {key: hook_sums.sums.shape[1] for key, hook_sums in sums.items()}
+        widths = {key: of_hook.sums.shape[1] for key, of_hook in sums.items()}
         return [
             {
                 "key": key,

@@ -50,7 +50,7 @@ class Cursor:
     taken: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields as a shard's JSON records them; without `taken` if it is empty."""
+        """Returns the fields as a shard's JSON records them, without `taken` if that is empty."""
         content = {**vars(self), "stream": dict(self.stream), "taken": list(self.taken)}
         return content if self.taken else {k: v for k, v in content.items() if k != "taken"}
 
@@ -85,7 +85,7 @@ class Sample:
 
     @property
     def number(self) -> int:
-        """Its number among the samples of its worker, from 0."""
+        """Its number among the samples of its worker, counted from 0."""
         return self.cursor.samples
 
     @property
@@ -116,8 +116,8 @@ class Batch:
     """Arrays (B, T) int32 and the samples in them, in stream order, perhaps with gaps.
 
     segment_ids: 1, 2, ... for the samples of each row, 0 for padding. positions: counted from 0
-    within each sample. cursor, next_cursor: where a run continues that forms this batch, or the
-    next one, again; the samples before `next_cursor` are all in this batch or in earlier ones.
+    within each sample. cursor: where a run continues that forms this batch again; next_cursor: the
+    same for the next batch. The samples before `next_cursor` are all in this batch or earlier ones.
     kept: bool (B, T), the tokens whose activations are wanted; None for all.
     """
 

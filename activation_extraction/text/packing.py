@@ -1,8 +1,9 @@
 """Samples -> packed batches of one fixed shape, with the tokens marked that are kept.
 
-Several samples share a row; segment ids keep them apart in attention, and positions restart at 0.
-A row begins with the oldest sample that waits, and some of the WINDOW samples from there on fill
-it. So a batch follows from its cursor alone, and no sample gets further ahead than the window.
+Several samples share a row; segment ids keep them apart in attention, and positions restart at 0. A
+row begins with the oldest sample that waits, followed by later ones that fill it. None of these is
+WINDOW or more samples after the oldest that still waits, so what is stored lags little behind. A
+batch follows from its cursor alone.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,8 +13,8 @@ import numpy as np
 
 from activation_extraction.text.batch import Batch, Cursor, Placed, Sample
 
-WINDOW = 64  # samples; a shard's JSON has no room to list more of them
-FULL = 128  # a row needs no later samples once less than one part in FULL of it is empty
+WINDOW = 64  # samples; `taken` in a shard's JSON may list no more
+FULL = 128  # a row is full enough once at most one part in FULL of it is empty
 
 
 def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Sample]:
@@ -28,8 +29,8 @@ def pack(
 ) -> Iterator[Batch]:
     """Packs samples (each at most `length` tokens) into batches of `rows` x `length` tokens.
 
-    taken: the `taken` of the cursor at which the samples begin. If reading fails, the samples whose
-    window it cuts short are left out: packed without the ones that follow, they would not get the
+    taken: the `taken` of the cursor at which the samples begin. If reading fails, samples whose
+    window is not complete are left out: packed without the ones that follow, they would not get the
     same bits as in a run that can read on.
     """
     waiting = _Waiting(samples, taken)
@@ -63,7 +64,7 @@ class _Waiting:
         return bool(self._read)
 
     def cursor(self) -> Cursor:
-        """Returns where a run continues that takes the same samples from here on."""
+        """Returns where a run continues that makes the same rows from here on."""
         oldest = self._look(0)
         if oldest is None:
             return self._end
@@ -73,8 +74,9 @@ class _Waiting:
     def take(self, length: int) -> list[Sample]:
         """Takes the samples of one row of `length` tokens, in order.
 
-        The oldest one comes first, and more follow in order while all of a window fits. Of the last
-        window, those are taken that fill the row best.
+        The window is the WINDOW samples from the oldest one that waits, without those in earlier
+        rows. The oldest one comes first, and more follow in order while all of the window fits,
+        which moves on with them. Of the last window, those are taken that fill the row best.
         """
         begin = end = tokens = 0  # of the window, and how many tokens it has
         room = length
@@ -109,10 +111,10 @@ class _Waiting:
 
 
 def fullest(lengths: Sequence[int], room: int, enough: int) -> list[int]:
-    """Returns the items whose lengths together come closest to `room`, without exceeding it.
+    """Returns the numbers of the lengths whose sum comes closest to `room` without exceeding it.
 
-    Does not look at further items once some of the first ones reach `enough`, and prefers the first
-    of those that it looks at.
+    It looks at no further lengths once some of the first ones add up to `enough`. Of equally good
+    choices, it takes the one whose last length comes first.
     """
     sums = [1]  # bit n of sums[i] says whether some of the first i lengths add up to n
     for length in lengths:
