@@ -20,13 +20,14 @@ from storages import open_storage
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.encodings import ENCODINGS, decode, encode, unpack
-from activation_extraction.common.errors import StorageError
+from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.inspect.verify import verify
 from activation_extraction.store.commit import Commit, Outline
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.safetensors_file import header
 from activation_extraction.store.sealed_json import unseal
+from activation_extraction.store.shard_reader import read_shard
 from activation_extraction.store.statistics import Statistics
 
 HOOKS = {3: "blocks.3.hook_resid_post", "wide": "blocks.4.mlp.hook_post", 5: "choices"}
@@ -457,3 +458,22 @@ def test_float8_of_numpy_is_not_taken_for_packed_rows(tmp_path):
         storage.add_activation(0, values, 0, "text", np.zeros(2, np.int32))
     records = pickle.loads(gzip.open(tmp_path / "shard_0001.pkl.gz").read())
     assert (records[0][0]["activation"] == 127).all()
+
+
+def test_a_hook_may_be_called_as_the_scales_of_another_only_if_that_is_not_encoded(tmp_path):
+    hooks = {1: "stream", 2: "stream.scale"}
+
+    def open_run(folder, dtype):
+        identity = replace(identity_of(), activation_dtype=dtype, shard_format="safetensors")
+        return open_storage(tmp_path / folder, hooks, identity=identity, shard_format="safetensors")
+
+    with pytest.raises(InputError, match="hook stream.scale: has the name of another hook's"):
+        open_run("encoded", "float8")
+    with open_run("plain", "float32") as storage:
+        for key in hooks:
+            values = np.full((3, 4 * key), key, np.float32)
+            storage.add_activation(key, values, 0, "", np.arange(3, dtype=np.int32))
+    folder = Folder(str(tmp_path / "plain"))
+    commit = Commit.from_json(unseal((tmp_path / "plain/shard_0001.json").read_bytes(), ""), "")
+    shard = read_shard(folder, commit, tmp_path)
+    assert [slices[0].shape for slices in shard.slices.values()] == [(3, 4), (3, 8)]

@@ -16,6 +16,7 @@ import pytest
 from command_line import main
 from extractions import HOOKS, edit, extract, load, replace_shard
 from runs_to_read import FORMATS
+from storages import open_storage
 from test_shards import EMPTY, FLOAT32
 
 from activation_extraction.common.errors import InputError, RunError
@@ -380,3 +381,17 @@ def test_an_absurd_size_is_refused_before_anything_is_made_of_it(field, nested):
     raw = {"model_type": "qwen3", **({"text_config": sizes} if nested else sizes)}
     with pytest.raises(InputError, match=f"^config.json: {field} is 1e[+]12, expected at most"):
         complete(raw, "config.json")
+
+
+@pytest.mark.parametrize("form", ["memmap", "llamascopium", "sae_lens"])
+@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/b", "..", ""])
+def test_names_of_hooks_are_no_paths(name, form, tmp_path, capsys):
+    """The export writes nothing, in its folder or elsewhere."""
+    with open_storage(tmp_path / "run", {1: name}) as storage:
+        for number in range(10):
+            values = np.zeros((20, 4), np.float32)
+            storage.add_activation(1, values, number, "", np.arange(20, dtype=np.int32))
+    flags = "--export_dir", tmp_path / "out/copy", "--output_dir", tmp_path / "run"
+    assert main("--export", form, *flags) == 2
+    assert "cannot name a folder" in capsys.readouterr().err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and "run" not in path.parts]

@@ -9,13 +9,15 @@ from command_line import main, records_of
 from conftest import Reference, make_reference, references
 from delta_reference import untouched
 from pods import Pod, flags_for, stored
+from storages import open_storage
 from test_mesh import SHAPES, run_on
 from test_model import by_hook, load, rows, run
 from test_run import random_samples
 
 from activation_extraction import ActivationDataset
-from activation_extraction.common.errors import InputError
+from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.model.hooks import HOOKS, hook_table
+from activation_extraction.store.identity import Identity
 from activation_extraction.text.packing import pack
 from benchmarks.agreement import same_experts
 from qwen2_jax_with_hooks import create_model_with_hooks
@@ -237,3 +239,22 @@ def test_hosts_of_a_pod_store_those_of_one_device(demo_inputs, tmp_path):
         for record in (record for record in parts if record["doc_id"] in alone):
             other = alone[record["doc_id"]]
             np.testing.assert_allclose(record["activation"], other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name,refused", [("loss", False), ("entropy", True)])
+def test_only_a_loss_is_undefined_for_first_tokens(name, refused, tmp_path):
+    """Any other NaN stops the run, whatever its position."""
+    identity = Identity(float32_hooks=(name,), keyed_by="hook name")
+    values = np.array([[np.nan], [1.0]], np.float32)
+    ids = np.arange(2, dtype=np.int32)
+    storage = open_storage(tmp_path / name, {name: name}, identity=identity)
+    storage.add_activation(name, values, 0, "", ids)
+    if refused:
+        with pytest.raises(StorageError, match="sample 0, hook entropy: NaN or infinite"):
+            storage.finalize()
+    else:
+        storage.finalize()
+        assert ActivationDataset(tmp_path / name).statistics[name].mean == 1
+    with pytest.raises(StorageError, match="sample 0, hook loss: NaN"):
+        with open_storage(tmp_path / "later", {"loss": "loss"}, identity=identity) as later:
+            later.add_activation("loss", values[::-1], 0, "", ids)

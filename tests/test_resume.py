@@ -23,7 +23,6 @@ from small_runs import (
 )
 from storages import open_storage
 
-from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, RunError, StorageError
 from activation_extraction.store import pickle_file
 from activation_extraction.store.identity import Identity
@@ -128,14 +127,22 @@ def test_a_run_whose_batches_were_consecutive_samples_is_continued(run, whole, t
     assert status(folder) == "complete"
 
 
-def test_a_cursor_that_leaves_out_a_sample_is_refused(run, whole, tmp_path):
+@pytest.mark.parametrize(
+    "left_out,change",
+    [
+        (1, lambda first: {"taken": [first + 1]}),
+        (0, lambda first: {"taken": list(range(first, first + 60))}),  # all that is left
+        (1, lambda first: {"samples": first + 2}),
+    ],
+)
+def test_a_cursor_that_leaves_out_a_sample_is_refused(left_out, change, run, whole, tmp_path):
     """Nothing is stored after the gap."""
     folder, stored = tmp_path / "whole", whole["shard_0001.json"]["samples"]["count"]
-    first_shards_alone(folder, 1, lambda cursor: cursor.update(taken=[stored + 1]))
-    why = f"sample {stored + 1} is missing: the cursor of shard 1 leaves it out"
+    first_shards_alone(folder, 1, lambda cursor: cursor.update(change(stored)))
+    why = f"sample {stored + left_out} is missing: the cursor of shard 1 leaves it out"
     with pytest.raises(StorageError, match=why):
         run(folder)
-    assert [each.sample_idx for each in ActivationDataset(folder)] == list(range(stored))
+    assert [path.name for path in folder.glob("shard_*.json")] == ["shard_0001.json"]
 
 
 @both_formats

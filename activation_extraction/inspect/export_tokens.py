@@ -7,6 +7,7 @@ compared with those of the run.
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from activation_extraction.store.sealed_json import seal, unseal
 from activation_extraction.store.statistics import Statistics, defined_tokens
 
 STATE = "export.json"
+FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")  # a hook of a stranger's run may be any text
 CHUNK_BYTES = 256 * 2**20  # of all hooks together; four times as much is in memory
 COMPARED = ("mean", "variance", "mean_norm", "max_norm")
 
@@ -42,6 +44,9 @@ class TokenExport:
     ) -> None:
         """Prepares an export. source, hooks: see Contents. Raises InputError if there are too few
         tokens."""
+        for hook in hooks:
+            if not FOLDER_NAME.fullmatch(hook):
+                raise InputError(f"--export {form}: hook {hook!r:.80} cannot name a folder")
         trainer_files = FORMATS[form]
         together = trainer_files.TOGETHER
         if dataset.tokens < together:
@@ -50,7 +55,7 @@ class TokenExport:
                 f"expected at least {together}"
             )
         self.folder, self.size, self._dataset = folder, dataset.tokens, dataset
-        self._floats = identity_of(dataset.metadata, METADATA).float32_hooks
+        self._identity = identity_of(dataset.metadata, METADATA)
         dtype, *own_dtypes = (
             trainer_files.WRITTEN_AS.get(each.name, each.name)
             for each in (dataset.dtype, *map(dataset.dtypes.__getitem__, hooks))
@@ -125,7 +130,7 @@ class TokenExport:
                 batch = next(batches)
                 self._files.write(chunk, batch)
                 for hook, values in batch.activations.items():
-                    if hook in self._floats:
+                    if self._identity.leaves_out_firsts(hook):
                         values = values[defined_tokens(values, batch.position)]
                     merged = Statistics.from_array(values)
                     if hook in statistics:

@@ -73,9 +73,9 @@ follow `position`; in pickles they are fields of every record.
 
 Two lists in the run's identity name the hooks whose values are no activations, and are stored as
 they are, whatever `activation_dtype` is. `integer_hooks` are int32, numbers of experts or of
-tokens; their statistics are over 0 tokens. `float32_hooks` are float32, such as the loss. NaN says
-that the first token of a sample (position 0) has no value there, and statistics leave that token
-out. No other stored value is NaN or infinite.
+tokens; their statistics are over 0 tokens. `float32_hooks` are float32. One of them is `loss`: NaN
+says there that the first token of a sample (position 0) has no value, and statistics leave that
+token out. No other stored value is NaN or infinite.
 
 If the identity's `activation_dtype` is float8 or int8, all other hooks are encoded. The value that
 is read is the stored one times its scale, in float32, and statistics are over what is read.

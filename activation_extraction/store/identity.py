@@ -41,6 +41,9 @@ ADDED = {  # fields that the first runs do not record
 }
 
 
+LOSS = "loss"
+
+
 @dataclass(frozen=True)
 class Difference:
     """The name of a field in which two identities differ, and both of its values."""
@@ -119,6 +122,10 @@ class Identity:
     def has_activations(self, hook: str) -> bool:
         """Returns whether a hook's values are activations, and have the run's dtype."""
         return hook not in self.integer_hooks and hook not in self.float32_hooks
+
+    def leaves_out_firsts(self, hook: str) -> bool:
+        """Returns whether the first token of a sample has no value at a hook; it is NaN there."""
+        return hook == LOSS and hook in self.float32_hooks
 
     def dtype_of(self, hook: str) -> str:
         """Returns the dtype in which the values of a hook are stored, beside scales if it is

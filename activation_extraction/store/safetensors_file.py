@@ -233,8 +233,9 @@ class SafetensorsFile:
             SampleRow(*values, labels={name: parts[name][number] for name in labels})
             for number, values in enumerate(zip(*columns, strict=True))
         ]
-        for name in (name for name in names.values() if name + SCALE in whole):
-            if not fits(whole[name], whole[name + SCALE]):
+        for key, scale in encoded.items():
+            if not fits(whole[names[key]], whole[scale]):
+                name = names[key]
                 raise RunError(f"{self._where}: {name}: its scales do not belong to its values")
         slices, scales = (
             {key: parts[name] for key, name in each.items()} for each in (names, encoded)

@@ -60,6 +60,15 @@ class ShardCutter:
         self._stored = self.last_sample = shards.last_sample_before
         self._cut_so_far = shards.first - 1
         self._empty()
+        for number in () if self.cursor is None else self.cursor.left_out:
+            if (sample_idx := self._worker.sample_idx(number)) > self._stored:
+                raise self._missing(sample_idx)
+
+    def _missing(self, sample_idx: int) -> StorageError:
+        return StorageError(
+            f"{self._where}: sample {sample_idx} is missing: the cursor of shard "
+            f"{self._cut_so_far} leaves it out"
+        )
 
     def _empty(self) -> None:
         self._pending = Shard([], {key: [] for key in self._keys}, self._some_tokens)
@@ -97,10 +106,7 @@ class ShardCutter:
             begun, worker = self.last_sample >= 0, self._worker
             expected = self.last_sample + worker.stride if begun else worker.sample_idx(0)
             if sample_idx != expected:
-                raise StorageError(
-                    f"{self._where}: sample {expected} is missing: the cursor of shard "
-                    f"{self._cut_so_far} leaves it out"
-                )
+                raise self._missing(expected)
             self.add(*self.waiting[sample_idx])
             del self.waiting[sample_idx]
         if missing >= self._until:

@@ -179,7 +179,7 @@ def hook_sums(
     """
     if hook in identity.integer_hooks:
         return Sums.zeros(values[0].shape[1])
-    if hook in identity.float32_hooks:
+    if identity.leaves_out_firsts(hook):
         pairs = list(zip(values, positions, strict=True))
         masks = [defined_tokens(*pair) for pair in pairs]
         values, positions = (
@@ -190,9 +190,9 @@ def hook_sums(
 
 
 def defined_tokens(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns which tokens have a value at one of a run's `float32_hooks`, bool (tokens,).
+    """Returns which tokens have a loss, bool (tokens,).
 
-    values: (tokens, width). The first token of a sample has no loss, for example, and NaN says so.
+    values: (tokens, 1). The first token of a sample has none, and NaN says so.
     """
     return (positions != 0) | ~np.isnan(values).any(axis=1)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.common.errors import RunError, StorageError
+from activation_extraction.common.errors import InputError, RunError, StorageError
 from activation_extraction.store.commit import Outline, Totals
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SAFETENSORS, chosen_format
@@ -29,6 +29,7 @@ from activation_extraction.store.packed_rows import as_rows
 from activation_extraction.store.patience import reason_of
 from activation_extraction.store.resume import Planner, ResumePlanner, StoragePlan
 from activation_extraction.store.run_record import RunFacts, RunRecord
+from activation_extraction.store.safetensors_file import SCALE
 from activation_extraction.store.shard import DocId, Key, SampleRow
 from activation_extraction.store.shard_cutter import ShardCutter
 from activation_extraction.store.shard_writer import ShardWriter
@@ -87,6 +88,9 @@ class ActivationStorage:
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
         encodings = {key: self._identity.encoding_of(name) for key, name in hooks.items()}
         self._encodings = {key: each for key, each in encodings.items() if each is not None}
+        for name in (hooks[key] + SCALE for key in self._encodings):
+            if name in hooks.values():
+                raise InputError(f"hook {name}: has the name of another hook's scales")
         self.format = chosen_format(options.shard_format, options.compress)
         check_output_dir(self.folder)
         owner = uuid.uuid4().hex

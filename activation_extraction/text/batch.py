@@ -49,6 +49,12 @@ class Cursor:
     tokens: int = 0
     taken: tuple[int, ...] = ()
 
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """The numbers of samples that a run which continues here does not compute: the `taken`
+        ones, and the last one of those before."""
+        return (*((self.samples - 1,) if self.samples else ()), *self.taken)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as a shard's JSON records them, without `taken` if that is empty."""
         content = {**vars(self), "stream": dict(self.stream), "taken": list(self.taken)}
