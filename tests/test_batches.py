@@ -339,6 +339,11 @@ def test_chunks_and_the_default_buffer_follow_from_bytes(run, monkeypatch):
         (dict(size=8, shuffle=True), "shuffle True: expected a seed"),
         (dict(size=8, shuffle=-1), "shuffle -1: expected a seed"),
         (dict(size=8, dtype="float17"), "dtype 'float17': "),
+        (dict(size=8, dtype="int8"), "dtype 'int8': expected float16, bfloat16, float32, float64"),
+        (dict(size=8, dtype=object), "dtype <class 'object'>: expected float16"),
+        (dict(size=8, skip_first=-1), "skip_first -1: expected 0 or more"),
+        (dict(size=8, max_norm=-1.0), "max_norm -1.0: expected 0 or more"),
+        (dict(size=8, max_norm={FIRST: float("nan")}), "max_norm .*nan.*: expected 0 or more"),
         (dict(size=8, hooks=[FIRST], max_norm={SECOND: 1}), f"max_norm: hook '{SECOND}' is not"),
     ],
 )

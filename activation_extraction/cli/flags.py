@@ -110,8 +110,9 @@ class Config:
     hook_names: tuple[str, ...] | None = flag(
         "instead of the two flags above: TransformerLens names, or inputs and outputs of Hugging "
         "Face modules; globs are allowed, such as 'blocks.*.mlp.hook_in' or "
-        "'model.layers.20.mlp.output'; also loss, entropy, logits.top_ids and logits.top_logprobs "
-        "of every token; large ones, such as logits, only if they are named",
+        "'model.layers.20.mlp.output'; large ones, such as logits, only if they are named. Also "
+        "loss, of each token given those before it, and entropy, logits.top_ids and "
+        "logits.top_logprobs, of the prediction of the token after it",
         excludes=("layers_to_extract", "activation_type"),
         nargs="+",
         metavar="GLOB",

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from activation_extraction.dataset.paired import JoinedRuns
 
 
+FLOATING = "float16", "bfloat16", "float32", "float64"  # dtypes that activations are read as
+
+
 class ActivationDataset(Sequence[SampleActivations]):
     """The samples of a run, in the order of its machines, hosts and shards.
 
@@ -256,6 +259,10 @@ class ActivationDataset(Sequence[SampleActivations]):
             buffer = default_buffer(size, self.shards.row_bytes(names))
         if size < 1 or buffer < 2 * size:
             raise ValueError(f"buffer {buffer}: it must hold two batches of {size} tokens")
+        if skip_first < 0:
+            raise ValueError(f"skip_first {skip_first}: expected 0 or more tokens")
+        if any(limit is not None and not limit >= 0 for limit in limits.values()):
+            raise ValueError(f"max_norm {max_norm}: expected 0 or more")
         if not 0 <= worker < workers:
             raise ValueError(f"worker {worker}: expected 0 to {workers - 1}, of {workers} workers")
         if isinstance(shuffle, bool) or (shuffle is not None and shuffle < 0):
@@ -270,7 +277,7 @@ class ActivationDataset(Sequence[SampleActivations]):
             buffer=buffer,
             skip_first=skip_first,
             max_norm={name: float(limit) for name, limit in limits.items() if limit is not None},
-            dtype=None if dtype is None else _dtype(dtype).name,
+            dtype=None if dtype is None else _floating(dtype).name,
             worker=worker,
             workers=workers,
             roles=None if roles is None else self._known_roles(roles),
@@ -396,6 +403,13 @@ def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> St
     if encoding is not None:
         dtype = np.dtype(np.float32)
     return StoredHook(recorded["key"], width, dtype, activations, encoding)
+
+
+def _floating(dtype: Any) -> np.dtype:
+    """Returns a dtype that activations may be read as. Raises ValueError for any other."""
+    if (found := _dtype(dtype)).name not in FLOATING:
+        raise ValueError(f"dtype {dtype!r:.40}: expected {', '.join(FLOATING)}")
+    return found
 
 
 def _dtype(name: Any) -> np.dtype:

@@ -5,7 +5,7 @@ canonical name, the key, which is what was asked for, and the other names. Value
 canonical name.
 """
 
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from operator import methodcaller
@@ -99,6 +99,10 @@ class TokenBatch:
     def keys(self) -> KeysView[str]:
         """Returns the names of the hooks."""
         return self.activations.keys()
+
+    def items(self) -> ItemsView[str, Any]:
+        """Returns the names of the hooks with their activations."""
+        return self.activations.items()
 
     def to(self, device: Any) -> "TokenBatch":
         """Returns the same as PyTorch tensors on a device."""
