@@ -13,6 +13,7 @@ torch is imported where it is used, which takes seconds; transformers before the
 without torch.
 """
 
+import copy
 import gc
 import os
 import tempfile
@@ -113,6 +114,10 @@ class Reference:
     @property
     def config(self) -> Any:
         return FAMILIES.read_config(self.folder / "config.json")[1]
+
+    def in_bfloat16(self) -> "Reference":
+        """Returns the same model with rounded weights, which computes in bfloat16."""
+        return Reference(copy.deepcopy(self.model).bfloat16(), self.folder)
 
     @property
     def language(self) -> Any:

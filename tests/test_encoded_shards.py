@@ -46,7 +46,7 @@ def activation_of(index, key):
 
 
 def stored_of(index, key, encoding):
-    """What is read of that: the decoded values; and the relative error of each token."""
+    """Returns the decoded values that are read of that, and the relative error of each token."""
     values, scales, errors = unpack(
         encode(activation_of(index, key), ENCODINGS[encoding]), ENCODINGS[encoding]
     )
@@ -269,7 +269,7 @@ def test_nan_stops_the_run_and_names_the_sample(tmp_path, encoding, packed):
 
 @pytest.fixture
 def source(source, request):
-    """Of the run that is killed: encoded."""
+    """The identity of the run that is killed, which encodes its activations."""
     return source._replace(identity=Identity(model_digest="tiny", activation_dtype=request.param))
 
 

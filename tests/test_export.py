@@ -119,7 +119,7 @@ def read_llamascopium(target):
 
 
 def read_sae_lens(target):
-    """As SAELens's ActivationsStore reads it, one hook after the other."""
+    """SAELens's ActivationsStore reads an export in this way, one hook after the other."""
     found, token_ids = {}, []
     for hook in (FIRST, SECOND):
         rows = load_from_disk(str(target / hook))

@@ -1,6 +1,5 @@
 """The model against Hugging Face transformers on torch, hook by hook."""
 
-import copy
 import functools
 
 import jax
@@ -117,8 +116,7 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(reference: Reference
     config = reference.config
     batch = rows(config.vocab_size)
     exact = reference.hooked(batch[0])
-    low = Reference(copy.deepcopy(reference.model).bfloat16(), reference.folder)
-    rounded = low.hooked(batch[0])
+    rounded = reference.in_bfloat16().hooked(batch[0])
     model = create_model_with_hooks(config, every_hook(config), jnp.bfloat16)
     found = run(model, load(model, reference.folder, jnp.bfloat16), *batch)
     ours, theirs = (

@@ -1,7 +1,5 @@
 """Losses, entropies and the most likely next tokens, against transformers."""
 
-import copy
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -67,8 +65,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(reference: Reference
     config = reference.config
     batch = rows(config.vocab_size)
     exact = reference.hooked(batch[0])
-    low = Reference(copy.deepcopy(reference.model).bfloat16(), reference.folder)
-    theirs = low.hooked(batch[0])
+    theirs = reference.in_bfloat16().hooked(batch[0])
     experts = ["blocks.*.mlp.hook_expert_indices"] if "E" in config.sizes else []
     model = create_model_with_hooks(config, hooks_of(config, [*NAMES, *experts]), jnp.bfloat16)
     ours = predicted(model, load(model, reference.folder, jnp.bfloat16), *batch)

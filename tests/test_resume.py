@@ -31,7 +31,7 @@ from activation_extraction.text import packing, sources
 
 @pytest.fixture(params=[5, packing.WINDOW])
 def window(request, monkeypatch):
-    """Of a few samples, and of more than there are."""
+    """The window has a few samples, or more than there are."""
     monkeypatch.setattr(packing, "WINDOW", request.param)
 
 
@@ -107,7 +107,7 @@ def test_a_complete_host_stays_so_while_others_go_on(run, whole, tmp_path):
 
 
 def first_shards_alone(folder, count, change):
-    """As a run leaves it that was killed, with another cursor."""
+    """Makes of a folder what a run leaves there that was killed, but with another cursor."""
     for path in folder.glob("shard_*"):
         if int(path.name[6:10]) > count:
             path.unlink()

@@ -76,6 +76,13 @@ ENCODINGS = {encoding.name: encoding for encoding in (FLOAT8, INT8)}
 OF_DTYPE = {encoding.values.name: encoding for encoding in ENCODINGS.values()}  # of the values
 
 
+def token_bytes(width: int, dtype: str) -> int:
+    """Returns how many bytes of a token are stored. dtype: one of NumPy's, that of an encoding's
+    values, or the name of an encoding."""
+    encoding = ENCODINGS.get(dtype) or OF_DTYPE.get(dtype)
+    return width * np.dtype(dtype).itemsize if encoding is None else encoding.stored_bytes(width)
+
+
 def encode(x: Any, encoding: Encoding, library: Any = np) -> Any:
     """Returns the packed rows of activations, uint8 (..., row).
 

@@ -16,10 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from activation_extraction.common.choices import SHARD_FORMATS
+from activation_extraction.common.encodings import token_bytes
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.dataset import ActivationDataset
@@ -197,10 +197,7 @@ class RunCopy:
         )
         self._identity = replace(identity, **self._changes)
         self._token_bytes = sum(
-            encoding.stored_bytes(width)
-            if (encoding := identity.encoding_of(hook)) is not None
-            else width * np.dtype(identity.dtype_of(hook)).itemsize
-            for hook, width in hooks.items()
+            token_bytes(width, identity.dtype_of(hook)) for hook, width in hooks.items()
         )
         self._copy_of = _digest(stored.in_order)
 

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from activation_extraction.common.choices import DEFAULT_TOP_LOGITS
-from activation_extraction.common.encodings import ENCODINGS
+from activation_extraction.common.encodings import ENCODINGS, token_bytes
 from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, SPARSE, QwenConfig
 
@@ -51,9 +51,7 @@ class Form(NamedTuple):
     @property
     def bytes(self) -> int:
         """Returns how many bytes a token takes where it is stored."""
-        if self.dtype in ENCODINGS:
-            return ENCODINGS[self.dtype].stored_bytes(self.width)
-        return self.width * np.dtype(self.dtype).itemsize
+        return token_bytes(self.width, self.dtype)
 
     @property
     def in_arrays(self) -> tuple[int, str]:

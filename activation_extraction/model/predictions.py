@@ -51,7 +51,7 @@ def predictions(
         logits = layout.constrain(einsum("BTD,VD->BTV", x, head), *BLOCK)
         return _of_logits(logits, block[1], wanted, top, dtype, layout)
 
-    parts = in_blocks(of_block, (to_bits(hidden), following), count)
+    parts = _in_blocks(of_block, (to_bits(hidden), following), count)
     result = {name: from_bits(part, dtype) for name, part in parts.items()}
     if "loss" in wanted:
         loss = jnp.roll(result["loss"], 1, axis=1)
@@ -105,7 +105,7 @@ def _largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
     return found, jnp.take_along_axis(numbers, order, axis=-1)
 
 
-def in_blocks(function: Callable[[Any], Any], arrays: Any, count: int) -> Any:
+def _in_blocks(function: Callable[[Any], Any], arrays: Any, count: int) -> Any:
     """Runs a function on `count` blocks of tokens, one after the other, and joins its results.
 
     arrays, results: (B, T, ...). The last block is filled up with zeros.

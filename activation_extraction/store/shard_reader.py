@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.common.encodings import Encoding, decode
+from activation_extraction.common.encodings import Encoding, decode, token_bytes
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
@@ -44,9 +44,8 @@ class StoredHook:
     @property
     def stored_bytes(self) -> int:
         """The bytes of a token where it is stored."""
-        if self.encoding is not None:
-            return self.encoding.stored_bytes(self.width)
-        return self.width * self.dtype.itemsize
+        dtype = self.dtype.name if self.encoding is None else self.encoding.name
+        return token_bytes(self.width, dtype)
 
     def arrays(self, name: str) -> dict[str, tuple[np.dtype, int]]:
         """Returns the dtype and the width of the arrays in which the hook is stored, by name."""

@@ -91,7 +91,7 @@ class Sample:
 
     @property
     def number(self) -> int:
-        """Its number among the samples of its worker, counted from 0."""
+        """The sample's number among those of its worker, counted from 0."""
         return self.cursor.samples
 
     @property
