@@ -127,15 +127,17 @@ class GatedDeltaNet(nn.Module):
 def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
     """Returns each channel's weighted sum over the last few tokens of its segment, then silu.
 
-    x: (B, T, ...channels); weight: (...channels, taps), the last tap being the token's own.
+    x: (B, T, ...channels); weight: (...channels, taps), the last tap being the token's own. Each
+    tap widens x for itself: XLA would write a wide x to HBM where it is computed, for all of them.
     """
-    x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    weight = weight.astype(jnp.float32)
     taps = weight.shape[-1]
-    out = x * weight[..., -1]
+    out = x.astype(jnp.float32) * weight[..., -1]
     for distance in range(1, taps):
         same = _earlier(segment_ids, distance) == segment_ids
         seen = jnp.expand_dims(same, range(2, x.ndim))
-        out += jnp.where(seen, _earlier(x, distance), 0) * weight[..., -1 - distance]
+        earlier = jnp.where(seen, _earlier(x, distance), 0).astype(jnp.float32)
+        out += earlier * weight[..., -1 - distance]
     return jax.nn.silu(out)
 
 
