@@ -20,17 +20,9 @@ from test_qwen3_5 import released
 from activation_extraction.common.encodings import ENCODINGS
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.kept import take
+from benchmarks.plan_text import ARRAY, COLLECTIVE, groups
 from benchmarks.shapes import SHAPES
-from benchmarks.tpu_plan import (
-    ARRAY,
-    COLLECTIVE,
-    EIGHT,
-    QWEN_7B,
-    Compiled,
-    chips,
-    compile_for,
-    groups,
-)
+from benchmarks.tpu_plan import EIGHT, QWEN_7B, Compiled, chips, compile_for
 from qwen2_jax_with_hooks import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("optimized")]
@@ -154,21 +146,6 @@ def weights_per_chip(model: HookedModel) -> float:
         parts *= size("pipeline") if path[0] == "layers" else 1
         total += 2 * math.prod(spec.shape) / parts
     return total
-
-
-@pytest.mark.parametrize(
-    "line,expected",
-    [
-        ("replica_groups={{0,2},{1,3}}, x", [[0, 2], [1, 3]]),
-        ("source_target_pairs={{0,1},{1,0}}, x", [[0, 1], [1, 0]]),
-        ("replica_groups=[2,2]<=[4], x", [[0, 1], [2, 3]]),
-        ("replica_groups=[2,2]<=[2,2]T(1,0), x", [[0, 2], [1, 3]]),
-        ("replica_groups=mesh['a'=2,'b'=2] {'b'}, x", [[0, 1], [2, 3]]),
-        ("replica_groups=mesh['a_0'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
-    ],
-)
-def test_groups_are_read_in_every_notation(line, expected):
-    assert groups(line).tolist() == expected
 
 
 quick, *others = reversed(TOPOLOGIES)
