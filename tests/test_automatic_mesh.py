@@ -94,7 +94,7 @@ def test_gathering_gives_way_to_exchanges_where_rows_are_few_and_short():
         assert (estimate.gathers <= estimate.products) == hidden
         chip = CHIPS["TPU v5e"]
         # The norms and biases are sent too, and attention's scores are computed.
-        of_formula = (2 * length / chip.flops) / (2 * 3 / 4 / chip.link)
+        of_formula = (2 * length / chip.flops) / (2 * 3 / 4 / (chip.links * chip.link))
         assert estimate.products / estimate.gathers == pytest.approx(of_formula, rel=0.1)
 
 

@@ -12,10 +12,11 @@ dense layer over f devices hide behind its products if
 
     2 t / F >= b (f - 1) / (f L),
 
-that is, on a v5e with fsdp 4, from 1,640 tokens on. Of the meshes that fit in memory, `auto` takes
-the one with the shortest step, or one within a hundredth of it that splits weights less.
-So pure `data` comes first, then `fsdp` over the fewest devices, and `model` where the rows are too
-few. It never takes `pipeline`: what that saves in memory, `fsdp` saves without idle stages.
+that is, on a v5e with fsdp 4 (two links of 45 GB/s), from 1,640 tokens on. Of the meshes that fit
+in memory, `auto` takes the one with the shortest step, or one within a hundredth of it that splits
+weights less. So pure `data` comes first, then `fsdp` over the fewest devices, and `model` where the
+rows are too few. It never takes `pipeline`: what that saves in memory, `fsdp` saves without idle
+stages.
 """
 
 import math
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, NamedSharding
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.devices import Chip, chip_of, memory_of
+from activation_extraction.model.devices import CHIPS, Chip, chip_of, memory_of
 from activation_extraction.model.family import HookedModel, WeightTable
 from activation_extraction.model.mesh import RULES, Layout, check_divisibility, mesh_axes
 from activation_extraction.model.weights import WeightSpec
@@ -36,8 +37,8 @@ from activation_extraction.model.weights import WeightSpec
 AXES = ("data", "fsdp", "expert", "model")  # the devices along the last one are neighbours
 FREE = 0.1  # the share of the memory that an estimate must leave free
 ALIKE = 1.01  # steps that differ by less are taken as equally long
-# Of a device of unknown speed, such as a CPU, only the ratio of these counts.
-UNKNOWN = Chip(flops=200e12, memory=0, link=90e9, network=3e9)
+# Of a CPU the speeds do not matter much: only their ratios count.
+UNKNOWN = CHIPS["TPU v5e"]
 
 
 class Estimate(NamedTuple):
@@ -198,7 +199,8 @@ def _linked(devices: Sequence[Any]) -> int:
 def _speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
     """Returns the bytes per second that a device receives along an axis."""
     inner = layout.size(*AXES[AXES.index(axis) :], "query")  # devices in a row that hold a group
-    return chip.link if linked % inner == 0 else chip.network
+    links = min(layout.shape.get(axis, 1) - 1, chip.links) or 1
+    return chip.link * links if linked % inner == 0 else chip.network
 
 
 def _splits(estimate: Estimate) -> list[int]:

@@ -22,27 +22,30 @@ from activation_extraction.common.log import log
 class Chip(NamedTuple):
     """What a device can do, from vendors' data sheets.
 
-    flops: dense bfloat16 operations per second; memory: in bytes; link: bytes per second that it
-    receives from the devices beside it (TPU: over two links; GPU: NVLink); network: the same from
-    devices of another slice or host.
+    flops: dense bfloat16 operations per second; memory: in bytes; bandwidth: of that memory, bytes
+    per second; link: bytes per second that come over one of `links` links to devices beside it (a
+    ring through a TPU's neighbours has two links, with or without wraparound; NVLink is one);
+    network: the same from devices of another slice or, with GPUs, of another host.
     """
 
     flops: float
     memory: float
+    bandwidth: float
     link: float
+    links: int
     network: float
 
 
 # By a part of the device's kind.
 CHIPS = {
-    "TPU v4": Chip(275e12, 32e9, 90e9, 3e9),
-    "TPU v5 lite": Chip(197e12, 16e9, 90e9, 3e9),
-    "TPU v5e": Chip(197e12, 16e9, 90e9, 3e9),
-    "TPU v5": Chip(459e12, 95e9, 180e9, 6e9),
-    "TPU v6": Chip(918e12, 32e9, 180e9, 12e9),
-    "A100": Chip(312e12, 80e9, 300e9, 25e9),
-    "H100": Chip(989e12, 80e9, 450e9, 50e9),
-    "H200": Chip(989e12, 141e9, 450e9, 50e9),
+    "TPU v4": Chip(275e12, 32e9, 1200e9, 45e9, 2, 3e9),
+    "TPU v5 lite": Chip(197e12, 16e9, 819e9, 45e9, 2, 3e9),
+    "TPU v5e": Chip(197e12, 16e9, 819e9, 45e9, 2, 3e9),
+    "TPU v5": Chip(459e12, 95e9, 2765e9, 90e9, 2, 6e9),
+    "TPU v6": Chip(918e12, 32e9, 1638e9, 90e9, 2, 12e9),
+    "A100": Chip(312e12, 80e9, 2039e9, 300e9, 1, 25e9),
+    "H100": Chip(989e12, 80e9, 3350e9, 450e9, 1, 50e9),
+    "H200": Chip(989e12, 141e9, 4800e9, 450e9, 1, 50e9),
 }
 
 TOO_LARGE = (
