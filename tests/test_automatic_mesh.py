@@ -18,27 +18,6 @@ from benchmarks.shapes import SHAPES, evenly_spaced
 from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
 
-WIDE = SHAPES["7B"] | dict(
-    hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64
-)
-MODELS = {
-    "0.5B": SHAPES["0.5B"],
-    "7B": SHAPES["7B"],
-    "72B": WIDE | dict(num_key_value_heads=8),
-    "30B-A3B": SHAPES["7B"]
-    | dict(
-        model_type="qwen3_moe",
-        hidden_size=2048,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-    ),
-}
-
 
 @dataclass(frozen=True)
 class Device:
@@ -53,11 +32,11 @@ class Device:
         return None
 
 
-def step_of(name, rows, length=2048, dtype="bfloat16"):
-    config = FAMILIES.config(MODELS[name])
+def step_of(name, rows, length=2048):
+    config = FAMILIES.config(SHAPES[name])
     depth = config.num_hidden_layers
     hooks = HOOKS.of_layers(evenly_spaced(8, depth), "residual", depth)
-    model = create_model_with_hooks(config, hooks, jax.numpy.dtype(dtype))
+    model = create_model_with_hooks(config, hooks, jax.numpy.dtype("bfloat16"))
     return StepSizes(model, weight_table(model), rows, length)
 
 

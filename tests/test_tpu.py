@@ -31,16 +31,7 @@ rare = pytest.mark.rare
 pytest.importorskip("libtpu")
 
 QWEN_HALF_B = FAMILIES.config(SHAPES["0.5B"])
-QWEN_72B = FAMILIES.config(
-    SHAPES["7B"]
-    | dict(
-        hidden_size=8192,
-        intermediate_size=29568,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-    )
-)
+QWEN_72B = FAMILIES.config(SHAPES["72B"])
 QWEN3_8B = SHAPES["7B"] | dict(
     model_type="qwen3",
     hidden_size=4096,
@@ -51,25 +42,7 @@ QWEN3_8B = SHAPES["7B"] | dict(
     head_dim=128,
     vocab_size=151936,
 )
-QWEN3_32B = QWEN3_8B | dict(
-    hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64
-)
-QWEN3_30B = FAMILIES.config(
-    SHAPES["7B"]
-    | dict(
-        model_type="qwen3_moe",
-        hidden_size=2048,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-    )
-)
+QWEN3_30B = FAMILIES.config(SHAPES["30B-A3B"])
 QWEN3_5_35B = FAMILIES.config(released("35B-A3B"))
 CHIPS_8, CHIPS_16 = ({"chips_per_host_bounds": (n, 4, 1)} for n in (2, 4))
 MEGACORE = {"chip_config_name": "megacore"}
@@ -172,7 +145,7 @@ def test_7b_is_split_within_hosts_and_its_layers_reduce_twice_there(name):
     "shape,layers,topology,memory_of_a_chip,effort",
     [
         pytest.param(QWEN3_8B, "3 7 12 16 21 26 30 35", "v5e:4x4", 16e9, USUAL, id="8B"),
-        pytest.param(QWEN3_32B, "7 15 23 31 39 47 55 63", "v6e:4x4", 32e9, LITTLE, id="32B"),
+        pytest.param(SHAPES["32B"], "7 15 23 31 39 47 55 63", "v6e:4x4", 32e9, LITTLE, id="32B"),
         pytest.param(released("27B"), "7 31 63", "v6e:4x4", 32e9, LITTLE, id="3.5-27B"),
     ],
 )
