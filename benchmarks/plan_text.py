@@ -1,0 +1,373 @@
+"""What a compiled program moves, read from its text: bytes of HBM, and bytes sent between chips.
+
+`Plan` knows the text of programs that XLA compiled for TPUs. Every instruction's reads and writes
+of HBM count with the padding of their layout; what stays in a chip's fast memory counts nothing.
+tpu_plan.py compiles the programs and says what the bytes mean.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+COLLECTIVE = re.compile(
+    r" ((?:ragged-)?all-to-all|all-reduce|all-gather|reduce-scatter|collective-\w+)(?:-start)?\("
+)
+ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
+NOTHING = "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"
+NO_WORK = re.compile(r'custom_call_target="(\w*Bitcast|AllocateBuffer|AssumeGather\w*)"')
+
+
+class Instruction(NamedTuple):
+    """One line of a computation: `name = result opcode(operands), ...`."""
+
+    name: str
+    result: str
+    opcode: str
+    operands: list[str]
+    line: str
+
+    @property
+    def calls(self) -> str:
+        """The computation that it runs; "" if it is no fusion and no call."""
+        return self.named("calls") or (self.named("to_apply") if self.opcode == "call" else "")
+
+    def named(self, attribute: str) -> str:
+        """The computation that is this attribute, or ""."""
+        found = re.search(rf"\b{attribute}=(%[\w.-]+)", self.line)
+        return found[1] if found else ""
+
+    @property
+    def branches(self) -> list[str]:
+        """The computations of which a conditional runs one, in the order of their numbers."""
+        listed = re.search(r"branch_computations=\{([^}]*)\}", self.line)
+        if listed:
+            return re.findall(r"%[\w.-]+", listed[1])
+        either = self.named("false_computation"), self.named("true_computation")
+        return [name for name in either if name]
+
+    @property
+    def source(self) -> str:
+        """The module or operation that it comes from, the last parts of its name in JAX."""
+        found = re.search(r'op_name="([^"]*)"', self.line)
+        return "/".join(found[1].split("/")[-3:]) if found else ""
+
+    @property
+    def is_collective(self) -> bool:
+        return COLLECTIVE.search(f" {self.opcode}(") is not None
+
+    @property
+    def channel(self) -> str:
+        """What the parts of one asynchronous collective have in common."""
+        return self.line.partition("channel_id=")[2].partition(",")[0] or self.name
+
+
+class Move(NamedTuple):
+    """What one instruction moves, in bytes of one chip.
+
+    hidden: whether products run while it sends: the collective is asynchronous and they are between
+    its start and its end, or it is part of a product. axes: the mesh axes that it sends along.
+    """
+
+    kind: str  # product, kernel, collective, copy or rest
+    name: str
+    source: str
+    hbm: int
+    sent: int = 0
+    hidden: bool = False
+    axes: tuple[str, ...] = ()
+
+    def times(self, count: float) -> "Move":
+        return self._replace(hbm=round(self.hbm * count), sent=round(self.sent * count))
+
+
+class Plan:
+    """The compiled text as instructions.
+
+    mesh: axis -> size, the first axis being the slowest. shares: in models with layers of several
+    types, of each type, in the order of the branches: how many of the loop's layers are of it, as a
+    share of all.
+    """
+
+    def __init__(
+        self, text: str, mesh: Mapping[str, int] | None = None, shares: Sequence[float] = ()
+    ) -> None:
+        found = re.findall(r"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{\n(.*?)\n\}$", text, re.M | re.S)
+        self.computations = {name: _instructions(body) for name, body in found}
+        self.instructions = {i.name: i for inside in self.computations.values() for i in inside}
+        self.text, self.mesh, self.shares = text, dict(mesh or {}), shares
+
+    @cached_property
+    def entry(self) -> str:
+        """The name of the computation that is the whole program."""
+        found = re.search(r"^ENTRY (%[\w.-]+) ", self.text, re.M)
+        assert found
+        return found[1]
+
+    @cached_property
+    def body(self) -> str:
+        """The name of the computation that is one turn of the loop over layers."""
+        loop = r' while\(.*body=(%[\w.-]+).*op_name="[^"]*/layers/[\w.]+\._loop/while"'
+        body = re.findall(loop, self.text)
+        assert len(body) == 1, body
+        return body[0]
+
+    def layer(self) -> list[Instruction]:
+        """The instructions of one turn of the loop, which the chip runs one after the other."""
+        return self._running(self.body)
+
+    def _running(self, computation: str) -> list[Instruction]:
+        inside = self.computations[computation]
+        return [i for i in inside if i.opcode not in NOTHING and not NO_WORK.search(i.line)]
+
+    def layer_loop(self) -> list[Instruction]:
+        """The instructions of the loop over layers, those inside fusions and branches included."""
+        pending, seen = [self.body], set()
+        found: list[Instruction] = []
+        while pending:
+            name = pending.pop()
+            if name not in seen:
+                seen.add(name)
+                found += self.computations.get(name, [])
+                for instruction in self.computations.get(name, []):
+                    pending += [*instruction.branches, instruction.named("body")]
+                    pending += [instruction.calls, instruction.named("to_apply")]
+        return found
+
+    def moves(self, computation: str) -> list[Move]:
+        """Of everything that one run of this computation moves, in the order in which it runs.
+
+        A loop's moves are those of all its turns. Of branches, those of the layers' types count by
+        their shares, and of others the one that moves most counts.
+        """
+        found: list[Move] = []
+        in_flight: dict[str, int] = {}  # channel -> place in `found`
+        for each in self._running(computation):
+            own = self._nested(computation, each)
+            if own is None:
+                own = [self._move(each, set(in_flight))]
+                ended = self._ended(each)
+                in_flight |= {channel: len(found) for channel in self._begun(each)}
+                in_flight = {k: place for k, place in in_flight.items() if k not in ended}
+            if any(move.kind in ("product", "kernel") for move in own):
+                for place in in_flight.values():
+                    found[place] = found[place]._replace(hidden=True)
+            found += own
+        return [move for move in found if move.hbm or move.sent]
+
+    def _nested(self, computation: str, instruction: Instruction) -> list[Move] | None:
+        """The moves of an instruction that runs others one after the other; None if it does not."""
+        if instruction.opcode == "while":
+            turns, moves = self._turns(instruction), self.moves(instruction.named("body"))
+            return [move.times(turns) for move in moves]
+        if instruction.opcode == "call":
+            return self.moves(instruction.calls)
+        if instruction.opcode != "conditional":
+            return None
+        branches = [self.moves(branch) for branch in instruction.branches]
+        if len(branches) != len(self.shares) or computation != self.body:
+            return max(branches, key=lambda moves: sum(move.hbm for move in moves))
+        shared = zip(self.shares, branches, strict=True)
+        return [move.times(share) for share, moves in shared for move in moves]
+
+    def _turns(self, loop: Instruction) -> int:
+        """How often a loop runs that counts from 0 to less than a constant."""
+        condition = self.computations[loop.named("condition")]
+        compare, limits = condition[-1], [i.line for i in condition if i.opcode == "constant"]
+        assert "direction=LT" in compare.line and len(limits) == 1, condition
+        found = re.search(r"constant\((\d+)\)", limits[0])
+        assert found, limits
+        return int(found[1])
+
+    def _begun(self, instruction: Instruction) -> list[str]:
+        """The channels on which an instruction starts to send, without waiting for the end."""
+        inside = self._inside(instruction)
+        begins = instruction.opcode.endswith("-start")
+        begins |= any("AsyncCollectiveStart" in inner.line for inner in inside)
+        return [inner.channel for inner in inside if inner.is_collective and begins]
+
+    def _ended(self, instruction: Instruction) -> list[str]:
+        """The channels on which an instruction waits until all has arrived."""
+        if instruction.opcode.endswith("-done"):
+            return self._begun(self.instructions[instruction.operands[0]])
+        inside = self._inside(instruction)
+        ends = any("AsyncCollectiveDone" in inner.line for inner in inside)
+        return [inner.channel for inner in inside if inner.is_collective and ends]
+
+    def _move(self, each: Instruction, in_flight: set[str]) -> Move:
+        """What one instruction moves; an asynchronous collective moves everything at its start."""
+        kind, inside = self.kind(each), self._inside(each)
+        collectives = [inner for inner in inside if inner.is_collective]
+        sending = [inner for inner in collectives if inner.channel not in in_flight]
+        passing = frozenset(inner.name for inner in collectives if inner not in sending)
+        if each.opcode.endswith("-done"):
+            hbm = self._copied(each)
+        elif each.opcode.endswith("-start") and not sending:
+            hbm = 0
+        else:
+            hbm = self._read(each, passing) + self._written(each)
+        sent = sum(_sent(inner, alone=inner is each) for inner in sending)
+        along = {axis for inner in sending for axis in self._axes(inner)}
+        axes = tuple(axis for axis in self.mesh if axis in along)
+        return Move(kind, each.name, each.source, hbm, sent, sent > 0 and kind == "product", axes)
+
+    def _axes(self, collective: Instruction) -> list[str]:
+        """The mesh axes along which the members of a group differ."""
+        if not self.mesh:
+            return []
+        places = np.unravel_index(groups(collective.line), [*self.mesh.values()])
+        differ = [bool((place != place[:, :1]).any()) for place in places]
+        return [axis for axis, along in zip(self.mesh, differ, strict=True) if along]
+
+    def _inside(self, instruction: Instruction) -> list[Instruction]:
+        """It and all that it calls."""
+        found = [instruction]
+        for inner in self.computations.get(instruction.calls, []):
+            found += self._inside(inner)
+        return found
+
+    def kind(self, instruction: Instruction) -> str:
+        """Which of the kinds of `Move` an instruction is, by what it calls."""
+        inside = self._inside(instruction)
+        opcodes = {inner.opcode for inner in inside}
+        if opcodes & {"convolution", "dot"}:
+            return "product"
+        if any(inner.is_collective for inner in inside):
+            return "collective"
+        if "tpu_custom_call" in instruction.line:
+            return "kernel"
+        return "copy" if opcodes & {"copy", "transpose", "copy-done", "slice-done"} else "rest"
+
+    def _read(self, instruction: Instruction, passing: frozenset[str]) -> int:
+        """Bytes of its operands that it reads; an operand that it takes twice is read once."""
+        total = 0
+        for place, name in enumerate(instruction.operands):
+            found = ARRAY.match(self.instructions[name].result)
+            if found and name not in instruction.operands[:place]:
+                total += self._taken(instruction, place, _bytes(found), [], passing)
+        return total
+
+    def _taken(
+        self,
+        user: Instruction,
+        place: int,
+        size: int,
+        beside: list[Instruction],
+        passing: frozenset[str],
+    ) -> int:
+        """Bytes of its operand number `place`, of this size, that an instruction reads.
+
+        beside: the computation that it is in; passing: collectives that have been counted.
+        """
+        if user.name in passing or user.opcode == "tuple" or "AsyncCollective" in user.line:
+            return 0
+        if user.opcode in ("dynamic-slice", "slice", "gather") and place == 0:
+            return min(size, _size_of(user.result))
+        if user.opcode == "dynamic-update-slice" and place == 0:
+            return 0
+        if user.opcode == "bitcast" and "ROOT" not in user.line:
+            name, inner = user.name, beside
+        elif user.calls:
+            inner = self.computations[user.calls]
+            name = next(i.name for i in inner if f" parameter({place})" in i.line)
+        else:
+            return size
+        users = [(i, n) for i in inner for n, operand in enumerate(i.operands) if operand == name]
+        return min(size, sum(self._taken(i, n, size, inner, passing) for i, n in users))
+
+    def _written(self, instruction: Instruction) -> int:
+        """Bytes of its results that are not its operands; an update in place writes what is new."""
+        aliases = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", instruction.line)
+        same = re.findall(r"\{(\d*)\}: ", aliases[1]) if aliases else []
+        results = [*ARRAY.finditer(instruction.result)]
+        if instruction.opcode in ("all-gather-start", "collective-permute-start"):
+            results = results[len(instruction.operands) :]
+        total = sum(_bytes(x) for n, x in enumerate(results) if str(n) not in same)
+        for update in self._inside(instruction):
+            if update.opcode == "dynamic-update-slice":
+                new = self.instructions[update.operands[1]]
+                total -= _size_of(update.result) - _size_of(new.result)
+        return 0 if "" in same else max(total, 0)
+
+    def _copied(self, done: Instruction) -> int:
+        """Bytes that an asynchronous copy reads from HBM and writes there."""
+        start = self.instructions[done.operands[0]]
+        if self._begun(start):  # a collective
+            return 0
+        source = self.instructions[start.operands[0]]
+        return _size_of(done.result) * sum("S(" not in place.result for place in (done, source))
+
+
+def _sent(collective: Instruction, alone: bool) -> int:
+    """Bytes that a chip sends. After an all-reduce inside a fusion comes a slice: it scatters."""
+    parts, kind = groups(collective.line).shape[1], collective.opcode
+    arrays = [*ARRAY.finditer(collective.result)]
+    if kind in ("all-gather-start", "collective-permute-start"):
+        arrays = arrays[len(collective.operands) :][: len(collective.operands)]
+    size = sum(_bytes(found, everywhere=True) for found in arrays)
+    if kind.startswith("collective-permute"):
+        return size
+    factor = 2 if kind.startswith("all-reduce") and alone else 1
+    if kind.startswith("reduce-scatter"):
+        factor = parts
+    return round(size * factor * (parts - 1) / parts)
+
+
+def _instructions(body: str) -> list[Instruction]:
+    """Of one computation. Attributes of kernels contain line ends; instructions are indented."""
+    found = []
+    for line in re.split(r"\n(?=  )", body):
+        match = re.match(r"  (?:ROOT )?(%[\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(?:,|$)", line)
+        if match:
+            operands = re.findall(r"%[\w.-]+", match[4])
+            found.append(Instruction(match[1], match[2], match[3], operands, line))
+    return found
+
+
+def _bytes(found: re.Match[str], everywhere: bool = False) -> int:
+    """Of an array as it lies in HBM, padded to tiles of its two minor dimensions."""
+    kind, sizes, order, tiling = found.groups()
+    if not everywhere and "S(" in (tiling or ""):  # another memory than HBM
+        return 0
+    shape = [int(size) for size in sizes.split(",") if size]
+    tile = re.match(r"T\(([\d,]+)\)", tiling or "")
+    if tile and order and not everywhere:
+        minor = [int(axis) for axis in order.split(",")]
+        for axis, size in zip(minor, reversed(tile[1].split(",")), strict=False):
+            shape[axis] = -(-shape[axis] // int(size)) * int(size)
+    bits = 8 if kind == "pred" else int(re.sub(r"\D", "", kind))
+    return math.prod(shape) * bits // 8
+
+
+def _size_of(result: str) -> int:
+    """Bytes of one array, whatever the memory that it is in."""
+    found = ARRAY.search(result)
+    return _bytes(found, everywhere=True) if found else 0
+
+
+def groups(line: str) -> np.ndarray:
+    """Which devices talk: a group per row, from any of the ways in which XLA writes them."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", text)]
+
+    def iota(shape: list[int], order: str | None) -> np.ndarray:
+        ids = np.arange(math.prod(shape)).reshape(shape)
+        return ids.transpose(numbers(order)) if order else ids
+
+    if found := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line):
+        return np.array([numbers(group) for group in found[1].split("},{")])
+    transposed = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    if found := re.search(rf"replica_groups=\[([\d,]+)\]<={transposed}", line):
+        return iota(numbers(found[2]), found[3]).reshape(numbers(found[1]))
+    ids = rf"(?:, device_ids=\({transposed}\))?"
+    found = re.search(rf"replica_groups=mesh\[(.*?)\]{ids} \{{([^:]*?)\}}", line)
+    assert found, line
+    axes, sizes = re.findall(r"'(\w+)'", found[1]), numbers(re.sub(r"'\w+'", "", found[1]))
+    of_axes = iota(numbers(found[2]) if found[2] else sizes, found[3]).reshape(sizes)
+    within = [axes.index(axis) for axis in re.findall(r"'(\w+)'", found[4])]
+    last = np.moveaxis(of_axes, within, range(-len(within), 0))
+    return last.reshape(-1, math.prod(sizes[axis] for axis in within))
