@@ -100,9 +100,9 @@ def _block(q_ref: Any, k_ref: Any, v_ref: Any, gates_ref: Any, out_ref: Any, sta
     log_decays, betas = jnp.split(gates, 2, axis=1)  # TG
     for_heads = []
     for head in range(of_each):
-        within, since = _decays(log_decays[:, head, None])
+        within, since_begun = _decays(log_decays[:, head, None])
         inverse = _inverse(_beside(betas[:, head, None]) * among_keys * within)
-        for_heads.append((inverse, since, of_queries * within, k.T * within[-1:]))
+        for_heads.append((inverse, since_begun, of_queries * within, k.T * within[-1:]))
     for chunk in (0, 1):
         own = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
         read = einsum("CD,DU->CU", jnp.concatenate([k[own], q[own]]), state[...])
