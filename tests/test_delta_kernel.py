@@ -22,6 +22,7 @@ from activation_extraction.model.delta_kernel import CHUNK, pallas_delta_rule
 from activation_extraction.model.delta_net import token_by_token
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.kernels import Kernels
+from benchmarks.tpu_plan import padded_flops
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
@@ -59,19 +60,24 @@ def errors(found, exact):
     return np.array([np.sqrt(np.mean(np.square(error))), np.abs(error).max()])
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+@pytest.mark.parametrize(
+    "keys,values",
+    [(FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32)],
+    ids=["float32", "bfloat16", "bfloat16, not rounded at the end"],
+)
 @pytest.mark.parametrize("sizes", TINY_AND_RELEASED, ids=str)
-def test_it_is_as_close_to_the_recurrence_as_the_chunks_of_transformers(sizes, dtype):
+def test_it_is_as_close_to_the_recurrence_as_the_chunks_of_transformers(sizes, keys, values):
     """Padding may be anything but infinite, and does not reach others."""
     ids, places = segments(LENGTHS, padding=9)
     *narrow, log_decay, beta = inputs(ids.shape, sizes)
-    narrow = [np.asarray(jnp.asarray(x, dtype).astype(jnp.float32)) for x in narrow]
-    exact = token_by_token(*narrow, log_decay, beta, ids)[ids > 0]
-    got = jax.jit(interpreted)(*(jnp.asarray(x, dtype) for x in narrow), log_decay, beta, ids)
-    assert got.dtype == dtype and got.shape == narrow[2].shape
+    narrow = [jnp.asarray(x, dtype) for x, dtype in zip(narrow, (keys, keys, values), strict=True)]
+    wide = [np.asarray(x.astype(jnp.float32)) for x in narrow]
+    exact = token_by_token(*wide, log_decay, beta, ids)[ids > 0]
+    got = jax.jit(interpreted)(*narrow, log_decay, beta, ids)
+    assert got.dtype == values and got.shape == wide[2].shape
     assert jnp.isfinite(got).all()
-    theirs = each_alone(in_chunks, (*narrow, log_decay, beta), places)
-    theirs = np.asarray(jnp.asarray(theirs, dtype).astype(jnp.float32))[ids > 0]
+    theirs = each_alone(in_chunks, (*wide, log_decay, beta), places)
+    theirs = np.asarray(jnp.asarray(theirs, values).astype(jnp.float32))[ids > 0]
     ours = np.asarray(got.astype(jnp.float32))[ids > 0]
     assert (errors(ours, exact) <= 1.25 * errors(theirs, exact)).all()
 
@@ -140,3 +146,22 @@ def test_each_array_is_fetched_once():
         moved.append(fetched * math.prod(sizes) * block.array_aval.dtype.itemsize)
     q, k, v, log_decay, beta, _ = (x.size * x.dtype.itemsize for x in given)
     assert moved == [q, k, v, log_decay + beta, v]
+
+
+@pytest.mark.parametrize(
+    "dtype,tile,expected,highest",
+    # Rows of each kind of product, times passes: keys and queries with keys; inverses, what they
+    # solve, and what a chunk's tokens read of each other; reading and writing the state.
+    [
+        (BFLOAT16, 128, 128 + (192 + 128 + 128) * 6 + (256 + 256) * 3, 20),
+        (BFLOAT16, 256, 128 + (192 + 128 + 128) * 6 + (128 + 256) * 3, 20),
+        (FLOAT32, 128, (128 + 192 + 128 + 128 + 256 + 256) * 6, 28),
+    ],
+)
+def test_what_the_matrix_units_do(dtype, tile, expected, highest):
+    """And no product of float32 has a lower precision."""
+    given = shapes_of("9B", dtype, parts=4)
+    blocks = 8 * 8 * 2048 // 128  # rows, value heads, tokens
+    assert padded_flops(pallas_delta_rule, given, tile) == blocks * expected * 2 * tile**2
+    program = str(jax.make_jaxpr(pallas_delta_rule)(*given))
+    assert program.count("(Precision.HIGHEST, Precision.HIGHEST)") == highest

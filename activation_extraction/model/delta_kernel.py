@@ -10,9 +10,10 @@ block's two chunks lie side by side, (C, 2C), until they are inverted: a row has
 first chunk takes of its chunk's tokens, then what token i of the second one takes of its own. They
 are multiplied with what has the one chunk's numbers above the other's.
 
-Products are of float32, with precision HIGHEST: for each, the matrix unit multiplies parts in
-bfloat16 six times. Fewer would be good enough for the values of a bfloat16 model, but not for the
-inverse of a chunk whose tokens resemble each other, which multiplies their errors.
+Products of float32 have the precision HIGHEST, for which the matrix unit multiplies parts in
+bfloat16 six times; the recurrence would multiply the errors of fewer. Queries and keys that are
+bfloat16 are multiplied before they are normalised, since they are exact then: with each other once,
+with float32 three times.
 
 The letters are those of delta_net.py.
 """
@@ -25,7 +26,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from activation_extraction.model.delta_net import CHUNK, unit
+from activation_extraction.model.delta_net import CHUNK, inverse_length
 from activation_extraction.model.layers import einsum
 
 BLOCK = 2 * CHUNK  # tokens: as many as a TPU's register has lanes
@@ -93,29 +94,54 @@ def _block(q_ref: Any, k_ref: Any, v_ref: Any, gates_ref: Any, out_ref: Any, sta
     def _() -> None:
         state[...] = jnp.zeros_like(state)
 
-    q, k = (unit(ref[...].astype(jnp.float32)) for ref in (q_ref, k_ref))
-    q *= q.shape[-1] ** -0.5
-    among_keys, of_queries = (_beside(einsum("ID,JD->IJ", x, k)) for x in (k, q))
+    q, k = q_ref[...], k_ref[...]
+    q_scale, k_scale = q.shape[-1] ** -0.5 * inverse_length(q), inverse_length(k)  # T1
+    among_keys, of_queries = (_beside(einsum("ID,JD->IJ", x, k)) * _as_row(k_scale) for x in (k, q))
+    of_queries *= _beside(q_scale)
     gates, (of_each, _, values) = gates_ref[...].T, v_ref.shape
     log_decays, betas = jnp.split(gates, 2, axis=1)  # TG
     for_heads = []
     for head in range(of_each):
         within, since_begun = _decays(log_decays[:, head, None])
-        inverse = _inverse(_beside(betas[:, head, None]) * among_keys * within)
-        for_heads.append((inverse, since_begun, of_queries * within, k.T * within[-1:]))
+        inverse = _inverse(_beside(betas[:, head, None] * k_scale) * among_keys * within)
+        until_end = k_scale * within[-SUBLANES:].T[:, -1:]  # T1
+        for_heads.append((inverse, since_begun, of_queries * within, until_end))
     for chunk in (0, 1):
         own = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
-        read = einsum("CD,DU->CU", jnp.concatenate([k[own], q[own]]), state[...])
+        read = _product("CD,DU->CU", jnp.concatenate([k[own], q[own]]), state[...])
         read_by_keys, read_by_queries = jnp.split(read, 2)
-        for head, (inverse, since_begun, within, writers) in enumerate(for_heads):
+        read_by_keys, read_by_queries = k_scale[own] * read_by_keys, q_scale[own] * read_by_queries
+        for head, (inverse, since_begun, within, until_end) in enumerate(for_heads):
             of_head, since = slice(head * values, (head + 1) * values), since_begun[chunk]
             missing = v_ref[head, own].astype(jnp.float32) - since * read_by_keys[:, of_head]
             missing *= betas[own, head, None]
-            added = _above(einsum("IJ,JU->IU", inverse, _above(missing, chunk)), chunk)
-            out = since * read_by_queries[:, of_head] + einsum("IJ,JU->IU", within, added)
+            added = einsum("IJ,JU->IU", inverse, _above(missing, chunk))
+            out = since * read_by_queries[:, of_head]
+            out += einsum("IJ,JU->IU", within, _above(added, chunk))
             out_ref[head, own] = out.astype(out_ref.dtype)
-            written = einsum("DC,CU->DU", writers, added)
+            written = _product("CD,CU->DU", k[own], until_end[own] * added)
             state[:, of_head] = since[-1:] * state[:, of_head] + written
+
+
+def _as_row(x: Array) -> Array:
+    """Maps (T, 1) to (1, T)."""
+    return jnp.broadcast_to(x, (x.shape[0], SUBLANES)).T[:1]
+
+
+def _product(equation: str, x: Array, y: Array) -> Array:
+    """Does what `einsum` does, for any x and a float32 y.
+
+    A bfloat16 x is multiplied with three bfloat16 parts of y, whose sum is y. That is exact, and
+    half of what a product of float32 takes.
+    """
+    if x.dtype == jnp.float32:
+        return einsum(equation, x, y)
+    parts = []
+    for _ in range(3):
+        parts.append(y.astype(x.dtype))
+        y -= parts[-1].astype(jnp.float32)
+    high, middle, low = (einsum(equation, x, part) for part in parts)
+    return low + middle + high
 
 
 def _places() -> tuple[Array, Array, Array]:

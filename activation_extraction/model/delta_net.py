@@ -177,7 +177,8 @@ def gated_delta_rule(
     """Computes the rule in chunks. See `DeltaRule`."""
     dtype = v.dtype
     q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
-    per_head = q.shape[-1] ** -0.5 * unit(q), unit(k), v, log_decay[..., None], beta[..., None]
+    q, k = q.shape[-1] ** -0.5 * inverse_length(q) * q, inverse_length(k) * k
+    per_head = q, k, v, log_decay[..., None], beta[..., None]
     chunks = _prepare(*map(_in_chunks, (*per_head, segment_ids[..., None])))
     state = jnp.zeros((*chunks.written.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32)
     _, out = lax.scan(_step, state, chunks)
@@ -185,8 +186,10 @@ def gated_delta_rule(
     return out.reshape(len(v), -1, *v.shape[2:])[:, : v.shape[1]].astype(dtype)
 
 
-def unit(x: Array) -> Array:
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
+def inverse_length(x: Array) -> Array:
+    """Returns what makes the last axis a unit vector if multiplied with it: (..., 1) float32."""
+    x = x.astype(jnp.float32)
+    return lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
 
 
 def _in_chunks(x: Array) -> Array:
