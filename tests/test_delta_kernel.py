@@ -18,10 +18,12 @@ from test_model import TOLERANCE, error_of, load, rows, run
 from test_model import by_hook as values_of
 from test_qwen3_5 import MESHES, MOE_TEXT, TEXT, released
 
+from activation_extraction.model import delta_kernel
 from activation_extraction.model.delta_kernel import CHUNK, pallas_delta_rule
 from activation_extraction.model.delta_net import token_by_token
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.kernels import Kernels
+from activation_extraction.model.layers import einsum
 from benchmarks.kernel_flops import padded_flops
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
@@ -80,6 +82,34 @@ def test_it_is_as_close_to_the_recurrence_as_the_chunks_of_transformers(sizes, k
     theirs = np.asarray(jnp.asarray(theirs, values).astype(jnp.float32))[ids > 0]
     ours = np.asarray(got.astype(jnp.float32))[ids > 0]
     assert (errors(ours, exact) <= 1.25 * errors(theirs, exact)).all()
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 16, 24), (1, 2, 128, 128)], ids=str)
+def test_six_passes_of_a_matrix_unit_are_as_close(sizes, monkeypatch):
+    """A TPU with precision HIGHEST adds up the six largest products of bfloat16 parts."""
+
+    def parts(x):
+        found = []
+        for _ in range(3):
+            found.append(x.astype(BFLOAT16))
+            x -= found[-1].astype(FLOAT32)
+        return found
+
+    def in_six_passes(equation, x, y):
+        if x.dtype == BFLOAT16:
+            return einsum(equation, x, y)
+        left, right = parts(x), parts(y)
+        pairs = (2, 0), (0, 2), (1, 1), (0, 1), (1, 0), (0, 0)
+        return sum(einsum(equation, left[i], right[j]) for i, j in pairs)
+
+    ids, places = segments(LENGTHS, padding=9)
+    arrays = inputs(ids.shape, sizes)
+    exact = token_by_token(*arrays, ids)[ids > 0]
+    theirs = errors(each_alone(in_chunks, arrays, places)[ids > 0], exact)
+    with monkeypatch.context() as patch:
+        patch.setattr(delta_kernel, "einsum", in_six_passes)
+        got = np.asarray(jax.jit(lambda *arrays: interpreted(*arrays))(*arrays, ids))[ids > 0]
+    assert (errors(got, exact) <= 1.25 * theirs).all()
 
 
 def test_equal_tokens_that_forget_nothing():

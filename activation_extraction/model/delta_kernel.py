@@ -11,9 +11,9 @@ first chunk takes of its chunk's tokens, then what token i of the second one tak
 are multiplied with what has the one chunk's numbers above the other's.
 
 Products of float32 have the precision HIGHEST, for which the matrix unit multiplies parts in
-bfloat16 six times; the recurrence would multiply the errors of fewer. Queries and keys that are
-bfloat16 are multiplied before they are normalised, since they are exact then: with each other once,
-with float32 three times.
+bfloat16 six times; with three, the errors of a chunk's solution are 15 to 50 times as large.
+Queries and keys that are bfloat16 are multiplied before they are normalised, since they are exact
+then: with each other once, with float32 three times.
 
 The letters are those of delta_net.py.
 """
