@@ -80,6 +80,8 @@ def test_a_step_on_accelerators_has_8_rows(devices):
     for count in (1, 3, 8):
         devices(count, "tpu")
         assert batch_size.default_rows(4096, every_device=True) == 8
+        # What auto begins with divides on every mesh.
+        assert batch_size.default_rows(4096, True, auto=True) % count == 0
 
 
 def test_one_device_is_one_if_only_one_is_used():

@@ -31,17 +31,19 @@ USABLE = 0.9  # of a device's memory
 STEPS_ON_HOST = 4  # so many steps' activations must fit in the memory of a host
 
 
-def default_rows(length: int, every_device: bool) -> int:
+def default_rows(length: int, every_device: bool, auto: bool = False) -> int:
     """Returns the default of --batch_size for rows of `length` tokens.
 
     It is 8. On a CPU, where more tokens at a time are not faster, it is the number of rows that
-    TOKENS_AT_ONCE fill, at most 8, rounded up to a multiple of the host's devices.
+    TOKENS_AT_ONCE fill, at most 8, rounded up to a multiple of the host's devices. auto: whether to
+    round it up on accelerators, too, so that no mesh refuses it before `fit_rows` finds a better
+    one.
     """
-    devices = _own_devices(every_device)
-    if devices[0].platform != "cpu":
-        return USUAL_ROWS
-    rows = min(max(TOKENS_AT_ONCE // length, 1), USUAL_ROWS)
-    return -(-rows // len(devices)) * len(devices)
+    devices, rows = _own_devices(every_device), USUAL_ROWS
+    on_cpu = devices[0].platform == "cpu"
+    if on_cpu:
+        rows = min(max(TOKENS_AT_ONCE // length, 1), USUAL_ROWS)
+    return -(-rows // len(devices)) * len(devices) if on_cpu or auto else rows
 
 
 def _own_devices(every: bool) -> list[Any]:

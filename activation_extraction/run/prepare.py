@@ -239,7 +239,7 @@ def model_request(config: Config) -> ModelRequest:
     """Returns what the flags ask of the model; `auto` rows are the default until `fit_rows`."""
     rows = config.batch_size
     if not isinstance(rows, int):
-        rows = default_rows(config.max_seq_length, config.use_data_parallel)
+        rows = default_rows(config.max_seq_length, config.use_data_parallel, rows == "auto")
     return ModelRequest(
         model_path=config.model_path,
         revision=config.model_revision,
