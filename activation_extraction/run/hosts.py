@@ -216,6 +216,8 @@ def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Ex
         if 1 in kinds:
             return problem or InputError(f"host {hosts} refused the request: see the message there")
         return problem or RunError(f"host {hosts} failed: see the message there")
+    if not fields:
+        return None
     digests = [hashlib.sha256(str(value).encode()).digest() for value in fields.values()]
     local = np.frombuffer(b"".join(digests), np.uint8).reshape(len(fields), -1)
     for name, of_hosts in zip(fields, _gather(local).swapaxes(0, 1), strict=True):
