@@ -71,14 +71,15 @@ def compile_for(
     devices = chips(topology, **how)
     family = FAMILIES.by_model_type(qwen.model_type)
     with patch.object(jax, "devices", return_value=devices):
-        model, rows = build_model(family, model_request(config), qwen)
+        request = model_request(config)
+        model, rows = build_model(family, request, qwen)
     params, layers_of = {}, {}
     for path, spec in family.weight_table(model).items():
         split = model.layout.sharding(spec.axes, spec.shape)
         params[path] = jax.ShapeDtypeStruct(spec.shape, model.dtype, sharding=split)
         if path[0] == "layers" and path[1] in qwen.layer_types:  # layers of several types
             layers_of[path[1]] = spec.shape[0]
-    shape = config.batch_size * rows.hosts, config.max_seq_length
+    shape = request.rows * rows.hosts, request.length
     batch = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows.incoming())] * 3
     forward = jax.jit(model.apply, out_shardings=rows.outgoing(shape[1]))
     lowered = forward.lower({"params": unflatten_dict(params)}, *batch)

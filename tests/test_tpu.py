@@ -9,6 +9,7 @@ in a run.
 import math
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_qwen3_5 import released
 
+from activation_extraction.cli.config import parse_args
 from activation_extraction.common.encodings import ENCODINGS
 from activation_extraction.model.family import HookedModel
+from activation_extraction.model.forward import Forward, build_model, bytes_of_step
 from activation_extraction.model.kept import take
+from activation_extraction.run.prepare import model_request
 from benchmarks.plan_text import ARRAY, COLLECTIVE, groups
 from benchmarks.shapes import SHAPES
 from benchmarks.tpu_plan import EIGHT, QWEN_7B, Compiled, chips, compile_for
@@ -30,6 +34,7 @@ rare = pytest.mark.rare
 
 pytest.importorskip("libtpu")
 
+QWEN2 = FAMILIES.by_model_type("qwen2")
 QWEN_HALF_B = FAMILIES.config(SHAPES["0.5B"])
 QWEN_72B = FAMILIES.config(SHAPES["72B"])
 QWEN3_8B = SHAPES["7B"] | dict(
@@ -338,3 +343,25 @@ def test_encoding_sends_nothing_and_halves_what_leaves_a_chip(encoding):
     assert sorted(collectives(encoded)) == sorted(collectives(plain)) != []
     assert encoded.memory.output_size_in_bytes < 0.54 * plain.memory.output_size_in_bytes
     assert encoded.memory.temp_size_in_bytes < plain.memory.temp_size_in_bytes
+
+
+@rare
+def test_the_plan_says_which_step_of_auto_rows_fits():
+    """The compiler refuses what is much too large, and counts what is less."""
+
+    def planned(rows: int) -> int:
+        flags = f"--dtype bfloat16 --mesh_shape 4,1 --layers_to_extract 12 23 --batch_size {rows}"
+        request = model_request(parse_args(flags.split()))
+        with patch.object(jax, "devices", return_value=chips("v5e:2x2")):
+            model, host_rows = build_model(QWEN2, request, QWEN_HALF_B)
+        hooks: dict[Any, Any] = {hook.layer: hook for hook in model.hooks}
+        weights, shape = QWEN2.weight_table(model), (rows, request.length)
+        nowhere: Any = None
+        return bytes_of_step(Forward(nowhere, model, hooks, weights, host_rows, shape, {}))
+
+    weights = 4.94e8 * 2
+    a_row = 2048 * QWEN_HALF_B.hidden_size * 2
+    assert planned(4) > weights + 2 * 2 * a_row  # two hooks of two steps, a row for each chip
+    assert weights < planned(64) < 0.9 * 16e9
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        planned(8192)
