@@ -203,7 +203,7 @@ class DecoderLayer(nn.Module):
         config, dtype, words = self.config, self.dtype, self.type_.split()
         self.input_layernorm = RMSNorm(config, dtype)
         if LINEAR in words:
-            self.linear_attn = GatedDeltaNet(config, dtype, self.layout)
+            self.linear_attn = GatedDeltaNet(config, dtype, self.kernels.delta_rule, self.layout)
         else:
             self.self_attn = SelfAttention(config, dtype, self.kernels.attention, self.layout)
         self.post_attention_layernorm = RMSNorm(config, dtype)

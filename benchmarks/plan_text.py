@@ -95,7 +95,8 @@ class Plan:
     def __init__(
         self, text: str, mesh: Mapping[str, int] | None = None, shares: Sequence[float] = ()
     ) -> None:
-        found = re.findall(r"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{\n(.*?)\n\}$", text, re.M | re.S)
+        end = r"\n\}(?:, execution_thread=\"\w+\")?$"  # v6e has threads of its own for sorting
+        found = re.findall(rf"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{{\n(.*?){end}", text, re.M | re.S)
         self.computations = {name: _instructions(body) for name, body in found}
         self.instructions = {i.name: i for inside in self.computations.values() for i in inside}
         self.text, self.mesh, self.shares = text, dict(mesh or {}), shares

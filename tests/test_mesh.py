@@ -75,13 +75,13 @@ def small(request, tmp_path_factory):
     return reference, batch, {}
 
 
-def run_on(reference, batch, hooks, shape, hosts=1):
+def run_on(reference, batch, hooks, shape, hosts=1, kernels=None):
     """Activations on a mesh, as the run gets them; the devices as if on that many hosts."""
     devices = usable_devices(every=True)
     layout = build_layout(devices, shape, reference.config.num_key_value_heads)
     grid = np.array(devices, object).reshape(hosts, -1)
     coming = HostRows(Mesh(grid, ("host", "device")))
-    model = create_model_with_hooks(reference.config, hooks, layout=layout)
+    model = create_model_with_hooks(reference.config, hooks, kernels=kernels, layout=layout)
     checkpoint = Checkpoint(str(reference.folder))
     table = weight_table(model, checkpoint.tensors)
     params = load_params(table, checkpoint, np.float32, layout)

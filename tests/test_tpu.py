@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from test_delta_kernel import shapes_of as delta_shapes
 from test_qwen3_5 import released
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.encodings import ENCODINGS
+from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.forward import Forward, build_model, bytes_of_step
 from activation_extraction.model.kept import take
@@ -49,6 +51,7 @@ QWEN3_8B = SHAPES["7B"] | dict(
 )
 QWEN3_30B = FAMILIES.config(SHAPES["30B-A3B"])
 QWEN3_5_35B = FAMILIES.config(released("35B-A3B"))
+DELTA_KERNEL = "%gated_delta_rule"
 CHIPS_8, CHIPS_16 = ({"chips_per_host_bounds": (n, 4, 1)} for n in (2, 4))
 MEGACORE = {"chip_config_name": "megacore"}
 TOPOLOGIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {  # with the 2d mesh to expect
@@ -195,13 +198,69 @@ def test_models_with_experts_fit_and_tokens_stay_with_them(config, topology, axe
     assert memory.peak_memory_in_bytes < most
     found = collectives(compiled)
     assert found and not [kind for kind, crosses in found if crosses]
-    kernels = [i.line for i in compiled.plan.layer_loop() if "tpu_custom_call" in i.line]
-    assert sum("splash" not in line for line in kernels) >= 3 * len({*config.layer_types})
+    kernels = [i.name for i in compiled.plan.layer_loop() if "tpu_custom_call" in i.line]
+    others = [name for name in kernels if not name.startswith(("%splash", DELTA_KERNEL))]
+    assert len(others) >= 3 * len({*config.layer_types})
     weights = config.experts.count, config.hidden_size, config.experts.width
     local = compiled.model.layout.sharding(("experts", "embed", "mlp"), weights)
     split = math.prod(weights) / math.prod(local.shard_shape(weights))
     assert arguments < 2 * (PARAMETERS[config] / split + 3e9)
     assert copied_weights(compiled) < 0.02 * arguments
+
+
+@pytest.mark.parametrize(
+    "topology,name,dtype,parts",
+    [
+        ("v5e:2x2", "9B", "bfloat16", 4),
+        ("v6e:2x2", "35B-A3B", "float32", 1),
+        pytest.param("v5e:2x2", "35B-A3B", "bfloat16", 1, marks=rare),
+        pytest.param("v5e:2x2", "27B", "float32", 8, marks=rare),
+        pytest.param("v6e:2x2", "9B", "bfloat16", 1, marks=rare),
+        pytest.param("v6e:2x2", "397B-A17B", "bfloat16", 4, marks=rare),
+    ],
+)
+def test_the_delta_kernel_compiles_at_released_sizes(topology, name, dtype, parts):
+    """Also for several stages of a pipeline at once."""
+    device = SingleDeviceSharding(chips(topology)[0])
+    given = delta_shapes(name, jnp.dtype(dtype), parts, sharding=device)
+    program = jax.jit(pallas_delta_rule).lower(*given).compile()
+    assert (program.as_text() or "").count("tpu_custom_call") == 1
+    stages = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=device) for x in given]
+    jax.jit(jax.vmap(pallas_delta_rule)).lower(*stages).compile()
+
+
+def assert_one_delta_kernel(instructions):
+    """All of the rule is one kernel: nothing of a chunk, and no loop over chunks, is beside it."""
+    (kernel,) = (i for i in instructions if i.name.startswith(DELTA_KERNEL))
+    assert "tpu_custom_call" in kernel.line
+    beside = [i for i in instructions if "gated_delta_rule" in i.line and i is not kernel]
+    assert not [i.line for i in beside if i.opcode in ("while", "dot", "convolution")]
+
+
+@pytest.mark.parametrize(
+    "name,topology,flags",
+    [
+        ("9B", "v6e:2x4", "--mesh_shape 8 --mesh_axes data"),
+        pytest.param("9B", "v5e:2x4", "--mesh_shape 2,4 --mesh_axes data,model", marks=rare),
+        pytest.param("9B", "v5e:4x4", "--mesh_shape 4,4 --mesh_axes data,fsdp", marks=rare),
+        pytest.param("35B-A3B", "v6e:4x4", f"--mesh_shape {EXPERT_4}", marks=rare),
+    ],
+)
+def test_a_layer_with_a_delta_net_moves_little_more_than_one_with_attention(name, topology, flags):
+    flags = f"{flags} --layers_to_extract 3 15 31"
+    compiled = compile_quickly(FAMILIES.config(released(name)), flags, topology)
+    assert_one_delta_kernel(compiled.plan.layer_loop())
+    (layer,) = (i for i in compiled.plan.layer() if i.branches)
+    hbm = [sum(m.hbm for m in compiled.plan.moves(branch)) for branch in layer.branches]
+    full, linear = hbm  # in the order of the names of the types
+    assert linear <= 1.15 * full
+
+
+@rare
+def test_a_stage_of_a_pipeline_has_one_delta_kernel():
+    flags = "--mesh_shape 2,4 --mesh_axes pipeline,data --layers_to_extract 3 15 31"
+    compiled = compile_quickly(FAMILIES.config(released("9B")), flags, "v6e:2x4")
+    assert_one_delta_kernel([*compiled.plan.instructions.values()])
 
 
 @rare

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import pytest
 from command_line import main
 from pods import flags_for
+from test_qwen3_5 import TEXT, released
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.model import kernels
 from activation_extraction.model.attention import blocked_attention, dense_attention
+from activation_extraction.model.delta_kernel import pallas_delta_rule
+from activation_extraction.model.delta_net import gated_delta_rule
 from activation_extraction.model.experts import ragged_experts, tiled_experts
 from activation_extraction.model.kernels import (
     TOLERANCE,
@@ -19,8 +22,10 @@ from activation_extraction.model.kernels import (
     candidates_for,
     choose_kernel,
     cudnn_attention,
+    delta_sizes,
     expert_sizes,
     largest_error,
+    largest_error_of_delta_rule,
     largest_error_of_experts,
     try_kernels,
 )
@@ -237,6 +242,65 @@ def test_experts_are_tried_where_a_model_has_some(shape, monkeypatch):
     if "experts" in chosen:
         assert chosen["experts"].function is tiled_experts
         assert list(chosen["experts"].passed_over) == ["absent", "wrong"]
+
+
+DELTA = [(2, 2, 128, 128), (1, 4, 32, 16)]
+
+
+def forgets_segments(*arrays):
+    return gated_delta_rule(*arrays[:-1], jnp.ones_like(arrays[-1]))
+
+
+def forgets_nothing(q, k, v, log_decay, *others):
+    return gated_delta_rule(q, k, v, log_decay * 0, *others)
+
+
+def reads_the_next_head(q, *others):
+    return gated_delta_rule(jnp.roll(q, 1, axis=2), *others)
+
+
+def rounds_the_values(q, k, v, *others):
+    return gated_delta_rule(q, k, v.astype(jnp.bfloat16), *others).astype(v.dtype)
+
+
+@pytest.mark.parametrize("sizes", DELTA, ids=str)
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize("rule", [gated_delta_rule, partial(pallas_delta_rule, interpret=True)])
+def test_right_delta_rules_stay_well_below_the_tolerance(rule, sizes, dtype):
+    assert 0 < largest_error_of_delta_rule(rule, sizes, dtype) < TOLERANCE[dtype.name] / 2
+
+
+def test_wrong_delta_rules_are_found_out():
+    for wrong in (forgets_segments, forgets_nothing, reads_the_next_head):
+        error = largest_error_of_delta_rule(wrong, DELTA[0], BFLOAT16)
+        assert error > 10 * TOLERANCE["bfloat16"]
+    error = largest_error_of_delta_rule(rounds_the_values, DELTA[0], FLOAT32)
+    assert error > 10 * TOLERANCE["float32"]
+
+
+def test_delta_rules_are_tried_at_the_sizes_of_one_device_where_a_model_has_some(monkeypatch):
+    """A kernel that fails, as one for TPUs does here, and one that is wrong are passed over."""
+    config = FAMILIES.config(released("9B"))
+    layout = build_layout(usable_devices(every=True), {"model": 8}, kv_heads=4)
+    assert delta_sizes(config, layout) == delta_sizes(config, Layout()) == (2, 2, 128, 128)
+    assert delta_sizes(FAMILIES.config(released("35B-A3B")), layout) == (2, 2, 128, 128)
+    small = FAMILIES.config(TEXT)
+    layout = build_layout(usable_devices(every=True)[:4], {"model": 4}, kv_heads=2)
+    assert delta_sizes(small, layout) == (1, 2, 16, 16)
+    candidates = {
+        "attention": {"blocked": blocked_attention},
+        "delta_rule": {
+            "pallas": pallas_delta_rule,
+            "wrong": forgets_segments,
+            "chunked": gated_delta_rule,
+        },
+    }
+    monkeypatch.setattr(kernels, "candidates_for", lambda platform: candidates)
+    chosen = try_kernels(small, layout, 64, FLOAT32)["delta_rule"]
+    assert chosen.function is gated_delta_rule
+    assert list(chosen.passed_over) == ["pallas", "wrong"]
+    assert chosen.passed_over["pallas"].startswith("it fails: ")
+    assert chosen.passed_over["wrong"].startswith("it differs from the definition by ")
 
 
 def test_an_unknown_platform_is_refused_in_one_line(demo_inputs, tmp_path, monkeypatch, capsys):

@@ -17,6 +17,7 @@ can be split. The functions use the letters B rows, T tokens per row, K key head
 each, D key size, U value size, N chunks, C tokens of a chunk (I and J where two meet).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +36,12 @@ EPSILON = 1e-6  # added to the squared length of queries and keys
 KEYS = "batch", "sequence", "key_heads", "head_dim"  # logical axes of queries and keys
 VALUES = *KEYS, "head_dim"
 ROWS = "batch", "sequence"
+
+# Computes (q, k, v, log decay, beta, segment ids) -> o (B, T, K, G, U), in the dtype of v. q, k:
+# (B, T, K, D), normalised here; v: (B, T, K, G, U); log decay, at most 0, and beta: (B, T, K, G)
+# float32; segment ids: (B, T); the segments of a row follow one another, all different. Padding,
+# segment 0, comes last, and its outputs mean nothing.
+DeltaRule = Callable[[Array, Array, Array, Array, Array, Array], Array]
 
 
 class Convolution(nn.Module):
@@ -67,6 +74,7 @@ class GatedDeltaNet(nn.Module):
 
     config: QwenConfig
     dtype: Any
+    rule: DeltaRule
     layout: Layout
 
     def setup(self) -> None:
@@ -87,7 +95,7 @@ class GatedDeltaNet(nn.Module):
         names = "q", "k", "v", "log_decay", "beta"
         with jax.named_scope("gated_delta_rule"):
             out["recurrence_out"] = self.layout.per_device(
-                gated_delta_rule,
+                self.rule,
                 [*(out[name] for name in names), segment_ids],
                 [KEYS, KEYS, VALUES, KEYS, KEYS, ROWS],
                 like=names.index("v"),
@@ -106,7 +114,7 @@ class GatedDeltaNet(nn.Module):
             ("v", VALUES, self.in_proj_v, self.conv1d_v),
         ):
             y = out[f"{name}_pre_conv"] = constrain(projection(x), *axes).astype(self.dtype)
-            out[name] = convolution(y, segment_ids)
+            out[name] = convolution(y, segment_ids).astype(self.dtype)
         out["gate_input"] = constrain(self.in_proj_z(x), *VALUES).astype(self.dtype)
         out["beta_logit"] = constrain(self.in_proj_b(x), *KEYS)
         out["beta"] = jax.nn.sigmoid(out["beta_logit"])
@@ -119,15 +127,17 @@ class GatedDeltaNet(nn.Module):
 def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
     """Returns each channel's weighted sum over the last few tokens of its segment, then silu.
 
-    x: (B, T, ...channels); weight: (...channels, taps), the last tap being the token's own.
+    x: (B, T, ...channels); weight: (...channels, taps), the last tap being the token's own. Each
+    tap widens x for itself: XLA would write a wide x to HBM where it is computed, for all of them.
     """
-    x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    weight = weight.astype(jnp.float32)
     taps = weight.shape[-1]
-    out = x * weight[..., -1]
+    out = x.astype(jnp.float32) * weight[..., -1]
     for distance in range(1, taps):
         same = _earlier(segment_ids, distance) == segment_ids
         seen = jnp.expand_dims(same, range(2, x.ndim))
-        out += jnp.where(seen, _earlier(x, distance), 0) * weight[..., -1 - distance]
+        earlier = jnp.where(seen, _earlier(x, distance), 0).astype(jnp.float32)
+        out += earlier * weight[..., -1 - distance]
     return jax.nn.silu(out)
 
 
@@ -144,26 +154,42 @@ def gated_norm(x: Array, gate: Array, weight: Array, epsilon: float) -> Array:
     return x * inverse_rms * weight.astype(jnp.float32) * jax.nn.silu(gate)
 
 
+def token_by_token(*arrays: Any) -> np.ndarray:
+    """Computes the rule as it is defined, in NumPy's float64. See `DeltaRule`."""
+    *others, segment_ids = map(np.asarray, arrays)
+    q, k, v, log_decay, beta = (x.astype(np.float64) for x in others)
+    q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + EPSILON) for x in (q, k))
+    state, out = np.zeros((*v.shape[:1], *v.shape[2:4], k.shape[-1], v.shape[-1])), []
+    last = np.zeros(len(v))
+    for t, own in enumerate(segment_ids.T):
+        kept = np.where((own == last)[:, None, None], np.exp(log_decay[:, t]), 0)  # BKG
+        state *= kept[..., None, None]
+        missing = v[:, t] - np.einsum("bkgdu,bkd->bkgu", state, k[:, t])
+        state += np.einsum("bkd,bkg,bkgu->bkgdu", k[:, t], beta[:, t], missing)
+        out.append(np.einsum("bkgdu,bkd->bkgu", state, q[:, t]) * q.shape[-1] ** -0.5)
+        last = own
+    return np.stack(out, axis=1)
+
+
 def gated_delta_rule(
     q: Array, k: Array, v: Array, log_decay: Array, beta: Array, segment_ids: Array
 ) -> Array:
-    """Returns the outputs o of all tokens, (B, T, K, G, U) float32.
-
-    q, k: (B, T, K, D), normalised here; v: (B, T, K, G, U); log_decay, at most 0, and beta: (B, T,
-    K, G). segment_ids: (B, T); the segments of a row follow one another, all different. Padding,
-    segment 0, comes last, and its outputs mean nothing.
-    """
+    """Computes the rule in chunks. See `DeltaRule`."""
+    dtype = v.dtype
     q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
-    per_head = q.shape[-1] ** -0.5 * _unit(q), _unit(k), v, log_decay[..., None], beta[..., None]
+    q, k = q.shape[-1] ** -0.5 * inverse_length(q) * q, inverse_length(k) * k
+    per_head = q, k, v, log_decay[..., None], beta[..., None]
     chunks = _prepare(*map(_in_chunks, (*per_head, segment_ids[..., None])))
     state = jnp.zeros((*chunks.written.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32)
     _, out = lax.scan(_step, state, chunks)
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # BNCKGU
-    return out.reshape(len(v), -1, *v.shape[2:])[:, : v.shape[1]]
+    return out.reshape(len(v), -1, *v.shape[2:])[:, : v.shape[1]].astype(dtype)
 
 
-def _unit(x: Array) -> Array:
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
+def inverse_length(x: Array) -> Array:
+    """Returns what makes the last axis a unit vector if multiplied with it: (..., 1) float32."""
+    x = x.astype(jnp.float32)
+    return lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
 
 
 def _in_chunks(x: Array) -> Array:

@@ -2,9 +2,10 @@
 
 For attention there are splash attention on TPUs and cuDNN's kernel on GPUs, which work on blocks
 that stay on the chip, so that no scores reach its memory; for experts there is tokamax's kernel on
-GPUs. None of them rounds float32. Before a run loads its weights, each candidate of the platform
-computes a small packed batch, or a few rows for some experts, of the sizes that one device has in
-the run. The run uses the first one whose numbers are those of the definition.
+GPUs, and for the gated delta rule that of delta_kernel.py on TPUs. None of them rounds float32.
+Before a run loads its weights, each candidate of the platform computes a small packed batch, or a
+few rows for some experts, of the sizes that one device has in the run. The run uses the first one
+whose numbers are those of the definition.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
@@ -28,6 +29,8 @@ from activation_extraction.model.attention import (
     dense_attention,
     visible,
 )
+from activation_extraction.model.delta_kernel import pallas_delta_rule
+from activation_extraction.model.delta_net import DeltaRule, gated_delta_rule, token_by_token
 from activation_extraction.model.experts import (
     GroupedExperts,
     in_products,
@@ -48,6 +51,8 @@ PADDING = -1  # the segment of tokens that only fill a block
 TOLERANCE = {"bfloat16": 2.0**-6, "float32": 2.0**-15}
 ALIGNMENT = 128  # kernels treat rows alike if their lengths are the same modulo this
 MOST_EXPERTS = 8  # in a trial
+MOST_KEY_HEADS = 2  # in a trial
+TRIAL_TOKENS = 300  # of each row of a delta rule: several chunks, the last one not whole
 
 
 class Kernels(NamedTuple):
@@ -55,6 +60,7 @@ class Kernels(NamedTuple):
 
     attention: Attention = blocked_attention
     experts: GroupedExperts = tiled_experts
+    delta_rule: DeltaRule = gated_delta_rule
 
 
 def splash_attention(
@@ -157,12 +163,18 @@ Candidates = Mapping[str, Mapping[str, Callable[..., Array]]]
 ON_GPU: Candidates = {
     "attention": {"cudnn": cudnn_attention, "blocked": blocked_attention},
     "experts": {"tokamax": tokamax_experts, "tiled": tiled_experts},
+    "delta_rule": {"chunked": gated_delta_rule},
 }
 CANDIDATES: dict[str, Candidates] = {
-    "cpu": {"attention": {"blocked": blocked_attention}, "experts": {"tiled": tiled_experts}},
+    "cpu": {
+        "attention": {"blocked": blocked_attention},
+        "experts": {"tiled": tiled_experts},
+        "delta_rule": {"chunked": gated_delta_rule},
+    },
     "tpu": {
         "attention": {"splash": splash_attention, "blocked": blocked_attention},
         "experts": {"ragged_dot": ragged_experts, "tiled": tiled_experts},
+        "delta_rule": {"pallas": pallas_delta_rule, "chunked": gated_delta_rule},
     },
     **dict.fromkeys(("gpu", "cuda", "rocm"), ON_GPU),
 }
@@ -205,6 +217,9 @@ def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> d
     if config.experts is not None:
         experts = expert_sizes(config, layout)
         tried["experts"] = partial(largest_error_of_experts, sizes=experts, dtype=dtype)
+    if config.delta is not None:
+        delta = delta_sizes(config, layout)
+        tried["delta_rule"] = partial(largest_error_of_delta_rule, sizes=delta, dtype=dtype)
     chosen = {}
     for kind, error_of in tried.items():
         if len(candidates[kind]) == 1:
@@ -353,6 +368,47 @@ def trial_rows(sizes: tuple[int, int, int], dtype: jnp.dtype) -> list[Array]:
     gate, up = (normal(hidden**-0.5, experts, hidden, width) for _ in range(2))
     down = normal(width**-0.5, experts, width, hidden)
     return [x, jnp.asarray(counts, jnp.int32), gate, up, down]
+
+
+def delta_sizes(config: Any, layout: Layout) -> tuple[int, int, int, int]:
+    """Returns a device's sizes in a trial: key heads, value heads of each, key and value size."""
+    delta = config.delta
+    heads: tuple[int, ...] = (delta.key_heads,)
+    if layout.mesh is not None:
+        heads = layout.sharding(("key_heads",), heads).shard_shape(heads)
+    return min(heads[0], MOST_KEY_HEADS), delta.values_per_key, delta.key_size, delta.value_size
+
+
+def largest_error_of_delta_rule(
+    rule: DeltaRule, sizes: tuple[int, int, int, int], dtype: jnp.dtype
+) -> float:
+    """Returns the largest relative error, as `largest_error` does, of any token in any head."""
+    arrays = trial_tokens(sizes, dtype)
+    computed, real = np.asarray(jax.jit(rule)(*arrays)), np.asarray(arrays[-1]) > 0
+    exact = token_by_token(*(x.astype(jnp.float32) for x in arrays[:-1]), arrays[-1])
+    return _relative_error(computed[real], exact[real])
+
+
+def trial_tokens(sizes: tuple[int, int, int, int], dtype: jnp.dtype) -> list[Array]:
+    """Returns arguments for a `DeltaRule`: two rows of three segments, the second with padding.
+
+    They end within chunks. Heads forget at different speeds.
+    """
+    rng = np.random.default_rng(0)
+    heads, of_each, key_size, value_size = sizes
+    shape, length = (heads, of_each), TRIAL_TOKENS
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal((2, length, *shape), np.float32)
+
+    q, k, v = normal(heads, key_size), normal(heads, key_size), normal(*shape, value_size)
+    slopes = np.geomspace(0.01, 1, heads * of_each, dtype=np.float32).reshape(shape)
+    log_decay, beta = -slopes * np.logaddexp(0, normal(*shape)), 1 / (1 + np.exp(-normal(*shape)))
+    segments = np.ones((2, length), np.int32)
+    segments[:, length // 3 :], segments[:, length // 2 :] = 2, 3
+    segments[1, length - length // 5 :] = 0
+    narrow = (jnp.asarray(x, dtype) for x in (q, k, v))
+    return [*narrow, *map(jnp.asarray, (log_decay, beta, segments))]
 
 
 def _relative_error(computed: np.ndarray, exact: np.ndarray) -> float:

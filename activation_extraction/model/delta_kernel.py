@@ -1,0 +1,221 @@
+"""The gated delta rule as one Pallas kernel for TPUs, in which nothing but its result reaches HBM.
+
+It computes what `gated_delta_rule` of delta_net.py does, in the same chunks, but a chunk's system,
+its inverse and the state stay in the chip's fast memory. A program of the grid computes a block of
+two chunks of one key head and of its value heads. The blocks of a row are the last axis of the
+grid, and the state waits in scratch memory for the next one.
+
+A chunk's system would fill half of a register, and a quarter of a matrix unit. So the systems of a
+block's two chunks lie side by side, (C, 2C), until they are inverted: a row has what token i of the
+first chunk takes of its chunk's tokens, then what token i of the second one takes of its own. They
+are multiplied with what has the one chunk's numbers above the other's.
+
+Products of float32 have the precision HIGHEST, for which the matrix unit multiplies parts in
+bfloat16 six times; the recurrence would multiply the errors of fewer. Queries and keys that are
+bfloat16 are multiplied before they are normalised, since they are exact then: with each other once,
+with float32 three times.
+
+The letters are those of delta_net.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from activation_extraction.model.delta_net import CHUNK, inverse_length
+from activation_extraction.model.layers import einsum
+
+BLOCK = 2 * CHUNK  # tokens: as many as a TPU's register has lanes
+SUBLANES = 8  # rows of a register of float32: where arrays are cut at multiples, nothing moves
+FORGETS = -1e30  # a log decay of which exp makes 0; sums of it are finite
+
+
+def pallas_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    beta: Array,
+    segment_ids: Array,
+    interpret: bool = False,
+) -> Array:
+    """Computes the rule on TPUs. See `DeltaRule`; `interpret` is for tests.
+
+    Segments are kept apart by their first tokens, which forget everything.
+    """
+    (rows, _, heads, size), (_, length, _, of_each, values) = k.shape, v.shape
+    first = jnp.pad(segment_ids[:, :-1], [(0, 0), (1, 0)]) != segment_ids
+    log_decay = jnp.where(first[..., None, None], FORGETS, log_decay.astype(jnp.float32))
+    gates = jnp.concatenate([log_decay, beta.astype(jnp.float32)], axis=-1)
+    gates = jnp.moveaxis(_in_blocks(gates), 1, 3)  # BK(2G)T
+    heads_first = [jnp.moveaxis(_in_blocks(x), 1, -2) for x in (q, k, v)]  # BKTD, BKTD, BKGTU
+
+    def tokens(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, BLOCK, width), lambda b, k, n: (b, k, n, 0))
+
+    of_values = pl.BlockSpec((None, None, of_each, BLOCK, values), lambda b, k, n: (b, k, 0, n, 0))
+    of_gates = pl.BlockSpec((None, None, 2 * of_each, BLOCK), lambda b, k, n: (b, k, 0, n))
+    out = pl.pallas_call(
+        _block,
+        grid=(rows, heads, gates.shape[-1] // BLOCK),
+        in_specs=[tokens(size), tokens(size), of_values, of_gates],
+        out_specs=of_values,
+        out_shape=jax.ShapeDtypeStruct(heads_first[2].shape, v.dtype),
+        scratch_shapes=[pltpu.VMEM((size, of_each * values), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        interpret=interpret,
+        name="gated_delta_rule",
+    )(*heads_first, gates)
+    return jnp.moveaxis(out, -2, 1)[:, :length]
+
+
+def _in_blocks(x: Array) -> Array:
+    """Pads (B, T, ...) with zeros to whole blocks."""
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % BLOCK), *[(0, 0)] * (x.ndim - 2)])
+
+
+def _block(q_ref: Any, k_ref: Any, v_ref: Any, gates_ref: Any, out_ref: Any, state: Any) -> None:
+    """Computes a block of T = 2C tokens.
+
+    The references have these shapes: q, k (T, D); v, out (G, T, U); gates (2G, T), log decays, then
+    rates; state (D, GU), the value heads side by side. See `_prepare` and `_step` of delta_net.py.
+    Here a chunk reads the state before its system is solved, for all heads at once:
+
+        added = inverse (beta (v - since k S));  o = since q S + within added
+    """
+
+    @pl.when(pl.program_id(2) == 0)
+    def _() -> None:
+        state[...] = jnp.zeros_like(state)
+
+    q, k = q_ref[...], k_ref[...]
+    q_scale, k_scale = q.shape[-1] ** -0.5 * inverse_length(q), inverse_length(k)  # T1
+    among_keys, of_queries = (_beside(einsum("ID,JD->IJ", x, k)) * _as_row(k_scale) for x in (k, q))
+    of_queries *= _beside(q_scale)
+    gates, (of_each, _, values) = gates_ref[...].T, v_ref.shape
+    log_decays, betas = jnp.split(gates, 2, axis=1)  # TG
+    for_heads = []
+    for head in range(of_each):
+        within, since_begun = _decays(log_decays[:, head, None])
+        inverse = _inverse(_beside(betas[:, head, None] * k_scale) * among_keys * within)
+        until_end = k_scale * within[-SUBLANES:].T[:, -1:]  # T1
+        for_heads.append((inverse, since_begun, of_queries * within, until_end))
+    for chunk in (0, 1):
+        own = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+        read = _product("CD,DU->CU", jnp.concatenate([k[own], q[own]]), state[...])
+        read_by_keys, read_by_queries = jnp.split(read, 2)
+        read_by_keys, read_by_queries = k_scale[own] * read_by_keys, q_scale[own] * read_by_queries
+        for head, (inverse, since_begun, within, until_end) in enumerate(for_heads):
+            of_head, since = slice(head * values, (head + 1) * values), since_begun[chunk]
+            missing = v_ref[head, own].astype(jnp.float32) - since * read_by_keys[:, of_head]
+            missing *= betas[own, head, None]
+            added = einsum("IJ,JU->IU", inverse, _above(missing, chunk))
+            out = since * read_by_queries[:, of_head]
+            out += einsum("IJ,JU->IU", within, _above(added, chunk))
+            out_ref[head, own] = out.astype(out_ref.dtype)
+            written = _product("CD,CU->DU", k[own], until_end[own] * added)
+            state[:, of_head] = since[-1:] * state[:, of_head] + written
+
+
+def _as_row(x: Array) -> Array:
+    """Maps (T, 1) to (1, T)."""
+    return jnp.broadcast_to(x, (x.shape[0], SUBLANES)).T[:1]
+
+
+def _product(equation: str, x: Array, y: Array) -> Array:
+    """Does what `einsum` does, for any x and a float32 y.
+
+    A bfloat16 x is multiplied with three bfloat16 parts of y, whose sum is y. That is exact, and
+    half of what a product of float32 takes.
+    """
+    if x.dtype == jnp.float32:
+        return einsum(equation, x, y)
+    parts = []
+    for _ in range(3):
+        parts.append(y.astype(x.dtype))
+        y -= parts[-1].astype(jnp.float32)
+    high, middle, low = (einsum(equation, x, part) for part in parts)
+    return low + middle + high
+
+
+def _places() -> tuple[Array, Array, Array]:
+    """Returns the row, the column and the chunk of every number of two systems side by side."""
+    row, lane = (lax.broadcasted_iota(jnp.int32, (CHUNK, BLOCK), axis) for axis in (0, 1))
+    return row, lane & (CHUNK - 1), lane & CHUNK
+
+
+def _beside(x: Array) -> Array:
+    """Puts what the second chunk's tokens have beside what the first one's have.
+
+    Maps (2C, 2C) to (C, 2C), each chunk's own columns; and (2C, 1), the same for all columns.
+    """
+    return jnp.where(_places()[2] == 0, x[:CHUNK], x[CHUNK:])
+
+
+def _above(x: Array, chunk: int) -> Array:
+    """Puts zeros in the place of the other chunk's tokens: maps (C, U) to (2C, U)."""
+    both = [jnp.zeros_like(x)] * 2
+    both[chunk] = x
+    return jnp.concatenate(both)
+
+
+def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
+    """Does what `_decays` of delta_net.py does: (2C, 1) -> (C, 2C) and, for each chunk, (C, 1)."""
+    row, column, _ = _places()
+    log_decay = _beside(log_decay)
+    between, distance = jnp.where(row > column, log_decay, 0), 1
+    while distance < CHUNK:  # each row becomes the sum of all rows until it
+        between += jnp.where(row >= distance, pltpu.roll(between, distance, 0), 0)
+        distance *= 2
+    begun = between + log_decay[:1]  # of each chunk, the first column is meant
+    since = [jnp.exp(begun[:, first, None]) for first in (0, CHUNK)]
+    return jnp.where(row >= column, jnp.exp(between), 0), since
+
+
+def _inverse(below: Array) -> Array:
+    """Inverts two systems, the identity plus what they have below their diagonals: (C, 2C).
+
+    Blocks of SUBLANES rows along a diagonal are inverted token by token; then it goes on as
+    `_inverse` of delta_net.py. Where two blocks become one, only the rows of the second change.
+    """
+    row, column, chunk = _places()
+    inverse, block = (row == column).astype(jnp.float32), row & -SUBLANES
+    for place in range(SUBLANES - 1):
+        taken = jnp.where((column == block + place) & (row > column), below, 0)
+        first = jnp.sum(jnp.where(chunk == 0, taken, 0), axis=1, keepdims=True)
+        second = jnp.sum(jnp.where(chunk == 0, 0, taken), axis=1, keepdims=True)
+        inverse -= jnp.where(chunk == 0, first, second) * _spread(inverse, place)
+    size = SUBLANES
+    while size < CHUNK:
+        joined = (row & -2 * size == column & -2 * size) & (row & size > column & size)
+        earlier, later = _halves(inverse, size)
+        between = einsum("IC,CJ->IJ", later, _apart(jnp.where(joined, below, 0)))
+        later -= einsum("IC,CJ->IJ", between, _apart(inverse))
+        blocks = [x.reshape(-1, 1, size, BLOCK) for x in (earlier, later)]
+        inverse = jnp.concatenate(blocks, axis=1).reshape(CHUNK, BLOCK)
+        size *= 2
+    return inverse
+
+
+def _spread(x: Array, place: int) -> Array:
+    """Gives every row of a block of SUBLANES rows the values of the row at `place` of it."""
+    blocks = x.reshape(-1, SUBLANES, x.shape[1])
+    return jnp.broadcast_to(blocks[:, place, None], blocks.shape).reshape(x.shape)
+
+
+def _halves(x: Array, size: int) -> list[Array]:
+    """Returns the rows of the first of every two blocks of `size` rows, and those of the second."""
+    blocks = x.reshape(-1, 2, size, x.shape[1])
+    return [blocks[:, half].reshape(-1, x.shape[1]) for half in (0, 1)]
+
+
+def _apart(x: Array) -> Array:
+    """Puts what lies side by side along a diagonal: (C, 2C) -> (2C, 2C)."""
+    second = _places()[2]
+    return jnp.concatenate([jnp.where(second == 0, x, 0), jnp.where(second == 0, 0, x)])
