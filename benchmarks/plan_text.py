@@ -70,6 +70,8 @@ class Move(NamedTuple):
 
     hidden: whether products run while it sends: the collective is asynchronous and they are between
     its start and its end, or it is part of a product. axes: the mesh axes that it sends along.
+    flops: of a product, its operations; of what is hidden, those of the products beside it, without
+    those of Pallas kernels.
     """
 
     kind: str  # product, kernel, collective, copy or rest
@@ -79,9 +81,11 @@ class Move(NamedTuple):
     sent: int = 0
     hidden: bool = False
     axes: tuple[str, ...] = ()
+    flops: float = 0.0
 
     def times(self, count: float) -> "Move":
-        return self._replace(hbm=round(self.hbm * count), sent=round(self.sent * count))
+        hbm, sent, flops = (round(x * count) for x in (self.hbm, self.sent, self.flops))
+        return self._replace(hbm=hbm, sent=sent, flops=flops)
 
 
 class Plan:
@@ -154,7 +158,8 @@ class Plan:
                 in_flight = {k: place for k, place in in_flight.items() if k not in ended}
             if any(move.kind in ("product", "kernel") for move in own):
                 for place in in_flight.values():
-                    found[place] = found[place]._replace(hidden=True)
+                    flops = found[place].flops + sum(move.flops for move in own)
+                    found[place] = found[place]._replace(hidden=True, flops=flops)
             found += own
         return [move for move in found if move.hbm or move.sent]
 
@@ -212,7 +217,19 @@ class Plan:
         sent = sum(_sent(inner, alone=inner is each) for inner in sending)
         along = {axis for inner in sending for axis in self._axes(inner)}
         axes = tuple(axis for axis in self.mesh if axis in along)
-        return Move(kind, each.name, each.source, hbm, sent, sent > 0 and kind == "product", axes)
+        flops = sum(self._flops(inner) for inner in inside)
+        hidden = sent > 0 and kind == "product"
+        return Move(kind, each.name, each.source, hbm, sent, hidden, axes, flops)
+
+    def _flops(self, product: Instruction) -> float:
+        """The operations of a product; with an axis of b batches, b**0.5 times too many.
+
+        (m k) (k n) (m n) is the square of what they are without such an axis.
+        """
+        if product.opcode not in ("convolution", "dot"):
+            return 0.0
+        arrays = product.result, *(self.instructions[name].result for name in product.operands)
+        return 2 * math.prod(_count(array) for array in arrays) ** 0.5
 
     def _axes(self, collective: Instruction) -> list[str]:
         """The mesh axes along which the members of a group differ."""
@@ -340,6 +357,12 @@ def _bytes(found: re.Match[str], everywhere: bool = False) -> int:
             shape[axis] = -(-shape[axis] // int(size)) * int(size)
     bits = 8 if kind == "pred" else int(re.sub(r"\D", "", kind))
     return math.prod(shape) * bits // 8
+
+
+def _count(result: str) -> int:
+    """Returns how many numbers one array has."""
+    found = ARRAY.search(result)
+    return math.prod(int(size) for size in found[2].split(",") if size) if found else 0
 
 
 def _size_of(result: str) -> int:
