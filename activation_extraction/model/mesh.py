@@ -43,6 +43,7 @@ RULES: dict[str, tuple[str, ...]] = {
     # and these of activations.
     "stage": ("pipeline",),
     "batch": ("data", "fsdp", "expert"),
+    "fsdp_batch": ("data", "expert"),  # every chip of a group along fsdp has the rows of all
     "query_sequence": ("query",),
     "captured_sequence": BOTH,
     "leaving_sequence": (*BOTH, "pipeline"),
