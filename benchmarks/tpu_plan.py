@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -22,13 +23,15 @@ from flax.traverse_util import unflatten_dict
 from jax.experimental import topologies
 
 from activation_extraction.cli.config import parse_args
+from activation_extraction.common.errors import one_line
+from activation_extraction.model.devices import chip_of
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.forward import build_model
 from activation_extraction.model.mesh import RULES
 from activation_extraction.model.model_config import QwenConfig
 from activation_extraction.run.prepare import model_request
 from benchmarks.plan_text import Plan
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, evenly_spaced
 from qwen2_jax_with_hooks import FAMILIES
 
 # Nothing opens a TPU here, so the lock that keeps processes from sharing one is not needed.
@@ -37,6 +40,8 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 QWEN_7B = FAMILIES.config(SHAPES["7B"])
 EIGHT = "--layers_to_extract 6 9 12 15 18 21 24 27"
 WORTH_A_LINE = 1e6  # bytes
+MODELS = "0.5B", "7B", "32B", "30B-A3B", "9B", "35B-A3B"
+TOPOLOGIES = "v5e:8x8", "v6e:4x4", "v5p:2x2x4"
 
 
 class Compiled(NamedTuple):
@@ -119,6 +124,55 @@ def step_plan(compiled: Compiled) -> Step:
     )
 
 
+class Times(NamedTuple):
+    """How long a chip's parts of a step take at its peaks, in milliseconds; see `step_plan`.
+
+    busy: the products' share of a step in which nothing else takes longer than it must.
+    """
+
+    products: float
+    hbm: float
+    hidden: float
+    exposed: float
+    busy: float
+    memory_gb: float
+
+
+def times(compiled: Compiled, step: Step) -> Times:
+    """Returns the times of a step; what an axis of two devices sends goes over one link."""
+    assert compiled.model.layout.mesh is not None
+    chip = chip_of(compiled.model.layout.mesh.devices.flat[0])
+    assert chip is not None
+    axes = [size for axis, size in compiled.model.layout.shape.items() if axis != "data"]
+    speed = chip.link * min(max(axes, default=1) - 1, chip.links)
+    products, hbm = 1e3 * step.flops / chip.flops, 1e3 * step.hbm / chip.bandwidth
+    hidden, exposed = (1e3 * sent / speed if sent else 0 for sent in (step.hidden, step.exposed))
+    busy = products / (max(products, hbm, hidden) + exposed)
+    return Times(products, hbm, hidden, exposed, busy, step.memory / 1e9)
+
+
+def print_table(effort: float) -> None:
+    """Prints a line for every model and machine, with the mesh `2d` and with the one of `auto`."""
+    print(f"{'':9} {'':12} {'':28} products    HBM   sent: hidden, exposed   busy  memory")
+    for topology, shape, mesh in product(TOPOLOGIES, MODELS, ("2d", "auto")):
+        depth = SHAPES[shape]["num_hidden_layers"]
+        flags = f"--mesh_type {mesh} --layers_to_extract "
+        flags += " ".join(map(str, evenly_spaced(8, depth)))
+        try:
+            compiled = compile_for(FAMILIES.config(SHAPES[shape]), flags, topology, effort)
+        except jax.errors.JaxRuntimeError as error:
+            print(f"{shape:9} {topology:12} {mesh:28} {one_line(error):.100}", flush=True)
+            continue
+        found = times(compiled, step_plan(compiled))
+        axes = " x ".join(f"{axis} {size}" for axis, size in compiled.model.layout.shape.items())
+        print(
+            f"{shape:9} {topology:12} {axes:28} {found.products:5.0f} ms {found.hbm:4.0f} ms "
+            f"{found.hidden:8.0f} ms {found.exposed:6.0f} ms {100 * found.busy:5.0f} % "
+            f"{found.memory_gb:4.1f} GB",
+            flush=True,
+        )
+
+
 def ideal(compiled: Compiled) -> dict[str, int]:
     """Bytes that a dense layer cannot do without on one chip, everything in the model's dtype.
 
@@ -150,7 +204,11 @@ def main() -> None:
     parser.add_argument("--topology", default="v5e:8x8")
     parser.add_argument("--effort", type=float, default=0.0, help="the compiler's; -1 is quick")
     parser.add_argument("--flags", default="", help="of the tool, for example of its mesh")
+    parser.add_argument("--table", action="store_true", help="all models and machines: an hour")
     args = parser.parse_args()
+    if args.table:
+        print_table(args.effort)
+        return
     compiled = compile_for(QWEN_7B, f"{EIGHT} {args.flags}", args.topology, args.effort)
     moves = sorted(compiled.plan.moves(compiled.plan.body), key=lambda move: -move.hbm)
     planned: dict[str, int] = {}

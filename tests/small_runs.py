@@ -112,7 +112,7 @@ def source(byte_tokenizer, rows):
 def run(source, shard_format):
     """Runs all but the model; what is stored depends on how samples are packed, too."""
 
-    def run(folder, *, kill_after=None, interrupt_after=None, **options):
+    def run(folder, *, kill_after=None, interrupt_after=None, values=source.values, **options):
         place = open_storage(
             folder,
             source.hooks,
@@ -142,7 +142,7 @@ def run(source, shard_format):
 
             place._cutter.add = add
             for batch in batches:
-                place.add_batch(batch, source.values(batch))
+                place.add_batch(batch, values(batch))
                 if interrupt_after is not None and place._cutter.last_sample >= interrupt_after:
                     place.finalize(complete=False)
                     return place

@@ -32,8 +32,8 @@ def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path)
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--dataset_path", fewer])
     assert pod.wait() == [2, 2]
     assert "error: hosts differ in data files: digest" in pod.text(1)
-    # As where devices differ in memory and --mesh_type auto is asked for.
-    pod = faulty_pod(tmp_path, [*flags, "--mesh_type", "auto"], "1:model axis")
+    # As where devices differ in memory.
+    pod = faulty_pod(tmp_path, flags, "1:model axis")
     assert pod.wait() == [2, 2], [pod.text(i) for i in range(2)]
     assert "error: hosts differ in mesh: digest" in pod.text(0)
     # As where a kernel fails its trial on one host.
@@ -152,8 +152,8 @@ if host == os.environ["HOST_ID"]:
             return original_add(self, batch, activations)
         ActivationStorage.add_batch = add
     if fault == "model axis":
-        from activation_extraction.model import forward
-        forward.smallest_model_axis = lambda *_, **__: 2
+        from activation_extraction.model.automatic_mesh import StepSizes
+        StepSizes.choose_mesh = lambda *_: ({"data": 2, "model": 2}, "")
     if fault == "attention":
         from activation_extraction.model import kernels
         Choice = kernels.Choice

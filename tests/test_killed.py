@@ -16,7 +16,6 @@ from pathlib import Path
 
 import fsspec
 import pytest
-import small_runs
 from small_runs import Killed, content, shard_name, status
 
 from activation_extraction.common.errors import InputError, StorageError
@@ -162,13 +161,13 @@ class Backwards(ThreadPoolExecutor):
 
 @pytest.mark.long
 @pytest.mark.parametrize("place", PLACES)
-def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, place):
+def test_overwriting_killed_before_every_deletion(run, source, tmp_path, monkeypatch, place):
     """With --overwrite the same command begins anew. Without it, it never continues what is half
     deleted: all is as before, or new, or refused."""
     monkeypatch.setattr(ownership, "ThreadPoolExecutor", Backwards)
     run = partial(run, shard_size_gb=6e-6)
     run(tmp_path / "new")
-    new, original = content(tmp_path / "new"), small_runs.activations
+    new, original = content(tmp_path / "new"), source.values
 
     def other(batch):
         return {key: values + 1 for key, values in original(batch).items()}
@@ -176,12 +175,12 @@ def test_overwriting_killed_before_every_deletion(run, tmp_path, monkeypatch, pl
     outcomes: list[str] = []
     while outcomes[-3:] != ["new"] * 3:  # its own writing is killed in the test above
         event = 1 + len(outcomes)
+        assert event < 200
         folder, url = tmp_path / f"{event}", f"memory://{tmp_path}/{event}"
         options = options_of(place, url)
-        with monkeypatch.context() as patch:
-            patch.setattr(small_runs, "activations", other)
-            run(folder, **options)
+        run(folder, values=other, **options)
         old = shards_of(result(place, folder, url))
+        assert old != new
         with killed_at(event, folder, monkeypatch) as events, suppress(Killed, StorageError):
             run(folder, overwrite=True, **options)
         try:

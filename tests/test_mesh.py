@@ -26,7 +26,6 @@ from activation_extraction.model.mesh import (
     check_divisibility,
     choose_shape,
     host_rows,
-    smallest_model_axis,
     usable_devices,
 )
 from activation_extraction.model.weights import load_params
@@ -158,39 +157,27 @@ def test_weights_are_split_and_read_only_once(small):
             *("3d", None, ("pipeline", "fsdp", "model"), 128, 8),
             {"pipeline": 4, "fsdp": 8, "model": 4},
         ),
-        ("auto", None, None, 8, 1, {"data": 4, "model": 2}),
         (None, (2, 2, 2), ("data", "model", "fsdp"), 8, 1, {"data": 2, "model": 2, "fsdp": 2}),
         ("3d", (2, 2, 2), None, 8, 1, {"pipeline": 2, "data": 2, "model": 2}),
         (None, (8,), None, 8, 1, {"model": 8}),
     ],
 )
 def test_shapes_that_are_chosen(kind, shape, axes, devices, hosts, expected):
-    chosen, remark = choose_shape(kind, shape, axes, devices, hosts, smallest_model=2)
-    assert chosen == expected and list(chosen) == list(expected) and remark is None
+    chosen, remark = choose_shape(kind, shape, axes, devices, hosts, automatic=dict)
+    assert chosen == expected and list(chosen) == list(expected) and not remark
 
 
 def test_3d_on_few_devices_falls_back_and_says_so():
-    chosen, remark = choose_shape("3d", None, None, 8, 1)
+    chosen, remark = choose_shape("3d", None, None, 8, 1, dict)
     assert chosen == {"data": 2, "model": 4}
-    assert remark is not None and "64 or more" in remark and "8 devices become a 2d" in remark
+    assert "64 or more" in remark and "8 devices become a 2d" in remark
 
 
 def test_a_shape_that_does_not_fit_names_both_numbers_and_what_would():
     with pytest.raises(InputError) as refused:
-        choose_shape(None, (3, 4), None, 8, 1)
+        choose_shape(None, (3, 4), None, 8, 1, dict)
     assert "is 12 devices, there are 8" in str(refused.value)
     assert "2,4; 4,2; 1,8; 8,1" in str(refused.value)
-
-
-def test_auto_takes_the_smallest_model_axis_that_fits(monkeypatch):
-    class Device:
-        def memory_stats(self):
-            return {"bytes_limit": 16e9}
-
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    assert smallest_model_axis(64, 512, weights=int(5e8), captured=10**9, itemsize=2) == 1
-    assert smallest_model_axis(64, 512, weights=int(14e9), captured=10**9, itemsize=2) == 2
-    assert smallest_model_axis(64, 512, weights=int(72e9), captured=10**9, itemsize=2) == 16
 
 
 def test_what_does_not_divide_is_refused(small):

@@ -31,16 +31,7 @@ rare = pytest.mark.rare
 pytest.importorskip("libtpu")
 
 QWEN_HALF_B = FAMILIES.config(SHAPES["0.5B"])
-QWEN_72B = FAMILIES.config(
-    SHAPES["7B"]
-    | dict(
-        hidden_size=8192,
-        intermediate_size=29568,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-    )
-)
+QWEN_72B = FAMILIES.config(SHAPES["72B"])
 QWEN3_8B = SHAPES["7B"] | dict(
     model_type="qwen3",
     hidden_size=4096,
@@ -51,25 +42,7 @@ QWEN3_8B = SHAPES["7B"] | dict(
     head_dim=128,
     vocab_size=151936,
 )
-QWEN3_32B = QWEN3_8B | dict(
-    hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64
-)
-QWEN3_30B = FAMILIES.config(
-    SHAPES["7B"]
-    | dict(
-        model_type="qwen3_moe",
-        hidden_size=2048,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-    )
-)
+QWEN3_30B = FAMILIES.config(SHAPES["30B-A3B"])
 QWEN3_5_35B = FAMILIES.config(released("35B-A3B"))
 CHIPS_8, CHIPS_16 = ({"chips_per_host_bounds": (n, 4, 1)} for n in (2, 4))
 MEGACORE = {"chip_config_name": "megacore"}
@@ -81,6 +54,7 @@ TOPOLOGIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {  # with th
     "v6e-64": ("v6e:8x8", {}, {"data": 16, "model": 4}),
     "v5e-64, 4 hosts": ("v5e:8x8", CHIPS_16, {"data": 4, "model": 16}),
 }
+SPLIT_2D = "--mesh_type 2d"
 FLAGS_72B = (
     "--mesh_shape {} --mesh_axes {} --batch_size 4 --layers_to_extract 9 19 29 39 49 59 69 79"
 )
@@ -154,7 +128,7 @@ quick, *others = reversed(TOPOLOGIES)
 def test_7b_is_split_within_hosts_and_its_layers_reduce_twice_there(name):
     """Weights over the chips of a host; nothing of a layer is sent between hosts."""
     topology, how, mesh = TOPOLOGIES[name]
-    compiled = compile_quickly(QWEN_7B, EIGHT, topology, **how)
+    compiled = compile_quickly(QWEN_7B, f"{SPLIT_2D} {EIGHT}", topology, **how)
     model, memory = compiled.model, compiled.memory
     assert model.layout.shape == mesh
     assert memory.argument_size_in_bytes == pytest.approx(weights_per_chip(model), rel=0.1)
@@ -171,13 +145,13 @@ def test_7b_is_split_within_hosts_and_its_layers_reduce_twice_there(name):
     "shape,layers,topology,memory_of_a_chip,effort",
     [
         pytest.param(QWEN3_8B, "3 7 12 16 21 26 30 35", "v5e:4x4", 16e9, USUAL, id="8B"),
-        pytest.param(QWEN3_32B, "7 15 23 31 39 47 55 63", "v6e:4x4", 32e9, LITTLE, id="32B"),
+        pytest.param(SHAPES["32B"], "7 15 23 31 39 47 55 63", "v6e:4x4", 32e9, LITTLE, id="32B"),
         pytest.param(released("27B"), "7 31 63", "v6e:4x4", 32e9, LITTLE, id="3.5-27B"),
     ],
 )
 def test_dense_models_fit_sixteen_chips(shape, layers, topology, memory_of_a_chip, effort):
     """Nothing is sent between hosts in the loop over layers, and few weights are copied for it."""
-    flags = f"--layers_to_extract {layers}"
+    flags = f"{SPLIT_2D} --layers_to_extract {layers}"
     compiled = compile_for(FAMILIES.config(shape), flags, topology, effort)
     model, memory = compiled.model, compiled.memory
     assert model.layout.shape == {"data": 4, "model": 4} and model.config.qk_norm
@@ -240,8 +214,8 @@ def test_72b_fits_chips_of_16_gb(flags):
 @pytest.mark.parametrize(
     "qwen,flags,topology,how",
     [
-        pytest.param(QWEN_7B, EIGHT, "v5e:8x8", {}, marks=rare),
-        (QWEN_7B, EIGHT, "v5e:2x4", CHIPS_8),
+        pytest.param(QWEN_7B, f"{SPLIT_2D} {EIGHT}", "v5e:8x8", {}, marks=rare),
+        (QWEN_7B, f"{SPLIT_2D} {EIGHT}", "v5e:2x4", CHIPS_8),
         pytest.param(QWEN_72B, FSDP_72B, "v5e:16x16", {}, marks=rare),
     ],
 )
@@ -271,7 +245,7 @@ def shapes(result: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=rare), "bfloat16"])
 def test_the_kernel_takes_narrow_heads_and_rows_of_any_length(dtype):
-    flags = f"--dtype {dtype} --max_seq_length 1000 --layers_to_extract 10 23"
+    flags = f"{SPLIT_2D} --dtype {dtype} --max_seq_length 1000 --layers_to_extract 23"
     compiled = compile_quickly(QWEN_HALF_B, flags, "v5e:2x4", **CHIPS_8)
     assert compiled.model.layout.size("query") == 2
     assert any("splash" in instruction.name for instruction in compiled.plan.layer_loop())
@@ -283,7 +257,9 @@ def test_layers_with_and_without_a_window_are_in_one_loop():
     windows = dict(use_sliding_window=True, sliding_window=4096, max_window_layers=12)
     config = FAMILIES.config(SHAPES["0.5B"] | windows)
     compiled = compile_quickly(
-        config, "--max_seq_length 8192 --batch_size 1 --layers_to_extract 10 23", "v5e:2x2"
+        config,
+        f"{SPLIT_2D} --max_seq_length 8192 --batch_size 1 --layers_to_extract 10 23",
+        "v5e:2x2",
     )
     found = {line for line in compiled.plan.text.splitlines() if "custom_call_target" in line}
     kernels = {line for line in found if "splash" in line}
@@ -295,7 +271,9 @@ def test_layers_with_and_without_a_window_are_in_one_loop():
 @rare
 def test_7b_with_a_hook_of_each_kind_keeps_apart_what_hosts_compute():
     """Fits, and what devices exchange they exchange within their host, after the loop too."""
-    compiled = compile_quickly(QWEN_7B, "--hook_names hook_embed blocks.20.* ln_final.*", "v5e:8x8")
+    compiled = compile_quickly(
+        QWEN_7B, f"{SPLIT_2D} --hook_names hook_embed blocks.20.* ln_final.*", "v5e:8x8"
+    )
     memory, mesh = compiled.memory, compiled.model.layout.mesh
     assert len(compiled.model.hooks) == 21 and mesh is not None
     found = [line for line in compiled.plan.text.splitlines() if COLLECTIVE.search(line)]
@@ -315,7 +293,7 @@ def test_7b_with_a_hook_of_each_kind_keeps_apart_what_hosts_compute():
 def test_memory_of_hooks_of_any_width_grows_with_them_and_not_with_the_depth():
     def beyond_arguments(*layers: int) -> int:
         names = [f"blocks.{layer}.{kind}" for layer in layers for kind in PAIR]
-        flags = f"--batch_size 4 --max_seq_length 2048 --hook_names {' '.join(names)}"
+        flags = f"{SPLIT_2D} --batch_size 4 --hook_names {' '.join(names)}"
         memory = compile_quickly(QWEN_7B, flags, "v5e:2x4", chips_per_host_bounds=(2, 2, 1)).memory
         return memory.output_size_in_bytes + memory.temp_size_in_bytes
 
@@ -330,7 +308,7 @@ def test_memory_of_hooks_of_any_width_grows_with_them_and_not_with_the_depth():
 def test_memory_grows_with_the_hooks_and_not_with_the_depth():
     def beyond_arguments(*layers: int) -> int:
         # Rows so long that no (B, T, F) array fits a chip's fast memory, which holds it by chance.
-        flags = f"--max_seq_length 2048 --layers_to_extract {' '.join(map(str, layers))}"
+        flags = f"{SPLIT_2D} --layers_to_extract {' '.join(map(str, layers))}"
         memory = compile_quickly(QWEN_7B, flags, "v5e:2x4", **CHIPS_8).memory
         return memory.output_size_in_bytes + memory.temp_size_in_bytes
 
@@ -355,7 +333,7 @@ def test_kept_tokens_are_gathered_without_copies_of_the_others():
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_encoding_sends_nothing_and_halves_what_leaves_a_chip(encoding):
-    flags = [f"{EIGHT} --activation_dtype {dtype}" for dtype in (encoding, "bfloat16")]
+    flags = [f"{SPLIT_2D} {EIGHT} --activation_dtype {dtype}" for dtype in (encoding, "bfloat16")]
     encoded, plain = (compile_quickly(QWEN_7B, each, "v5e:8x8") for each in flags)
     assert sorted(collectives(encoded)) == sorted(collectives(plain)) != []
     assert encoded.memory.output_size_in_bytes < 0.54 * plain.memory.output_size_in_bytes

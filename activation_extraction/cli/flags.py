@@ -303,11 +303,11 @@ class Config:
         metavar="TOKENS",
     )
     mesh_type: str | None = flag(
-        "how the devices are arranged. 1d: all along the model axis; 2d: data x model, with one "
-        "host per data index; 3d: pipeline x data x model; auto: the smallest model axis with "
-        "which everything fits in memory",
-        "2d",
-        choices=("1d", "2d", "3d", "auto"),
+        "how the devices are arranged. auto: for the shortest step, with weights on as few devices "
+        "as hold them (data, fsdp, expert, model); 1d: all along the model axis; 2d: data x model, "
+        "with one host per data index; 3d: pipeline x data x model",
+        "auto",
+        choices=("auto", "1d", "2d", "3d"),
     )
     mesh_shape: tuple[int, ...] | None = flag(
         "the size of each axis",

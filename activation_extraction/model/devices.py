@@ -11,22 +11,41 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.log import log
 
-# Dense bfloat16 FLOP/s of one device, by a part of its kind's name (vendors' data sheets).
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6": 918e12,
-    "A100": 312e12,
-    "H100": 989e12,
-    "H200": 989e12,
+
+class Chip(NamedTuple):
+    """What a device can do, from vendors' data sheets.
+
+    flops: dense bfloat16 operations per second; memory: in bytes; bandwidth: of that memory, bytes
+    per second; link: bytes per second that come over one of `links` links to devices beside it (a
+    ring through a TPU's neighbours has two links, with or without wraparound; NVLink is one);
+    network: the same from devices of another slice or, with GPUs, of another host.
+    """
+
+    flops: float
+    memory: float
+    bandwidth: float
+    link: float
+    links: int
+    network: float
+
+
+# By a part of the device's kind.
+CHIPS = {
+    "TPU v4": Chip(275e12, 32e9, 1200e9, 45e9, 2, 3e9),
+    "TPU v5 lite": Chip(197e12, 16e9, 819e9, 45e9, 2, 3e9),
+    "TPU v5e": Chip(197e12, 16e9, 819e9, 45e9, 2, 3e9),
+    "TPU v5": Chip(459e12, 95e9, 2765e9, 90e9, 2, 6e9),
+    "TPU v6": Chip(918e12, 32e9, 1638e9, 90e9, 2, 12e9),
+    "A100": Chip(312e12, 80e9, 2039e9, 300e9, 1, 25e9),
+    "H100": Chip(989e12, 80e9, 3350e9, 450e9, 1, 50e9),
+    "H200": Chip(989e12, 141e9, 4800e9, 450e9, 1, 50e9),
 }
 
 TOO_LARGE = (
@@ -124,11 +143,27 @@ def watch_compiling() -> Iterator[Callable[[], bool]]:
         log.warning("the compilation cache could not be used: %s", reason)
 
 
+def chip_of(device: Any) -> Chip | None:
+    """Returns what is known of this kind of device; None for a CPU and unknown kinds."""
+    return next((chip for name, chip in CHIPS.items() if name in device.device_kind), None)
+
+
+def memory_of(device: Any) -> float | None:
+    """Returns the bytes that a device says it has, or that its kind has; None on a CPU."""
+    try:
+        reported = (device.memory_stats() or {}).get("bytes_limit")
+    except jax.errors.JaxRuntimeError:  # a device of another host, or one that is only described
+        reported = None
+    if reported:
+        return reported
+    chip = chip_of(device)
+    return None if chip is None else chip.memory
+
+
 def peak_flops(devices: int) -> float | None:
     """Returns the bfloat16 FLOP/s of this many devices together; None if that is not known."""
-    kind = jax.local_devices()[0].device_kind
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
-    return None if peak is None else peak * devices
+    chip = chip_of(jax.local_devices()[0])
+    return None if chip is None else chip.flops * devices
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from activation_extraction.common.choices import DEFAULT_LAYERS
 from activation_extraction.common.encodings import ENCODINGS
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
+from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import watch_compiling
 from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
@@ -34,7 +35,6 @@ from activation_extraction.model.mesh import (
     check_divisibility,
     choose_shape,
     host_rows,
-    smallest_model_axis,
     usable_devices,
 )
 from activation_extraction.model.model_config import QwenConfig
@@ -185,29 +185,16 @@ def choose_layout(
 ) -> Layout:
     """Returns the mesh for a model that has no mesh yet. Raises InputError."""
     config, total_rows = model.config, request.rows * hosts
-    smallest_model = 1
-    if request.mesh_type == "auto":
-        sizes = config.sizes_with(request.length)
-        itemsize = jnp.dtype(model.dtype).itemsize
-        per_token = sum(hook.kind.form(sizes, model.dtype).bytes for hook in model.hooks)
-        smallest_model = smallest_model_axis(
-            len(devices),
-            total_rows,
-            weights=sum(math.prod(s.shape) for s in family.weight_table(model).values()),
-            captured=total_rows * request.length * per_token // itemsize,
-            itemsize=itemsize,
-        )
-    shape, remark = choose_shape(
+    step = StepSizes(model, family.weight_table(model), total_rows, request.length)
+    shape, why = choose_shape(
         request.mesh_type,
         request.mesh_shape if request.every_device else None,
         request.mesh_axes if request.every_device else None,
         devices=len(devices),
         hosts=hosts,
-        smallest_model=smallest_model,
+        automatic=lambda: step.choose_mesh(devices),
     )
-    if remark:
-        log.info("%s", remark)
-    layout = build_layout(devices, shape, config.num_key_value_heads)
+    layout = build_layout(devices, shape, config.num_key_value_heads, why)
     check_divisibility(layout, total_rows, request.length, config.sizes)
     return layout
 
@@ -322,13 +309,14 @@ def read_weights(forward: Forward) -> dict[str, Any]:
 def _log_model(forward: Forward, parameters: int) -> None:
     model = forward.model
     log.info(
-        "model: layers 0 to %d of %d, %.3g M parameters, %s; %s mesh: %s",
+        "model: layers 0 to %d of %d, %.3g M parameters, %s; %s mesh: %s%s",
         model.num_layers - 1,
         model.config.num_hidden_layers,
         parameters / 1e6,
         model.dtype,
         jax.default_backend(),
         " x ".join(f"{name} {size}" for name, size in model.layout.shape.items()),
+        f" ({model.layout.why})" if model.layout.why else "",
     )
     if model.stages > 1:
         count = model.micro_batches(forward.shape[0] * forward.rows.hosts)

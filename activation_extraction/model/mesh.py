@@ -10,14 +10,14 @@ alike.
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from activation_extraction.common.choices import MESH_AXES
 from activation_extraction.common.errors import InputError, one_line
@@ -52,9 +52,13 @@ RULES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh with its rules. Without a mesh (one device, shapes only) it does nothing."""
+    """A mesh with its rules. Without a mesh (one device, shapes only) it does nothing.
 
-    mesh: Mesh | None = None
+    An abstract mesh knows its axes and no devices. why: for the log, why it was chosen.
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    why: str = field(default="", compare=False)
 
     def size(self, *axes: str) -> int:
         """Returns the number of devices along these mesh axes together; absent axes count as 1."""
@@ -195,8 +199,19 @@ def host_rows(devices: Sequence[Any]) -> HostRows:
     return HostRows(Mesh(grid, ("host", "device")))
 
 
-def build_layout(devices: Sequence[Any], shape: dict[str, int], kv_heads: int) -> Layout:
+def build_layout(
+    devices: Sequence[Any], shape: Mapping[str, int], kv_heads: int, why: str = ""
+) -> Layout:
     """Builds the mesh with these axes over the devices in order, the first axis being the slowest.
+
+    why: for the log, why this shape was chosen.
+    """
+    names, sizes = mesh_axes(shape, kv_heads)
+    return Layout(Mesh(np.array(devices, object).reshape(sizes), tuple(names)), why)
+
+
+def mesh_axes(shape: Mapping[str, int], kv_heads: int) -> tuple[list[str], list[int]]:
+    """Returns names and sizes of the mesh axes inside.
 
     `model` is split into heads and queries: as many ways over heads as key/value heads allow.
     """
@@ -206,7 +221,7 @@ def build_layout(devices: Sequence[Any], shape: dict[str, int], kv_heads: int) -
     for axis, size in shape.items():
         names += ["model", "query"] if axis == "model" else [axis]
         sizes += [heads, size // heads] if axis == "model" else [size]
-    return Layout(Mesh(np.array(devices, object).reshape(sizes), tuple(names)))
+    return names, sizes
 
 
 def check_divisibility(layout: Layout, rows: int, length: int, sizes: dict[str, int]) -> None:
@@ -251,46 +266,29 @@ def usable_devices(every: bool) -> list[Any]:
     return [firsts[index] for index in sorted(firsts)]
 
 
-def smallest_model_axis(devices: int, rows: int, weights: int, captured: int, itemsize: int) -> int:
-    """Returns the smallest `model` axis with which everything fits, for --mesh_type auto.
-
-    weights: number of parameters; captured: activations of one step, all hosts together. It counts
-    the weights, two steps of activations, and half as much again for what lies between; a tenth of
-    the memory stays free. It is 1 where devices do not report their memory (CPU).
-    """
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    for model in range(1, devices + 1):
-        if devices % model == 0 and rows % (devices // model) == 0:
-            need = itemsize * (weights / model + 2.5 * captured / devices)
-            if limit is None or need <= 0.9 * limit:
-                return model
-    return devices
-
-
 def choose_shape(
     kind: str | None,
     shape: Sequence[int] | None,
     axes: Sequence[str] | None,
     devices: int,
     hosts: int,
-    smallest_model: int = 1,
-) -> tuple[dict[str, int], str | None]:
-    """Returns mesh axis -> size for the flags of the mesh, and a remark or None.
+    automatic: Callable[[], tuple[dict[str, int], str]],
+) -> tuple[dict[str, int], str]:
+    """Returns mesh axis -> size for the flags of the mesh, and what to say about it, if anything.
 
-    kind: --mesh_type; None if only a shape is given. smallest_model: what `auto` takes as the
-    `model` axis, a divisor of `devices`. Raises InputError if a given shape does not fit the axes
-    or the devices.
+    kind: --mesh_type; None if only a shape is given. automatic: chooses for `auto`. Raises
+    InputError if a given shape does not fit the axes or the devices.
     """
     dimensions = {"1d": 1, "2d": 2, "3d": 3}.get(kind or "")
     if shape is not None:
-        return _explicit(shape, axes, dimensions, devices), None
+        return _explicit(shape, axes, dimensions, devices), ""
     if axes is not None and dimensions != 3:
         raise InputError(f"--mesh_axes {','.join(axes)}: needs --mesh_shape")
     if kind == "auto":
-        return {"data": devices // smallest_model, "model": smallest_model}, None
+        return automatic()
     if kind == "1d":
-        return {"model": devices}, None
-    remark = None
+        return {"model": devices}, ""
+    remark = ""
     if kind == "3d":
         if devices >= DEFAULT_3D_DEVICES and devices % 16 == 0:
             names = tuple(axes or DEFAULT_3D_AXES)
@@ -298,7 +296,7 @@ def choose_shape(
                 raise InputError(f"--mesh_axes {','.join(names)}: a 3d mesh has three axes")
             # Two axes get four devices; the one that splits only rows, or the first, gets the rest.
             rest = next(axis for axis in ("data", "fsdp", names[0]) if axis in names)
-            return {name: devices // 16 if name == rest else 4 for name in names}, None
+            return {name: devices // 16 if name == rest else 4 for name in names}, ""
         remark = (
             f"a 3d mesh needs a multiple of 16 devices, {DEFAULT_3D_DEVICES} or more, or "
             f"--mesh_shape; {counted(devices, 'device')} become a 2d mesh"

@@ -1,0 +1,229 @@
+"""`--mesh_type auto` chooses the mesh by what a forward pass computes, holds and sends.
+
+A step on a mesh is estimated as
+
+    seconds = max(products, gathers) + exchanges
+
+per device: `products` are the model's floating-point operations over the chip's peak; `gathers` are
+the bytes of weights that a device receives along `fsdp` over the speed of its links, and they run
+beside the products; nothing overlaps the `exchanges` along `model` and `expert`. With t tokens on a
+device, b bytes per weight, and a chip with F operations and L bytes per second, the gathers of a
+dense layer over f devices hide behind its products if
+
+    2 t / F >= b (f - 1) / (f L),
+
+that is, on a v5e with fsdp 4 (two links of 45 GB/s), from 1,640 tokens on. Of the meshes that fit
+in memory, `auto` takes the one with the shortest step, or one within a hundredth of it that splits
+weights less. So pure `data` comes first, then `fsdp` over the fewest devices, and `model` where the
+rows are too few. It never takes `pipeline`: what that saves in memory, `fsdp` saves without idle
+stages.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+from jax.sharding import AbstractMesh, NamedSharding
+
+from activation_extraction.common.errors import InputError
+from activation_extraction.model.devices import CHIPS, Chip, chip_of, memory_of
+from activation_extraction.model.family import HookedModel, WeightTable
+from activation_extraction.model.mesh import RULES, Layout, check_divisibility, mesh_axes
+from activation_extraction.model.weights import WeightSpec
+
+AXES = ("data", "fsdp", "expert", "model")  # the devices along the last one are neighbours
+FREE = 0.1  # the share of the memory that an estimate must leave free
+ALIKE = 1.01  # steps that differ by less are taken as equally long
+# Of a CPU the speeds do not matter much: only their ratios count.
+UNKNOWN = CHIPS["TPU v5e"]
+
+
+class Estimate(NamedTuple):
+    """What a step on a mesh needs of each device: bytes of memory, and times in seconds."""
+
+    layout: Layout
+    memory: float
+    products: float
+    gathers: float
+    exchanges: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.products, self.gathers) + self.exchanges
+
+    def fits(self, limit: float | None) -> bool:
+        """Returns whether this leaves a tenth of the memory free."""
+        return limit is None or self.memory <= (1 - FREE) * limit
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """A step of a model that has no mesh yet.
+
+    weights: of all parameters; rows: of all hosts; length: tokens per row.
+    """
+
+    model: HookedModel
+    weights: WeightTable
+    rows: int
+    length: int
+
+    def choose_mesh(self, devices: Sequence[Any]) -> tuple[dict[str, int], str]:
+        """Returns mesh axis -> size, and in one line why this mesh was chosen.
+
+        devices: ordered by host. If nothing fits by the estimate, it is the mesh that takes least
+        memory. Raises InputError if no mesh divides the rows and widths.
+        """
+        limit = memory_of(devices[0])
+        estimates: list[Estimate] = []
+        for shape in self._shapes(len(devices)):
+            names, sizes = mesh_axes(shape, self.model.config.num_key_value_heads)
+            layout = Layout(AbstractMesh(tuple(sizes), tuple(names)))
+            try:
+                check_divisibility(layout, self.rows, self.length, self.model.config.sizes)
+            except InputError:
+                if shape.get("model", 1) == len(devices) and not estimates:
+                    raise
+                continue
+            estimates.append(self.estimate(layout, devices))
+        fitting = [each for each in estimates if each.fits(limit)]
+        if not fitting:
+            best = min(estimates, key=lambda each: each.memory)
+            why = f"{_memory(best, limit)}; no mesh fits by this estimate"
+            return best.layout.shape, why
+        shortest = min(each.seconds for each in fitting)
+        alike = [each for each in fitting if each.seconds <= ALIKE * shortest]
+        best = min(alike, key=_splits)
+        return best.layout.shape, _why(best, limit)
+
+    def _shapes(self, devices: int) -> Iterator[dict[str, int]]:
+        """Yields the meshes among which the rows divide; the last one has only the axis `model`."""
+        factors = [size for size in range(1, devices + 1) if devices % size == 0]
+        experts = 1 if self.model.config.experts is None else self.model.config.experts.count
+        for model, expert, fsdp in product(factors, repeat=3):
+            data, rest = divmod(devices, model * expert * fsdp)
+            divides = rest == 0 and self.rows % (data * fsdp * expert) == 0
+            if divides and experts % expert == 0:
+                sizes = dict(zip(AXES, (data, fsdp, expert, model), strict=True))
+                yield {axis: size for axis, size in sizes.items() if size > 1 or axis == "data"}
+
+    def estimate(self, layout: Layout, devices: Sequence[Any]) -> Estimate:
+        """Estimates the step on a mesh without `pipeline` over these devices."""
+        chip, linked = chip_of(devices[0]) or UNKNOWN, _linked(devices)
+        speed = {axis: _speed(layout, axis, chip, linked) for axis in AXES}
+        products = self._flops / _devices(layout) / chip.flops
+        exchanges = self._sent_by_model(layout) / speed["model"]
+        exchanges += self._sent_by_experts(layout) / speed["expert"]
+        gathers = self._gathered(layout) / speed["fsdp"]
+        return Estimate(layout, self.memory(layout), products, gathers, exchanges)
+
+    @cached_property
+    def _flops(self) -> float:
+        return self.model.flops([self.length] * self.rows)
+
+    def memory(self, layout: Layout) -> float:
+        """Returns the bytes that one device holds: weights, gathered layers and activations."""
+        config, item = self.model.config, self.model.dtype.itemsize
+        held: float = sum(_numbers(layout, spec) for spec in self.weights.values())
+        if layout.size("fsdp") > 1:  # one layer computes while the next one is gathered
+            held += 2 * self._largest_layer(layout)
+        parts = layout.size("model", "query")
+        widths = 6 * config.hidden_size + 4 * config.sizes.get("F", 0) // parts
+        if config.experts is not None:  # every token has a row for each of its experts
+            rows = config.experts.per_token * layout.size("expert")
+            widths += rows * (5 * config.hidden_size + 2 * config.experts.width // parts)
+        sizes = config.sizes_with(self.length)
+        forms = [hook.kind.form(sizes, self.model.activation_dtype) for hook in self.model.hooks]
+        captured = self.rows * self.length * sum(form.bytes for form in forms)
+        # The next step's activations are there before the last one's have left.
+        return item * (held + self._tokens(layout) * widths) + 2.5 * captured / _devices(layout)
+
+    def _largest_layer(self, layout: Layout) -> float:
+        """Returns how many weights a device has of one layer, once they are gathered."""
+        layers: dict[str, float] = {}
+        for path, spec in self.weights.items():
+            if path[0] == "layers":
+                type_ = path[1] if len({*self.model.config.layer_types}) > 1 else ""
+                numbers = _numbers(layout, spec, without="fsdp") / spec.shape[0]
+                layers[type_] = layers.get(type_, 0) + numbers
+        return max(layers.values(), default=0)
+
+    def _gathered(self, layout: Layout) -> float:
+        """Returns the bytes of weights that a device receives along `fsdp`.
+
+        Of the embedding only the tokens' rows are sent.
+        """
+        specs = [spec for path, spec in self.weights.items() if path[0] != "embed_tokens"]
+        whole = sum(_numbers(layout, spec, without="fsdp") for spec in specs)
+        return self.model.dtype.itemsize * (whole - sum(_numbers(layout, x) for x in specs))
+
+    def _sent_by_model(self, layout: Layout) -> float:
+        """Returns the bytes of four exchanges of the residual stream per layer."""
+        parts = layout.size("model", "query")
+        stream = self.model.dtype.itemsize * self._tokens(layout) * self.model.config.hidden_size
+        return 4 * self.model.num_layers * stream * (parts - 1) / parts
+
+    def _sent_by_experts(self, layout: Layout) -> float:
+        """Returns the bytes for tokens that come from the other devices, and float32 sums back."""
+        others = layout.size("expert") - 1
+        sparse = sum(layer < self.model.num_layers for layer in self.model.config.sparse_layers)
+        width = (self.model.dtype.itemsize + 4) * self.model.config.hidden_size
+        return sparse * others * self._tokens(layout) * width
+
+    def _tokens(self, layout: Layout) -> float:
+        """Returns the tokens of a step that a device, or those along its `model` axis, compute."""
+        return self.rows * self.length / layout.size(*RULES["batch"])
+
+
+def _devices(layout: Layout) -> int:
+    return layout.size(*AXES, "query")
+
+
+def _numbers(layout: Layout, spec: WeightSpec, without: str | None = None) -> int:
+    """Returns how many numbers of a parameter a device holds."""
+    assert layout.mesh is not None
+    split = NamedSharding(layout.mesh, layout.spec(spec.axes, spec.shape, without))
+    return math.prod(split.shard_shape(spec.shape))
+
+
+def _linked(devices: Sequence[Any]) -> int:
+    """Returns how many devices in a row fast links join: a TPU slice, or the GPUs of a host."""
+    name = "slice_index" if devices[0].platform == "tpu" else "process_index"
+    groups = [getattr(device, name, 0) for device in devices]
+    return groups.count(groups[0])
+
+
+def _speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
+    """Returns the bytes per second that a device receives along an axis."""
+    inner = layout.size(*AXES[AXES.index(axis) :], "query")  # devices in a row that hold a group
+    links = min(layout.shape.get(axis, 1) - 1, chip.links) or 1
+    return chip.link * links if linked % inner == 0 else chip.network
+
+
+def _splits(estimate: Estimate) -> list[int]:
+    """Returns what to keep small, the most important first."""
+    return [estimate.layout.shape.get(axis, 1) for axis in ("model", "expert", "fsdp")]
+
+
+def _why(best: Estimate, limit: float | None) -> str:
+    """Says in one line what speaks for a mesh."""
+    shape, text = best.layout.shape, [_memory(best, limit)]
+    if shape.keys() == {"data"}:
+        text.append("every device holds all weights and computes its own rows")
+    if "fsdp" in shape:
+        hidden = best.gathers <= best.products
+        text.append("gathers of weights " + ("hide behind products" if hidden else "bind"))
+    if best.exchanges:
+        share = 100 * best.exchanges / best.seconds
+        text.append(
+            f"exchanges along {' and '.join(shape.keys() - {'data', 'fsdp'})} {share:.0f} %"
+        )
+    return "; ".join(text)
+
+
+def _memory(estimate: Estimate, limit: float | None) -> str:
+    of = "" if limit is None else f" of {limit / 1e9:.3g}"
+    return f"about {estimate.memory / 1e9:.2g}{of} GB per device"

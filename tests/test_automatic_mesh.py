@@ -1,0 +1,133 @@
+"""`--mesh_type auto`: the shortest step that fits, and what it is estimated from."""
+
+import json
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from command_line import main
+from pods import flags_for
+
+from activation_extraction.common.errors import InputError
+from activation_extraction.model.automatic_mesh import StepSizes
+from activation_extraction.model.devices import CHIPS, memory_of
+from activation_extraction.model.mesh import build_layout
+from benchmarks.shapes import SHAPES, evenly_spaced
+from qwen2_jax import weight_table
+from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that is not here, and says nothing about its memory."""
+
+    id: int
+    device_kind: str
+    platform: str = "tpu"
+    process_index: int = 0
+
+    def memory_stats(self):
+        return None
+
+
+def step_of(name, rows, length=2048):
+    config = FAMILIES.config(SHAPES[name])
+    depth = config.num_hidden_layers
+    hooks = HOOKS.of_layers(evenly_spaced(8, depth), "residual", depth)
+    model = create_model_with_hooks(config, hooks, jax.numpy.dtype("bfloat16"))
+    return StepSizes(model, weight_table(model), rows, length)
+
+
+def devices(count, kind="TPU v5e", **how):
+    return [Device(number, kind, **how) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    "name,count,kind,rows,expected",
+    [
+        ("0.5B", 64, "TPU v5e", 128, {"data": 64}),  # everything fits on a chip
+        ("7B", 64, "TPU v5e", 128, {"data": 32, "fsdp": 2}),  # it does not on chips of 16 GB
+        ("7B", 16, "TPU v6 lite", 32, {"data": 16}),  # nor would it need to on those of 32 GB
+        ("72B", 64, "TPU v5e", 128, {"data": 2, "fsdp": 32}),
+        ("30B-A3B", 16, "TPU v6 lite", 32, {"data": 4, "expert": 4}),  # gathering sends more
+        ("0.5B", 8, "TPU v5e", 2, {"data": 2, "model": 4}),  # too few rows
+        ("7B", 8, "TPU v5e", 1, {"data": 1, "model": 8}),
+        ("0.5B", 1, "TPU v5e", 8, {"data": 1}),
+        ("0.5B", 8, "cpu", 8, {"data": 8}),  # of unknown size
+    ],
+)
+def test_the_mesh_that_is_chosen(name, count, kind, rows, expected):
+    chosen, why = step_of(name, rows).choose_mesh(devices(count, kind))
+    assert chosen == expected and list(chosen) == list(expected)
+    assert "GB per device" in why and "no mesh" not in why
+
+
+def test_gathering_gives_way_to_exchanges_where_rows_are_few_and_short():
+    """The formula of the module: 1,640 tokens of a chip hide the gathers of fsdp 4 on a v5e."""
+    for length, hidden in ((1024, False), (2048, True)):
+        step = step_of("7B", 4, length)
+        four = devices(4)
+        estimate = step.estimate(build_layout(four, {"data": 1, "fsdp": 4}, 4), four)
+        assert (estimate.gathers <= estimate.products) == hidden
+        chip = CHIPS["TPU v5e"]
+        # The norms and biases are sent too, and attention's scores are computed.
+        of_formula = (2 * length / chip.flops) / (2 * 3 / 4 / (chip.links * chip.link))
+        assert estimate.products / estimate.gathers == pytest.approx(of_formula, rel=0.1)
+
+
+def test_weights_of_a_device_are_those_of_its_shards():
+    step = step_of("30B-A3B", 64)
+    layouts = [
+        build_layout(usable, shape, 4)
+        for usable in [jax.devices()]
+        for shape in ({"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 2, "expert": 2, "model": 2})
+    ]
+    least = [step.memory(layout) for layout in layouts]
+    for layout, memory in zip(layouts, least, strict=True):
+        held = 0
+        for spec in step.weights.values():
+            held += 2 * np.prod(layout.sharding(spec.axes, spec.shape).shard_shape(spec.shape))
+        assert held < memory < 1.2 * held + 20e9
+    assert least[0] > 60e9 and max(least[1:]) < 0.6 * least[0]
+
+
+def test_what_fits_nowhere_takes_the_least_memory_and_says_so():
+    chosen, why = step_of("72B", 8).choose_mesh(devices(4))
+    assert "no mesh fits" in why and np.prod([*chosen.values()]) == 4
+    assert chosen.get("data", 1) == 1
+
+
+def test_gpus_of_one_host_gather_sooner_than_those_of_several():
+    """A GPU's links end at its host; of two hosts of two, none should gather over four."""
+    step = step_of("7B", 64)
+    layout = build_layout(jax.devices()[:4], {"data": 1, "fsdp": 4}, 4)
+    one_host = devices(4, "NVIDIA H100 80GB HBM3", platform="gpu")
+    two_hosts = [
+        Device(number, "NVIDIA H100 80GB HBM3", "gpu", process_index=number // 2)
+        for number in range(4)
+    ]
+    slow, fast = (step.estimate(layout, group).gathers for group in (two_hosts, one_host))
+    assert slow == pytest.approx(9 * fast)
+
+
+def test_rows_and_widths_that_divide_on_no_mesh_are_refused():
+    step = step_of("0.5B", 3)
+    with pytest.raises(InputError, match="does not divide among 5 devices"):
+        step.choose_mesh(devices(5))
+
+
+def test_memory_is_what_the_device_says_or_what_its_kind_has():
+    assert memory_of(SimpleNamespace(memory_stats=lambda: {"bytes_limit": 5})) == 5
+    assert memory_of(Device(0, "TPU v6 lite")) == 32e9
+    assert memory_of(Device(0, "cpu")) is None
+
+
+def test_a_run_says_which_mesh_it_took_and_why(demo_inputs, tmp_path, capsys):
+    flags = flags_for(demo_inputs, tmp_path, "--batch_size", 8, "--max_samples", 20)
+    assert main(*flags) == 0
+    said = capsys.readouterr().err
+    assert "mesh: data 8 (about" in said
+    assert "every device holds all weights and computes its own rows)" in said
+    assert json.loads((tmp_path / "metadata.json").read_text())["mesh"] == {"data": 8}
