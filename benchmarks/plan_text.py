@@ -7,7 +7,7 @@ tpu_plan.py compiles the programs and says what the bytes mean.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -141,18 +141,20 @@ class Plan:
                     pending += [instruction.calls, instruction.named("to_apply")]
         return found
 
-    def moves(self, computation: str) -> list[Move]:
+    def moves(self, computation: str, around: Collection[str] = ()) -> list[Move]:
         """Of everything that one run of this computation moves, in the order in which it runs.
 
         A loop's moves are those of all its turns. Of branches, those of the layers' types count by
-        their shares, and of others the one that moves most counts.
+        their shares, and of others the one that moves most counts. around: channels on which is
+        sent while the computation runs, which is counted where it starts.
         """
         found: list[Move] = []
         in_flight: dict[str, int] = {}  # channel -> place in `found`
         for each in self._running(computation):
-            own = self._nested(computation, each)
+            counted = {*around, *in_flight}
+            own = self._nested(computation, each, counted)
             if own is None:
-                own = [self._move(each, set(in_flight))]
+                own = [self._move(each, counted)]
                 ended = self._ended(each)
                 in_flight |= {channel: len(found) for channel in self._begun(each)}
                 in_flight = {k: place for k, place in in_flight.items() if k not in ended}
@@ -163,16 +165,18 @@ class Plan:
             found += own
         return [move for move in found if move.hbm or move.sent]
 
-    def _nested(self, computation: str, instruction: Instruction) -> list[Move] | None:
+    def _nested(
+        self, computation: str, instruction: Instruction, around: Collection[str]
+    ) -> list[Move] | None:
         """The moves of an instruction that runs others one after the other; None if it does not."""
         if instruction.opcode == "while":
-            turns, moves = self._turns(instruction), self.moves(instruction.named("body"))
-            return [move.times(turns) for move in moves]
+            turns = self._turns(instruction)
+            return [move.times(turns) for move in self.moves(instruction.named("body"), around)]
         if instruction.opcode == "call":
-            return self.moves(instruction.calls)
+            return self.moves(instruction.calls, around)
         if instruction.opcode != "conditional":
             return None
-        branches = [self.moves(branch) for branch in instruction.branches]
+        branches = [self.moves(branch, around) for branch in instruction.branches]
         if len(branches) != len(self.shares) or computation != self.body:
             return max(branches, key=lambda moves: sum(move.hbm for move in moves))
         shared = zip(self.shares, branches, strict=True)
@@ -202,7 +206,7 @@ class Plan:
         ends = any("AsyncCollectiveDone" in inner.line for inner in inside)
         return [inner.channel for inner in inside if inner.is_collective and ends]
 
-    def _move(self, each: Instruction, in_flight: set[str]) -> Move:
+    def _move(self, each: Instruction, in_flight: Collection[str]) -> Move:
         """What one instruction moves; an asynchronous collective moves everything at its start."""
         kind, inside = self.kind(each), self._inside(each)
         collectives = [inner for inner in inside if inner.is_collective]

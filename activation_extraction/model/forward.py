@@ -23,7 +23,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.devices import watch_compiling
+from activation_extraction.model.devices import COMPILER_OPTIONS, watch_compiling
 from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
 from activation_extraction.model.hooks import Form, Hook, hook_table
 from activation_extraction.model.kept import KeptTokens, take_kept
@@ -265,7 +265,8 @@ def compile_step(forward: Forward) -> Step:
     outgoing = rows.outgoing(shape[1]), rows.everywhere()
     inputs = [abstract(*shape)] * 3 + [abstract(1, 3)]
     with watch_compiling() as from_cache:
-        compiled = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs).compile()
+        lowered = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs)
+        compiled = lowered.compile(COMPILER_OPTIONS.get(jax.default_backend()))
     where = ", from the cache" if from_cache() else ""
     log.info("compiled in %.1f s%s", time.perf_counter() - began, where)
     padding = np.zeros(shape, np.int32)

@@ -39,6 +39,9 @@ LOGICAL_AXES = {
     "I": "one",
     "W": "taps",
 }
+# Small weights are not split along fsdp, as weights of one axis are not: most layers begin with
+# them, and so there is a product to compute while the first of the others is gathered.
+NOT_GATHERED = "KHD", "JGD", "RD", "UD"
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
 # A module's intermediates by name; those of its submodules are nested. An intermediate that is a
 # function is computed only if it is called.
@@ -90,8 +93,7 @@ def parameter(module: Any, name: str, letters: str) -> Array:
     Its values come from a checkpoint: `init` gives zeros.
     """
     axes = tuple(LOGICAL_AXES[letter] for letter in letters)
-    if len(axes) == 1 or "kv_heads" in axes:
-        # These are small, and a layer begins with them: no product would hide gathering along fsdp.
+    if len(letters) == 1 or letters in NOT_GATHERED:
         axes = tuple("hidden" if axis == "embed" else axis for axis in axes)
     shape = tuple(module.config.sizes[letter] for letter in letters)
     zeros = nn.with_logical_partitioning(nn.initializers.zeros, axes)
