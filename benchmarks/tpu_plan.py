@@ -199,6 +199,12 @@ def ideal(compiled: Compiled) -> dict[str, int]:
     return {kind: item * count for kind, count in needed.items()}
 
 
+def over_ideal(compiled: Compiled) -> float:
+    """Returns the bytes of HBM that a dense layer moves, over what it cannot do without."""
+    needed = sum(count for kind, count in ideal(compiled).items() if kind != "sent")
+    return sum(move.hbm for move in compiled.plan.moves(compiled.plan.body)) / needed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--topology", default="v5e:8x8")
@@ -222,17 +228,8 @@ def main() -> None:
             print(f"{move.hbm / 1e6:8.1f} {sent}  {move.kind:10}  {move.source}")
     needed = ideal(compiled)
     over = {kind: planned[kind] - needed.get(kind, 0) for kind in planned}
-    ratio = _hbm(planned) / _hbm(needed)
-    step = step_plan(compiled)._asdict()
-    print(
-        json.dumps(
-            {"planned": planned, "ideal": needed, "over": over, "ratio": ratio, "step": step}
-        )
-    )
-
-
-def _hbm(of_kinds: dict[str, int]) -> int:
-    return sum(count for kind, count in of_kinds.items() if kind != "sent")
+    found = {"planned": planned, "ideal": needed, "over": over, "ratio": over_ideal(compiled)}
+    print(json.dumps(found | {"step": step_plan(compiled)._asdict()}))
 
 
 if __name__ == "__main__":
