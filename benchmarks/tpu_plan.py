@@ -80,7 +80,7 @@ def compile_for(
             layers_of[path[1]] = spec.shape[0]
     shape = config.batch_size * rows.hosts, config.max_seq_length
     batch = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows.incoming())] * 3
-    forward = jax.jit(model.apply, out_shardings=rows.outgoing(shape[1]))
+    forward = jax.jit(model.apply, out_shardings=rows.outgoing(shape[1], model.layout))
     lowered = forward.lower({"params": unflatten_dict(params)}, *batch)
     options = COMPILER_OPTIONS["tpu"] | {"exec_time_optimization_effort": effort}
     compiled = lowered.compile(options)

@@ -262,7 +262,7 @@ def compile_step(forward: Forward) -> Step:
         whole = rows_of_host * rows.hosts, columns
         return jax.ShapeDtypeStruct(whole, jnp.int32, sharding=rows.incoming())
 
-    outgoing = rows.outgoing(shape[1]), rows.everywhere()
+    outgoing = rows.outgoing(shape[1], model.layout), rows.everywhere()
     inputs = [abstract(*shape)] * 3 + [abstract(1, 3)]
     with watch_compiling() as from_cache:
         lowered = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs)
