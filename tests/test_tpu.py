@@ -28,7 +28,7 @@ from activation_extraction.model.kept import take
 from activation_extraction.run.prepare import model_request
 from benchmarks.plan_text import ARRAY, COLLECTIVE, groups
 from benchmarks.shapes import SHAPES
-from benchmarks.tpu_plan import EIGHT, QWEN_7B, Compiled, chips, compile_for
+from benchmarks.tpu_plan import EIGHT, QWEN_7B, Compiled, chips, compile_for, over_ideal
 from qwen2_jax_with_hooks import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("optimized")]
@@ -169,6 +169,44 @@ def test_dense_models_fit_sixteen_chips(shape, layers, topology, memory_of_a_chi
     assert max(needed, memory.peak_memory_in_bytes) < memory_of_a_chip
     assert copied_weights(compiled) < 0.02 * arguments
     assert not [kind for kind, crosses in collectives(compiled) if crosses]
+
+
+FSDP_4 = "--mesh_shape {},4 --mesh_axes data,fsdp"
+
+
+def test_fsdp_exchanges_vectors_of_tokens_and_moves_little_else_than_its_products():
+    compiled = compile_quickly(QWEN_7B, f"{EIGHT} {FSDP_4.format(16)}", "v5e:8x8")
+    moves = compiled.plan.moves(compiled.plan.entry)
+    looking_up = [move for move in moves if "embed_tokens" in move.source]
+    tokens = compiled.rows * compiled.length // 64
+    assert 0 < sum(move.sent for move in looking_up) < 2 * tokens * QWEN_7B.hidden_size
+    table = 2 * QWEN_7B.vocab_size * QWEN_7B.hidden_size
+    assert sum(move.hbm for move in looking_up) < table / 4
+    assert over_ideal(compiled) < 1.4
+
+
+@rare
+@pytest.mark.parametrize(
+    "config,topology,data,how",
+    [
+        pytest.param(QWEN_7B, "v5e:8x8", 16, {}, id="v5e"),
+        pytest.param(QWEN_7B, "v6e:2x4", 2, {}, id="v6e"),
+        pytest.param(QWEN_7B, "v5p:2x2x4", 4, {}, id="v5p"),
+        pytest.param(QWEN_7B, "v4:2x2x4", 4, MEGACORE, id="v4"),
+        pytest.param(FAMILIES.config(released("9B")), "v6e:2x4", 2, {}, id="layers of two types"),
+    ],
+)
+def test_fsdp_gathers_every_weight_beside_products(config, topology, data, how):
+    """A gather begins before the product that comes before its own, and ends after it."""
+    last = config.num_hidden_layers - 1
+    flags = f"--layers_to_extract {last // 2} {last} {FSDP_4.format(data)}"
+    compiled = compile_for(config, flags, topology, USUAL, **how)
+    sending = [move for move in compiled.plan.moves(compiled.plan.body) if move.sent]
+    assert len(sending) >= 5
+    for move in sending:
+        assert move.hidden and move.axes == ("fsdp",), move
+    if config == QWEN_7B:
+        assert over_ideal(compiled) < 1.4
 
 
 EXPERTS_8 = "v5e:8x8", "8,8 --mesh_axes data,expert --batch_size 4", 16e9

@@ -24,7 +24,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.devices import watch_compiling
+from activation_extraction.model.devices import compile_with_options, watch_compiling
 from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
 from activation_extraction.model.hooks import Form, Hook, hook_table
 from activation_extraction.model.kept import KeptTokens, take_kept
@@ -296,9 +296,10 @@ def _compiled(forward: Forward, params: Any) -> Any:
         whole = rows_of_host * rows.hosts, columns
         return jax.ShapeDtypeStruct(whole, jnp.int32, sharding=rows.incoming())
 
-    outgoing = rows.outgoing(forward.shape[1]), rows.everywhere()
+    outgoing = rows.outgoing(forward.shape[1], model.layout), rows.everywhere()
     inputs = [abstract(*forward.shape)] * 3 + [abstract(1, 3)]
-    return jax.jit(apply, out_shardings=outgoing).lower(params, *inputs).compile()
+    lowered = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs)
+    return compile_with_options(lowered, rows.mesh.devices.flat[0].platform)
 
 
 def bytes_of_step(forward: Forward) -> int:
