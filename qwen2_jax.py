@@ -43,6 +43,7 @@ from activation_extraction.model.layers import (
     parameter,
     rotary_table,
     rotate,
+    rounded,
 )
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import DENSE, LINEAR, SPARSE, QwenConfig
@@ -60,7 +61,14 @@ class Embedding(nn.Module):
         self.weight = parameter(self, "weight", "VD")
 
     def __call__(self, token_ids: Array) -> Array:
-        return self.layout.constrain(from_bits(self.table()[token_ids]), *STREAM)
+        """Has each chip look up its columns of the table, for all chips along fsdp that share it.
+
+        So vectors of tokens are exchanged, not the table.
+        """
+        constrain = self.layout.constrain
+        token_ids = constrain(token_ids, "fsdp_batch", "sequence")
+        columns = constrain(self.weight[token_ids], "fsdp_batch", "sequence", "embed")
+        return constrain(from_bits(columns), *STREAM)
 
     def table(self) -> Array:
         """Returns the vectors of all tokens, (V, D), as bits."""
@@ -85,8 +93,8 @@ class SelfAttention(nn.Module):
         self.v_proj = linear("D->KH", use_bias=self.config.qkv_bias)
         self.o_proj = linear("NH->D", use_bias=self.config.o_bias)
         if self.config.qk_norm:
-            self.q_norm = RMSNorm(self.config, self.dtype, over="H", wide=True)
-            self.k_norm = RMSNorm(self.config, self.dtype, over="H", wide=True)
+            self.q_norm = RMSNorm(self.config, self.dtype, over="H")
+            self.k_norm = RMSNorm(self.config, self.dtype, over="H")
 
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, slides: Array | None
@@ -95,24 +103,24 @@ class SelfAttention(nn.Module):
         keys = "batch", "sequence", "kv_heads", "head_dim"
         constrain = self.layout.constrain
         out: Out = {}
-        q = out["q"] = constrain(self.q_proj(x), *queries)
+        q = out["q"] = constrain(rounded(self.q_proj(x), self.dtype), *queries)
         if self.config.q_gate:
             q = q.reshape(*q.shape[:2], -1, 2, q.shape[-1])
             q, out["q_gate"] = constrain(q[..., 0, :], *queries), constrain(q[..., 1, :], *queries)
-        k = out["k"] = constrain(self.k_proj(x), *keys)
+        k = out["k"] = constrain(rounded(self.k_proj(x), self.dtype), *keys)
         v = out["v"] = constrain(self.v_proj(x), *keys).astype(self.dtype)
         if self.config.qk_norm:
             q = out["q_normed"] = self.q_norm(q)[0]
             k = out["k_normed"] = self.k_norm(k)[0]
-        q = out["rot_q"] = rotate(q, rotary)
-        k = out["rot_k"] = rotate(k, rotary).astype(self.dtype)
+        q = out["rot_q"] = rotate(q, rotary, self.config)
+        k = out["rot_k"] = rotate(k, rotary, self.config).astype(self.dtype)
         q = (q * self.config.head_dim**-0.5).astype(self.dtype)
         with jax.named_scope("attention"):
             attend = partial(_attend, self.layout, self.config.sliding_window, slides)
             out["pattern"] = partial(attend, attention_pattern, q, k, k, segment_ids)
             heads = attend(self.attention, q, k, v, segment_ids)
         if self.config.q_gate:
-            gate = jax.nn.sigmoid(out["q_gate"])
+            gate = jax.nn.sigmoid(out["q_gate"].astype(jnp.float32))
             heads = (heads.astype(jnp.float32) * gate).astype(self.dtype)
         out["z"] = heads
         out["out"] = constrain(self.o_proj(heads).astype(self.dtype), *STREAM)
@@ -147,8 +155,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(self.config, f"{self.width}->D", dtype=self.dtype)
 
     def __call__(self, x: Array, _segment_ids: Array | None = None) -> tuple[Array, Out]:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        gated = (jax.nn.silu(gate) * up).astype(self.dtype)
+        gate, up = rounded(self.gate_proj(x), self.dtype), self.up_proj(x)
+        gated = (jax.nn.silu(gate.astype(jnp.float32)) * up).astype(self.dtype)
         gated = self.layout.constrain(gated, "batch", "sequence", "mlp")
         out = self.layout.constrain(self.down_proj(gated).astype(self.dtype), *STREAM)
         return out, {"pre": gate, "pre_linear": up, "post": gated, "out": out}

@@ -39,11 +39,11 @@ def seconds_of(step: Step, batches: Sequence[Batch]) -> float:
 def main() -> None:
     config = parse_args(sys.argv[1:])
     logging.getLogger("extract_activations").addHandler(logging.StreamHandler())
-    rows, length = config.batch_size, config.max_seq_length
+    forward = prepare_model(FAMILIES, model_request(config))
+    rows, length = forward.shape
     documents = tokenise(Path(config.model_path), Path(str(config.dataset_path)), length)
     packed = list(pack(samples_of(documents), rows, length))
-    full = list(pack(samples_of([[n] * length for n in range(rows)]), rows, length))
-    forward = prepare_model(FAMILIES, model_request(config))
+    full = list(pack(samples_of([[n] * length for n in range(max(rows, 8))]), rows, length))
     began = time.perf_counter()
     step = compile_step(forward)
     found = {
@@ -51,7 +51,7 @@ def main() -> None:
         "steps": len(packed),
         "tokens": sum(batch.num_tokens for batch in packed),
         "seconds": seconds_of(step, packed),
-        "full_rows_tokens": rows * length,
+        "full_rows_tokens": sum(batch.num_tokens for batch in full),
         "full_rows_seconds": seconds_of(step, full),
     }
     print(json.dumps(found))

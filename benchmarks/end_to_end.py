@@ -100,7 +100,9 @@ class Bench:
         given = self.given
         places = ["--model_path", str(self.folder / "model")]
         places += ["--dataset_path", str(self.folder / "documents.jsonl")]
-        sizes = ["--batch_size", given.batch_size, "--max_seq_length", given.max_seq_length]
+        sizes = ["--max_seq_length", given.max_seq_length]
+        if given.batch_size is not None:
+            sizes += ["--batch_size", given.batch_size]
         hooks = ["--hook_names", *self.hooks] if self.has_experts else []
         return [*places, *map(str, sizes), "--compilation_cache", "off", *hooks]
 
@@ -286,12 +288,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--documents", type=int, default=87, help="(default: 87, which fill five steps of 8 x 2048)"
+        "--documents", type=int, default=87, help="(default: 87, which take 39 rows of 2048)"
     )
     parser.add_argument("--rounds", type=int, default=1, help="(default: 1)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="NAME")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--batch_size", type=int, default=8, help="rows per step (default: 8)")
+    parser.add_argument("--batch_size", type=int, help="rows per step (default: the tool's)")
     parser.add_argument("--max_seq_length", type=int, default=2048, help="(default: 2048)")
     parser.add_argument("--whole", action="store_true", help="others do all, too: hours")
     parser.add_argument("--shape", choices=SHAPES, default="0.5B", help="(default: 0.5B)")

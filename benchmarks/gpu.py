@@ -90,7 +90,7 @@ def run_attention(name: str, shape: str, given: argparse.Namespace) -> Row:
         return model.apply({"params": params}, *batch)
 
     began = time.perf_counter()
-    outgoing = rows.outgoing(given.length)
+    outgoing = rows.outgoing(given.length, model.layout)
     compiled = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs).compile()
     compiling = time.perf_counter() - began
     tokens = given.rows * given.length

@@ -7,7 +7,7 @@ tpu_plan.py compiles the programs and says what the bytes mean.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -70,6 +70,8 @@ class Move(NamedTuple):
 
     hidden: whether products run while it sends: the collective is asynchronous and they are between
     its start and its end, or it is part of a product. axes: the mesh axes that it sends along.
+    flops: of a product, its operations; of what is hidden, those of the products beside it, without
+    those of Pallas kernels.
     """
 
     kind: str  # product, kernel, collective, copy or rest
@@ -79,9 +81,11 @@ class Move(NamedTuple):
     sent: int = 0
     hidden: bool = False
     axes: tuple[str, ...] = ()
+    flops: float = 0.0
 
     def times(self, count: float) -> "Move":
-        return self._replace(hbm=round(self.hbm * count), sent=round(self.sent * count))
+        hbm, sent, flops = (round(x * count) for x in (self.hbm, self.sent, self.flops))
+        return self._replace(hbm=hbm, sent=sent, flops=flops)
 
 
 class Plan:
@@ -138,37 +142,42 @@ class Plan:
                     pending += [instruction.calls, instruction.named("to_apply")]
         return found
 
-    def moves(self, computation: str) -> list[Move]:
+    def moves(self, computation: str, around: Collection[str] = ()) -> list[Move]:
         """Of everything that one run of this computation moves, in the order in which it runs.
 
         A loop's moves are those of all its turns. Of branches, those of the layers' types count by
-        their shares, and of others the one that moves most counts.
+        their shares, and of others the one that moves most counts. around: channels on which is
+        sent while the computation runs, which is counted where it starts.
         """
         found: list[Move] = []
         in_flight: dict[str, int] = {}  # channel -> place in `found`
         for each in self._running(computation):
-            own = self._nested(computation, each)
+            counted = {*around, *in_flight}
+            own = self._nested(computation, each, counted)
             if own is None:
-                own = [self._move(each, set(in_flight))]
+                own = [self._move(each, counted)]
                 ended = self._ended(each)
                 in_flight |= {channel: len(found) for channel in self._begun(each)}
                 in_flight = {k: place for k, place in in_flight.items() if k not in ended}
             if any(move.kind in ("product", "kernel") for move in own):
                 for place in in_flight.values():
-                    found[place] = found[place]._replace(hidden=True)
+                    flops = found[place].flops + sum(move.flops for move in own)
+                    found[place] = found[place]._replace(hidden=True, flops=flops)
             found += own
         return [move for move in found if move.hbm or move.sent]
 
-    def _nested(self, computation: str, instruction: Instruction) -> list[Move] | None:
+    def _nested(
+        self, computation: str, instruction: Instruction, around: Collection[str]
+    ) -> list[Move] | None:
         """The moves of an instruction that runs others one after the other; None if it does not."""
         if instruction.opcode == "while":
-            turns, moves = self._turns(instruction), self.moves(instruction.named("body"))
-            return [move.times(turns) for move in moves]
+            turns = self._turns(instruction)
+            return [move.times(turns) for move in self.moves(instruction.named("body"), around)]
         if instruction.opcode == "call":
-            return self.moves(instruction.calls)
+            return self.moves(instruction.calls, around)
         if instruction.opcode != "conditional":
             return None
-        branches = [self.moves(branch) for branch in instruction.branches]
+        branches = [self.moves(branch, around) for branch in instruction.branches]
         if len(branches) != len(self.shares) or computation != self.body:
             return max(branches, key=lambda moves: sum(move.hbm for move in moves))
         shared = zip(self.shares, branches, strict=True)
@@ -198,7 +207,7 @@ class Plan:
         ends = any("AsyncCollectiveDone" in inner.line for inner in inside)
         return [inner.channel for inner in inside if inner.is_collective and ends]
 
-    def _move(self, each: Instruction, in_flight: set[str]) -> Move:
+    def _move(self, each: Instruction, in_flight: Collection[str]) -> Move:
         """What one instruction moves; an asynchronous collective moves everything at its start."""
         kind, inside = self.kind(each), self._inside(each)
         collectives = [inner for inner in inside if inner.is_collective]
@@ -213,7 +222,19 @@ class Plan:
         sent = sum(_sent(inner, alone=inner is each) for inner in sending)
         along = {axis for inner in sending for axis in self._axes(inner)}
         axes = tuple(axis for axis in self.mesh if axis in along)
-        return Move(kind, each.name, each.source, hbm, sent, sent > 0 and kind == "product", axes)
+        flops = sum(self._flops(inner) for inner in inside)
+        hidden = sent > 0 and kind == "product"
+        return Move(kind, each.name, each.source, hbm, sent, hidden, axes, flops)
+
+    def _flops(self, product: Instruction) -> float:
+        """The operations of a product; with an axis of b batches, b**0.5 times too many.
+
+        (m k) (k n) (m n) is the square of what they are without such an axis.
+        """
+        if product.opcode not in ("convolution", "dot"):
+            return 0.0
+        arrays = product.result, *(self.instructions[name].result for name in product.operands)
+        return 2 * math.prod(_count(array) for array in arrays) ** 0.5
 
     def _axes(self, collective: Instruction) -> list[str]:
         """The mesh axes along which the members of a group differ."""
@@ -341,6 +362,12 @@ def _bytes(found: re.Match[str], everywhere: bool = False) -> int:
             shape[axis] = -(-shape[axis] // int(size)) * int(size)
     bits = 8 if kind == "pred" else int(re.sub(r"\D", "", kind))
     return math.prod(shape) * bits // 8
+
+
+def _count(result: str) -> int:
+    """Returns how many numbers one array has."""
+    found = ARRAY.search(result)
+    return math.prod(int(size) for size in found[2].split(",") if size) if found else 0
 
 
 def _size_of(result: str) -> int:

@@ -24,7 +24,7 @@ from jax.experimental import topologies
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import one_line
-from activation_extraction.model.devices import chip_of
+from activation_extraction.model.devices import COMPILER_OPTIONS, chip_of
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.forward import build_model
 from activation_extraction.model.mesh import RULES
@@ -71,18 +71,19 @@ def compile_for(
     devices = chips(topology, **how)
     family = FAMILIES.by_model_type(qwen.model_type)
     with patch.object(jax, "devices", return_value=devices):
-        model, rows = build_model(family, model_request(config), qwen)
+        request = model_request(config)
+        model, rows = build_model(family, request, qwen)
     params, layers_of = {}, {}
     for path, spec in family.weight_table(model).items():
         split = model.layout.sharding(spec.axes, spec.shape)
         params[path] = jax.ShapeDtypeStruct(spec.shape, model.dtype, sharding=split)
         if path[0] == "layers" and path[1] in qwen.layer_types:  # layers of several types
             layers_of[path[1]] = spec.shape[0]
-    shape = config.batch_size * rows.hosts, config.max_seq_length
+    shape = request.rows * rows.hosts, request.length
     batch = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows.incoming())] * 3
-    forward = jax.jit(model.apply, out_shardings=rows.outgoing(shape[1]))
+    forward = jax.jit(model.apply, out_shardings=rows.outgoing(shape[1], model.layout))
     lowered = forward.lower({"params": unflatten_dict(params)}, *batch)
-    options: Any = {"exec_time_optimization_effort": effort}
+    options = COMPILER_OPTIONS["tpu"] | {"exec_time_optimization_effort": effort}
     compiled = lowered.compile(options)
     assert model.layout.mesh is not None
     shares = [layers_of[type_] / sum(layers_of.values()) for type_ in sorted(layers_of)]
@@ -177,9 +178,9 @@ def ideal(compiled: Compiled) -> dict[str, int]:
     """Bytes that a dense layer cannot do without on one chip, everything in the model's dtype.
 
     product: the weights once, and what goes into and comes out of each product; kernel: q, k, v and
-    the heads' values; collective, with fsdp: a chip's part of the weights is read, and all that it
-    gathers is written; sent: that, and a reduce-scatter and an all-gather of the residual stream
-    around each half of the layer, with `model`.
+    the heads' values; collective, with fsdp: a chip's part of the weights is read, but for those of
+    keys and values, and all that it gathers is written; sent: that, and a reduce-scatter and an
+    all-gather of the residual stream around each half of the layer, with `model`.
     """
     model, layout = compiled.model, compiled.model.layout
     size, item = model.config.sizes, model.dtype.itemsize
@@ -189,14 +190,20 @@ def ideal(compiled: Compiled) -> dict[str, int]:
     mlp, hidden = size["F"] // parts, size["D"]
     widths = [(hidden, queries), *[(hidden, kv)] * 2, (heads, hidden)]
     widths += [*[(hidden, mlp)] * 2, (mlp, hidden)]
-    weights = sum(a * b for a, b in widths)
+    weights, split = sum(a * b for a, b in widths), sum(a * b for a, b in widths if b != kv)
     product = weights + tokens * sum(a + b for a, b in widths)
-    sent = 4 * tokens * hidden * (parts - 1) // parts + weights * (gathered - 1) // gathered
+    sent = 4 * tokens * hidden * (parts - 1) // parts + split * (gathered - 1) // gathered
     kernel = tokens * 2 * (heads + kv)
     needed = {"product": product, "kernel": kernel, "sent": sent}
     if gathered > 1:
-        needed["collective"] = weights + weights // gathered
+        needed["collective"] = split + split // gathered
     return {kind: item * count for kind, count in needed.items()}
+
+
+def over_ideal(compiled: Compiled) -> float:
+    """Returns the bytes of HBM that a dense layer moves, over what it cannot do without."""
+    needed = sum(count for kind, count in ideal(compiled).items() if kind != "sent")
+    return sum(move.hbm for move in compiled.plan.moves(compiled.plan.body)) / needed
 
 
 def main() -> None:
@@ -222,17 +229,8 @@ def main() -> None:
             print(f"{move.hbm / 1e6:8.1f} {sent}  {move.kind:10}  {move.source}")
     needed = ideal(compiled)
     over = {kind: planned[kind] - needed.get(kind, 0) for kind in planned}
-    ratio = _hbm(planned) / _hbm(needed)
-    step = step_plan(compiled)._asdict()
-    print(
-        json.dumps(
-            {"planned": planned, "ideal": needed, "over": over, "ratio": ratio, "step": step}
-        )
-    )
-
-
-def _hbm(of_kinds: dict[str, int]) -> int:
-    return sum(count for kind, count in of_kinds.items() if kind != "sent")
+    found = {"planned": planned, "ideal": needed, "over": over, "ratio": over_ideal(compiled)}
+    print(json.dumps(found | {"step": step_plan(compiled)._asdict()}))
 
 
 if __name__ == "__main__":

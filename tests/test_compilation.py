@@ -11,6 +11,7 @@ import pytest
 import extract_activations
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
+from activation_extraction.model import devices
 from activation_extraction.model.devices import use_compilation_cache
 
 pytestmark = pytest.mark.long
@@ -111,3 +112,10 @@ def test_several_hosts_use_a_cache_only_when_it_is_given(tmp_path, settings):
     use_compilation_cache("gs://bucket/jax", Path("out"), several=True)
     assert settings["jax_compilation_cache_dir"] == "gs://bucket/jax"
     assert settings["jax_enable_compilation_cache"]
+
+
+def test_an_option_that_the_compiler_does_not_know_is_left_out(monkeypatch, caplog):
+    monkeypatch.setitem(devices.COMPILER_OPTIONS, "cpu", {"xla_no_such_option": True})
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    assert devices.compile_with_options(lowered, "cpu")(1.0) == 2
+    assert "No such compile option: 'xla_no_such_option'" in caplog.text

@@ -15,7 +15,7 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.console import Progress
 from activation_extraction.common.errors import RunError
 from activation_extraction.model.devices import device_errors
-from activation_extraction.run import prepare
+from activation_extraction.run import hosts, prepare
 from activation_extraction.run.hosts import Host, Watchdog, raise_together
 from activation_extraction.store.formats import ShardFormat
 from qwen2_jax_with_hooks import FAMILIES, HookedQwen2
@@ -45,16 +45,17 @@ def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
     def vanished(*_):
         raise FileNotFoundError("a source file")
 
-    monkeypatch.setattr(prepare, "require_agreement", agree)
-    for phase, defect in enumerate(("prepare", "prepare_output")):
+    monkeypatch.setattr(hosts, "require_agreement", agree)
+    for phase, defect in enumerate(("prepare_output", "prepare_forward", "prepare")):
         told.clear()
         monkeypatch.setattr(prepare, "prepare_output", lambda *_: SimpleNamespace(commit=None))
         monkeypatch.setattr(prepare, "agree_on_commit", lambda *_: None)
+        monkeypatch.setattr(prepare, "prepare_forward", lambda config, *_: (config, None, None))
         monkeypatch.setattr(prepare, "prepare", MagicMock())
         monkeypatch.setattr(prepare, defect, vanished)
         with pytest.raises(FileNotFoundError):
             prepare.prepare_together(parse_args([]), Host(0, 2), FAMILIES, Watchdog(600))
-        assert len(told) == 2 - phase and type(told[-1][1]) is FileNotFoundError
+        assert len(told) == phase + 1 and type(told[-1][1]) is FileNotFoundError
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,9 @@ def run(byte_tokenizer, rows, shard_format):
     def run(folder, repairing=False, *, stop_after=None, identity=IDENTITY, **options):
         path = str(options.pop("data", rows))
         files = DataFiles(list_files(path))
-        asked = replace(
-            parse_args([]), max_samples=options.get("max_samples"), batch_size=2, max_seq_length=32
-        )
+        asked = replace(parse_args([]), max_samples=options.get("max_samples"), max_seq_length=32)
         dataset = Dataset((Source(open_files(path, TEXT.columns)),), "files", "", files)
-        text = HostText(asked, dataset, TEXT, byte_tokenizer, Worker())
+        text = HostText(asked, dataset, TEXT, byte_tokenizer, Worker(), (2, 32))
         named = replace(identity, hooks=tuple(HOOKS.values()))
         planner = RepairPlanner(Folder(str(folder)), options.get("remote"), named, METADATA)
         place = open_storage(

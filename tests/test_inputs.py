@@ -122,7 +122,7 @@ def text_of(case, data, worker=None, **changes):
     tokenizer, template = load_text_files(vars(config), checkpoint, VOCABULARY)
     rows = row_form(vars(config), template, VOCABULARY)
     dataset = open_dataset(vars(config), rows.columns, [])
-    return HostText(config, dataset, rows, tokenizer, worker or Worker())
+    return HostText(config, dataset, rows, tokenizer, worker or Worker(), (8, LENGTH))
 
 
 def read(text, start=None):

@@ -18,7 +18,7 @@ from activation_extraction.inspect.trainer_files import FORMATS
 from activation_extraction.model import kept as kept_module
 from activation_extraction.model.hooks import Form
 from activation_extraction.model.kept import take_kept
-from activation_extraction.model.mesh import host_rows
+from activation_extraction.model.mesh import build_layout, host_rows
 from activation_extraction.store.pickle_file import pickle_pieces, read_pickle, read_records
 from activation_extraction.text.token_choice import TokenChoice
 from benchmarks.kill_and_resume import shards_in
@@ -124,9 +124,11 @@ def test_only_kept_tokens_leave_the_devices(monkeypatch):
     monkeypatch.setattr(kept_module, "PIECES", 32)
     rows, form = host_rows(jax.devices()), Form(5, "float32")
     values = np.random.default_rng(0).standard_normal((3, 8, 64, 5), np.float32)
-    for length in (64, 60):  # 60 tokens do not divide among eight devices
+    split, whole = (build_layout(jax.devices(), {axis: 8}, 8) for axis in ("data", "model"))
+    # 60 tokens do not divide among eight devices; rows may be theirs instead.
+    for length, layout in ((64, whole), (60, whole), (60, split)):
         part = values[:, :, :length]
-        array = jax.device_put(part, rows.outgoing(length))
+        array = jax.device_put(part, rows.outgoing(length, layout))
         for share in (0.0, 0.03, 0.3, 1.0):
             kept = np.random.default_rng(1).random((8, length)) < share
             sent = take_kept({form: array}, kept)

@@ -103,7 +103,7 @@ def test_each_missing_variable_has_a_message(variables, missing):
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
-        ([], {"BATCH_SIZE": "abc"}, "argument --batch_size: invalid integer value: 'abc'"),
+        ([], {"BATCH_SIZE": "abc"}, "argument --batch_size: invalid integer or auto value: 'abc'"),
         (["--no_such_flag"], {}, "unrecognized arguments: --no_such_flag"),
         ([], {"MACHINE_ID": "3", "TOTAL_MACHINES": "2"}, "--machine_id 3: out of range"),
         (["--demo"], {}, "--demo and --model_path cannot be used together"),
@@ -126,7 +126,8 @@ def test_a_python_without_the_packages_checks_the_flags(tmp_path):
     Cloud.script(python, f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     result = launch("--dry-run", **{**NAMED, "PYTHON": str(python), "BATCH_SIZE": "abc"})
     assert result.returncode == 2 and not result.stdout
-    assert result.stderr.startswith("error: argument --batch_size: invalid integer value: 'abc'")
+    said = "error: argument --batch_size: invalid integer or auto value: 'abc'"
+    assert result.stderr.startswith(said)
 
 
 def test_a_python_that_cannot_run_the_tool_checks_nothing(tmp_path):
@@ -157,7 +158,8 @@ def test_deploy_starts_nothing_with_flags_that_the_tool_refuses(cloud):
     cloud.tpu("pod", 1)
     start = ["start", "pod", "--image", "image", "--", "--batch_size", "abc"]
     status, text = cloud.deploy(*start, PYTHON=sys.executable)
-    assert status == 2 and "invalid integer value: 'abc'" in text and not cloud.lines("calls")
+    assert status == 2 and not cloud.lines("calls")
+    assert "invalid integer or auto value: 'abc'" in text
 
 
 def test_launch_starts_the_command_and_the_last_flag_wins(cloud):

@@ -48,6 +48,14 @@ def five(tmp_path_factory) -> Reference:
     )
 
 
+@pytest.fixture(scope="module")
+def sixteen(tmp_path_factory) -> Reference:
+    folder = tmp_path_factory.mktemp("sixteen")
+    return make_reference(
+        folder, num_key_value_heads=2, num_hidden_layers=16, intermediate_size=128
+    )
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("shape", [{"model": 1}, {"pipeline": 2, "data": 2, "model": 2}])
 def test_layers_of_two_types_are_run_in_their_order(five, shape):
@@ -89,6 +97,27 @@ def test_a_type_that_no_layer_of_the_loop_has_is_not_loaded(five):
 )
 def test_stages_have_the_same_sequence_of_types(types, stages, length):
     assert stage_length(types, stages) == length
+
+
+@pytest.mark.parametrize(
+    "stages,last,length", [(2, 5, 3), (2, 6, 4), (4, 5, 2), (4, 7, 2), (8, 7, 1), (2, 15, 8)]
+)
+def test_stages_have_only_the_layers_up_to_the_last_hook(sixteen, stages, last, length):
+    """All that a stage has and loads is of these, and the stages are as short as can be."""
+    layout = build_layout(usable_devices(every=True)[:stages], {"pipeline": stages}, 2)
+    hooks = HOOKS.of_layers([2, last], "mlp", 16)
+    model = create_model_with_hooks(sixteen.config, hooks, layout=layout)
+    assert (model.num_layers, model.layers_per_stage) == (last + 1, length)
+    table = weight_table(model)
+    named = {name for spec in table.values() for name in spec.hf_names}
+    layers = {int(name.split(".")[2]) for name in named if ".layers." in name}
+    assert layers == set(range(last + 1)) and "model.norm.weight" not in named
+    params = load_params(table, Checkpoint(str(sixteen.folder)), np.float32, layout)
+    for value in jax.tree.leaves(params["layers"]):
+        assert len(value) == stages * length
+        shards = {str(shard.index): len(shard.data) for shard in value.addressable_shards}
+        assert list(shards.values()) == [length] * stages
+        assert not np.asarray(value[last + 1 :]).any()  # to make the last stage as long
 
 
 def test_stages_that_cannot_be_alike_are_refused():

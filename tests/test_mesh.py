@@ -85,7 +85,7 @@ def run_on(reference, batch, hooks, shape, hosts=1, kernels=None):
     checkpoint = Checkpoint(str(reference.folder))
     table = weight_table(model, checkpoint.tensors)
     params = load_params(table, checkpoint, np.float32, layout)
-    forward = jax.jit(model.apply, out_shardings=coming.outgoing(64))
+    forward = jax.jit(model.apply, out_shardings=coming.outgoing(64, layout))
     inputs = [jax.device_put(array, coming.incoming()) for array in batch]
     return forward({"params": params}, *inputs), model
 

@@ -173,6 +173,50 @@ def test_conversion_in_memory_equals_loading(reference: Reference):
         np.testing.assert_array_equal(value, loaded[path])
 
 
+@pytest.mark.parametrize("shape,tokens", [((2, 512), 1000), ((2, 512), 300), ((1, 1024), 400)])
+@references("yarn_sliding", "qwen2_moe", "qwen3_5_more_values")
+def test_half_a_group_is_computed_if_the_rest_is_padding(reference: Reference, shape, tokens):
+    """Of several rows the first half of them, of one row the first half of its tokens."""
+    config = reference.config
+    hooks = [hook for hook in every_hook(config) if not hook.kind.at_end]
+    alone = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
+    token_ids, segment_ids, positions = rows(config.vocab_size, shape)
+    real = np.arange(token_ids.size).reshape(shape) < tokens
+    batch = token_ids, segment_ids * real, positions
+
+    def values(layout=None):
+        model = create_model_with_hooks(config, hooks, layout=layout)
+        params = load(model, reference.folder)
+        return model, params, run(model, params, *batch)
+
+    *_, halved = values(alone)
+    model, params, exact = values()
+    computed = np.arange(token_ids.size).reshape(shape) < (512 if tokens <= 512 else 1024)
+    for hook, value in halved.items():
+        assert not value[~computed].any(), hook.name
+    assert computed.all() or any(value[~computed].any() for value in exact.values())
+    halved, exact = (
+        {hook: value[real][None] for hook, value in found.items()} for found in (halved, exact)
+    )
+    assert_same_but_for_rounding(halved, exact, rounding_of(model, params, *batch))
+
+
+@references("two_kv_heads_tied")
+def test_a_row_is_computed_whole_for_a_hook_as_wide_as_the_row(reference: Reference):
+    """Half a row would give half the width of attn.hook_pattern."""
+    config = reference.config
+    hooks = list(HOOKS.matching(["blocks.*.attn.hook_pattern"], config.num_hidden_layers).values())
+    alone = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
+    token_ids, segment_ids, positions = rows(config.vocab_size, (1, 1024))
+    batch = token_ids, segment_ids * (positions < 400), positions
+    found = []
+    for layout in (alone, None):
+        model = create_model_with_hooks(config, hooks, layout=layout)
+        found.append(run(model, load(model, reference.folder), *batch))
+    for hook in hooks:
+        np.testing.assert_allclose(found[0][hook][:, :400], found[1][hook][:, :400], atol=1e-6)
+
+
 WINDOW = dict(use_sliding_window=True, sliding_window=300, max_window_layers=1)
 
 

@@ -70,7 +70,7 @@ def patterns(reference, batch, shape, dtype=jnp.float32):
     coming = HostRows(Mesh(np.array(devices, object).reshape(1, -1), ("host", "device")))
     checkpoint = Checkpoint(str(reference.folder))
     params = load_params(weight_table(model), checkpoint, dtype, layout)
-    forward = jax.jit(model.apply, out_shardings=coming.outgoing(LENGTH))
+    forward = jax.jit(model.apply, out_shardings=coming.outgoing(LENGTH, layout))
     arrays = (batch.token_ids, batch.segment_ids, batch.positions)
     inputs = [jax.device_put(array, coming.incoming()) for array in arrays]
     found = forward({"params": params}, *inputs)

@@ -19,9 +19,9 @@ PROGRAM = """HloModule small
   %p2 = bf16[8,128]{1,0:T(8,128)} parameter(1)
   %p3 = bf16[16,128]{1,0:T(8,128)} parameter(2)
   %p4 = bf16[16,128]{1,0:T(8,128)S(1)} parameter(3)
-  %product.1 = f32[16,128]{1,0:T(8,128)} convolution(%p3, %p4), dim_labels=bf_oi->bf
+  %product.1 = f32[16,16]{1,0:T(8,16)} convolution(%p3, %p4), dim_labels=bf_oi->bf
   %gather.2 = bf16[8,128]{1,0:T(8,128)} all-gather(%p1), channel_id=1, replica_groups={{0,1},{2,3}}
-  ROOT %both = (f32[16,128]{1,0:T(8,128)}, bf16[4,128]{1,0:T(4,128)}, bf16[8,128]{1,0:T(8,128)}) tuple(%product.1, %p1, %gather.2)
+  ROOT %both = (f32[16,16]{1,0:T(8,16)}, bf16[4,128]{1,0:T(4,128)}, bf16[8,128]{1,0:T(8,128)}) tuple(%product.1, %p1, %gather.2)
 }
 
 %ends (p5: bf16[4,128], p6: bf16[8,128]) -> bf16[8,128] {
@@ -49,7 +49,7 @@ PROGRAM = """HloModule small
   %start = (bf16[4,128]{1,0:T(4,128)}, bf16[8,128]{1,0:T(8,128)}, u32[]{:S(2)}) fusion(%shard), kind=kCustom, output_to_operand_aliasing={{0}: (0, {})}, calls=%gathers
   %start.0 = bf16[4,128]{1,0:T(4,128)} get-tuple-element(%start), index=0
   %start.1 = bf16[8,128]{1,0:T(8,128)} get-tuple-element(%start), index=1
-  %middle = (f32[16,128]{1,0:T(8,128)}, bf16[4,128]{1,0:T(4,128)}, bf16[8,128]{1,0:T(8,128)}) fusion(%start.0, %start.1, %rows, %rows), kind=kOutput, output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {})}, calls=%multiplies
+  %middle = (f32[16,16]{1,0:T(8,16)}, bf16[4,128]{1,0:T(4,128)}, bf16[8,128]{1,0:T(8,128)}) fusion(%start.0, %start.1, %rows, %rows), kind=kOutput, output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {})}, calls=%multiplies
   %middle.1 = bf16[4,128]{1,0:T(4,128)} get-tuple-element(%middle), index=1
   %middle.2 = bf16[8,128]{1,0:T(8,128)} get-tuple-element(%middle), index=2
   %done = bf16[8,128]{1,0:T(8,128)} fusion(%middle.1, %middle.2), kind=kCustom, output_to_operand_aliasing={{}: (1, {})}, calls=%ends
@@ -82,9 +82,10 @@ def test_an_asynchronous_collective_counts_once_and_a_synchronous_one_is_not_hid
     moves = Plan(PROGRAM, MESH).moves("%turn")
     gather, product, total, *copies = moves
     # A shard is read, all is written; a chip sends the half that others lack.
-    assert gather == Move("collective", "%start", "", 1024 + 2048, 1024, True, ("fsdp",))
+    flops = 2 * 16 * 16 * 128
+    assert gather == Move("collective", "%start", "", 1024 + 2048, 1024, True, ("fsdp",), flops)
     # One operand is read although it is named twice; the gather's arrays belong to the gather.
-    assert product == Move("product", "%middle", "", 4096 + 8192)
+    assert product == Move("product", "%middle", "", 4096 + 1024, flops=flops)
     assert total == Move("collective", "%sum", "", 2048 + 4096, 4096, False, ("data",))
     assert [copy.hbm for copy in copies] == [4096, 4096]
 

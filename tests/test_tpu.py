@@ -9,6 +9,7 @@ in a run.
 import math
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from test_delta_kernel import shapes_of as delta_shapes
 from test_qwen3_5 import released
 
+from activation_extraction.cli.config import parse_args
 from activation_extraction.common.encodings import ENCODINGS
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.family import HookedModel
+from activation_extraction.model.forward import Forward, build_model, bytes_of_step
 from activation_extraction.model.kept import take
+from activation_extraction.run.prepare import model_request
 from benchmarks.plan_text import ARRAY, COLLECTIVE, groups
 from benchmarks.shapes import SHAPES
-from benchmarks.tpu_plan import EIGHT, QWEN_7B, Compiled, chips, compile_for
+from benchmarks.tpu_plan import EIGHT, QWEN_7B, Compiled, chips, compile_for, over_ideal
 from qwen2_jax_with_hooks import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("optimized")]
@@ -32,6 +36,7 @@ rare = pytest.mark.rare
 
 pytest.importorskip("libtpu")
 
+QWEN2 = FAMILIES.by_model_type("qwen2")
 QWEN_HALF_B = FAMILIES.config(SHAPES["0.5B"])
 QWEN_72B = FAMILIES.config(SHAPES["72B"])
 QWEN3_8B = SHAPES["7B"] | dict(
@@ -164,6 +169,44 @@ def test_dense_models_fit_sixteen_chips(shape, layers, topology, memory_of_a_chi
     assert max(needed, memory.peak_memory_in_bytes) < memory_of_a_chip
     assert copied_weights(compiled) < 0.02 * arguments
     assert not [kind for kind, crosses in collectives(compiled) if crosses]
+
+
+FSDP_4 = "--mesh_shape {},4 --mesh_axes data,fsdp"
+
+
+def test_fsdp_exchanges_vectors_of_tokens_and_moves_little_else_than_its_products():
+    compiled = compile_quickly(QWEN_7B, f"{EIGHT} {FSDP_4.format(16)}", "v5e:8x8")
+    moves = compiled.plan.moves(compiled.plan.entry)
+    looking_up = [move for move in moves if "embed_tokens" in move.source]
+    tokens = compiled.rows * compiled.length // 64
+    assert 0 < sum(move.sent for move in looking_up) < 2 * tokens * QWEN_7B.hidden_size
+    table = 2 * QWEN_7B.vocab_size * QWEN_7B.hidden_size
+    assert sum(move.hbm for move in looking_up) < table / 4
+    assert over_ideal(compiled) < 1.4
+
+
+@rare
+@pytest.mark.parametrize(
+    "config,topology,data,how",
+    [
+        pytest.param(QWEN_7B, "v5e:8x8", 16, {}, id="v5e"),
+        pytest.param(QWEN_7B, "v6e:2x4", 2, {}, id="v6e"),
+        pytest.param(QWEN_7B, "v5p:2x2x4", 4, {}, id="v5p"),
+        pytest.param(QWEN_7B, "v4:2x2x4", 4, MEGACORE, id="v4"),
+        pytest.param(FAMILIES.config(released("9B")), "v6e:2x4", 2, {}, id="layers of two types"),
+    ],
+)
+def test_fsdp_gathers_every_weight_beside_products(config, topology, data, how):
+    """A gather begins before the product that comes before its own, and ends after it."""
+    last = config.num_hidden_layers - 1
+    flags = f"--layers_to_extract {last // 2} {last} {FSDP_4.format(data)}"
+    compiled = compile_for(config, flags, topology, USUAL, **how)
+    sending = [move for move in compiled.plan.moves(compiled.plan.body) if move.sent]
+    assert len(sending) >= 5
+    for move in sending:
+        assert move.hidden and move.axes == ("fsdp",), move
+    if config == QWEN_7B:
+        assert over_ideal(compiled) < 1.4
 
 
 EXPERTS_8 = "v5e:8x8", "8,8 --mesh_axes data,expert --batch_size 4", 16e9
@@ -397,3 +440,25 @@ def test_encoding_sends_nothing_and_halves_what_leaves_a_chip(encoding):
     assert sorted(collectives(encoded)) == sorted(collectives(plain)) != []
     assert encoded.memory.output_size_in_bytes < 0.54 * plain.memory.output_size_in_bytes
     assert encoded.memory.temp_size_in_bytes < plain.memory.temp_size_in_bytes
+
+
+@rare
+def test_the_plan_says_which_step_of_auto_rows_fits():
+    """The compiler refuses what is much too large, and counts what is less."""
+
+    def planned(rows: int) -> int:
+        flags = f"--dtype bfloat16 --mesh_shape 4,1 --layers_to_extract 12 23 --batch_size {rows}"
+        request = model_request(parse_args(flags.split()))
+        with patch.object(jax, "devices", return_value=chips("v5e:2x2")):
+            model, host_rows = build_model(QWEN2, request, QWEN_HALF_B)
+        hooks: dict[Any, Any] = {hook.layer: hook for hook in model.hooks}
+        weights, shape = QWEN2.weight_table(model), (rows, request.length)
+        nowhere: Any = None
+        return bytes_of_step(Forward(nowhere, model, hooks, weights, host_rows, shape, {}))
+
+    weights = 4.94e8 * 2
+    a_row = 2048 * QWEN_HALF_B.hidden_size * 2
+    assert planned(4) > weights + 2 * 2 * a_row  # two hooks of two steps, a row for each chip
+    assert weights < planned(64) < 0.9 * 16e9
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        planned(8192)

@@ -38,6 +38,14 @@ def integer(least: int) -> Callable[[str], int]:
     return parse
 
 
+def rows(typed: str) -> int | str:
+    """Returns a number of rows, or "auto"."""
+    return typed if typed == "auto" else integer(1)(typed)
+
+
+rows.__name__ = "integer or auto"  # in messages of argparse
+
+
 def layers(typed: str) -> tuple[int, ...] | str:
     """Returns the layers of a number or a range such as 1-3, which has both its ends; or "all"."""
     if typed == "all":

@@ -17,6 +17,7 @@ from activation_extraction.cli.declare import (
     integer,
     layers,
     pair,
+    rows,
     seconds,
     sizes,
     switch,
@@ -70,11 +71,11 @@ GROUPS = {
 class Config:
     """One run, as the user asked for it.
 
-    layers_to_extract: None is the default. mesh_type: None if --mesh_shape is given instead.
-    compress_shards: false for safetensors, which are never compressed. verify_samples: 0 without
-    --model_path. report: the file to write the report to, "" for the default one; None without
-    --report. machine_from: the flag or variable that says which machine this is; None if nothing
-    does.
+    layers_to_extract, batch_size: None is the default. mesh_type: None if --mesh_shape is given
+    instead. compress_shards: false for safetensors, which are never compressed. verify_samples: 0
+    without --model_path. report: the file to write the report to, "" for the default one; None
+    without --report. machine_from: the flag or variable that says which machine this is; None if
+    nothing does.
     """
 
     model_path: str = flag(
@@ -292,8 +293,12 @@ class Config:
         parse=integer(1),
         metavar="N",
     )
-    batch_size: int = flag(
-        "rows per host and step; several samples share a row", 8, parse=integer(1), metavar="ROWS"
+    batch_size: int | str | None = flag(
+        "rows per host and step; several samples share a row. auto: the most that the devices have "
+        "memory for; on a CPU, the default",
+        default_is="8; on a CPU, as many of these as 2,048 tokens fill, at least 1 for each device",
+        parse=rows,
+        metavar="ROWS|auto",
     )
     max_seq_length: int = flag(
         "tokens per row; longer documents are cut, see --long_documents",

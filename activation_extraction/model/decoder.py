@@ -26,6 +26,7 @@ from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import QwenConfig
 
 TOKENS_AT_ONCE = 2048  # so many are fastest on one CPU, whose caches can hold them
+WORTH_HALVING = 1024  # tokens; to compile a program for half of fewer takes longer than it saves
 
 Path = tuple[str, ...]  # the path of a parameter
 Layers = tuple[Any, Any]  # the layers' stacked parameters, and which of them have a window
@@ -239,30 +240,39 @@ def _is_boxed(x: Any) -> bool:
     return isinstance(x, nn.LogicallyPartitioned)
 
 
+def on_one_cpu(layout: Layout) -> bool:
+    """Returns whether the mesh is a single CPU device."""
+    mesh = layout.mesh
+    return mesh is not None and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+
+
 def rows_at_once(layout: Layout, rows: int, length: int) -> int:
     """Returns how many rows of `length` tokens go through a layer together; it divides `rows`.
 
     All rows do on anything but a single CPU device.
     """
-    mesh = layout.mesh
-    if mesh is None or mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
+    if not on_one_cpu(layout):
         return rows
     fitting = max(TOKENS_AT_ONCE // length, 1)
     return max(size for size in range(1, min(fitting, rows) + 1) if rows % size == 0)
 
 
 def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """Returns `layer`, run on a group of rows at a time where that is faster.
+    """Returns `layer`, run on a group of rows at a time, and not on padding, where that is faster.
 
-    layer: (x, rotary, segment_ids) -> (x, arrays that begin with the rows and are not two-byte
-    floating-point numbers). Groups of nothing but padding, as in the last batch of a run, keep
-    their x, and their other arrays are zeros. module: gives the layout and the dtype.
+    At the end of the data there are groups of nothing but padding, for which nothing is computed,
+    and some that have tokens only in the first half of their rows, or of a single row; of these,
+    that half is computed. What is not computed keeps its x, and its other arrays are zeros.
+
+    layer: (x, rotary, segment_ids) -> (x, arrays (B, T, ...) that are not two-byte floating-point
+    numbers). module: gives the layout and the dtype.
     """
     layout, dtype = module.layout, module.dtype
 
     def apply(x: Array, *others: Any) -> Any:
-        size = rows_at_once(layout, *x.shape[:2])
-        if size == len(x):
+        rows, length = x.shape[:2]
+        size = rows_at_once(layout, rows, length)
+        if size == rows and not (on_one_cpu(layout) and rows * length >= WORTH_HALVING):
             return layer(x, *others)
         groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (to_bits(x), *others))
         done = jax.lax.map(group, groups)
@@ -270,15 +280,31 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
         return from_bits(x, dtype), kept
 
     def group(inputs: Any) -> Any:
-        return jax.lax.cond(inputs[-1].any(), compute, skip, *inputs)
+        rows, length = inputs[0].shape[:2]
+        axis = 0 if rows > 1 else 1  # the one that is halved
+        whole = inputs[0].shape[axis]
+        half, sizes = -(-whole // 2), [whole]
+        everything = jax.eval_shape(partial(compute, axis, whole), *inputs)
+        # A value whose width grows with the row cannot come from half of it.
+        if rows * length >= WORTH_HALVING and everything == jax.eval_shape(
+            partial(compute, axis, half), *inputs
+        ):
+            sizes = [half, whole]
+        real = inputs[-1].any(axis=1 - axis)
+        needed = sum(real[start:].any().astype(jnp.int32) for start in (0, *sizes[:-1]))
+        choices = [partial(compute, axis, size) for size in sizes]
+        return jax.lax.switch(needed, [partial(skip, everything[1]), *choices], *inputs)
 
-    def compute(x: Array, *others: Any) -> Any:
-        x, kept = layer(from_bits(x, dtype), *others)
-        return to_bits(x), kept
+    def compute(axis: int, size: int, x: Array, *others: Any) -> Any:
+        """Computes the first `size` rows, or tokens of one row."""
+        first = partial(jax.lax.slice_in_dim, start_index=0, limit_index=size, axis=axis)
+        done, kept = layer(from_bits(first(x), dtype), *jax.tree.map(first, others))
+        rest = [(0, (x.shape[axis] - size) * (place == axis)) for place in range(2)]
+        kept = jax.tree.map(lambda x: jnp.pad(x, rest + [(0, 0)] * (x.ndim - 2)), kept)
+        return jax.lax.dynamic_update_slice_in_dim(x, to_bits(done), 0, axis), kept
 
-    def skip(*inputs: Any) -> Any:
-        _, kept = jax.eval_shape(compute, *inputs)
-        return inputs[0], _zeros(kept)
+    def skip(kept: Any, x: Array, *_: Any) -> Any:
+        return x, _zeros(kept)
 
     return apply
 

@@ -48,6 +48,18 @@ CHIPS = {
     "H200": Chip(989e12, 141e9, 4800e9, 450e9, 1, 50e9),
 }
 
+# What the TPU's compiler is told of, beyond its defaults.
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    "tpu": {
+        # Weights are gathered along fsdp while other products run, which is v5e's default alone: a
+        # gather does not wait for its end,
+        "xla_enable_async_all_gather": True,
+        # and goes on inside the product that runs beside it, which hands its parts on.
+        "xla_tpu_enable_async_collective_fusion": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    },
+}
+
 TOO_LARGE = (
     "it continues with a smaller --batch_size, or with a larger model or fsdp axis (--mesh_shape); "
     "fewer layers or a smaller --max_seq_length make it another extraction (--overwrite)"
@@ -141,6 +153,17 @@ def watch_compiling() -> Iterator[Callable[[], bool]]:
     for warning in caught:
         reason = " ".join(str(warning.message).split())
         log.warning("the compilation cache could not be used: %s", reason)
+
+
+def compile_with_options(lowered: Any, platform: str) -> Any:
+    """Compiles a lowered program with COMPILER_OPTIONS, or without them if one is not known."""
+    try:
+        return lowered.compile(COMPILER_OPTIONS.get(platform))
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        log.warning("the compiler's defaults are used: %s", one_line(error))
+        return lowered.compile()
 
 
 def chip_of(device: Any) -> Chip | None:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax import Array
 from tqdm import tqdm
 
@@ -23,7 +24,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.devices import watch_compiling
+from activation_extraction.model.devices import compile_with_options, watch_compiling
 from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
 from activation_extraction.model.hooks import Form, Hook, hook_table
 from activation_extraction.model.kept import KeptTokens, take_kept
@@ -127,13 +128,25 @@ class Forward:
         return {key: next(rest[self.form(hook)]) for key, hook in self.hooks.items()}
 
 
-def prepare_model(families: Families, request: ModelRequest) -> Forward:
-    """Returns the model on its mesh and its checked checkpoint. Raises InputError."""
-    checkpoint = Checkpoint(request.model_path, request.revision, request.keep_weights)
+def prepare_model(
+    families: Families, request: ModelRequest, before: Forward | None = None
+) -> Forward:
+    """Returns the model on its mesh and its checked checkpoint. Raises InputError.
+
+    before: what this function returned for the same request with other rows; if they lead to the
+    same mesh, the kernels are not tried again.
+    """
+    if before is None:
+        checkpoint = Checkpoint(request.model_path, request.revision, request.keep_weights)
+    else:
+        checkpoint = before.checkpoint
     family, config = families.read_config(checkpoint.file("config.json"))
     hooks = choose_hooks(request, config)
     model, rows = build_model(family, request, config)
-    chosen = try_kernels(config, model.layout, request.length, jnp.dtype(model.dtype))
+    if before is not None and before.layout == model.layout:
+        chosen = before.kernels
+    else:
+        chosen = try_kernels(config, model.layout, request.length, jnp.dtype(model.dtype))
     functions = {name: choice.function for name, choice in chosen.items()}
     model = model.clone(kernels=model.kernels._replace(**functions))
     weights = family.weight_table(model, checkpoint.tensors)
@@ -251,24 +264,13 @@ def log_hooks(request: ModelRequest, model: HookedModel) -> None:
 
 def compile_step(forward: Forward) -> Step:
     """Loads the weights and compiles the forward pass."""
-    model, rows, shape = forward.model, forward.rows, forward.shape
-    params = read_weights(forward)
+    rows, params = forward.rows, read_weights(forward)
     began = time.perf_counter()
-
-    def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
-        return model.apply({"params": params}, tokens, segments, positions), flags.sum(axis=0)
-
-    def abstract(rows_of_host: int, columns: int) -> jax.ShapeDtypeStruct:
-        whole = rows_of_host * rows.hosts, columns
-        return jax.ShapeDtypeStruct(whole, jnp.int32, sharding=rows.incoming())
-
-    outgoing = rows.outgoing(shape[1]), rows.everywhere()
-    inputs = [abstract(*shape)] * 3 + [abstract(1, 3)]
     with watch_compiling() as from_cache:
-        compiled = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs).compile()
+        compiled = _compiled(forward, params)
     where = ", from the cache" if from_cache() else ""
     log.info("compiled in %.1f s%s", time.perf_counter() - began, where)
-    padding = np.zeros(shape, np.int32)
+    padding = np.zeros(forward.shape, np.int32)
 
     def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Activations, Array]:
         arrays = [padding] * 3
@@ -281,6 +283,48 @@ def compile_step(forward: Forward) -> Step:
         return activations, votes
 
     return step
+
+
+def _compiled(forward: Forward, params: Any) -> Any:
+    """Compiles the forward pass. params: the weights, or their shapes and shardings."""
+    model, rows = forward.model, forward.rows
+
+    def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
+        return model.apply({"params": params}, tokens, segments, positions), flags.sum(axis=0)
+
+    def abstract(rows_of_host: int, columns: int) -> jax.ShapeDtypeStruct:
+        whole = rows_of_host * rows.hosts, columns
+        return jax.ShapeDtypeStruct(whole, jnp.int32, sharding=rows.incoming())
+
+    outgoing = rows.outgoing(forward.shape[1], model.layout), rows.everywhere()
+    inputs = [abstract(*forward.shape)] * 3 + [abstract(1, 3)]
+    lowered = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs)
+    return compile_with_options(lowered, rows.mesh.devices.flat[0].platform)
+
+
+def bytes_of_step(forward: Forward) -> int:
+    """Returns the bytes that a run takes on each device, as the compiler plans; reads no weights.
+
+    They are the weights, what a step needs while it computes, and the activations of two steps: the
+    host copies those of one while the next one computes. All hosts must call this together. Raises
+    JaxRuntimeError, with RESOURCE_EXHAUSTED in it if the compiler finds that a step does not fit.
+    """
+    weights, model = forward.weights.items(), forward.model
+    dtype = jnp.uint16 if _as_bits(model) else model.dtype
+    params = {
+        path: jax.ShapeDtypeStruct(
+            spec.shape, dtype, sharding=model.layout.sharding(spec.axes, spec.shape)
+        )
+        for path, spec in weights
+    }
+    memory = _compiled(forward, unflatten_dict(params)).memory_analysis()
+    computing = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return computing + 2 * memory.output_size_in_bytes
+
+
+def _as_bits(model: HookedModel) -> bool:
+    """Returns whether parameters are passed to the compiled step as integers."""
+    return model.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
 
 
 def read_weights(forward: Forward) -> dict[str, Any]:
@@ -301,7 +345,7 @@ def read_weights(forward: Forward) -> dict[str, Any]:
             forward.checkpoint,
             model.dtype,
             model.layout,
-            as_bits=model.dtype == jnp.bfloat16 and jax.default_backend() == "cpu",
+            as_bits=_as_bits(model),
             progress=bar.update,
         )
 

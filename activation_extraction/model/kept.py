@@ -17,6 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from activation_extraction.model.hooks import Form
+from activation_extraction.model.mesh import rows_and_tokens
 
 PIECES = 16  # of each device if all its tokens are kept
 
@@ -60,7 +61,8 @@ def _bits(values: np.ndarray) -> np.ndarray:
 def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens:
     """Starts to gather the kept tokens; does not wait for the devices.
 
-    activations: {form: (hooks, rows of all hosts, T, width)}, each device with another part of T.
+    activations: {form: (hooks, rows of all hosts, T, width)}, each device with other rows or with
+    another part of T.
     kept: bool (B, T), of this host's rows.
     """
     shards = {form: _different_shards(array) for form, array in activations.items()}
@@ -69,7 +71,7 @@ def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens
     split = NamedSharding(mesh, PartitionSpec("device"))
     local = {form: _joined(mesh, different) for form, different in shards.items()}
     pieces = []
-    for tokens, rows, indices in _cut(kept, [shard.index[2] for shard in first]):
+    for tokens, rows, indices in _cut(kept, rows_and_tokens(first)):
         put = jax.device_put(tokens, split)
         values = {form: take(mesh, array, put) for form, array in local.items()}
         pieces.append(Piece(values, rows, indices))
@@ -79,26 +81,29 @@ def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens
 
 
 def _different_shards(array: Array) -> list[Any]:
-    """Returns one of this host's shards for each part of the rows it has, in order of tokens."""
-    shards = {shard.index[2].start or 0: shard for shard in array.addressable_shards}
+    """Returns one of this host's shards for each part that it has, in order."""
+    shards = {
+        (shard.index[1].start or 0, shard.index[2].start or 0): shard
+        for shard in array.addressable_shards
+    }
     return [shards[start] for start in sorted(shards)]
 
 
 def _cut(
-    kept: np.ndarray, spans: Sequence[slice]
+    kept: np.ndarray, places: Sequence[tuple[slice, slice]]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yields the pieces of a batch. spans: the tokens of a row that each device has.
+    """Yields the pieces of a batch. places: the rows and the tokens of a row that each device has.
 
     A piece says which tokens each device gathers, int32 (devices, size), padded with zeros; rows
     and indices are those of `Piece`.
     """
     indices = np.cumsum(kept).reshape(kept.shape) - 1
-    tokens = [np.flatnonzero(kept[:, span]) for span in spans]
-    numbers = [indices[:, span][kept[:, span]] for span in spans]
-    size = -(-kept[:, spans[0]].size // PIECES)
+    tokens = [np.flatnonzero(kept[place]) for place in places]
+    numbers = [indices[place][kept[place]] for place in places]
+    size = -(-kept[places[0]].size // PIECES)
     for start in range(0, max(map(len, tokens)), size):
         piece = [of_device[start : start + size] for of_device in tokens]
-        padded = np.zeros((len(spans), size), np.int32)
+        padded = np.zeros((len(places), size), np.int32)
         for row, of_device in zip(padded, piece, strict=True):
             row[: len(of_device)] = of_device
         rows = [i * size + np.arange(len(of_device)) for i, of_device in enumerate(piece)]
@@ -107,7 +112,7 @@ def _cut(
 
 
 def _joined(mesh: Mesh, shards: list[Any]) -> Array:
-    """Returns the shards of this host as one array, (hooks, B, T, width)."""
+    """Returns the shards of this host as one array, as if each were another part of T."""
     hooks, rows, length, width = shards[0].data.shape
     sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))
     shape = hooks, rows, length * len(shards), width

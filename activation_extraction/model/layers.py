@@ -5,13 +5,14 @@ are moved. The letters are those of qwen2_jax.py.
 """
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict
 from jax import Array, lax
 
@@ -38,6 +39,9 @@ LOGICAL_AXES = {
     "I": "one",
     "W": "taps",
 }
+# Small weights are not split along fsdp, as weights of one axis are not: most layers begin with
+# them, and so there is a product to compute while the first of the others is gathered.
+NOT_GATHERED = "KHD", "JGD", "RD", "UD"
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
 # A module's intermediates by name; those of its submodules are nested. An intermediate that is a
 # function is computed only if it is called.
@@ -68,12 +72,29 @@ def from_bits(x: Array, dtype: Any = jnp.bfloat16) -> Array:
     return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
 
 
+def rounded(x: Array, dtype: Any) -> Array:
+    """Rounds a product's float32 result to `dtype`, on TPUs before it leaves the product.
+
+    XLA leaves rounding out that is followed by float32 arithmetic, unless there is a barrier. Then
+    a TPU would move twice the bytes; a CPU is faster without one more pass over them.
+    """
+
+    def in_product(x: Array) -> Array:
+        return lax.optimization_barrier(x.astype(dtype))
+
+    if x.dtype == dtype:
+        return x
+    return lax.platform_dependent(x, tpu=in_product, default=lambda x: x.astype(dtype))
+
+
 def parameter(module: Any, name: str, letters: str) -> Array:
     """Declares a weight; its shape and logical axes follow from its letters.
 
     Its values come from a checkpoint: `init` gives zeros.
     """
     axes = tuple(LOGICAL_AXES[letter] for letter in letters)
+    if len(letters) == 1 or letters in NOT_GATHERED:
+        axes = tuple("hidden" if axis == "embed" else axis for axis in axes)
     shape = tuple(module.config.sizes[letter] for letter in letters)
     zeros = nn.with_logical_partitioning(nn.initializers.zeros, axes)
     return module.param(name, zeros, shape, module.dtype)
@@ -115,14 +136,13 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """The root mean square norm (arXiv:1910.07467) over the axis `over`.
 
-    It is computed in float32; `out` is rounded once, at the end, unless it is to stay `wide`. Some
-    families store the weights less 1.
+    It is computed in float32; `out` is rounded once, at the end. Some families store the weights
+    less 1.
     """
 
     config: QwenConfig
     dtype: Any = jnp.float32
     over: str = "D"
-    wide: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Out]:
@@ -131,26 +151,48 @@ class RMSNorm(nn.Module):
         inverse_rms = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps)
         normalized = x * inverse_rms
         out = normalized * (scale.astype(jnp.float32) + self.config.norm_offset)
-        out = out if self.wide else out.astype(self.dtype)
+        out = out.astype(self.dtype)
         return out, {"normalized": normalized, "out": out}
 
 
 def rotary_table(positions: Array, config: QwenConfig) -> tuple[Array, Array]:
     """Returns the cosine and sine of the rotary embedding, both times the attention factor.
 
-    positions: (B, T) int32. The two arrays are float32 (B, T, 1, H/2), the 1 standing for heads.
+    positions: (B, T) int32. The two arrays are float32 (B, T, 1, H), the 1 standing for heads. The
+    sine has the sign that `rotate` needs; dimensions that are not rotated have 1 and 0.
     """
     rope, frequencies = config.rope, config.rope.frequencies(config.head_dim)
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    cos, sin = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    rest = jnp.zeros((*angles.shape[:3], config.head_dim - 2 * len(frequencies)))
+    return jnp.concatenate([cos, cos, 1 + rest], -1), jnp.concatenate([-sin, sin, rest], -1)
 
 
-def rotate(x: Array, rotary: tuple[Array, Array]) -> Array:
-    """Rotates (B, T, heads, H) float32; dimension i pairs with i + H/2, as in Hugging Face.
+def rotate(x: Array, rotary: tuple[Array, Array], config: QwenConfig) -> Array:
+    """Rotates (B, T, heads, H), to float32; dimension i pairs with i + H/2, as in Hugging Face.
 
     If only a share of the dimensions is rotated, that share is H here, and the others stay.
     """
     cos, sin = rotary
-    half = cos.shape[-1]
-    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+    half = len(config.rope.frequencies(config.head_dim))
+    others = lax.platform_dependent(
+        x, tpu=partial(others_of_pairs_on_tpu, half), default=partial(others_of_pairs, half)
+    )
+    return x.astype(jnp.float32) * cos + others * sin
+
+
+def others_of_pairs(half: int, x: Array) -> Array:
+    """Returns, for each dimension that is rotated, the one that it pairs with, in float32."""
+    first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    return jnp.concatenate([second, first, jnp.zeros_like(rest)], axis=-1)
+
+
+def others_of_pairs_on_tpu(half: int, x: Array) -> Array:
+    """Does the same as a product, which is exact and part of the program's fusions.
+
+    Halves of a head would fill the TPU's registers, and what it writes, by half.
+    """
+    size = x.shape[-1]
+    pairs = np.eye(size, k=half) + np.eye(size, k=-half)
+    pairs[2 * half :] = pairs[:, 2 * half :] = 0
+    return einsum("BTNH,HI->BTNI", x, jnp.asarray(pairs, x.dtype))

@@ -43,6 +43,7 @@ RULES: dict[str, tuple[str, ...]] = {
     # and these of activations.
     "stage": ("pipeline",),
     "batch": ("data", "fsdp", "expert"),
+    "fsdp_batch": ("data", "expert"),  # every chip of a group along fsdp has the rows of all
     "query_sequence": ("query",),
     "captured_sequence": BOTH,
     "leaving_sequence": (*BOTH, "pipeline"),
@@ -143,7 +144,7 @@ class HostRows:
 
     The mesh has the same devices in the same order as the layout's, as hosts x devices of a host,
     so that one program uses both. Each host feeds its own rows and receives the activations of its
-    own rows, with a different part of the sequence from every device.
+    own rows, with different rows or a different part of the sequence from every device.
     """
 
     mesh: Mesh
@@ -156,8 +157,13 @@ class HostRows:
         """Returns the sharding of arrays whose first axis is the rows of all hosts."""
         return NamedSharding(self.mesh, PartitionSpec("host"))
 
-    def outgoing(self, length: int) -> NamedSharding:
-        """Returns the sharding of activations (hooks, rows of all hosts, T, width)."""
+    def outgoing(self, length: int, layout: Layout) -> NamedSharding:
+        """Returns the sharding of activations (hooks, rows of all hosts, T, width).
+
+        Devices that compute rows of their own keep those; else each gets another part of T.
+        """
+        if layout.size(*RULES["batch"]) == self.mesh.size:
+            return NamedSharding(self.mesh, PartitionSpec(None, ("host", "device")))
         split = "device" if length % self.mesh.shape["device"] == 0 else None
         return NamedSharding(self.mesh, PartitionSpec(None, "host", split))
 
@@ -180,13 +186,27 @@ class HostRows:
         received = {}
         for form, (first, *others) in shards.items():
             received[form] = np.asarray(first.data)
-            if others:  # each shard has another part of the sequence
-                hooks, rows = first.data.shape[:2]
+            if others:
+                places = rows_and_tokens([first, *others])
+                hooks, rows = len(first.data), max(rows.stop for rows, _ in places)
                 shape = hooks, rows, *activations[form].shape[2:]
                 received[form] = np.empty(shape, first.data.dtype)
-                for shard in (first, *others):
-                    received[form][:, :, shard.index[2]] = shard.data
+                for place, shard in zip(places, (first, *others), strict=True):
+                    received[form][:, *place] = shard.data
         return received
+
+
+def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
+    """Returns which of this host's rows, and which of their tokens, each of its shards has.
+
+    shards: all that the host has of activations (hooks, rows of all hosts, T, width).
+    """
+    starts = [shard.index[1].start or 0 for shard in shards]
+    first = min(starts)
+    return [
+        (slice(start - first, start - first + shard.data.shape[1]), shard.index[2])
+        for start, shard in zip(starts, shards, strict=True)
+    ]
 
 
 def host_rows(devices: Sequence[Any]) -> HostRows:

@@ -120,6 +120,7 @@ def fingerprint(
         "package versions": json.dumps(package_versions()),
         "source": digest_files(sources),
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",
+        "rows per host": forward.shape[0],
         "mesh": json.dumps(forward.layout.shape),
         **{name: choice.name for name, choice in forward.kernels.items()},
     }

@@ -133,7 +133,7 @@ def sample_form(asked: Config | Identity) -> SampleForm:
 class HostText:
     """Turns one host's share of a data set into batches, as the configuration asks.
 
-    tokenizer: None if the data set has token ids.
+    tokenizer: None if the data set has token ids. shape: rows of a batch, and tokens of a row.
     """
 
     config: Config
@@ -141,6 +141,7 @@ class HostText:
     rows: RowForm
     tokenizer: Tokenizer | None
     worker: Worker
+    shape: tuple[int, int]
 
     @property
     def form(self) -> SampleForm:
@@ -194,12 +195,11 @@ class HostText:
 
     def _not_stored(self, documents: Documents, storage: ActivationStorage) -> Iterator[Batch]:
         """Yields the batches of every range of shards to store."""
-        rows, length = self.config.batch_size, self.config.max_seq_length
         for number, gap in enumerate(storage.plan.ranges):
             documents = self._documents() if number else documents
             start = gap.cursor
             stream = samples(documents, self.tokenizer, self.form, start=start, **storage.limits)
-            for batch in pack(stream, rows, length, () if start is None else start.taken):
+            for batch in pack(stream, *self.shape, () if start is None else start.taken):
                 yield batch
                 missing = self.worker.sample_idx(batch.next_cursor.samples)  # the first one
                 if gap.until is not None and missing >= gap.until:

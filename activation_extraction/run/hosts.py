@@ -189,6 +189,25 @@ def require_agreement(host: Host, fields: Mapping[str, object], problem: Excepti
         raise error
 
 
+def together(
+    host: Host,
+    action: Callable[[], T],
+    compared: Callable[[T], Mapping[str, object]] = lambda _: {},
+) -> T:
+    """Returns what `action` returns, once it has succeeded on all hosts; all must call this.
+
+    compared: the fields of the result that must be the same on all hosts. Raises what
+    `require_agreement` does.
+    """
+    try:
+        result = action()
+    except Exception as error:  # the other hosts must not wait for this one
+        require_agreement(host, {}, error)
+        raise
+    require_agreement(host, compared(result), None)
+    return result
+
+
 def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Exception | None:
     kind = 0 if problem is None else 1 if isinstance(problem, InputError) else 2
     kinds = _gather(np.int32(kind))
@@ -197,6 +216,8 @@ def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Ex
         if 1 in kinds:
             return problem or InputError(f"host {hosts} refused the request: see the message there")
         return problem or RunError(f"host {hosts} failed: see the message there")
+    if not fields:
+        return None
     digests = [hashlib.sha256(str(value).encode()).digest() for value in fields.values()]
     local = np.frombuffer(b"".join(digests), np.uint8).reshape(len(fields), -1)
     for name, of_hosts in zip(fields, _gather(local).swapaxes(0, 1), strict=True):

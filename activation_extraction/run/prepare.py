@@ -25,10 +25,11 @@ from activation_extraction.model.forward import (
     log_hooks,
     prepare_model,
 )
+from activation_extraction.run.batch_size import default_rows, fit_rows
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
 from activation_extraction.run.digests import fingerprint, identity_of, package_versions
 from activation_extraction.run.host_text import HostText, Prefetch, load_text_files, row_form
-from activation_extraction.run.hosts import Host, Watchdog, gather, require_agreement
+from activation_extraction.run.hosts import Host, Watchdog, gather, together
 from activation_extraction.run.open_data import open_dataset
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.run_folders import RunFolders, check_siblings, find_metadata
@@ -92,29 +93,31 @@ class Output:
 
 def prepare_together(config: Config, host: Host, families: Families, watchdog: Watchdog) -> Job:
     """Checks the request here and compares it with the other hosts'. Raises InputError."""
-    output, problem = _attempt(lambda: prepare_output(config, host, watchdog.reset))
-    require_agreement(host, {"--model_revision": config.model_revision}, problem)
-    assert output is not None
+    revision = {"--model_revision": config.model_revision}
+    output = together(
+        host, lambda: prepare_output(config, host, watchdog.reset), lambda _: revision
+    )
     commit = agree_on_commit(host, output.commit)
-    prepared, problem = _attempt(lambda: prepare(config, host, families, output, commit, watchdog))
-    require_agreement(host, prepared[1] if prepared else {}, problem)
-    assert prepared is not None
-    job = prepared[0]
+    rows = {"--batch_size": config.batch_size}
+    config, request, forward = together(
+        host, lambda: prepare_forward(config, families, output, commit), lambda _: rows
+    )
+    facts: dict[str, Any] = {}
+    if config.batch_size == "auto":
+        forward, facts["auto_batch_size"] = fit_rows(
+            host, families, request, forward, output.earlier
+        )
+    job, _ = together(
+        host,
+        lambda: prepare(config, host, forward, output, facts, watchdog),
+        lambda prepared: prepared[1],
+    )
     if host.several:  # only now is it certain that they all have files of the same names
-        sampled, problem = _attempt(job.text.dataset.files.sampled)
-        require_agreement(host, sampled or {}, problem)
-    log_hooks(model_request(config), job.forward.model)
+        together(host, job.text.dataset.files.sampled, lambda sampled: sampled)
+    log_hooks(request, job.forward.model)
     if not job.text.choice.everything:
         log.info("kept tokens: %s", job.text.choice)
     return job
-
-
-def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Returns what `action` returns or raises, so that other hosts are not left waiting."""
-    try:
-        return action(), None
-    except Exception as error:
-        return None, error
 
 
 def prepare_output(config: Config, host: Host, on_progress: Callable[[], None]) -> Output:
@@ -184,23 +187,33 @@ def agree_on_commit(host: Host, chosen: tuple[str, str] | None) -> str | None:
     return min(commits, key=lambda commit: commit[0] != RECORDED)[1]
 
 
+def prepare_forward(
+    config: Config, families: Families, output: Output, commit: str | None
+) -> tuple[Config, ModelRequest, Forward]:
+    """Checks the model, which the demo makes first; returns the demo's configuration, too.
+
+    commit: the hub model's. Raises InputError.
+    """
+    if config.demo:
+        config = _with_demo(config, output.folders.folder, families)
+    request = model_request(config)
+    request = replace(request, revision=commit or request.revision)
+    return config, request, prepare_model(families, request)
+
+
 def prepare(
     config: Config,
     host: Host,
-    families: Families,
+    forward: Forward,
     output: Output,
-    commit: str | None,
+    facts: dict[str, Any],
     watchdog: Watchdog,
 ) -> tuple[Job, dict[str, Any]]:
     """Checks the rest of the request; returns the job, and what hosts compare.
 
-    commit: the hub model's. Raises InputError.
+    facts: what metadata.json records besides what this function knows. Raises InputError.
     """
     folders, worker = output.folders, output.folders.worker
-    if config.demo:
-        config = _with_demo(config, folders.folder, families)
-    request = model_request(config)
-    forward = prepare_model(families, replace(request, revision=commit or request.revision))
     checkpoint, vocabulary = forward.checkpoint, forward.model.config.vocab_size
     tokenizer, template = load_text_files(vars(config), checkpoint, vocabulary)
     check_dropped(config.drop_token_ids, vocabulary)
@@ -211,8 +224,8 @@ def prepare(
     if not config.overwrite:
         for root in folders.roots:
             check_siblings(root, identity)
-    text = HostText(config, dataset, rows, tokenizer, worker)
-    facts, repair = describe_run(config, forward), None
+    text = HostText(config, dataset, rows, tokenizer, worker, forward.shape)
+    facts, repair = {**describe_run(config, forward), **facts}, None
     if config.repair:
         local = Folder(str(folders.folder))
         repair = RepairPlanner(local, output.remote, identity, facts)
@@ -223,7 +236,10 @@ def prepare(
 
 
 def model_request(config: Config) -> ModelRequest:
-    """Returns what the flags ask of the model."""
+    """Returns what the flags ask of the model; `auto` rows are the default until `fit_rows`."""
+    rows = config.batch_size
+    if not isinstance(rows, int):
+        rows = default_rows(config.max_seq_length, config.use_data_parallel, rows == "auto")
     return ModelRequest(
         model_path=config.model_path,
         revision=config.model_revision,
@@ -233,7 +249,7 @@ def model_request(config: Config) -> ModelRequest:
         layers=config.layers_to_extract,
         activation_type=config.activation_type,
         top_logits=config.top_logits,
-        rows=config.batch_size,
+        rows=rows,
         length=config.max_seq_length,
         mesh_type=config.mesh_type,
         mesh_shape=config.mesh_shape,
@@ -265,7 +281,7 @@ def _with_demo(config: Config, folder: Path, families: Families) -> Config:
 def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
     """Returns what metadata.json records about a run besides its identity."""
     return {
-        "configuration": config.to_json(),
+        "configuration": {**config.to_json(), "batch_size": forward.shape[0]},
         "model": asdict(forward.model.config),
         "model_commit": forward.checkpoint.commit,
         "backend": jax.default_backend(),

@@ -58,6 +58,7 @@ OWN_FILES = re.compile(
 EMPTY_TOTALS = {"shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
 REQUIRED = ("identity", "status", "max_samples", "written")  # fields of metadata.json
 MODEL = {"hidden_size": integer(1, MAX_WIDTH), "vocab_size": integer(1, MAX_WIDTH)}
+ROWS = {"rows": integer(1, MAX_WIDTH), "device": TEXT, "devices": COUNT}
 DATA_FILE = {"name": TEXT, "bytes": COUNT, "digest": TEXT}
 FIELDS = {
     "status": TEXT,
@@ -71,6 +72,7 @@ FIELDS = {
     "identity": OBJECT,
     "data_files": list_of(object_of(DATA_FILE, tuple(DATA_FILE))),
     "configuration": object_of({"batch_size": integer(1, MAX_WIDTH)}),
+    "auto_batch_size": optional(object_of(ROWS, tuple(ROWS))),
     "model": object_of(MODEL),
     "backend": TEXT,
     "mesh": optional(OBJECT),

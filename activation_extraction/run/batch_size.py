@@ -1,0 +1,160 @@
+"""This module decides how many rows a host feeds in a step, where --batch_size gives no number.
+
+On a CPU, a step is as small as it can be without losing speed, so that the first activations are
+stored soon. `auto` finds the largest step that accelerators have memory for. The activations depend
+on the number of rows only in their rounding.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from activation_extraction.common.errors import one_line
+from activation_extraction.common.log import log
+from activation_extraction.model.decoder import TOKENS_AT_ONCE
+from activation_extraction.model.family import Families
+from activation_extraction.model.forward import (
+    Forward,
+    ModelRequest,
+    bytes_of_step,
+    prepare_model,
+)
+from activation_extraction.model.mesh import usable_devices
+from activation_extraction.run.hosts import Host, any_host, gather, together
+from activation_extraction.store.identity import GIGABYTE, available_memory
+
+USUAL_ROWS, MOST_ROWS = 8, 512
+USABLE = 0.9  # of a device's memory
+STEPS_ON_HOST = 4  # so many steps' activations must fit in the memory of a host
+
+
+def default_rows(length: int, every_device: bool, auto: bool = False) -> int:
+    """Returns the default of --batch_size for rows of `length` tokens.
+
+    It is 8. On a CPU, where more tokens at a time are not faster, it is the number of rows that
+    TOKENS_AT_ONCE fill, at most 8, rounded up to a multiple of the host's devices. auto: whether to
+    round it up on accelerators, too, so that no mesh refuses it before `fit_rows` finds a better
+    one.
+    """
+    devices, rows = _own_devices(every_device), USUAL_ROWS
+    on_cpu = devices[0].platform == "cpu"
+    if on_cpu:
+        rows = min(max(TOKENS_AT_ONCE // length, 1), USUAL_ROWS)
+    return -(-rows // len(devices)) * len(devices) if on_cpu or auto else rows
+
+
+def _own_devices(every: bool) -> list[Any]:
+    """Returns those of the usable devices that are this host's."""
+    return [each for each in usable_devices(every) if each.process_index == jax.process_index()]
+
+
+def fit_rows(
+    host: Host,
+    families: Families,
+    request: ModelRequest,
+    forward: Forward,
+    earlier: Sequence[Mapping[str, Any]],
+) -> tuple[Forward, dict[str, Any] | None]:
+    """Returns the model for the largest step that fits, and what metadata.json records about it.
+
+    The rows of a host are the number of its devices times a power of two, at most MOST_ROWS. Each
+    number is tried on the mesh that it leads to (see `_try_rows`). If the run that is continued
+    recorded a number for as many devices of this kind, that one is taken without a trial. On
+    devices that do not report their memory (CPU) the default stays, and nothing is recorded.
+
+    forward: the model for `request`, whose rows are the default. earlier: metadata of the run that
+    is continued, if any. All hosts must call this together, and all get the same number. If making
+    or compiling the model fails on a host, and not for lack of memory, all of them raise.
+    """
+    devices = _own_devices(request.every_device)
+    kind, count = devices[0].device_kind, len(devices) * host.count
+    reported = (devices[0].memory_stats() or {}).get("bytes_limit", 0)
+    usable = USABLE * min(map(int, gather(host, str(reported))))
+    if not usable:
+        log.info("--batch_size auto: %d rows, the default on %s", request.rows, kind)
+        return forward, None
+    rows = _recorded_rows(host, earlier, kind, count)
+    if rows is not None:
+        why = "as when the run began"
+        forward = together(
+            host, partial(prepare_model, families, replace(request, rows=rows), forward)
+        )
+    else:
+        rows, forward, why = _search(host, families, request, forward, len(devices), usable)
+    log.info("--batch_size auto: %d rows per host and step: %s", rows, why)
+    return forward, {"rows": rows, "device": kind, "devices": count}
+
+
+def _recorded_rows(
+    host: Host, earlier: Sequence[Mapping[str, Any]], kind: str, devices: int
+) -> int | None:
+    """Returns the number that any host finds recorded for such devices; the smallest of several."""
+    recorded = [metadata.get("auto_batch_size") or {} for metadata in earlier]
+    own = [
+        found["rows"]
+        for found in recorded
+        if (found.get("device"), found.get("devices")) == (kind, devices)
+    ]
+    of_hosts = gather(host, str(min(own)) if own else "")
+    return min((int(rows) for rows in of_hosts if rows), default=None)
+
+
+def _search(
+    host: Host,
+    families: Families,
+    request: ModelRequest,
+    forward: Forward,
+    least: int,
+    usable: float,
+) -> tuple[int, Forward, str]:
+    """Returns the rows, the model for them, and why there are no more.
+
+    least: the smallest number, which is taken even if it does not fit. usable: bytes of a device.
+    """
+    rows = least
+    while True:
+        asked = replace(request, rows=rows)
+        tried, why = together(host, partial(_try_rows, families, asked, forward, usable))
+        fits = not any_host(host, [bool(why)])[0]
+        if fits or rows == least:
+            forward = tried
+        if not fits:
+            return max(rows // 2, least), forward, why or "another host has no room for more"
+        if 2 * rows > MOST_ROWS:
+            return rows, forward, "the most that are tried"
+        rows *= 2
+
+
+def _try_rows(
+    families: Families, request: ModelRequest, before: Forward, usable: float
+) -> tuple[Forward, str]:
+    """Returns the model for a step, and why the step does not fit; "" if it does.
+
+    A step fits if the compiler plans for no more than `usable` bytes on a device, and the host has
+    room for the activations of STEPS_ON_HOST steps, one of which is received while others wait to
+    be stored.
+    """
+    forward = prepare_model(families, request, before)
+    rows, length = forward.shape
+    of_token = sum(forward.form(hook).bytes for hook in forward.hooks.values())
+    on_host, available = STEPS_ON_HOST * rows * length * of_token, available_memory()
+    if on_host > available:
+        return forward, _too_much(f"{STEPS_ON_HOST} steps of {rows}", on_host, "host", available)
+    try:
+        needed = bytes_of_step(forward)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return forward, f"{rows} do not fit, says the compiler: {one_line(error):.200}"
+    return forward, _too_much(f"{rows}", needed, "device", usable) if needed > usable else ""
+
+
+def _too_much(what: str, needed: int, where: str, room: float) -> str:
+    """Says what does not fit where. needed, room: bytes."""
+    return (
+        f"{what} would take {needed / GIGABYTE:.3g} GB of each {where}, where "
+        f"{room / GIGABYTE:.3g} GB can be used"
+    )
