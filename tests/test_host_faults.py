@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 
 def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path):
     flags = flags_for(demo_inputs, tmp_path / "out")
-    pod = Pod(tmp_path, 2, 2, flags, [*flags, "--batch_size", 4])
+    pod = Pod(tmp_path, 2, 2, flags, [*flags, "--log_every", 60])
     assert pod.wait() == [2, 2]
     for host in range(2):
         assert "error: hosts differ in configuration: digest" in pod.text(host)

@@ -263,7 +263,12 @@ def log_hooks(request: ModelRequest, model: HookedModel) -> None:
 
 
 def compile_step(forward: Forward) -> Step:
-    """Loads the weights and compiles the forward pass."""
+    """Loads the weights and compiles the forward pass.
+
+    There is one program for all steps. A CPU leaves padding out (see `in_groups`); elsewhere it
+    would take longer to compile a program for the last step, if that has few tokens, than to
+    compute the padding, and several hosts would have to agree on it.
+    """
     rows, params = forward.rows, read_weights(forward)
     began = time.perf_counter()
     with watch_compiling() as from_cache:
