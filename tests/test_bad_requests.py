@@ -25,7 +25,7 @@ BAD_REQUESTS = """\
 --batch_size 0 | argument --batch_size: 0 is less than 1
 --batch_size 1000000000000 | is more than
 --batch_size all | argument --batch_size: invalid integer or auto value: 'all'
---batch_size 7 --mesh_type 2d | --batch_size, rows of all hosts together: 7 does not divide among 2 devices
+--batch_size 7 --mesh_type 2d | rows of all hosts together: 7 does not divide among 2
 --max_seq_length -5 | argument --max_seq_length
 --max_seq_length 2k | invalid integer value: '2k'
 --max_seq_length 4096 | the model has 2048 positions
