@@ -24,12 +24,14 @@ from jax.experimental import topologies
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import one_line
+from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.devices import COMPILER_OPTIONS, chip_of
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.forward import build_model
 from activation_extraction.model.mesh import RULES
 from activation_extraction.model.model_config import QwenConfig
 from activation_extraction.run.prepare import model_request
+from benchmarks.kernel_flops import padded_flops
 from benchmarks.plan_text import Plan
 from benchmarks.shapes import SHAPES, evenly_spaced
 from qwen2_jax_with_hooks import FAMILIES
@@ -128,10 +130,12 @@ def step_plan(compiled: Compiled) -> Step:
 class Times(NamedTuple):
     """How long a chip's parts of a step take at its peaks, in milliseconds; see `step_plan`.
 
+    kernel: of products of the gated delta rule in float32, with the tiles that they do not fill.
     busy: the products' share of a step in which nothing else takes longer than it must.
     """
 
     products: float
+    kernel: float
     hbm: float
     hidden: float
     exposed: float
@@ -142,19 +146,39 @@ class Times(NamedTuple):
 def times(compiled: Compiled, step: Step) -> Times:
     """Returns the times of a step; what an axis of two devices sends goes over one link."""
     assert compiled.model.layout.mesh is not None
-    chip = chip_of(compiled.model.layout.mesh.devices.flat[0])
+    device = compiled.model.layout.mesh.devices.flat[0]
+    chip = chip_of(device)
     assert chip is not None
     axes = [size for axis, size in compiled.model.layout.shape.items() if axis != "data"]
     speed = chip.link * min(max(axes, default=1) - 1, chip.links)
     products, hbm = 1e3 * step.flops / chip.flops, 1e3 * step.hbm / chip.bandwidth
     hidden, exposed = (1e3 * sent / speed if sent else 0 for sent in (step.hidden, step.exposed))
-    busy = products / (max(products, hbm, hidden) + exposed)
-    return Times(products, hbm, hidden, exposed, busy, step.memory / 1e9)
+    kernel = 1e3 * _flops_of_delta_rule(compiled, 256 if "v6" in device.device_kind else 128)
+    kernel /= chip.flops
+    busy = products / (max(products + kernel, hbm, hidden) + exposed)
+    return Times(products, kernel, hbm, hidden, exposed, busy, step.memory / 1e9)
+
+
+def _flops_of_delta_rule(compiled: Compiled, tile: int) -> float:
+    """Returns what one chip's matrix units do for the Pallas kernel in all layers that run."""
+    model, layout = compiled.model, compiled.model.layout
+    delta = model.config.delta
+    if delta is None:
+        return 0.0
+    rows = compiled.rows // layout.size(*RULES["batch"])
+    heads = delta.key_heads // layout.size("model", "query")
+    keys = rows, compiled.length, heads, delta.key_size
+    gates = *keys[:3], delta.values_per_key
+    shapes: list[Any] = [(keys, model.dtype)] * 2 + [((*gates, delta.value_size), model.dtype)]
+    shapes += [(gates, jnp.float32)] * 2 + [(keys[:2], jnp.int32)]
+    layers = sum(layer < model.num_layers for layer in delta.layers)
+    arrays = [jax.ShapeDtypeStruct(*each) for each in shapes]
+    return layers * padded_flops(pallas_delta_rule, arrays, tile)
 
 
 def print_table(effort: float) -> None:
     """Prints a line for every model and machine, with the mesh `2d` and with the one of `auto`."""
-    print(f"{'':9} {'':12} {'':28} products    HBM   sent: hidden, exposed   busy  memory")
+    print(f"{'':31} products kernel    HBM  sent: hidden exposed   busy   memory")
     for topology, shape, mesh in product(TOPOLOGIES, MODELS, ("2d", "auto")):
         depth = SHAPES[shape]["num_hidden_layers"]
         flags = f"--mesh_type {mesh} --layers_to_extract "
@@ -162,14 +186,15 @@ def print_table(effort: float) -> None:
         try:
             compiled = compile_for(FAMILIES.config(SHAPES[shape]), flags, topology, effort)
         except jax.errors.JaxRuntimeError as error:
-            print(f"{shape:9} {topology:12} {mesh:28} {one_line(error):.100}", flush=True)
+            print(f"{shape:8}{topology:10}{mesh:25}{one_line(error):.100}", flush=True)
             continue
         found = times(compiled, step_plan(compiled))
         axes = " x ".join(f"{axis} {size}" for axis, size in compiled.model.layout.shape.items())
         print(
-            f"{shape:9} {topology:12} {axes:28} {found.products:5.0f} ms {found.hbm:4.0f} ms "
-            f"{found.hidden:8.0f} ms {found.exposed:6.0f} ms {100 * found.busy:5.0f} % "
-            f"{found.memory_gb:4.1f} GB",
+            f"{shape:8}{topology:10}{axes:25}"
+            f"{found.products:5.0f} ms {found.kernel:3.0f} ms {found.hbm:4.0f} ms "
+            f"{found.hidden:9.0f} ms {found.exposed:4.0f} ms {100 * found.busy:5.0f} % "
+            f"{found.memory_gb:5.1f} GB",
             flush=True,
         )
 
