@@ -61,9 +61,9 @@ class Embedding(nn.Module):
         self.weight = parameter(self, "weight", "VD")
 
     def __call__(self, token_ids: Array) -> Array:
-        """Has each chip look up its columns of the table, for all chips along fsdp that share it.
+        """Returns the tokens' vectors; each device along fsdp looks up its columns for all.
 
-        So vectors of tokens are exchanged, not the table.
+        So the vectors are exchanged, not the table.
         """
         constrain = self.layout.constrain
         token_ids = constrain(token_ids, "fsdp_batch", "sequence")

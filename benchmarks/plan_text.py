@@ -70,8 +70,8 @@ class Move(NamedTuple):
 
     hidden: whether products run while it sends: the collective is asynchronous and they are between
     its start and its end, or it is part of a product. axes: the mesh axes that it sends along.
-    flops: of a product, its operations; of what is hidden, those of the products beside it, without
-    those of Pallas kernels.
+    flops: the operations of a product, or of the products beside a hidden collective, without those
+    of Pallas kernels.
     """
 
     kind: str  # product, kernel, collective, copy or rest
@@ -91,9 +91,8 @@ class Move(NamedTuple):
 class Plan:
     """The compiled text as instructions.
 
-    mesh: axis -> size, the first axis being the slowest. shares: in models with layers of several
-    types, of each type, in the order of the branches: how many of the loop's layers are of it, as a
-    share of all.
+    mesh: axis -> size, the first axis being the slowest. shares: in models with several types of
+    layers, the share of the loop's layers that each type has, in the order of the branches.
     """
 
     def __init__(
@@ -143,11 +142,11 @@ class Plan:
         return found
 
     def moves(self, computation: str, around: Collection[str] = ()) -> list[Move]:
-        """Of everything that one run of this computation moves, in the order in which it runs.
+        """Returns the moves of one run of this computation, in their order.
 
-        A loop's moves are those of all its turns. Of branches, those of the layers' types count by
-        their shares, and of others the one that moves most counts. around: channels on which is
-        sent while the computation runs, which is counted where it starts.
+        A loop counts with all its turns. Branches for types of layers count by their shares; of
+        other branches, only the one that moves most counts. around: channels that send while the
+        computation runs, which are counted where they start.
         """
         found: list[Move] = []
         in_flight: dict[str, int] = {}  # channel -> place in `found`
@@ -207,11 +206,11 @@ class Plan:
         ends = any("AsyncCollectiveDone" in inner.line for inner in inside)
         return [inner.channel for inner in inside if inner.is_collective and ends]
 
-    def _move(self, each: Instruction, in_flight: Collection[str]) -> Move:
+    def _move(self, each: Instruction, counted: Collection[str]) -> Move:
         """What one instruction moves; an asynchronous collective moves everything at its start."""
         kind, inside = self.kind(each), self._inside(each)
         collectives = [inner for inner in inside if inner.is_collective]
-        sending = [inner for inner in collectives if inner.channel not in in_flight]
+        sending = [inner for inner in collectives if inner.channel not in counted]
         passing = frozenset(inner.name for inner in collectives if inner not in sending)
         if each.opcode.endswith("-done"):
             hbm = self._copied(each)
@@ -227,9 +226,9 @@ class Plan:
         return Move(kind, each.name, each.source, hbm, sent, hidden, axes, flops)
 
     def _flops(self, product: Instruction) -> float:
-        """The operations of a product; with an axis of b batches, b**0.5 times too many.
+        """Returns 2 m k n for a product; with an axis of b batches, b**0.5 times too many.
 
-        (m k) (k n) (m n) is the square of what they are without such an axis.
+        The sizes of its arrays, multiplied, are (m k n)**2.
         """
         if product.opcode not in ("convolution", "dot"):
             return 0.0
@@ -339,7 +338,7 @@ def _sent(collective: Instruction, alone: bool) -> int:
 
 
 def _instructions(body: str) -> list[Instruction]:
-    """Of one computation. Attributes of kernels contain line ends; instructions are indented."""
+    """Reads a computation. Kernels' attributes contain line ends; instructions are indented."""
     found = []
     for line in re.split(r"\n(?=  )", body):
         match = re.match(r"  (?:ROOT )?(%[\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(?:,|$)", line)
@@ -350,7 +349,7 @@ def _instructions(body: str) -> list[Instruction]:
 
 
 def _bytes(found: re.Match[str], everywhere: bool = False) -> int:
-    """Of an array as it lies in HBM, padded to tiles of its two minor dimensions."""
+    """Counts an array's HBM bytes, padded to tiles of its two minor dimensions."""
     kind, sizes, order, tiling = found.groups()
     if not everywhere and "S(" in (tiling or ""):  # another memory than HBM
         return 0

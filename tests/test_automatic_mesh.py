@@ -49,7 +49,7 @@ def devices(count, kind="TPU v5e", **how):
     [
         ("0.5B", 64, "TPU v5e", 128, {"data": 64}),  # everything fits on a chip
         ("7B", 64, "TPU v5e", 128, {"data": 32, "fsdp": 2}),  # it does not on chips of 16 GB
-        ("7B", 16, "TPU v6 lite", 32, {"data": 16}),  # nor would it need to on those of 32 GB
+        ("7B", 16, "TPU v6 lite", 32, {"data": 16}),  # but it does on those of 32 GB
         ("72B", 64, "TPU v5e", 128, {"data": 2, "fsdp": 32}),
         ("30B-A3B", 16, "TPU v6 lite", 32, {"data": 4, "expert": 4}),  # gathering sends more
         ("0.5B", 8, "TPU v5e", 2, {"data": 2, "model": 4}),  # too few rows
@@ -64,7 +64,7 @@ def test_the_mesh_that_is_chosen(name, count, kind, rows, expected):
     assert "GB per device" in why and "no mesh" not in why
 
 
-def test_gathering_gives_way_to_exchanges_where_rows_are_few_and_short():
+def test_gathers_hide_behind_products_if_a_chip_has_enough_tokens():
     """The formula of the module: 1,640 tokens of a chip hide the gathers of fsdp 4 on a v5e."""
     for length, hidden in ((1024, False), (2048, True)):
         step = step_of("7B", 4, length)
@@ -72,7 +72,7 @@ def test_gathering_gives_way_to_exchanges_where_rows_are_few_and_short():
         estimate = step.estimate(build_layout(four, {"data": 1, "fsdp": 4}, 4), four)
         assert (estimate.gathers <= estimate.products) == hidden
         chip = CHIPS["TPU v5e"]
-        # The norms and biases are sent too, and attention's scores are computed.
+        # Weights of keys and values are not sent, and scores are computed, too.
         of_formula = (2 * length / chip.flops) / (2 * 3 / 4 / (chip.links * chip.link))
         assert estimate.products / estimate.gathers == pytest.approx(of_formula, rel=0.1)
 
@@ -80,8 +80,7 @@ def test_gathering_gives_way_to_exchanges_where_rows_are_few_and_short():
 def test_weights_of_a_device_are_those_of_its_shards():
     step = step_of("30B-A3B", 64)
     layouts = [
-        build_layout(usable, shape, 4)
-        for usable in [jax.devices()]
+        build_layout(jax.devices(), shape, 4)
         for shape in ({"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 2, "expert": 2, "model": 2})
     ]
     least = [step.memory(layout) for layout in layouts]

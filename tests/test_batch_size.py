@@ -84,7 +84,7 @@ def test_a_step_on_accelerators_has_8_rows(devices):
         assert batch_size.default_rows(4096, True, auto=True) % count == 0
 
 
-def test_one_device_is_one_if_only_one_is_used():
+def test_only_devices_that_are_used_count():
     assert batch_size.default_rows(2048, every_device=False) == 1
     assert batch_size.default_rows(2048, every_device=True) == jax.local_device_count() == 8
 
@@ -111,7 +111,7 @@ def test_auto_takes_the_largest_step_that_fits_and_keeps_it(flags, tmp_path, dev
     assert "32 rows per host and step: as when the run began" in line
     assert recorded(out) == (32, chosen)
 
-    devices(8, "gpu", enough[1] / 0.9 + 1)  # others: anew
+    devices(8, "gpu", enough[1] / 0.9 + 1)  # another kind
     (line,) = run("--max_samples", 9)
     assert "16 rows per host and step: 32 would take" in line
     assert recorded(out) == (16, {"rows": 16, "device": "a gpu", "devices": 8})

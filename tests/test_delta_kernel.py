@@ -113,7 +113,7 @@ def test_six_passes_of_a_matrix_unit_are_as_close(sizes, monkeypatch):
 
 
 def test_equal_tokens_that_forget_nothing():
-    """Of a document that repeats itself: the system of a chunk is as far from easy as it can be."""
+    """As in a document that repeats itself: the system of a chunk is as hard as it can be."""
     ids, places = segments([[2 * CHUNK + 44], [150, 150]], padding=0)
     q, k, v, log_decay, beta = inputs(ids.shape, (2, 3, 8, 24))
     k[:], log_decay[:], beta[:] = k[:, :1], 0, 1
@@ -135,7 +135,7 @@ def test_several_stages_of_a_pipeline_at_once():
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", ["2d", "3d pipeline"])
 def test_a_model_on_a_mesh(tmp_path, mesh):
-    """Of both types of layer, with its heads and its layers split."""
+    """It has both types of layer; its heads or layers are split."""
     reference = make_reference(tmp_path, **TEXT)
     token_ids, segment_ids, positions = rows(reference.config.vocab_size, (8, 64))
     segment_ids[:, 40:] = 2

@@ -46,7 +46,7 @@ def activation_of(index, key):
 
 
 def stored_of(index, key, encoding):
-    """Returns the decoded values that are read of that, and the relative error of each token."""
+    """Returns that activation as it is read, decoded, and the relative error of each token."""
     values, scales, errors = unpack(
         encode(activation_of(index, key), ENCODINGS[encoding]), ENCODINGS[encoding]
     )

@@ -119,7 +119,7 @@ def read_llamascopium(target):
 
 
 def read_sae_lens(target):
-    """SAELens's ActivationsStore reads an export in this way, one hook after the other."""
+    """Reads an export as SAELens's ActivationsStore does, one hook after the other."""
     found, token_ids = {}, []
     for hook in (FIRST, SECOND):
         rows = load_from_disk(str(target / hook))

@@ -117,7 +117,7 @@ JSONS = {
     "a status of what": ("metadata.json", lambda content: content.update(status=[1])),
     "hooks as text": ("metadata.json", lambda content: content.update(hooks="x")),
     "written as text": ("metadata.json", lambda content: content.update(written="now")),
-    "no rows that fit": ("metadata.json", lambda c: c.update(auto_batch_size={"rows": 8})),
+    "rows of no chip": ("metadata.json", lambda c: c.update(auto_batch_size={"rows": 8})),
     "rows of 0": ("metadata.json", lambda c: c.update(configuration={"batch_size": 0})),
 }
 

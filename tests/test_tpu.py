@@ -197,7 +197,7 @@ def test_fsdp_exchanges_vectors_of_tokens_and_moves_little_else_than_its_product
     ],
 )
 def test_fsdp_gathers_every_weight_beside_products(config, topology, data, how):
-    """A gather begins before the product that comes before its own, and ends after it."""
+    """Each weight is gathered while the product before its own runs."""
     last = config.num_hidden_layers - 1
     flags = f"--layers_to_extract {last // 2} {last} {FSDP_4.format(data)}"
     compiled = compile_for(config, flags, topology, USUAL, **how)
@@ -268,7 +268,7 @@ def test_the_delta_kernel_compiles_at_released_sizes(topology, name, dtype, part
 
 
 def assert_one_delta_kernel(instructions):
-    """All of the rule is one kernel: nothing of a chunk, and no loop over chunks, is beside it."""
+    """The whole rule is one kernel: no product and no loop over chunks is left beside it."""
     (kernel,) = (i for i in instructions if i.name.startswith(DELTA_KERNEL))
     assert "tpu_custom_call" in kernel.line
     beside = [i for i in instructions if "gated_delta_rule" in i.line and i is not kernel]

@@ -296,7 +296,7 @@ class Config:
     batch_size: int | str | None = flag(
         "rows per host and step; several samples share a row. auto: the most that the devices have "
         "memory for; on a CPU, the default",
-        default_is="8; on a CPU, as many of these as 2,048 tokens fill, at least 1 for each device",
+        default_is="8; on a CPU, no more than 2,048 tokens fill, but a multiple of the devices",
         parse=rows,
         metavar="ROWS|auto",
     )
@@ -308,8 +308,8 @@ class Config:
         metavar="TOKENS",
     )
     mesh_type: str | None = flag(
-        "how the devices are arranged. auto: for the shortest step, with weights on as few devices "
-        "as hold them (data, fsdp, expert, model); 1d: all along the model axis; 2d: data x model, "
+        "how the devices are arranged. auto: for the shortest step, splitting weights as little as "
+        "it can (data, fsdp, expert, model); 1d: all along the model axis; 2d: data x model, "
         "with one host per data index; 3d: pipeline x data x model",
         "auto",
         choices=("auto", "1d", "2d", "3d"),

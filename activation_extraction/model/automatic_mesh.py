@@ -37,7 +37,7 @@ from activation_extraction.model.weights import WeightSpec
 AXES = ("data", "fsdp", "expert", "model")  # the devices along the last one are neighbours
 FREE = 0.1  # the share of the memory that an estimate must leave free
 ALIKE = 1.01  # steps that differ by less are taken as equally long
-# Of a CPU the speeds do not matter much: only their ratios count.
+# For a CPU or an unknown chip, of whose speeds the ratios matter.
 UNKNOWN = CHIPS["TPU v5e"]
 
 
@@ -55,7 +55,7 @@ class Estimate(NamedTuple):
         return max(self.products, self.gathers) + self.exchanges
 
     def fits(self, limit: float | None) -> bool:
-        """Returns whether this leaves a tenth of the memory free."""
+        """Returns whether this leaves enough memory free."""
         return limit is None or self.memory <= (1 - FREE) * limit
 
 
@@ -100,7 +100,7 @@ class StepSizes:
         return best.layout.shape, _why(best, limit)
 
     def _shapes(self, devices: int) -> Iterator[dict[str, int]]:
-        """Yields the meshes among which the rows divide; the last one has only the axis `model`."""
+        """Yields the meshes that can split the rows; the last one has all devices along `model`."""
         factors = [size for size in range(1, devices + 1) if devices % size == 0]
         experts = 1 if self.model.config.experts is None else self.model.config.experts.count
         for model, expert, fsdp in product(factors, repeat=3):
@@ -154,7 +154,7 @@ class StepSizes:
     def _gathered(self, layout: Layout) -> float:
         """Returns the bytes of weights that a device receives along `fsdp`.
 
-        Of the embedding only the tokens' rows are sent.
+        The embedding is not sent, only tokens' vectors.
         """
         specs = [spec for path, spec in self.weights.items() if path[0] != "embed_tokens"]
         whole = sum(_numbers(layout, spec, without="fsdp") for spec in specs)
@@ -174,7 +174,7 @@ class StepSizes:
         return sparse * others * self._tokens(layout) * width
 
     def _tokens(self, layout: Layout) -> float:
-        """Returns the tokens of a step that a device, or those along its `model` axis, compute."""
+        """Returns how many tokens of a step the devices along one `model` axis compute."""
         return self.rows * self.length / layout.size(*RULES["batch"])
 
 
@@ -190,7 +190,7 @@ def _numbers(layout: Layout, spec: WeightSpec, without: str | None = None) -> in
 
 
 def _linked(devices: Sequence[Any]) -> int:
-    """Returns how many devices in a row fast links join: a TPU slice, or the GPUs of a host."""
+    """Returns how many consecutive devices fast links join: a TPU slice, or a host's GPUs."""
     name = "slice_index" if devices[0].platform == "tpu" else "process_index"
     groups = [getattr(device, name, 0) for device in devices]
     return groups.count(groups[0])
@@ -215,12 +215,11 @@ def _why(best: Estimate, limit: float | None) -> str:
         text.append("every device holds all weights and computes its own rows")
     if "fsdp" in shape:
         hidden = best.gathers <= best.products
-        text.append("gathers of weights " + ("hide behind products" if hidden else "bind"))
+        text.append("gathers of weights " + ("hide behind" if hidden else "outlast") + " products")
     if best.exchanges:
         share = 100 * best.exchanges / best.seconds
-        text.append(
-            f"exchanges along {' and '.join(shape.keys() - {'data', 'fsdp'})} {share:.0f} %"
-        )
+        axes = " and ".join(axis for axis in shape if axis in ("expert", "model"))
+        text.append(f"exchanges along {axes} take {share:.0f} %")
     return "; ".join(text)
 
 

@@ -26,7 +26,7 @@ from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import QwenConfig
 
 TOKENS_AT_ONCE = 2048  # so many are fastest on one CPU, whose caches can hold them
-WORTH_HALVING = 1024  # tokens; to compile a program for half of fewer takes longer than it saves
+WORTH_HALVING = 1024  # tokens; with fewer, compiling a half takes longer than it saves
 
 Path = tuple[str, ...]  # the path of a parameter
 Layers = tuple[Any, Any]  # the layers' stacked parameters, and which of them have a window
@@ -260,9 +260,9 @@ def rows_at_once(layout: Layout, rows: int, length: int) -> int:
 def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
     """Returns `layer`, run on a group of rows at a time, and not on padding, where that is faster.
 
-    At the end of the data there are groups of nothing but padding, for which nothing is computed,
-    and some that have tokens only in the first half of their rows, or of a single row; of these,
-    that half is computed. What is not computed keeps its x, and its other arrays are zeros.
+    At the end of the data, some groups are nothing but padding, and none of it is computed. Others
+    have tokens only in the first half of their rows, or of their single row, and only that half is
+    computed. What is not computed keeps its x, and its other arrays are zeros.
 
     layer: (x, rotary, segment_ids) -> (x, arrays (B, T, ...) that are not two-byte floating-point
     numbers). module: gives the layout and the dtype.

@@ -6,14 +6,14 @@ two chunks of one key head and of its value heads. The blocks of a row are the l
 grid, and the state waits in scratch memory for the next one.
 
 A chunk's system would fill half of a register, and a quarter of a matrix unit. So the systems of a
-block's two chunks lie side by side, (C, 2C), until they are inverted: a row has what token i of the
-first chunk takes of its chunk's tokens, then what token i of the second one takes of its own. They
-are multiplied with what has the one chunk's numbers above the other's.
+block's two chunks lie side by side, (C, 2C): row i holds what token i of the first chunk takes of
+that chunk's tokens, then the same for the second chunk. They, and their inverses, are multiplied by
+arrays in which one chunk's rows lie above the other's.
 
 Products of float32 have the precision HIGHEST, for which the matrix unit multiplies parts in
 bfloat16 six times; with three, the errors of a chunk's solution are 15 to 50 times as large.
-Queries and keys that are bfloat16 are multiplied before they are normalised, since they are exact
-then: with each other once, with float32 three times.
+Queries and keys in bfloat16 are multiplied before they are normalised, while they are exact: with
+each other once, with float32 three times.
 
 The letters are those of delta_net.py.
 """
@@ -30,8 +30,8 @@ from activation_extraction.model.delta_net import CHUNK, inverse_length
 from activation_extraction.model.layers import einsum
 
 BLOCK = 2 * CHUNK  # tokens: as many as a TPU's register has lanes
-SUBLANES = 8  # rows of a register of float32: where arrays are cut at multiples, nothing moves
-FORGETS = -1e30  # a log decay of which exp makes 0; sums of it are finite
+SUBLANES = 8  # rows of a float32 register: arrays cut at multiples of it stay in place
+FORGETS = -1e30  # a log decay whose exp is 0; sums of it are finite
 
 
 def pallas_delta_rule(
@@ -84,7 +84,7 @@ def _block(q_ref: Any, k_ref: Any, v_ref: Any, gates_ref: Any, out_ref: Any, sta
     """Computes a block of T = 2C tokens.
 
     The references have these shapes: q, k (T, D); v, out (G, T, U); gates (2G, T), log decays, then
-    rates; state (D, GU), the value heads side by side. See `_prepare` and `_step` of delta_net.py.
+    betas; state (D, GU), the value heads side by side. See `_prepare` and `_step` of delta_net.py.
     Here a chunk reads the state before its system is solved, for all heads at once:
 
         added = inverse (beta (v - since k S));  o = since q S + within added
@@ -151,7 +151,7 @@ def _places() -> tuple[Array, Array, Array]:
 
 
 def _beside(x: Array) -> Array:
-    """Puts what the second chunk's tokens have beside what the first one's have.
+    """Puts the second chunk's rows beside the first one's.
 
     Maps (2C, 2C) to (C, 2C), each chunk's own columns; and (2C, 1), the same for all columns.
     """
@@ -173,7 +173,7 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
     while distance < CHUNK:  # each row becomes the sum of all rows until it
         between += jnp.where(row >= distance, pltpu.roll(between, distance, 0), 0)
         distance *= 2
-    begun = between + log_decay[:1]  # of each chunk, the first column is meant
+    begun = between + log_decay[:1]  # only each chunk's first column counts
     since = [jnp.exp(begun[:, first, None]) for first in (0, CHUNK)]
     return jnp.where(row >= column, jnp.exp(between), 0), since
 
@@ -204,7 +204,7 @@ def _inverse(below: Array) -> Array:
 
 
 def _spread(x: Array, place: int) -> Array:
-    """Gives every row of a block of SUBLANES rows the values of the row at `place` of it."""
+    """Gives all rows of a block of SUBLANES rows the values of the block's row `place`."""
     blocks = x.reshape(-1, SUBLANES, x.shape[1])
     return jnp.broadcast_to(blocks[:, place, None], blocks.shape).reshape(x.shape)
 

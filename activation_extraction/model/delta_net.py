@@ -128,7 +128,7 @@ def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
     """Returns each channel's weighted sum over the last few tokens of its segment, then silu.
 
     x: (B, T, ...channels); weight: (...channels, taps), the last tap being the token's own. Each
-    tap widens x for itself: XLA would write a wide x to HBM where it is computed, for all of them.
+    tap widens x itself: if x were widened once, for all taps, XLA would write it to HBM wide.
     """
     weight = weight.astype(jnp.float32)
     taps = weight.shape[-1]
@@ -187,7 +187,7 @@ def gated_delta_rule(
 
 
 def inverse_length(x: Array) -> Array:
-    """Returns what makes the last axis a unit vector if multiplied with it: (..., 1) float32."""
+    """Returns the factor that makes the last axis a unit vector: (..., 1) float32."""
     x = x.astype(jnp.float32)
     return lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
 

@@ -48,13 +48,13 @@ CHIPS = {
     "H200": Chip(989e12, 141e9, 4800e9, 450e9, 1, 50e9),
 }
 
-# What the TPU's compiler is told of, beyond its defaults.
+# What a platform's compiler is told beyond its defaults.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "tpu": {
-        # Weights are gathered along fsdp while other products run, which is v5e's default alone: a
-        # gather does not wait for its end,
+        # Weights are gathered along fsdp while other products run, as only v5e does by default: a
+        # gather does not block,
         "xla_enable_async_all_gather": True,
-        # and goes on inside the product that runs beside it, which hands its parts on.
+        # and it goes on inside the product that runs beside it.
         "xla_tpu_enable_async_collective_fusion": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
     },

@@ -198,14 +198,18 @@ def choose_layout(
 ) -> Layout:
     """Returns the mesh for a model that has no mesh yet. Raises InputError."""
     config, total_rows = model.config, request.rows * hosts
-    step = StepSizes(model, family.weight_table(model), total_rows, request.length)
+
+    def automatic() -> tuple[dict[str, int], str]:
+        step = StepSizes(model, family.weight_table(model), total_rows, request.length)
+        return step.choose_mesh(devices)
+
     shape, why = choose_shape(
         request.mesh_type,
         request.mesh_shape if request.every_device else None,
         request.mesh_axes if request.every_device else None,
         devices=len(devices),
         hosts=hosts,
-        automatic=lambda: step.choose_mesh(devices),
+        automatic=automatic,
     )
     layout = build_layout(devices, shape, config.num_key_value_heads, why)
     check_divisibility(layout, total_rows, request.length, config.sizes)

@@ -39,8 +39,8 @@ LOGICAL_AXES = {
     "I": "one",
     "W": "taps",
 }
-# Small weights are not split along fsdp, as weights of one axis are not: most layers begin with
-# them, and so there is a product to compute while the first of the others is gathered.
+# Like weights of one axis, these small ones are not split along fsdp: most layers begin with them,
+# so there is a product to compute while the first large weight is gathered.
 NOT_GATHERED = "KHD", "JGD", "RD", "UD"
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
 # A module's intermediates by name; those of its submodules are nested. An intermediate that is a
@@ -75,8 +75,8 @@ def from_bits(x: Array, dtype: Any = jnp.bfloat16) -> Array:
 def rounded(x: Array, dtype: Any) -> Array:
     """Rounds a product's float32 result to `dtype`, on TPUs before it leaves the product.
 
-    XLA leaves rounding out that is followed by float32 arithmetic, unless there is a barrier. Then
-    a TPU would move twice the bytes; a CPU is faster without one more pass over them.
+    Without a barrier, XLA omits rounding that float32 arithmetic follows: a TPU would move twice
+    the bytes. A CPU is faster without one more pass over them.
     """
 
     def in_product(x: Array) -> Array:
@@ -169,9 +169,9 @@ def rotary_table(positions: Array, config: QwenConfig) -> tuple[Array, Array]:
 
 
 def rotate(x: Array, rotary: tuple[Array, Array], config: QwenConfig) -> Array:
-    """Rotates (B, T, heads, H), to float32; dimension i pairs with i + H/2, as in Hugging Face.
+    """Rotates the first r dimensions of (B, T, heads, H), which may be all, to float32.
 
-    If only a share of the dimensions is rotated, that share is H here, and the others stay.
+    Dimension i pairs with i + r/2, as in Hugging Face.
     """
     cos, sin = rotary
     half = len(config.rope.frequencies(config.head_dim))
@@ -188,9 +188,9 @@ def others_of_pairs(half: int, x: Array) -> Array:
 
 
 def others_of_pairs_on_tpu(half: int, x: Array) -> Array:
-    """Does the same as a product, which is exact and part of the program's fusions.
+    """Does the same with a matrix product, which is exact and which XLA can fuse.
 
-    Halves of a head would fill the TPU's registers, and what it writes, by half.
+    Half a head would fill only half of a TPU's register, and of what it writes.
     """
     size = x.shape[-1]
     pairs = np.eye(size, k=half) + np.eye(size, k=-half)

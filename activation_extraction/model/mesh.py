@@ -43,7 +43,7 @@ RULES: dict[str, tuple[str, ...]] = {
     # and these of activations.
     "stage": ("pipeline",),
     "batch": ("data", "fsdp", "expert"),
-    "fsdp_batch": ("data", "expert"),  # every chip of a group along fsdp has the rows of all
+    "fsdp_batch": ("data", "expert"),  # every device along fsdp has the rows of all
     "query_sequence": ("query",),
     "captured_sequence": BOTH,
     "leaving_sequence": (*BOTH, "pipeline"),
@@ -230,7 +230,7 @@ def build_layout(
 
 
 def mesh_axes(shape: Mapping[str, int], kv_heads: int) -> tuple[list[str], list[int]]:
-    """Returns names and sizes of the mesh axes inside.
+    """Returns the names and sizes of JAX's mesh axes.
 
     `model` is split into heads and queries: as many ways over heads as key/value heads allow.
     """
@@ -293,7 +293,7 @@ def choose_shape(
     hosts: int,
     automatic: Callable[[], tuple[dict[str, int], str]],
 ) -> tuple[dict[str, int], str]:
-    """Returns mesh axis -> size for the flags of the mesh, and what to say about it, if anything.
+    """Returns mesh axis -> size for the flags of the mesh, and why it was chosen, or "".
 
     kind: --mesh_type; None if only a shape is given. automatic: chooses for `auto`. Raises
     InputError if a given shape does not fit the axes or the devices.
@@ -307,7 +307,7 @@ def choose_shape(
         return automatic()
     if kind == "1d":
         return {"model": devices}, ""
-    remark = ""
+    why = ""
     if kind == "3d":
         if devices >= DEFAULT_3D_DEVICES and devices % 16 == 0:
             names = tuple(axes or DEFAULT_3D_AXES)
@@ -316,12 +316,12 @@ def choose_shape(
             # Two axes get four devices; the one that splits only rows, or the first, gets the rest.
             rest = next(axis for axis in ("data", "fsdp", names[0]) if axis in names)
             return {name: devices // 16 if name == rest else 4 for name in names}, ""
-        remark = (
+        why = (
             f"a 3d mesh needs a multiple of 16 devices, {DEFAULT_3D_DEVICES} or more, or "
             f"--mesh_shape; {counted(devices, 'device')} become a 2d mesh"
         )
     data = hosts if hosts > 1 else (2 if devices >= 8 and devices % 2 == 0 else 1)
-    return {"data": data, "model": devices // data}, remark
+    return {"data": data, "model": devices // data}, why
 
 
 def _explicit(

@@ -26,7 +26,7 @@ from activation_extraction.model.mesh import usable_devices
 from activation_extraction.run.hosts import Host, any_host, gather, together
 from activation_extraction.store.identity import GIGABYTE, available_memory
 
-USUAL_ROWS, MOST_ROWS = 8, 512
+DEFAULT_ROWS, MOST_ROWS = 8, 512
 USABLE = 0.9  # of a device's memory
 STEPS_ON_HOST = 4  # so many steps' activations must fit in the memory of a host
 
@@ -39,10 +39,10 @@ def default_rows(length: int, every_device: bool, auto: bool = False) -> int:
     round it up on accelerators, too, so that no mesh refuses it before `fit_rows` finds a better
     one.
     """
-    devices, rows = _own_devices(every_device), USUAL_ROWS
+    devices, rows = _own_devices(every_device), DEFAULT_ROWS
     on_cpu = devices[0].platform == "cpu"
     if on_cpu:
-        rows = min(max(TOKENS_AT_ONCE // length, 1), USUAL_ROWS)
+        rows = min(max(TOKENS_AT_ONCE // length, 1), DEFAULT_ROWS)
     return -(-rows // len(devices)) * len(devices) if on_cpu or auto else rows
 
 
@@ -91,7 +91,7 @@ def fit_rows(
 def _recorded_rows(
     host: Host, earlier: Sequence[Mapping[str, Any]], kind: str, devices: int
 ) -> int | None:
-    """Returns the number that any host finds recorded for such devices; the smallest of several."""
+    """Returns the smallest number that a host finds recorded for such devices; None without one."""
     recorded = [metadata.get("auto_batch_size") or {} for metadata in earlier]
     own = [
         found["rows"]

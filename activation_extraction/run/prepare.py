@@ -7,7 +7,7 @@ have found before they go on.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -43,7 +43,6 @@ from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.documents import Documents
 
-T = TypeVar("T")
 RECORDED, NEW = "recorded", "new"  # where the commit of a hub model comes from
 
 
@@ -190,7 +189,7 @@ def agree_on_commit(host: Host, chosen: tuple[str, str] | None) -> str | None:
 def prepare_forward(
     config: Config, families: Families, output: Output, commit: str | None
 ) -> tuple[Config, ModelRequest, Forward]:
-    """Checks the model, which the demo makes first; returns the demo's configuration, too.
+    """Returns the configuration (a demo makes its own), the request and the checked model.
 
     commit: the hub model's. Raises InputError.
     """
