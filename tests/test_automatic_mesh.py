@@ -1,6 +1,8 @@
 """`--mesh_type auto`: the shortest step that fits, and what it is estimated from."""
 
+import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -10,10 +12,14 @@ import pytest
 from command_line import main
 from pods import flags_for
 
+from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.devices import CHIPS, memory_of
+from activation_extraction.model.forward import build_model
+from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.mesh import build_layout
+from activation_extraction.run.prepare import model_request
 from benchmarks.shapes import SHAPES, evenly_spaced
 from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
@@ -59,7 +65,8 @@ def devices(count, kind="TPU v5e", **how):
     ],
 )
 def test_the_mesh_that_is_chosen(name, count, kind, rows, expected):
-    chosen, why = step_of(name, rows).choose_mesh(devices(count, kind))
+    there = devices(count, kind)
+    chosen, why = step_of(name, rows).choose_mesh(there, memory_of(there[0]))
     assert chosen == expected and list(chosen) == list(expected)
     assert "GB per device" in why and "no mesh" not in why
 
@@ -93,7 +100,7 @@ def test_weights_of_a_device_are_those_of_its_shards():
 
 
 def test_what_fits_nowhere_takes_the_least_memory_and_says_so():
-    chosen, why = step_of("72B", 8).choose_mesh(devices(4))
+    chosen, why = step_of("72B", 8).choose_mesh(devices(4), 16e9)
     assert "no mesh fits" in why and np.prod([*chosen.values()]) == 4
     assert chosen.get("data", 1) == 1
 
@@ -113,14 +120,39 @@ def test_gpus_of_one_host_gather_sooner_than_those_of_several():
 
 def test_rows_and_widths_that_divide_on_no_mesh_are_refused():
     step = step_of("0.5B", 3)
-    with pytest.raises(InputError, match="does not divide among 5 devices"):
-        step.choose_mesh(devices(5))
+    with pytest.raises(InputError, match="the 3 rows .* on no mesh: .* among 5 devices"):
+        step.choose_mesh(devices(5), None)
 
 
 def test_memory_is_what_the_device_says_or_what_its_kind_has():
-    assert memory_of(SimpleNamespace(memory_stats=lambda: {"bytes_limit": 5})) == 5
+    assert memory_of(SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 5})) == 5
     assert memory_of(Device(0, "TPU v6 lite")) == 32e9
     assert memory_of(Device(0, "cpu")) is None
+    of_all = 8 * memory_of(jax.local_devices()[0])  # which share what the host has
+    assert of_all == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_head_counts_where_logits_are_computed():
+    config = FAMILIES.config(SHAPES["7B"])
+    layout = build_layout(jax.devices(), {"data": 2, "fsdp": 4}, 4)
+    found = []
+    for names in (["ln_final.hook_out"], ["ln_final.hook_out", "loss"]):
+        hooks = [*hook_table(config).matching(names, 28).values()]
+        model = create_model_with_hooks(config, hooks, jax.numpy.dtype("bfloat16"))
+        found.append(StepSizes(model, weight_table(model), 16, 2048).memory(layout))
+    head = 2 * config.vocab_size * config.hidden_size
+    assert head < found[1] - found[0] < 2 * head  # gathered, and the logits of a block
+
+
+def test_the_least_memory_of_all_hosts_decides():
+    """A host cannot ask the devices of another one."""
+    family, config = FAMILIES.parse_config(SHAPES["0.5B"])
+    request = model_request(parse_args(["--batch_size", "8", "--layers_to_extract", "3"]))
+    shapes = [
+        build_model(family, dataclasses.replace(request, memory=memory), config)[0].layout.shape
+        for memory in (1e12, 1e9)
+    ]
+    assert shapes[0] == {"data": 8} and shapes[1].get("fsdp", 1) > 1
 
 
 def test_a_run_says_which_mesh_it_took_and_why(demo_inputs, tmp_path, capsys):

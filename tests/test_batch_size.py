@@ -103,7 +103,7 @@ def test_auto_takes_the_largest_step_that_fits_and_keeps_it(flags, tmp_path, dev
     devices(8, "tpu", enough[2] / 0.9 + 1)
     (line,) = run("--max_samples", 3)
     assert "32 rows per host and step: 64 would take" in line
-    chosen = {"rows": 32, "device": "a tpu", "devices": 8}
+    chosen = {"rows": 32, "device": "a tpu", "devices": 8, "mesh": {"data": 8}}
     assert recorded(out) == (32, chosen)
 
     devices(8, "tpu", 1e12)  # more memory of the same kind: as the run began
@@ -114,7 +114,11 @@ def test_auto_takes_the_largest_step_that_fits_and_keeps_it(flags, tmp_path, dev
     devices(8, "gpu", enough[1] / 0.9 + 1)  # another kind
     (line,) = run("--max_samples", 9)
     assert "16 rows per host and step: 32 would take" in line
-    assert recorded(out) == (16, {"rows": 16, "device": "a gpu", "devices": 8})
+    assert recorded(out) == (16, chosen | {"rows": 16, "device": "a gpu"})
+
+    devices(8, "gpu", bytes_for([*flags, "--mesh_shape", "2,4"], 8) / 0.9 + 1)  # another mesh
+    (line,) = run("--max_samples", 10, "--mesh_shape", "2,4")
+    assert "8 rows per host and step: 16 would take" in line
 
     devices(8, "gpu", 1e12)
     assert run("--max_samples", 12, "--batch_size", 64) == []

@@ -51,4 +51,4 @@ def test_options_change_what_they_say(inputs, tmp_path):
     assert [record["sample_idx"] for record in found["blocks.1.hook_attn_out"]] == [*range(20)]
     assert found["blocks.1.hook_attn_out"][0]["activation"].dtype.name == "bfloat16"
     assert len(list(tmp_path.glob("*.pkl.gz"))) > 1
-    assert json.loads((tmp_path / "metadata.json").read_text())["mesh"] == {"data": 1, "model": 1}
+    assert json.loads((tmp_path / "metadata.json").read_text())["mesh"] == {"data": 1}

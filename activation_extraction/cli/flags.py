@@ -294,8 +294,8 @@ class Config:
         metavar="N",
     )
     batch_size: int | str | None = flag(
-        "rows per host and step; several samples share a row. auto: the most that the devices have "
-        "memory for; on a CPU, the default",
+        "rows per host and step; several samples share a row. auto: the most, up to 512, that the "
+        "devices and the host have memory for; on a CPU, the default",
         default_is="8; on a CPU, no more than 2,048 tokens fill, but a multiple of the devices",
         parse=rows,
         metavar="ROWS|auto",

@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, NamedSharding
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.devices import CHIPS, Chip, chip_of, memory_of
+from activation_extraction.model.devices import CHIPS, Chip, chip_of
 from activation_extraction.model.family import HookedModel, WeightTable
 from activation_extraction.model.mesh import RULES, Layout, check_divisibility, mesh_axes
+from activation_extraction.model.predictions import TOKENS_AT_ONCE
 from activation_extraction.model.weights import WeightSpec
 
 AXES = ("data", "fsdp", "expert", "model")  # the devices along the last one are neighbours
@@ -71,22 +72,25 @@ class StepSizes:
     rows: int
     length: int
 
-    def choose_mesh(self, devices: Sequence[Any]) -> tuple[dict[str, int], str]:
+    def choose_mesh(
+        self, devices: Sequence[Any], limit: float | None
+    ) -> tuple[dict[str, int], str]:
         """Returns mesh axis -> size, and in one line why this mesh was chosen.
 
-        devices: ordered by host. If nothing fits by the estimate, it is the mesh that takes least
-        memory. Raises InputError if no mesh divides the rows and widths.
+        devices: ordered by host; limit: the bytes of memory of each, None if they are unknown. If
+        nothing fits by the estimate, it is the mesh that takes least memory. Raises InputError if
+        no mesh divides the rows and widths.
         """
-        limit = memory_of(devices[0])
         estimates: list[Estimate] = []
         for shape in self._shapes(len(devices)):
             names, sizes = mesh_axes(shape, self.model.config.num_key_value_heads)
             layout = Layout(AbstractMesh(tuple(sizes), tuple(names)))
             try:
                 check_divisibility(layout, self.rows, self.length, self.model.config.sizes)
-            except InputError:
+            except InputError as error:
                 if shape.get("model", 1) == len(devices) and not estimates:
-                    raise
+                    rows = f"--batch_size: the {self.rows} rows of all hosts"
+                    raise InputError(f"{rows} can be split on no mesh: {error}") from error
                 continue
             estimates.append(self.estimate(layout, devices))
         fitting = [each for each in estimates if each.fits(limit)]
@@ -122,7 +126,7 @@ class StepSizes:
 
     @cached_property
     def _flops(self) -> float:
-        return self.model.flops([self.length] * self.rows)
+        return self.model.flops([self.length]) * self.rows
 
     def memory(self, layout: Layout) -> float:
         """Returns the bytes that one device holds: weights, gathered layers and activations."""
@@ -135,6 +139,11 @@ class StepSizes:
         if config.experts is not None:  # every token has a row for each of its experts
             rows = config.experts.per_token * layout.size("expert")
             widths += rows * (5 * config.hidden_size + 2 * config.experts.width // parts)
+        if self.model.predicts:  # the head is gathered, for the logits of a block
+            names = ("embed_tokens", "weight"), ("lm_head", "weight")
+            *_, head = (self.weights[name] for name in names if name in self.weights)
+            whole = _numbers(layout, head, without="fsdp")
+            held += whole - _numbers(layout, head) + 6 * TOKENS_AT_ONCE * head.shape[0] / parts
         sizes = config.sizes_with(self.length)
         forms = [hook.kind.form(sizes, self.model.activation_dtype) for hook in self.model.hooks]
         captured = self.rows * self.length * sum(form.bytes for form in forms)
@@ -154,9 +163,12 @@ class StepSizes:
     def _gathered(self, layout: Layout) -> float:
         """Returns the bytes of weights that a device receives along `fsdp`.
 
-        The embedding is not sent, only tokens' vectors.
+        The embedding is not sent, only tokens' vectors, unless it is the head, too.
         """
-        specs = [spec for path, spec in self.weights.items() if path[0] != "embed_tokens"]
+        weights = dict(self.weights)
+        if not (self.model.predicts and self.model.config.tie_word_embeddings):
+            weights.pop(("embed_tokens", "weight"), None)
+        specs = [*weights.values()]
         whole = sum(_numbers(layout, spec, without="fsdp") for spec in specs)
         return self.model.dtype.itemsize * (whole - sum(_numbers(layout, x) for x in specs))
 

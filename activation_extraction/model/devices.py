@@ -172,10 +172,15 @@ def chip_of(device: Any) -> Chip | None:
 
 
 def memory_of(device: Any) -> float | None:
-    """Returns the bytes that a device says it has, or that its kind has; None on a CPU."""
+    """Returns the bytes that a device can use, as it says or as its kind has; None if unknown.
+
+    The CPU devices of a host share its memory. Only a host's own devices can say anything.
+    """
+    if device.platform == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / jax.local_device_count()
     try:
         reported = (device.memory_stats() or {}).get("bytes_limit")
-    except jax.errors.JaxRuntimeError:  # a device of another host, or one that is only described
+    except jax.errors.JaxRuntimeError:  # a device that is only described
         reported = None
     if reported:
         return reported

@@ -24,7 +24,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.devices import compile_with_options, watch_compiling
+from activation_extraction.model.devices import compile_with_options, memory_of, watch_compiling
 from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
 from activation_extraction.model.hooks import Form, Hook, hook_table
 from activation_extraction.model.kept import KeptTokens, take_kept
@@ -57,7 +57,8 @@ class ModelRequest:
     """Holds what the flags of the same names ask of the model; rows and length are of a step.
 
     every_device: False for one device of every host. keep_weights: whether the hub's cache on this
-    machine is to keep the weights.
+    machine is to keep the weights. memory: the bytes of each device, the least of all hosts; None
+    for those of this host.
     """
 
     model_path: str
@@ -75,6 +76,7 @@ class ModelRequest:
     mesh_axes: tuple[str, ...] | None
     every_device: bool
     keep_weights: bool
+    memory: float | None = None
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,11 @@ def choose_layout(
 
     def automatic() -> tuple[dict[str, int], str]:
         step = StepSizes(model, family.weight_table(model), total_rows, request.length)
-        return step.choose_mesh(devices)
+        memory = request.memory
+        if memory is None:
+            own = [each for each in devices if each.process_index == jax.process_index()]
+            memory = memory_of((own or devices)[0])
+        return step.choose_mesh(devices, memory)
 
     shape, why = choose_shape(
         request.mesh_type,
@@ -327,6 +333,10 @@ def bytes_of_step(forward: Forward) -> int:
         for path, spec in weights
     }
     memory = _compiled(forward, unflatten_dict(params)).memory_analysis()
+    if memory is None:
+        raise InputError(
+            "--batch_size auto: the compiler does not say what a step takes; give a number"
+        )
     computing = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return computing + 2 * memory.output_size_in_bytes
 

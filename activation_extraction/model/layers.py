@@ -4,6 +4,7 @@
 are moved. The letters are those of qwen2_jax.py.
 """
 
+import math
 from collections.abc import Mapping
 from functools import cache, partial
 from types import MappingProxyType
@@ -42,6 +43,7 @@ LOGICAL_AXES = {
 # Like weights of one axis, these small ones are not split along fsdp: most layers begin with them,
 # so there is a product to compute while the first large weight is gathered.
 NOT_GATHERED = "KHD", "JGD", "RD", "UD"
+SMALL = 2**22  # numbers
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
 # A module's intermediates by name; those of its submodules are nested. An intermediate that is a
 # function is computed only if it is called.
@@ -93,7 +95,8 @@ def parameter(module: Any, name: str, letters: str) -> Array:
     Its values come from a checkpoint: `init` gives zeros.
     """
     axes = tuple(LOGICAL_AXES[letter] for letter in letters)
-    if len(letters) == 1 or letters in NOT_GATHERED:
+    numbers = math.prod(module.config.sizes[letter] for letter in letters)
+    if len(letters) == 1 or (letters in NOT_GATHERED and numbers <= SMALL):
         axes = tuple("hidden" if axis == "embed" else axis for axis in axes)
     shape = tuple(module.config.sizes[letter] for letter in letters)
     zeros = nn.with_logical_partitioning(nn.initializers.zeros, axes)

@@ -61,8 +61,8 @@ def fit_rows(
     """Returns the model for the largest step that fits, and what metadata.json records about it.
 
     The rows of a host are the number of its devices times a power of two, at most MOST_ROWS. Each
-    number is tried on the mesh that it leads to (see `_try_rows`). If the run that is continued
-    recorded a number for as many devices of this kind, that one is taken without a trial. On
+    number is tried on the mesh that it leads to (see `_search`). If the run that is continued
+    recorded a number for as many devices of this kind and this mesh, it is taken untried. On
     devices that do not report their memory (CPU) the default stays, and nothing is recorded.
 
     forward: the model for `request`, whose rows are the default. earlier: metadata of the run that
@@ -76,16 +76,20 @@ def fit_rows(
     if not usable:
         log.info("--batch_size auto: %d rows, the default on %s", request.rows, kind)
         return forward, None
-    rows = _recorded_rows(host, earlier, kind, count)
+    rows, why = _recorded_rows(host, earlier, kind, count), "as when the run began"
     if rows is not None:
-        why = "as when the run began"
-        forward = together(
-            host, partial(prepare_model, families, replace(request, rows=rows), forward)
-        )
-    else:
+        asked = replace(request, rows=rows)
+        recorded = together(host, partial(prepare_model, families, asked, forward))
+        meshes = [(found.get("auto_batch_size") or {}).get("mesh") for found in earlier]
+        if any_host(host, [recorded.layout.shape in meshes])[0]:
+            forward = recorded
+        else:
+            rows = None
+    if rows is None:
         rows, forward, why = _search(host, families, request, forward, len(devices), usable)
     log.info("--batch_size auto: %d rows per host and step: %s", rows, why)
-    return forward, {"rows": rows, "device": kind, "devices": count}
+    mesh = forward.layout.shape
+    return forward, {"rows": rows, "device": kind, "devices": count, "mesh": mesh}
 
 
 def _recorded_rows(
@@ -112,13 +116,19 @@ def _search(
 ) -> tuple[int, Forward, str]:
     """Returns the rows, the model for them, and why there are no more.
 
-    least: the smallest number, which is taken even if it does not fit. usable: bytes of a device.
+    A step fits if every host has room for the activations of STEPS_ON_HOST steps, one of which is
+    received while others wait to be stored, and if the compiler plans for no more than `usable`
+    bytes on a device. least: the smallest number, which is taken even if it does not fit.
     """
     rows = least
     while True:
         asked = replace(request, rows=rows)
-        tried, why = together(host, partial(_try_rows, families, asked, forward, usable))
+        tried = together(host, partial(prepare_model, families, asked, forward))
+        why = _lacking_on_host(tried)
         fits = not any_host(host, [bool(why)])[0]
+        if fits:  # all hosts compile, or none does
+            why = together(host, partial(_lacking_on_device, tried, usable))
+            fits = not any_host(host, [bool(why)])[0]
         if fits or rows == least:
             forward = tried
         if not fits:
@@ -128,28 +138,25 @@ def _search(
         rows *= 2
 
 
-def _try_rows(
-    families: Families, request: ModelRequest, before: Forward, usable: float
-) -> tuple[Forward, str]:
-    """Returns the model for a step, and why the step does not fit; "" if it does.
-
-    A step fits if the compiler plans for no more than `usable` bytes on a device, and the host has
-    room for the activations of STEPS_ON_HOST steps, one of which is received while others wait to
-    be stored.
-    """
-    forward = prepare_model(families, request, before)
+def _lacking_on_host(forward: Forward) -> str:
+    """Says why this host has no room for the activations; "" if it has."""
     rows, length = forward.shape
     of_token = sum(forward.form(hook).bytes for hook in forward.hooks.values())
-    on_host, available = STEPS_ON_HOST * rows * length * of_token, available_memory()
-    if on_host > available:
-        return forward, _too_much(f"{STEPS_ON_HOST} steps of {rows}", on_host, "host", available)
+    needed, available = STEPS_ON_HOST * rows * length * of_token, available_memory()
+    steps = f"{STEPS_ON_HOST} steps of {rows}"
+    return _too_much(steps, needed, "host", available) if needed > available else ""
+
+
+def _lacking_on_device(forward: Forward, usable: float) -> str:
+    """Says why a step does not fit on a device; "" if it does."""
+    rows, _ = forward.shape
     try:
         needed = bytes_of_step(forward)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return forward, f"{rows} do not fit, says the compiler: {one_line(error):.200}"
-    return forward, _too_much(f"{rows}", needed, "device", usable) if needed > usable else ""
+        return f"{rows} do not fit, says the compiler: {one_line(error):.200}"
+    return _too_much(f"{rows}", needed, "device", usable) if needed > usable else ""
 
 
 def _too_much(what: str, needed: int, where: str, room: float) -> str:

@@ -106,23 +106,30 @@ def identity_of(
     )
 
 
-def fingerprint(
-    config: Config, forward: Forward, identity: Identity, files: Sequence[TextFile]
-) -> dict[str, Any]:
-    """Returns all that must be the same on every host of a run, by name. files: of the data set."""
+def settings_of(config: Config, forward: Forward) -> dict[str, Any]:
+    """Returns what hosts must have in common before they compile anything, by name."""
     shared = {name: value for name, value in config.to_json().items() if name not in HOST_FIELDS}
-    package = Path(activation_extraction.__file__).parent
-    sources = [*(package.parent / name for name in SCRIPTS), *package.rglob("*.py")]
     return {
         "configuration": json.dumps(shared, sort_keys=True, default=str),
-        **identity.shared,
-        "data files": json.dumps([(file.name, file.size) for file in files]),
         "package versions": json.dumps(package_versions()),
-        "source": digest_files(sources),
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",
         "rows per host": forward.shape[0],
         "mesh": json.dumps(forward.layout.shape),
         **{name: choice.name for name, choice in forward.kernels.items()},
+    }
+
+
+def fingerprint(
+    config: Config, forward: Forward, identity: Identity, files: Sequence[TextFile]
+) -> dict[str, Any]:
+    """Returns all that must be the same on every host of a run, by name. files: of the data set."""
+    package = Path(activation_extraction.__file__).parent
+    sources = [*(package.parent / name for name in SCRIPTS), *package.rglob("*.py")]
+    return {
+        **settings_of(config, forward),
+        **identity.shared,
+        "data files": json.dumps([(file.name, file.size) for file in files]),
+        "source": digest_files(sources),
     }
 
 

@@ -16,7 +16,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import plain_url
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.devices import use_compilation_cache
+from activation_extraction.model.devices import memory_of, use_compilation_cache
 from activation_extraction.model.family import Families
 from activation_extraction.model.forward import (
     Forward,
@@ -25,9 +25,15 @@ from activation_extraction.model.forward import (
     log_hooks,
     prepare_model,
 )
+from activation_extraction.model.mesh import usable_devices
 from activation_extraction.run.batch_size import default_rows, fit_rows
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
-from activation_extraction.run.digests import fingerprint, identity_of, package_versions
+from activation_extraction.run.digests import (
+    fingerprint,
+    identity_of,
+    package_versions,
+    settings_of,
+)
 from activation_extraction.run.host_text import HostText, Prefetch, load_text_files, row_form
 from activation_extraction.run.hosts import Host, Watchdog, gather, together
 from activation_extraction.run.open_data import open_dataset
@@ -97,9 +103,13 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
         host, lambda: prepare_output(config, host, watchdog.reset), lambda _: revision
     )
     commit = agree_on_commit(host, output.commit)
+    memory = gather(host, str(together(host, lambda: own_memory(config)) or ""))
+    least = min((float(each) for each in memory if each), default=None)
     rows = {"--batch_size": config.batch_size}
     config, request, forward = together(
-        host, lambda: prepare_forward(config, families, output, commit), lambda _: rows
+        host,
+        lambda: prepare_forward(config, families, output, commit, least),
+        lambda prepared: rows | settings_of(prepared[0], prepared[2]),
     )
     facts: dict[str, Any] = {}
     if config.batch_size == "auto":
@@ -186,17 +196,28 @@ def agree_on_commit(host: Host, chosen: tuple[str, str] | None) -> str | None:
     return min(commits, key=lambda commit: commit[0] != RECORDED)[1]
 
 
+def own_memory(config: Config) -> float | None:
+    """Returns the bytes of memory of one of this host's devices; None if they are unknown."""
+    devices = usable_devices(config.use_data_parallel)
+    own = next(each for each in devices if each.process_index == jax.process_index())
+    return memory_of(own)
+
+
 def prepare_forward(
-    config: Config, families: Families, output: Output, commit: str | None
+    config: Config, families: Families, output: Output, commit: str | None, memory: float | None
 ) -> tuple[Config, ModelRequest, Forward]:
     """Returns the configuration (a demo makes its own), the request and the checked model.
 
-    commit: the hub model's. Raises InputError.
+    commit: the hub model's; memory: of each device. A repair takes the rows that the run had,
+    unless others are asked for. Raises InputError.
     """
     if config.demo:
         config = _with_demo(config, output.folders.folder, families)
     request = model_request(config)
-    request = replace(request, revision=commit or request.revision)
+    request = replace(request, revision=commit or request.revision, memory=memory)
+    if config.repair and config.batch_size is None and output.own:
+        rows = output.own[0].get("configuration", {}).get("batch_size", request.rows)
+        request = replace(request, rows=rows)
     return config, request, prepare_model(families, request)
 
 

@@ -162,8 +162,9 @@ class RepairPlanner:
 
         def settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
             batch_size = metadata.get("configuration", {}).get("batch_size")
-            others = {name: metadata.get(name) for name in ("mesh", "backend", "versions")}
-            return {"batch_size": batch_size, **others}
+            mesh = {axis: size for axis, size in (metadata.get("mesh") or {}).items() if size != 1}
+            others = {name: metadata.get(name) for name in ("backend", "versions")}
+            return {"batch_size": batch_size, "mesh": mesh, **others}
 
         was, now = settings(before), settings(self.metadata)
         changed = [name for name in was if was[name] != now[name]]

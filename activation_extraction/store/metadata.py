@@ -58,7 +58,7 @@ OWN_FILES = re.compile(
 EMPTY_TOTALS = {"shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
 REQUIRED = ("identity", "status", "max_samples", "written")  # fields of metadata.json
 MODEL = {"hidden_size": integer(1, MAX_WIDTH), "vocab_size": integer(1, MAX_WIDTH)}
-ROWS = {"rows": integer(1, MAX_WIDTH), "device": TEXT, "devices": COUNT}
+ROWS = {"rows": integer(1, MAX_WIDTH), "device": TEXT, "devices": COUNT, "mesh": OBJECT}
 DATA_FILE = {"name": TEXT, "bytes": COUNT, "digest": TEXT}
 FIELDS = {
     "status": TEXT,
