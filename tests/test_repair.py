@@ -162,3 +162,10 @@ def test_what_is_lost_at_the_beginning_is_named_and_made_again(flags, whole, out
     assert main("--verify", "--output_dir", out) == 0
     assert shards_in(out) == shards_in(whole)
     assert kept == "nothing" or same(out, whole)
+
+
+def test_it_takes_the_rows_of_the_run_unless_others_are_asked_for(flags, whole, out):
+    at = flags.index("--batch_size")
+    lose(out, 3)
+    assert main(*flags[:at], *flags[at + 2 :], "--output_dir", out, "--repair") == 0
+    assert same(out, whole)
