@@ -12,8 +12,8 @@ With --table, it compares the meshes of `2d` and `auto` for models and machines,
 tokens per host and eight hooks. Below, `2d` stands with the program from before `auto` was the
 default, and `auto` with the one from after. The milliseconds are the bytes and operations of a step
 over a chip's peaks: of products; of HBM; of what is sent while nothing else runs, or (in
-parentheses) products do. `busy` is what these leave to the products at best. The kernel of the delta
-rule (9B and 35B-A3B) adds products in float32, of 18, 14 and 8 ms, or 22, 17 and 10.
+parentheses) products do. `busy` is what these leave to the products at best. The kernel of delta
+nets (9B and 35B-A3B) adds products in float32, of 18, 14 and 8 ms, or 22, 17 and 10.
 
                   products  2d: HBM  sent   busy   GB  auto                HBM  sent     busy   GB
  0.5B    v5e:8x8     17          5     30   36 %  0.4  data 64               6  0       100 %  1.2
