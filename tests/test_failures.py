@@ -46,11 +46,14 @@ def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
         raise FileNotFoundError("a source file")
 
     monkeypatch.setattr(hosts, "require_agreement", agree)
-    for phase, defect in enumerate(("prepare_output", "prepare_forward", "prepare")):
+    phases = "prepare_output", "own_memory", "prepare_forward", "prepare"
+    for phase, defect in enumerate(phases):
         told.clear()
         monkeypatch.setattr(prepare, "prepare_output", lambda *_: SimpleNamespace(commit=None))
         monkeypatch.setattr(prepare, "agree_on_commit", lambda *_: None)
         monkeypatch.setattr(prepare, "prepare_forward", lambda config, *_: (config, None, None))
+        monkeypatch.setattr(prepare, "own_memory", lambda _: 1e9)
+        monkeypatch.setattr(prepare, "settings_of", lambda *_: {})
         monkeypatch.setattr(prepare, "prepare", MagicMock())
         monkeypatch.setattr(prepare, defect, vanished)
         with pytest.raises(FileNotFoundError):
