@@ -1,6 +1,5 @@
 """Shards, their commits and metadata; statistics; failing disks."""
 
-import gc
 import gzip
 import hashlib
 import json
@@ -226,7 +225,6 @@ def test_the_arrays_of_samples_that_wait_are_counted_and_then_released(tmp_path)
             storage.add_batch(batch, values)
             storage._writer.wait()
             del values
-            gc.collect()
             alive = sum(array() is not None for array in arrays) / len(HOOKS)
             assert alive * size <= storage.bytes_waiting <= (packing.WINDOW + 4) * size
             most = max(most, int(alive))

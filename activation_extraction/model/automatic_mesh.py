@@ -223,7 +223,7 @@ def _splits(estimate: Estimate) -> list[int]:
 def _why(best: Estimate, limit: float | None) -> str:
     """Says in one line what speaks for a mesh."""
     shape, text = best.layout.shape, [_memory(best, limit)]
-    if shape.keys() == {"data"}:
+    if shape.keys() == {"data"} and shape["data"] > 1:
         text.append("every device holds all weights and computes its own rows")
     if "fsdp" in shape:
         hidden = best.gathers <= best.products
