@@ -32,17 +32,17 @@ class Instruction(NamedTuple):
 
     @property
     def calls(self) -> str:
-        """The computation that it runs; "" if it is no fusion and no call."""
+        """Returns the computation that it runs; "" if it is no fusion and no call."""
         return self.named("calls") or (self.named("to_apply") if self.opcode == "call" else "")
 
     def named(self, attribute: str) -> str:
-        """The computation that is this attribute, or ""."""
+        """Returns the computation that is this attribute, or ""."""
         found = re.search(rf"\b{attribute}=(%[\w.-]+)", self.line)
         return found[1] if found else ""
 
     @property
     def branches(self) -> list[str]:
-        """The computations of which a conditional runs one, in the order of their numbers."""
+        """Returns those of which a conditional runs one, in the order of their numbers."""
         listed = re.search(r"branch_computations=\{([^}]*)\}", self.line)
         if listed:
             return re.findall(r"%[\w.-]+", listed[1])
@@ -51,7 +51,7 @@ class Instruction(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The module or operation that it comes from, the last parts of its name in JAX."""
+        """Returns its module or operation: the last parts of its name in JAX."""
         found = re.search(r'op_name="([^"]*)"', self.line)
         return "/".join(found[1].split("/")[-3:]) if found else ""
 
@@ -61,7 +61,7 @@ class Instruction(NamedTuple):
 
     @property
     def channel(self) -> str:
-        """What the parts of one asynchronous collective have in common."""
+        """Returns what the parts of one asynchronous collective have in common."""
         return self.line.partition("channel_id=")[2].partition(",")[0] or self.name
 
 
@@ -106,21 +106,21 @@ class Plan:
 
     @cached_property
     def entry(self) -> str:
-        """The name of the computation that is the whole program."""
+        """Returns the name of the computation that is the whole program."""
         found = re.search(r"^ENTRY (%[\w.-]+) ", self.text, re.M)
         assert found
         return found[1]
 
     @cached_property
     def body(self) -> str:
-        """The name of the computation that is one turn of the loop over layers."""
+        """Returns the name of the computation that is one turn of the loop over layers."""
         loop = r' while\(.*body=(%[\w.-]+).*op_name="[^"]*/layers/[\w.]+\._loop/while"'
         body = re.findall(loop, self.text)
         assert len(body) == 1, body
         return body[0]
 
     def layer(self) -> list[Instruction]:
-        """The instructions of one turn of the loop, which the chip runs one after the other."""
+        """Returns the instructions of one turn of the loop, in the order in which they run."""
         return self._running(self.body)
 
     def _running(self, computation: str) -> list[Instruction]:
@@ -128,7 +128,7 @@ class Plan:
         return [i for i in inside if i.opcode not in NOTHING and not NO_WORK.search(i.line)]
 
     def layer_loop(self) -> list[Instruction]:
-        """The instructions of the loop over layers, those inside fusions and branches included."""
+        """Returns all instructions of the loop over layers, also inside fusions and branches."""
         pending, seen = [self.body], set()
         found: list[Instruction] = []
         while pending:
@@ -168,7 +168,7 @@ class Plan:
     def _nested(
         self, computation: str, instruction: Instruction, around: Collection[str]
     ) -> list[Move] | None:
-        """The moves of an instruction that runs others one after the other; None if it does not."""
+        """Returns the moves of an instruction that runs others in turn; None if it does not."""
         if instruction.opcode == "while":
             turns = self._turns(instruction)
             return [move.times(turns) for move in self.moves(instruction.named("body"), around)]
@@ -183,7 +183,7 @@ class Plan:
         return [move.times(share) for share, moves in shared for move in moves]
 
     def _turns(self, loop: Instruction) -> int:
-        """How often a loop runs that counts from 0 to less than a constant."""
+        """Returns how often a loop runs that counts from 0 to less than a constant."""
         condition = self.computations[loop.named("condition")]
         compare, limits = condition[-1], [i.line for i in condition if i.opcode == "constant"]
         assert "direction=LT" in compare.line and len(limits) == 1, condition
@@ -192,14 +192,14 @@ class Plan:
         return int(found[1])
 
     def _begun(self, instruction: Instruction) -> list[str]:
-        """The channels on which an instruction starts to send, without waiting for the end."""
+        """Returns the channels on which it starts to send, without waiting for the end."""
         inside = self._inside(instruction)
         begins = instruction.opcode.endswith("-start")
         begins |= any("AsyncCollectiveStart" in inner.line for inner in inside)
         return [inner.channel for inner in inside if inner.is_collective and begins]
 
     def _ended(self, instruction: Instruction) -> list[str]:
-        """The channels on which an instruction waits until all has arrived."""
+        """Returns the channels on which it waits until all has arrived."""
         if instruction.opcode.endswith("-done"):
             return self._begun(self.instructions[instruction.operands[0]])
         inside = self._inside(instruction)
@@ -207,7 +207,7 @@ class Plan:
         return [inner.channel for inner in inside if inner.is_collective and ends]
 
     def _move(self, each: Instruction, counted: Collection[str]) -> Move:
-        """What one instruction moves; an asynchronous collective moves everything at its start."""
+        """Returns what it moves; an asynchronous collective moves everything at its start."""
         kind, inside = self.kind(each), self._inside(each)
         collectives = [inner for inner in inside if inner.is_collective]
         sending = [inner for inner in collectives if inner.channel not in counted]
@@ -236,7 +236,7 @@ class Plan:
         return 2 * math.prod(_count(array) for array in arrays) ** 0.5
 
     def _axes(self, collective: Instruction) -> list[str]:
-        """The mesh axes along which the members of a group differ."""
+        """Returns the mesh axes along which the members of a group differ."""
         if not self.mesh:
             return []
         places = np.unravel_index(groups(collective.line), [*self.mesh.values()])
@@ -244,14 +244,14 @@ class Plan:
         return [axis for axis, along in zip(self.mesh, differ, strict=True) if along]
 
     def _inside(self, instruction: Instruction) -> list[Instruction]:
-        """It and all that it calls."""
+        """Returns it and all that it calls."""
         found = [instruction]
         for inner in self.computations.get(instruction.calls, []):
             found += self._inside(inner)
         return found
 
     def kind(self, instruction: Instruction) -> str:
-        """Which of the kinds of `Move` an instruction is, by what it calls."""
+        """Returns which of the kinds of `Move` an instruction is, by what it calls."""
         inside = self._inside(instruction)
         opcodes = {inner.opcode for inner in inside}
         if opcodes & {"convolution", "dot"}:
@@ -263,7 +263,7 @@ class Plan:
         return "copy" if opcodes & {"copy", "transpose", "copy-done", "slice-done"} else "rest"
 
     def _read(self, instruction: Instruction, passing: frozenset[str]) -> int:
-        """Bytes of its operands that it reads; an operand that it takes twice is read once."""
+        """Returns the bytes that it reads; an operand that it takes twice is read once."""
         total = 0
         for place, name in enumerate(instruction.operands):
             found = ARRAY.match(self.instructions[name].result)
@@ -279,7 +279,7 @@ class Plan:
         beside: list[Instruction],
         passing: frozenset[str],
     ) -> int:
-        """Bytes of its operand number `place`, of this size, that an instruction reads.
+        """Returns the bytes that it reads of its operand number `place`, of this size.
 
         beside: the computation that it is in; passing: collectives that have been counted.
         """
@@ -300,7 +300,7 @@ class Plan:
         return min(size, sum(self._taken(i, n, size, inner, passing) for i, n in users))
 
     def _written(self, instruction: Instruction) -> int:
-        """Bytes of its results that are not its operands; an update in place writes what is new."""
+        """Returns the bytes of its new results; an update in place writes what is new."""
         aliases = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", instruction.line)
         same = re.findall(r"\{(\d*)\}: ", aliases[1]) if aliases else []
         results = [*ARRAY.finditer(instruction.result)]
@@ -314,7 +314,7 @@ class Plan:
         return 0 if "" in same else max(total, 0)
 
     def _copied(self, done: Instruction) -> int:
-        """Bytes that an asynchronous copy reads from HBM and writes there."""
+        """Returns the bytes of HBM that an asynchronous copy reads and writes."""
         start = self.instructions[done.operands[0]]
         if self._begun(start):  # a collective
             return 0
@@ -323,7 +323,7 @@ class Plan:
 
 
 def _sent(collective: Instruction, alone: bool) -> int:
-    """Bytes that a chip sends. After an all-reduce inside a fusion comes a slice: it scatters."""
+    """Returns the bytes that a chip sends. An all-reduce inside a fusion is sliced: it scatters."""
     parts, kind = groups(collective.line).shape[1], collective.opcode
     arrays = [*ARRAY.finditer(collective.result)]
     if kind in ("all-gather-start", "collective-permute-start"):
@@ -370,13 +370,13 @@ def _count(result: str) -> int:
 
 
 def _size_of(result: str) -> int:
-    """Bytes of one array, whatever the memory that it is in."""
+    """Returns the bytes of one array, whatever the memory that it is in."""
     found = ARRAY.search(result)
     return _bytes(found, everywhere=True) if found else 0
 
 
 def groups(line: str) -> np.ndarray:
-    """Which devices talk: a group per row, from any of the ways in which XLA writes them."""
+    """Returns which devices talk, a group per row, in whichever way XLA writes them."""
 
     def numbers(text: str) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", text)]

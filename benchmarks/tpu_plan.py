@@ -48,7 +48,6 @@ from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import unflatten_dict
 from jax.experimental import topologies
 
 from activation_extraction.cli.config import parse_args
@@ -56,7 +55,7 @@ from activation_extraction.common.errors import one_line
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.devices import COMPILER_OPTIONS, chip_of
 from activation_extraction.model.family import HookedModel
-from activation_extraction.model.forward import build_model
+from activation_extraction.model.forward import build_model, described_params
 from activation_extraction.model.mesh import RULES
 from activation_extraction.model.model_config import QwenConfig
 from activation_extraction.run.prepare import model_request
@@ -104,16 +103,15 @@ def compile_for(
     with patch.object(jax, "devices", return_value=devices):
         request = model_request(config)
         model, rows = build_model(family, request, qwen)
-    params, layers_of = {}, {}
-    for path, spec in family.weight_table(model).items():
-        split = model.layout.sharding(spec.axes, spec.shape)
-        params[path] = jax.ShapeDtypeStruct(spec.shape, model.dtype, sharding=split)
-        if path[0] == "layers" and path[1] in qwen.layer_types:  # layers of several types
-            layers_of[path[1]] = spec.shape[0]
+    weights = family.weight_table(model)
+    params = described_params(weights, model.layout, model.dtype)
+    # In a model with layers of several types, how many there are of each.
+    layers_of = {path[1]: spec.shape[0] for path, spec in weights.items() if path[0] == "layers"}
+    layers_of = {type_: layers_of[type_] for type_ in layers_of if type_ in qwen.layer_types}
     shape = request.rows * rows.hosts, request.length
     batch = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows.incoming())] * 3
     forward = jax.jit(model.apply, out_shardings=rows.outgoing(shape[1], model.layout))
-    lowered = forward.lower({"params": unflatten_dict(params)}, *batch)
+    lowered = forward.lower({"params": params}, *batch)
     options = COMPILER_OPTIONS["tpu"] | {"exec_time_optimization_effort": effort}
     compiled = lowered.compile(options)
     assert model.layout.mesh is not None

@@ -25,7 +25,7 @@ BAD_REQUESTS = """\
 --batch_size 0 | argument --batch_size: 0 is less than 1
 --batch_size 1000000000000 | is more than
 --batch_size all | argument --batch_size: invalid integer or auto value: 'all'
---batch_size 7 --mesh_type 2d | rows of all hosts together: 7 does not divide among 2
+--batch_size 7 --mesh_type 2d | --batch_size, rows of all hosts together: 7 does not divide among 2 devices
 --max_seq_length -5 | argument --max_seq_length
 --max_seq_length 2k | invalid integer value: '2k'
 --max_seq_length 4096 | the model has 2048 positions
@@ -116,7 +116,7 @@ BAD_REQUESTS = """\
 --upload_to_gcs --gcs_bucket s3://b --output_dir {}/o | --gcs_bucket s3://b: Install s3fs
 --upload_to_gcs --gcs_bucket nope://b | --gcs_bucket nope://b: Protocol not known: nope
 --upload_to_gcs --gcs_bucket ftp://127.0.0.1:1 | --upload_to_gcs: ftp://127.0.0.1:1
-"""
+"""  # noqa: E501
 FILES = {
     "file": "",
     "x.txt": "a",

@@ -180,7 +180,7 @@ def test_auto_is_the_default_where_devices_do_not_report_their_memory(flags, tmp
 def test_hosts_agree_on_the_rows_that_fit_on_all_of_them(
     demo_inputs, alone_with_few, tmp_path, monkeypatch
 ):
-    """Also when one of them has lost what it recorded."""
+    """They share the smaller number; the devices of one report less memory."""
     few, alone = alone_with_few
     script, out = tmp_path / "with_memory.py", tmp_path / "out"
     script.write_text(WITH_MEMORY)

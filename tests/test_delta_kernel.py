@@ -47,7 +47,7 @@ TINY_AND_RELEASED = [*sorted(TINY), (1, 2, 128, 128)]
 
 
 def in_chunks(q, k, v, log_decay, beta):
-    """As transformers has it."""
+    """Computes the rule as transformers does."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
     of_values = (x.flatten(2, 3) for x in (v, log_decay, beta))
@@ -113,7 +113,7 @@ def test_six_passes_of_a_matrix_unit_are_as_close(sizes, monkeypatch):
 
 
 def test_equal_tokens_that_forget_nothing():
-    """As in a document that repeats itself: the system of a chunk is as hard as it can be."""
+    """A document that repeats itself makes the system of a chunk as hard as it can be."""
     ids, places = segments([[2 * CHUNK + 44], [150, 150]], padding=0)
     q, k, v, log_decay, beta = inputs(ids.shape, (2, 3, 8, 24))
     k[:], log_decay[:], beta[:] = k[:, :1], 0, 1
@@ -160,7 +160,7 @@ def shapes_of(name, dtype, parts, rows=8, length=2048, sharding=None):
 
 
 def test_each_array_is_fetched_once():
-    """So what the kernel moves is the size of its arrays."""
+    """What the kernel moves is the size of its arrays."""
     given = shapes_of("9B", BFLOAT16, parts=4, rows=2, length=512)
     (call,) = (
         equation
@@ -189,7 +189,7 @@ def test_each_array_is_fetched_once():
     ],
 )
 def test_what_the_matrix_units_do(dtype, tile, expected, highest):
-    """And no product of float32 has a lower precision."""
+    """No product of float32 has a lower precision."""
     given = shapes_of("9B", dtype, parts=4)
     blocks = 8 * 8 * 2048 // 128  # rows, value heads, tokens
     assert padded_flops(pallas_delta_rule, given, tile) == blocks * expected * 2 * tile**2

@@ -18,7 +18,7 @@ from activation_extraction.model.devices import device_errors
 from activation_extraction.run import hosts, prepare
 from activation_extraction.run.hosts import Host, Watchdog, raise_together
 from activation_extraction.store.formats import ShardFormat
-from qwen2_jax_with_hooks import FAMILIES
+from qwen2_jax_with_hooks import FAMILIES, HookedQwen2
 
 
 @pytest.fixture
@@ -61,13 +61,15 @@ def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
         assert len(told) == phase + 1 and type(told[-1][1]) is FileNotFoundError
 
 
-@pytest.mark.parametrize("defect", [(Progress, "advance"), (Progress, "close")])
+@pytest.mark.parametrize(
+    "defect", [(Progress, "advance"), (HookedQwen2, "flops"), (Progress, "close")]
+)
 def test_a_defect_has_its_traceback_and_is_no_failure_of_the_storage(failing, monkeypatch, defect):
     def broken(*_):
         return 1 // 0
 
     monkeypatch.setattr(*defect, broken)
-    printed = failing()
+    printed = failing("--mesh_type", "2d")  # `auto` needs the operations before the run begins
     assert "in broken" in printed and "StorageError" not in printed
     last = printed.splitlines()[-1]
     assert last.startswith("error: unexpected ZeroDivisionError: ") and ". Stored in " in last

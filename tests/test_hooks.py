@@ -139,8 +139,7 @@ def test_any_set_of_hooks_gives_the_values_of_all_hooks(tiny):
 
 @pytest.mark.long
 def test_what_comes_after_the_last_hook_does_not_run(tiny):
-    """Counted in the compiled program, which has a layer twice: for a group of rows and for half of
-    one."""
+    """The compiled program has a layer twice: for a group of rows, and for half of one."""
     one_cpu = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=2)
 
     def products(name):

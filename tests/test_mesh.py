@@ -163,14 +163,14 @@ def test_weights_are_split_and_read_only_once(small):
     ],
 )
 def test_shapes_that_are_chosen(kind, shape, axes, devices, hosts, expected):
-    chosen, remark = choose_shape(kind, shape, axes, devices, hosts, automatic=dict)
-    assert chosen == expected and list(chosen) == list(expected) and not remark
+    chosen, why = choose_shape(kind, shape, axes, devices, hosts, automatic=dict)
+    assert chosen == expected and list(chosen) == list(expected) and not why
 
 
 def test_3d_on_few_devices_falls_back_and_says_so():
-    chosen, remark = choose_shape("3d", None, None, 8, 1, dict)
+    chosen, why = choose_shape("3d", None, None, 8, 1, dict)
     assert chosen == {"data": 2, "model": 4}
-    assert "64 or more" in remark and "8 devices become a 2d" in remark
+    assert "64 or more" in why and "8 devices become a 2d" in why
 
 
 def test_a_shape_that_does_not_fit_names_both_numbers_and_what_would():

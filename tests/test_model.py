@@ -176,7 +176,7 @@ def test_conversion_in_memory_equals_loading(reference: Reference):
 @pytest.mark.parametrize("shape,tokens", [((2, 512), 1000), ((2, 512), 300), ((1, 1024), 400)])
 @references("yarn_sliding", "qwen2_moe", "qwen3_5_more_values")
 def test_half_a_group_is_computed_if_the_rest_is_padding(reference: Reference, shape, tokens):
-    """Of several rows the first half of them, of one row the first half of its tokens."""
+    """Half of several rows is computed, or half of a single row's tokens."""
     config = reference.config
     hooks = [hook for hook in every_hook(config) if not hook.kind.at_end]
     alone = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)

@@ -1,4 +1,4 @@
-"""What is read from the text of a compiled program, tried on a small one written for it."""
+"""These tests read a small program, written for them, as the benchmarks read compiled ones."""
 
 import pytest
 

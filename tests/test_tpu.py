@@ -258,7 +258,7 @@ def test_models_with_experts_fit_and_tokens_stay_with_them(config, topology, axe
     ],
 )
 def test_the_delta_kernel_compiles_at_released_sizes(topology, name, dtype, parts):
-    """Also for several stages of a pipeline at once."""
+    """It does so for several stages of a pipeline at once, too."""
     device = SingleDeviceSharding(chips(topology)[0])
     given = delta_shapes(name, jnp.dtype(dtype), parts, sharding=device)
     program = jax.jit(pallas_delta_rule).lower(*given).compile()
@@ -347,7 +347,7 @@ def shapes(result: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=rare), "bfloat16"])
 def test_the_kernel_takes_narrow_heads_and_rows_of_any_length(dtype):
-    flags = f"{SPLIT_2D} --dtype {dtype} --max_seq_length 1000 --layers_to_extract 23"
+    flags = f"--dtype {dtype} --max_seq_length 1000 --layers_to_extract 10 23 {SPLIT_2D}"
     compiled = compile_quickly(QWEN_HALF_B, flags, "v5e:2x4", **CHIPS_8)
     assert compiled.model.layout.size("query") == 2
     assert any("splash" in instruction.name for instruction in compiled.plan.layer_loop())

@@ -29,14 +29,13 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, NamedSharding
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.devices import CHIPS, Chip, chip_of
+from activation_extraction.model.devices import CHIPS, USABLE, Chip, chip_of
 from activation_extraction.model.family import HookedModel, WeightTable
 from activation_extraction.model.mesh import RULES, Layout, check_divisibility, mesh_axes
 from activation_extraction.model.predictions import TOKENS_AT_ONCE
 from activation_extraction.model.weights import WeightSpec
 
 AXES = ("data", "fsdp", "expert", "model")  # the devices along the last one are neighbours
-FREE = 0.1  # the share of the memory that an estimate must leave free
 ALIKE = 1.01  # steps that differ by less are taken as equally long
 # For a CPU or an unknown chip, of whose speeds the ratios matter.
 UNKNOWN = CHIPS["TPU v5e"]
@@ -57,7 +56,7 @@ class Estimate(NamedTuple):
 
     def fits(self, limit: float | None) -> bool:
         """Returns whether this leaves enough memory free."""
-        return limit is None or self.memory <= (1 - FREE) * limit
+        return limit is None or self.memory <= USABLE * limit
 
 
 @dataclass(frozen=True)

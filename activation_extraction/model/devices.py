@@ -60,6 +60,8 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
+USABLE = 0.9  # the share of a device's memory that plans may fill
+
 TOO_LARGE = (
     "it continues with a smaller --batch_size, or with a larger model or fsdp axis (--mesh_shape); "
     "fewer layers or a smaller --max_seq_length make it another extraction (--overwrite)"

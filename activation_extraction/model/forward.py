@@ -36,6 +36,7 @@ from activation_extraction.model.mesh import (
     check_divisibility,
     choose_shape,
     host_rows,
+    own_devices,
     usable_devices,
 )
 from activation_extraction.model.model_config import QwenConfig
@@ -205,8 +206,7 @@ def choose_layout(
         step = StepSizes(model, family.weight_table(model), total_rows, request.length)
         memory = request.memory
         if memory is None:
-            own = [each for each in devices if each.process_index == jax.process_index()]
-            memory = memory_of((own or devices)[0])
+            memory = memory_of((own_devices(devices) or devices)[0])
         return step.choose_mesh(devices, memory)
 
     shape, why = choose_shape(
@@ -324,21 +324,25 @@ def bytes_of_step(forward: Forward) -> int:
     host copies those of one while the next one computes. All hosts must call this together. Raises
     JaxRuntimeError, with RESOURCE_EXHAUSTED in it if the compiler finds that a step does not fit.
     """
-    weights, model = forward.weights.items(), forward.model
+    model = forward.model
     dtype = jnp.uint16 if _as_bits(model) else model.dtype
-    params = {
-        path: jax.ShapeDtypeStruct(
-            spec.shape, dtype, sharding=model.layout.sharding(spec.axes, spec.shape)
-        )
-        for path, spec in weights
-    }
-    memory = _compiled(forward, unflatten_dict(params)).memory_analysis()
+    params = described_params(forward.weights, model.layout, dtype)
+    memory = _compiled(forward, params).memory_analysis()
     if memory is None:
         raise InputError(
             "--batch_size auto: the compiler does not say what a step takes; give a number"
         )
     computing = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return computing + 2 * memory.output_size_in_bytes
+
+
+def described_params(weights: WeightTable, layout: Layout, dtype: Any) -> dict[str, Any]:
+    """Returns the shapes and shardings of parameters, with which a program can be compiled."""
+    described = {}
+    for path, spec in weights.items():
+        split = layout.sharding(spec.axes, spec.shape)
+        described[path] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=split)
+    return unflatten_dict(described)
 
 
 def _as_bits(model: HookedModel) -> bool:

@@ -95,10 +95,9 @@ def parameter(module: Any, name: str, letters: str) -> Array:
     Its values come from a checkpoint: `init` gives zeros.
     """
     axes = tuple(LOGICAL_AXES[letter] for letter in letters)
-    numbers = math.prod(module.config.sizes[letter] for letter in letters)
-    if len(letters) == 1 or (letters in NOT_GATHERED and numbers <= SMALL):
-        axes = tuple("hidden" if axis == "embed" else axis for axis in axes)
     shape = tuple(module.config.sizes[letter] for letter in letters)
+    if len(letters) == 1 or (letters in NOT_GATHERED and math.prod(shape) <= SMALL):
+        axes = tuple("hidden" if axis == "embed" else axis for axis in axes)
     zeros = nn.with_logical_partitioning(nn.initializers.zeros, axes)
     return module.param(name, zeros, shape, module.dtype)
 

@@ -285,6 +285,11 @@ def usable_devices(every: bool) -> list[Any]:
     return [firsts[index] for index in sorted(firsts)]
 
 
+def own_devices(devices: Sequence[Any]) -> list[Any]:
+    """Returns those of the devices that are this host's."""
+    return [each for each in devices if each.process_index == jax.process_index()]
+
+
 def choose_shape(
     kind: str | None,
     shape: Sequence[int] | None,

@@ -15,6 +15,7 @@ import jax
 from activation_extraction.common.errors import one_line
 from activation_extraction.common.log import log
 from activation_extraction.model.decoder import TOKENS_AT_ONCE
+from activation_extraction.model.devices import USABLE
 from activation_extraction.model.family import Families
 from activation_extraction.model.forward import (
     Forward,
@@ -22,12 +23,11 @@ from activation_extraction.model.forward import (
     bytes_of_step,
     prepare_model,
 )
-from activation_extraction.model.mesh import usable_devices
+from activation_extraction.model.mesh import own_devices, usable_devices
 from activation_extraction.run.hosts import Host, any_host, gather, together
 from activation_extraction.store.identity import GIGABYTE, available_memory
 
 DEFAULT_ROWS, MOST_ROWS = 8, 512
-USABLE = 0.9  # of a device's memory
 STEPS_ON_HOST = 4  # so many steps' activations must fit in the memory of a host
 
 
@@ -48,7 +48,7 @@ def default_rows(length: int, every_device: bool, auto: bool = False) -> int:
 
 def _own_devices(every: bool) -> list[Any]:
     """Returns those of the usable devices that are this host's."""
-    return [each for each in usable_devices(every) if each.process_index == jax.process_index()]
+    return own_devices(usable_devices(every))
 
 
 def fit_rows(

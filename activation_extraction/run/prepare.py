@@ -25,7 +25,7 @@ from activation_extraction.model.forward import (
     log_hooks,
     prepare_model,
 )
-from activation_extraction.model.mesh import usable_devices
+from activation_extraction.model.mesh import own_devices, usable_devices
 from activation_extraction.run.batch_size import default_rows, fit_rows
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
 from activation_extraction.run.digests import (
@@ -198,9 +198,7 @@ def agree_on_commit(host: Host, chosen: tuple[str, str] | None) -> str | None:
 
 def own_memory(config: Config) -> float | None:
     """Returns the bytes of memory of one of this host's devices; None if they are unknown."""
-    devices = usable_devices(config.use_data_parallel)
-    own = next(each for each in devices if each.process_index == jax.process_index())
-    return memory_of(own)
+    return memory_of(own_devices(usable_devices(config.use_data_parallel))[0])
 
 
 def prepare_forward(
