@@ -60,7 +60,8 @@ def test_a_run_of_three_hosts_takes_about_three_times_the_requests(shard_format,
     def asked(batches):
         bucket.asked.clear()
         assert sum(map(len, batches)) == pair.runs[0].tokens
-        return Counter(name.split("/")[1] for _, name in bucket.asked)
+        names = [name.split("/") for _, name in bucket.asked]
+        return Counter(name[1] for name in names if len(name) > 1)  # gcsfs may ask for the bucket
 
     for options in (dict(), dict(shuffle=0)):
         alone = sum(
