@@ -3,7 +3,7 @@
     JAX_PLATFORMS=cpu PYTHONPATH=.venv/libtpu .venv/bin/python -m benchmarks.tpu_plan \\
         --topology v5e:8x8 --flags "--mesh_shape 16,4 --mesh_axes data,fsdp"
 
-Compiles the 7B shape as a run would, without a TPU, and reads the compiled text (plan_text.py): of
+It compiles the 7B shape as a run would, without a TPU, and reads the text (program_text.py): of
 the loop over layers, every instruction's reads and writes of HBM, and what collectives send, along
 which axes, and whether products run meanwhile; of the step, the sums. Nothing runs, so there are no
 times. The last line is JSON. tests/test_tpu.py reads plans with the same functions.
@@ -41,26 +41,30 @@ nets (9B and 35B-A3B) adds products in float32, of 18, 14 and 8 ms, or 22, 17 an
 import argparse
 import json
 import os
+from dataclasses import asdict
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import jax
-import jax.numpy as jnp
-from jax.experimental import topologies
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import one_line
-from activation_extraction.model.delta_kernel import pallas_delta_rule
-from activation_extraction.model.devices import COMPILER_OPTIONS, chip_of
+from activation_extraction.model.devices import chip_of
 from activation_extraction.model.family import HookedModel
-from activation_extraction.model.forward import build_model, described_params
+from activation_extraction.model.forward import Program, build_model, compile_unloaded
 from activation_extraction.model.mesh import RULES
 from activation_extraction.model.model_config import QwenConfig
+from activation_extraction.model.program_text import ProgramText
+from activation_extraction.model.step_plan import (
+    StepPlan,
+    StepTimes,
+    read_step,
+    text_of,
+    times_of,
+)
+from activation_extraction.model.topologies import topology_of
 from activation_extraction.run.prepare import model_request
-from benchmarks.kernel_flops import padded_flops
-from benchmarks.plan_text import Plan
 from benchmarks.shapes import SHAPES, evenly_spaced
 from qwen2_jax_with_hooks import FAMILIES
 
@@ -75,132 +79,61 @@ TOPOLOGIES = "v5e:8x8", "v6e:4x4", "v5p:2x2x4"
 
 
 class Compiled(NamedTuple):
-    """The forward pass as a run would compile it, and the bytes of one chip."""
+    """The forward pass as a run would compile it, and what the compiler says of it."""
 
-    model: HookedModel
-    plan: Plan
+    program: Program
+    step: StepPlan
+    plan: ProgramText
     memory: Any
-    rows: int  # of all chips
-    length: int
+
+    @property
+    def model(self) -> HookedModel:
+        return self.program.model
+
+    @property
+    def rows(self) -> int:
+        """Returns the rows of all chips."""
+        return self.program.shape[0] * self.program.rows.hosts
+
+    @property
+    def length(self) -> int:
+        return self.program.shape[1]
 
 
-def chips(topology: str, **how: Any) -> list[Any]:
-    """The devices of a machine that is not here: programs can be compiled for them."""
-    return topologies.get_topology_desc(topology, platform="tpu", **how).devices
+def chips(topology: str, chips_per_host: int = 4) -> list[Any]:
+    """Returns the devices of a machine that is not here, to compile programs for."""
+    return topology_of(topology, chips_per_host).compilable()
 
 
 @cache
 def compile_for(
-    qwen: QwenConfig, flags: str, topology: str, effort: float = 0.0, **how: Any
+    qwen: QwenConfig,
+    flags: str,
+    topology: str,
+    effort: float = 0.0,
+    chips_per_host: int = 4,
 ) -> Compiled:
-    """What build_model and compile_step do for these flags, with shapes in place of arrays.
+    """Does what build_model and compile_step do for these flags, with shapes in place of arrays.
 
     effort: the compiler's. 0 is that of a run; -1 takes a fifth of the time.
     """
     config = parse_args(["--dtype", "bfloat16", *flags.split()])
-    devices = chips(topology, **how)
+    request = model_request(config, chips(topology, chips_per_host))
     family = FAMILIES.by_model_type(qwen.model_type)
-    with patch.object(jax, "devices", return_value=devices):
-        request = model_request(config)
-        model, rows = build_model(family, request, qwen)
-    weights = family.weight_table(model)
-    params = described_params(weights, model.layout, model.dtype)
-    # In a model with layers of several types, how many there are of each.
-    layers_of = {path[1]: spec.shape[0] for path, spec in weights.items() if path[0] == "layers"}
-    layers_of = {type_: layers_of[type_] for type_ in layers_of if type_ in qwen.layer_types}
-    shape = request.rows * rows.hosts, request.length
-    batch = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows.incoming())] * 3
-    forward = jax.jit(model.apply, out_shardings=rows.outgoing(shape[1], model.layout))
-    lowered = forward.lower({"params": params}, *batch)
-    options = COMPILER_OPTIONS["tpu"] | {"exec_time_optimization_effort": effort}
-    compiled = lowered.compile(options)
-    assert model.layout.mesh is not None
-    shares = [layers_of[type_] / sum(layers_of.values()) for type_ in sorted(layers_of)]
-    plan = Plan(compiled.as_text() or "", model.layout.mesh.shape, shares)
-    return Compiled(model, plan, compiled.memory_analysis(), *shape)
+    model, rows = build_model(family, request, qwen)
+    shape = request.rows, request.length
+    program = Program(model, family.weight_table(model), rows, shape)
+    compiled = compile_unloaded(program, exec_time_optimization_effort=effort)
+    step, text = read_step(program, compiled), text_of(program, compiled)
+    return Compiled(program, step, text, compiled.memory_analysis())
 
 
-class Step(NamedTuple):
-    """What one chip does in a step that is full: from token ids to activations."""
-
-    flops: float  # its share of the operations that the model needs
-    hbm: int  # bytes of HBM that it reads and writes
-    hidden: int  # bytes that it sends while products run
-    exposed: int  # bytes that it sends while it computes nothing
-    memory: int  # bytes of HBM that it holds at most
-
-
-def step_plan(compiled: Compiled) -> Step:
-    """Adds up the whole step, embedding and head included.
-
-    The operations are `model.flops`, so what several chips compute alike counts once, and what
-    padded tiles or a pipeline's bubble cost counts nothing. A hidden collective may take longer
-    than the products beside it: the plan has no times. Pallas kernels move their operands and
-    results once here.
-    """
-    model, memory = compiled.model, compiled.memory
-    assert model.layout.mesh is not None
-    flops = model.flops([compiled.length] * compiled.rows) / model.layout.mesh.size
-    moves = compiled.plan.moves(compiled.plan.entry)
-    hidden = sum(move.sent for move in moves if move.hidden)
-    together = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    together += memory.temp_size_in_bytes - memory.alias_size_in_bytes
-    return Step(
-        flops,
-        sum(move.hbm for move in moves),
-        hidden,
-        sum(move.sent for move in moves) - hidden,
-        max(together, memory.peak_memory_in_bytes),
-    )
-
-
-class Times(NamedTuple):
-    """How long a chip's parts of a step take at its peaks, in milliseconds; see `step_plan`.
-
-    kernel: of products of the gated delta rule in float32, with the tiles that they do not fill.
-    busy: the products' share of a step in which nothing else takes longer than it must.
-    """
-
-    products: float
-    kernel: float
-    hbm: float
-    hidden: float
-    exposed: float
-    busy: float
-    memory_gb: float
-
-
-def times(compiled: Compiled, step: Step) -> Times:
-    """Returns the times of a step; what an axis of two devices sends goes over one link."""
-    assert compiled.model.layout.mesh is not None
-    device = compiled.model.layout.mesh.devices.flat[0]
-    chip = chip_of(device)
+def times(compiled: Compiled) -> StepTimes:
+    """Returns the times of a step."""
+    devices = [*compiled.program.rows.mesh.devices.flat]
+    chip = chip_of(devices[0])
     assert chip is not None
-    axes = [size for axis, size in compiled.model.layout.shape.items() if axis != "data"]
-    speed = chip.link * min(max(axes, default=1) - 1, chip.links)
-    products, hbm = 1e3 * step.flops / chip.flops, 1e3 * step.hbm / chip.bandwidth
-    hidden, exposed = (1e3 * sent / speed if sent else 0 for sent in (step.hidden, step.exposed))
-    kernel = 1e3 * _flops_of_delta_rule(compiled, 256 if "v6" in device.device_kind else 128)
-    kernel /= chip.flops
-    busy = products / (max(products + kernel, hbm, hidden) + exposed)
-    return Times(products, kernel, hbm, hidden, exposed, busy, step.memory / 1e9)
-
-
-def _flops_of_delta_rule(compiled: Compiled, tile: int) -> float:
-    """Returns what one chip's matrix units do for the Pallas kernel in all layers that run."""
-    model, layout = compiled.model, compiled.model.layout
-    delta = model.config.delta
-    if delta is None:
-        return 0.0
-    rows = compiled.rows // layout.size(*RULES["batch"])
-    heads = delta.key_heads // layout.size("model", "query")
-    keys = rows, compiled.length, heads, delta.key_size
-    gates = *keys[:3], delta.values_per_key
-    shapes: list[Any] = [(keys, model.dtype)] * 2 + [((*gates, delta.value_size), model.dtype)]
-    shapes += [(gates, jnp.float32)] * 2 + [(keys[:2], jnp.int32)]
-    layers = sum(layer < model.num_layers for layer in delta.layers)
-    arrays = [jax.ShapeDtypeStruct(*each) for each in shapes]
-    return layers * padded_flops(pallas_delta_rule, arrays, tile)
+    return times_of(compiled.step, compiled.program.layout, chip, len(devices))
 
 
 def print_table(effort: float) -> None:
@@ -215,19 +148,19 @@ def print_table(effort: float) -> None:
         except jax.errors.JaxRuntimeError as error:
             print(f"{shape:8}{topology:10}{mesh:25}{one_line(error):.100}", flush=True)
             continue
-        found = times(compiled, step_plan(compiled))
+        found = times(compiled)
+        ms = [1e3 * seconds for seconds in found]
         axes = " x ".join(f"{axis} {size}" for axis, size in compiled.model.layout.shape.items())
         print(
-            f"{shape:8}{topology:10}{axes:25}"
-            f"{found.products:5.0f} ms {found.kernel:3.0f} ms {found.hbm:4.0f} ms "
-            f"{found.hidden:9.0f} ms {found.exposed:4.0f} ms {100 * found.busy:5.0f} % "
-            f"{found.memory_gb:5.1f} GB",
+            f"{shape:8}{topology:10}{axes:25}{ms[0]:5.0f} ms {ms[1]:3.0f} ms {ms[2]:4.0f} ms "
+            f"{ms[3]:9.0f} ms {ms[4]:4.0f} ms {100 * found.products / found.device:5.0f} % "
+            f"{sum(compiled.step.memory) / 1e9:5.1f} GB",
             flush=True,
         )
 
 
 def ideal(compiled: Compiled) -> dict[str, int]:
-    """Bytes that a dense layer cannot do without on one chip, everything in the model's dtype.
+    """Returns the bytes that a dense layer cannot do without on one chip, in the model's dtype.
 
     product: the weights once, and what goes into and comes out of each product; kernel: q, k, v and
     the heads' values; collective, with fsdp: a chip's part of the weights is read, but for those of
@@ -284,7 +217,7 @@ def main() -> None:
     needed = ideal(compiled)
     over = {kind: planned[kind] - needed.get(kind, 0) for kind in planned}
     found = {"planned": planned, "ideal": needed, "over": over, "ratio": over_ideal(compiled)}
-    print(json.dumps(found | {"step": step_plan(compiled)._asdict()}))
+    print(json.dumps(found | {"step": asdict(compiled.step)}))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import extract_activations
 
 own_devices = batch_size._own_devices
 
-def with_memory(every):
+def with_memory(every, planned=None):
     stats = {"bytes_limit": int(os.environ["MEMORY"])}
     kind = {"device_kind": "a chip", "memory_stats": lambda: stats}
     return [SimpleNamespace(platform=device.platform, **kind) for device in own_devices(every)]
@@ -42,7 +42,9 @@ def devices(monkeypatch):
         device = SimpleNamespace(
             platform=platform, device_kind=f"a {platform}", memory_stats=lambda: stats
         )
-        monkeypatch.setattr(batch_size, "_own_devices", lambda every: [device] * count)
+        monkeypatch.setattr(
+            batch_size, "_own_devices", lambda every, planned=None: [device] * count
+        )
 
     return fake
 

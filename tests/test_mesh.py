@@ -3,9 +3,11 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_reference
+from jax import lax
 from jax.sharding import Mesh
 from test_model import (
     assert_same_but_for_rounding,
@@ -19,6 +21,7 @@ from test_model import (
 from watched import Watched
 
 from activation_extraction.common.errors import InputError
+from activation_extraction.model import layers
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.mesh import (
     HostRows,
@@ -120,6 +123,34 @@ def test_every_mesh_gives_the_values_of_one_device(small, name, hooks):
     for got in found.values():
         assert len({str(shard.index) for shard in got.addressable_shards}) == 8
     assert_same_but_for_rounding(by_hook(model, found), *expected[hooks])
+
+
+@pytest.mark.long
+def test_rounding_the_parts_of_a_sum_costs_little(small, monkeypatch):
+    """What accelerators do in bfloat16 where products are split over devices, here on CPUs."""
+    reference, batch, _ = small
+    config, platform_dependent = reference.config, lax.platform_dependent
+    chosen = [hook for hook in every_hook(config) if hook.name.endswith("hook_resid_post")]
+
+    def values(shape, dtype):
+        layout = build_layout(usable_devices(every=True)[:4], shape, config.num_key_value_heads)
+        model = create_model_with_hooks(config, chosen, dtype, jnp.float32, layout=layout)
+        checkpoint = Checkpoint(str(reference.folder))
+        params = load_params(weight_table(model, checkpoint.tensors), checkpoint, dtype, layout)
+        found = by_hook(model, jax.jit(model.apply)({"params": params}, *batch))
+        return np.stack([found[hook] for hook in chosen])
+
+    def as_elsewhere(*arrays, cpu=None, default=None, **others):
+        return platform_dependent(*arrays, cpu=default, default=default, **others)
+
+    exact = values({"data": 4}, jnp.float32)
+    whole, split = (values({"model": 4}, jnp.bfloat16) for _ in range(2))
+    assert np.array_equal(whole, split)
+    monkeypatch.setattr(layers.lax, "platform_dependent", as_elsewhere)
+    rounded = values({"model": 4}, jnp.bfloat16)
+    assert not np.array_equal(rounded, whole)
+    errors = [np.sqrt(np.square(found - exact).mean()) for found in (whole, rounded)]
+    assert errors[1] < 1.2 * errors[0]
 
 
 @pytest.mark.parametrize("small", ["1 kv head", "2 kv heads", "4 kv heads"], indirect=True)

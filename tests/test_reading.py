@@ -55,12 +55,11 @@ def shown(text):
 
 
 def readme(path):
-    """The README's loop over all shards, for one of them."""
+    """The README's expression, for one shard."""
     text = Path(extract_activations.__file__).with_name("README.md").read_text()
     assert not re.search(r"pickle\.load\(", text)
-    (loop,) = re.findall(r"^    (import glob.*\n.*\n.*records = .*)$", text, flags=re.M)
-    assert '"out/**/shard_*.pkl.gz"' in loop
-    return loop.replace("\n    ", "\n").replace('"out/**/shard_*.pkl.gz"', repr(str(path)))
+    (expression,) = re.findall(r"`(pickle\.loads\(.*?\))`", text)
+    return f"import gzip, pickle\npath = {str(path)!r}\nrecords = {expression}"
 
 
 def how_to_read(path, in_bucket):

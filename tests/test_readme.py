@@ -4,9 +4,11 @@ Commands run in one shell in the order in which they are written, with stand-ins
 and the bucket would answer. Those of the section about pods are test_deploy.py's part.
 """
 
+import gzip
 import importlib
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -38,6 +40,8 @@ OTHERS_FLAGS = {"--accelerator-type", "--spot", "--platform", "--build-arg", "--
 # Stands for .venv/bin/python and the other programs there: what would take long is only recorded.
 PROGRAM = """#!/bin/sh
 case "$(basename $0) $*" in
+    python\\ extract_activations.py*--plan*)
+        shift; exec {python} -m activation_extraction.cli.config "$@" ;;
     python\\ extract_activations.py*) exec {python} "$@" ;;
 esac
 echo "$(basename $0) $*" >>{record}
@@ -159,7 +163,7 @@ def test_the_layout_is_told(checkout):
 @pytest.mark.long
 def test_the_snippets_read_what_is_stored(checkout, monkeypatch):
     root, _, _, bucket = checkout
-    training, reading, own = (with_bucket(block) for block in BLOCKS if is_python(block))
+    training, own = (with_bucket(block) for block in BLOCKS if is_python(block))
     monkeypatch.chdir(root)
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
@@ -169,8 +173,9 @@ def test_the_snippets_read_what_is_stored(checkout, monkeypatch):
     exec(training, found)
     assert found["hook"] == "blocks.12.hook_resid_post" and found["loss"].isfinite()
     assert len(found["dataset"]) == 100
-    gcsfs.GCSFileSystem.clear_instance_cache()
-    exec(reading, found)
+    (reading,) = re.findall(r"`(pickle\.loads\(.*?\))` reads", README)
+    found |= {"gzip": gzip, "pickle": pickle, "path": "out/shard_0001.pkl.gz"}
+    exec(f"records = {reading}", found)
     assert list(found["records"]) == [12, 18] and len(found["records"][12]) == 100
     exec(own, found)
     assert found["sample"].doc_id == "doc 7" and len(ActivationDataset("own")) == 100

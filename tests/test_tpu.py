@@ -7,9 +7,8 @@ in a run.
 """
 
 import math
+from dataclasses import replace
 from functools import partial
-from typing import Any
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +20,15 @@ from test_qwen3_5 import released
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.encodings import ENCODINGS
+from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.family import HookedModel
-from activation_extraction.model.forward import Forward, build_model, bytes_of_step
+from activation_extraction.model.forward import Program, build_model, bytes_of_step
 from activation_extraction.model.kept import take
+from activation_extraction.model.program_text import ARRAY, COLLECTIVE, groups
+from activation_extraction.model.step_plan import StepPlan, plan_elsewhere
+from activation_extraction.model.topologies import topology_of
 from activation_extraction.run.prepare import model_request
-from benchmarks.plan_text import ARRAY, COLLECTIVE, groups
 from benchmarks.shapes import SHAPES
 from benchmarks.tpu_plan import EIGHT, QWEN_7B, Compiled, chips, compile_for, over_ideal
 from qwen2_jax_with_hooks import FAMILIES
@@ -52,15 +54,13 @@ QWEN3_8B = SHAPES["7B"] | dict(
 QWEN3_30B = FAMILIES.config(SHAPES["30B-A3B"])
 QWEN3_5_35B = FAMILIES.config(released("35B-A3B"))
 DELTA_KERNEL = "%gated_delta_rule"
-CHIPS_8, CHIPS_16 = ({"chips_per_host_bounds": (n, 4, 1)} for n in (2, 4))
-MEGACORE = {"chip_config_name": "megacore"}
-TOPOLOGIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {  # with the 2d mesh to expect
-    "v5e-64, 16 hosts": ("v5e:8x8", {}, {"data": 16, "model": 4}),
-    "v5e-64, 8 hosts": ("v5e:8x8", CHIPS_8, {"data": 8, "model": 8}),
-    "v4-32": ("v4:2x2x4", MEGACORE, {"data": 4, "model": 4}),
-    "v4-64": ("v4:2x4x4", MEGACORE, {"data": 8, "model": 4}),
-    "v6e-64": ("v6e:8x8", {}, {"data": 16, "model": 4}),
-    "v5e-64, 4 hosts": ("v5e:8x8", CHIPS_16, {"data": 4, "model": 16}),
+TOPOLOGIES: dict[str, tuple[str, int, dict[str, int]]] = {  # with the 2d mesh to expect
+    "v5e-64, 16 hosts": ("v5e:8x8", 4, {"data": 16, "model": 4}),
+    "v5e-64, 8 hosts": ("v5e:8x8", 8, {"data": 8, "model": 8}),
+    "v4-32": ("v4:2x2x4", 4, {"data": 4, "model": 4}),
+    "v4-64": ("v4:2x4x4", 4, {"data": 8, "model": 4}),
+    "v6e-64": ("v6e:8x8", 4, {"data": 16, "model": 4}),
+    "v5e-64, 4 hosts": ("v5e:8x8", 16, {"data": 4, "model": 16}),
 }
 SPLIT_2D = "--mesh_type 2d"
 FLAGS_72B = (
@@ -135,8 +135,8 @@ quick, *others = reversed(TOPOLOGIES)
 @pytest.mark.parametrize("name", [quick, *(pytest.param(name, marks=rare) for name in others)])
 def test_7b_is_split_within_hosts_and_its_layers_reduce_twice_there(name):
     """Weights over the chips of a host; nothing of a layer is sent between hosts."""
-    topology, how, mesh = TOPOLOGIES[name]
-    compiled = compile_quickly(QWEN_7B, f"{SPLIT_2D} {EIGHT}", topology, **how)
+    topology, per_host, mesh = TOPOLOGIES[name]
+    compiled = compile_quickly(QWEN_7B, f"{SPLIT_2D} {EIGHT}", topology, chips_per_host=per_host)
     model, memory = compiled.model, compiled.memory
     assert model.layout.shape == mesh
     assert memory.argument_size_in_bytes == pytest.approx(weights_per_chip(model), rel=0.1)
@@ -185,22 +185,59 @@ def test_fsdp_exchanges_vectors_of_tokens_and_moves_little_else_than_its_product
     assert over_ideal(compiled) < 1.4
 
 
+MACHINES = "v5litepod-64", "v5e-64", "v4-32", "v4-64", "v5p-32", "v6e-64", "tpu7x:2x2x2"
+
+
+@pytest.mark.parametrize("name", ["v5e-4", *(pytest.param(name, marks=rare) for name in MACHINES)])
+def test_a_plan_in_a_process_of_its_own_says_what_the_compiler_says(name):
+    topology = topology_of(name)
+    flags = f"--mesh_shape {len(topology.described()) // 2},2 --mesh_axes data,fsdp"
+    small = FAMILIES.config(SHAPES["0.1B"])
+    config = parse_args(f"--dtype bfloat16 --layers_to_extract 3 12 {flags}".split())
+    request = model_request(config, topology.described())
+    found = plan_elsewhere(FAMILIES, request, SHAPES["0.1B"], topology)
+    assert isinstance(found, StepPlan), found
+    if name == "v5e-4":
+        compiled = compile_for(small, f"--layers_to_extract 3 12 {flags}", topology.name)
+        memory = compiled.memory
+        assert found == compiled.step
+        assert found.memory.weights == memory.argument_size_in_bytes
+        assert found.memory.working == memory.temp_size_in_bytes
+        assert found.memory.results == 2 * memory.output_size_in_bytes
+    request = replace(request, devices=topology.compilable())
+    by_weights = weights_per_chip(build_model(QWEN2, request, small)[0])
+    assert found.memory.weights == pytest.approx(by_weights, rel=0.05)
+
+
+@pytest.mark.parametrize("flags", [FSDP_4.format(16), SPLIT_2D])
+def test_what_is_sent_is_what_formulas_say(flags):
+    """Of weights along fsdp; of the residual stream, twice before and twice after adding up."""
+    compiled = compile_for(QWEN_7B, f"{EIGHT} {flags}", "v5e:8x8")
+    model, layout = compiled.model, compiled.model.layout
+    sizes = StepSizes(model, QWEN2.weight_table(model), compiled.rows, compiled.length)
+    (expected,) = sizes.sent(layout)
+    sent = sum(each.bytes for each in compiled.step.sent if set(expected.axes) <= set(each.axes))
+    assert sent == pytest.approx(expected.bytes, rel=0.05)
+    hidden = sum(each.hidden for each in compiled.step.sent)
+    assert hidden == pytest.approx(expected.hidden, rel=0.05)
+
+
 @rare
 @pytest.mark.parametrize(
-    "config,topology,data,how",
+    "config,topology,data",
     [
-        pytest.param(QWEN_7B, "v5e:8x8", 16, {}, id="v5e"),
-        pytest.param(QWEN_7B, "v6e:2x4", 2, {}, id="v6e"),
-        pytest.param(QWEN_7B, "v5p:2x2x4", 4, {}, id="v5p"),
-        pytest.param(QWEN_7B, "v4:2x2x4", 4, MEGACORE, id="v4"),
-        pytest.param(FAMILIES.config(released("9B")), "v6e:2x4", 2, {}, id="layers of two types"),
+        pytest.param(QWEN_7B, "v5e:8x8", 16, id="v5e"),
+        pytest.param(QWEN_7B, "v6e:2x4", 2, id="v6e"),
+        pytest.param(QWEN_7B, "v5p:2x2x4", 4, id="v5p"),
+        pytest.param(QWEN_7B, "v4:2x2x4", 4, id="v4"),
+        pytest.param(FAMILIES.config(released("9B")), "v6e:2x4", 2, id="layers of two types"),
     ],
 )
-def test_fsdp_gathers_every_weight_beside_products(config, topology, data, how):
+def test_fsdp_gathers_every_weight_beside_products(config, topology, data):
     """Each weight is gathered while the product before its own runs."""
     last = config.num_hidden_layers - 1
     flags = f"--layers_to_extract {last // 2} {last} {FSDP_4.format(data)}"
-    compiled = compile_for(config, flags, topology, USUAL, **how)
+    compiled = compile_for(config, flags, topology, USUAL)
     sending = [move for move in compiled.plan.moves(compiled.plan.body) if move.sent]
     assert len(sending) >= 5
     for move in sending:
@@ -314,21 +351,25 @@ def test_72b_fits_chips_of_16_gb(flags):
 
 
 @pytest.mark.parametrize(
-    "qwen,flags,topology,how",
+    "qwen,flags,topology,per_host",
     [
-        pytest.param(QWEN_7B, f"{SPLIT_2D} {EIGHT}", "v5e:8x8", {}, marks=rare),
-        (QWEN_7B, f"{SPLIT_2D} {EIGHT}", "v5e:2x4", CHIPS_8),
-        pytest.param(QWEN_72B, FSDP_72B, "v5e:16x16", {}, marks=rare),
+        pytest.param(QWEN_7B, f"{SPLIT_2D} {EIGHT}", "v5e:8x8", 4, marks=rare),
+        (QWEN_7B, f"{SPLIT_2D} {EIGHT}", "v5e:2x4", 8),
+        pytest.param(QWEN_72B, FSDP_72B, "v5e:16x16", 4, marks=rare),
     ],
 )
-def test_layers_read_their_weights_in_place_and_never_hold_all_scores(qwen, flags, topology, how):
+def test_layers_read_their_weights_in_place_and_never_hold_all_scores(
+    qwen, flags, topology, per_host
+):
     """The slice of a layer's weight out of the stack is part of the product that reads it."""
-    compiled = compile_for(qwen, flags, topology, **how)
+    compiled = compile_for(qwen, flags, topology, chips_per_host=per_host)
     weights, size = one_layer(compiled.model), compiled.model.layout.size
     rows = compiled.rows // size("data", "fsdp")
     scores = rows * qwen.num_attention_heads // size("model") * compiled.length**2
     inside = compiled.plan.layer_loop()
     assert len(weights) >= 3 and any("splash" in instruction.name for instruction in inside)
+    if qwen == QWEN_7B:
+        assert over_ideal(compiled) < 1.4
     for instruction in inside:
         if instruction.opcode not in ("parameter", "tuple", "get-tuple-element", "bitcast"):
             for shape in shapes(instruction.result):
@@ -348,7 +389,7 @@ def shapes(result: str) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=rare), "bfloat16"])
 def test_the_kernel_takes_narrow_heads_and_rows_of_any_length(dtype):
     flags = f"--dtype {dtype} --max_seq_length 1000 --layers_to_extract 10 23 {SPLIT_2D}"
-    compiled = compile_quickly(QWEN_HALF_B, flags, "v5e:2x4", **CHIPS_8)
+    compiled = compile_quickly(QWEN_HALF_B, flags, "v5e:2x4", chips_per_host=8)
     assert compiled.model.layout.size("query") == 2
     assert any("splash" in instruction.name for instruction in compiled.plan.layer_loop())
 
@@ -396,7 +437,7 @@ def test_memory_of_hooks_of_any_width_grows_with_them_and_not_with_the_depth():
     def beyond_arguments(*layers: int) -> int:
         names = [f"blocks.{layer}.{kind}" for layer in layers for kind in PAIR]
         flags = f"{SPLIT_2D} --batch_size 4 --hook_names {' '.join(names)}"
-        memory = compile_quickly(QWEN_7B, flags, "v5e:2x4", chips_per_host_bounds=(2, 2, 1)).memory
+        memory = compile_quickly(QWEN_7B, flags, "v5e:2x4", chips_per_host=4).memory
         return memory.output_size_in_bytes + memory.temp_size_in_bytes
 
     deep, sizes = beyond_arguments(5, 23), QWEN_7B.sizes
@@ -411,7 +452,7 @@ def test_memory_grows_with_the_hooks_and_not_with_the_depth():
     def beyond_arguments(*layers: int) -> int:
         # Rows so long that no (B, T, F) array fits a chip's fast memory, which holds it by chance.
         flags = f"{SPLIT_2D} --layers_to_extract {' '.join(map(str, layers))}"
-        memory = compile_quickly(QWEN_7B, flags, "v5e:2x4", **CHIPS_8).memory
+        memory = compile_quickly(QWEN_7B, flags, "v5e:2x4", chips_per_host=8).memory
         return memory.output_size_in_bytes + memory.temp_size_in_bytes
 
     deep = beyond_arguments(5, 23)
@@ -446,15 +487,13 @@ def test_encoding_sends_nothing_and_halves_what_leaves_a_chip(encoding):
 def test_the_plan_says_which_step_of_auto_rows_fits():
     """The compiler refuses what is much too large, and counts what is less."""
 
-    def planned(rows: int) -> int:
+    def planned(rows: int) -> float:
         flags = f"--dtype bfloat16 --mesh_shape 4,1 --layers_to_extract 12 23 --batch_size {rows}"
         request = model_request(parse_args(flags.split()))
-        with patch.object(jax, "devices", return_value=chips("v5e:2x2")):
-            model, host_rows = build_model(QWEN2, request, QWEN_HALF_B)
-        hooks: dict[Any, Any] = {hook.layer: hook for hook in model.hooks}
-        weights, shape = QWEN2.weight_table(model), (rows, request.length)
-        nowhere: Any = None
-        return bytes_of_step(Forward(nowhere, model, hooks, weights, host_rows, shape, {}))
+        request = replace(request, devices=chips("v5e:2x2"))
+        model, host_rows = build_model(QWEN2, request, QWEN_HALF_B)
+        weights = QWEN2.weight_table(model)
+        return bytes_of_step(Program(model, weights, host_rows, (rows, request.length)))
 
     weights = 4.94e8 * 2
     a_row = 2048 * QWEN_HALF_B.hidden_size * 2

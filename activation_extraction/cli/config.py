@@ -73,7 +73,7 @@ def _fill_from_scheduler(given: Given) -> str | None:
 
     Returns the flag or variable that says which machine this is.
     """
-    looking = any(mode in given for mode in LOOKING)
+    looking = _looking(given)
     number, count = (None, None) if looking else machine_variables(os.environ, "multihost" in given)
     if count is not None and "total_machines" not in given:
         if count == SLURM_COUNT:
@@ -102,15 +102,17 @@ def _refuse_conflicts(given: Given) -> None:
             if other in given:
                 raise InputError(f"--{name} and --{other} cannot be used together")
     for name in [name for name in FLAGS if name in given]:
-        needed = FLAGS[name].needs
-        if needed and needed not in given:
-            raise InputError(f"--{name}: needs --{needed}")
+        needed = [other for other in FLAGS[name].needs.split(" or ") if other]
+        if needed and not any(other in given for other in needed):
+            raise InputError(f"--{name}: needs {' or '.join(f'--{other}' for other in needed)}")
     if "model_path" not in given:
         if "verify_samples" in given:
             raise InputError("--verify_samples: needs --model_path")
         if "model_revision" in given and _looking(given):
             raise InputError("--model_revision: needs --model_path here")
-    modes = [f"--{mode}" for mode in MODES if mode in given]
+    # The run that is planned may begin anew.
+    planning = {"overwrite"} if "plan" in given else set()
+    modes = [f"--{mode}" for mode in MODES if mode in given and mode not in planning]
     if len(modes) > 1:
         raise InputError(f"{' and '.join(modes)} cannot be used together")
     if given.get("compress_shards") and "safetensors" in (
@@ -121,6 +123,8 @@ def _refuse_conflicts(given: Given) -> None:
             "--compress_shards: safetensors are never compressed, so that ranges of them can be "
             "read; leave it out, or choose pickle"
         )
+    if "chips_per_host" in given and given["plan"] == "here":
+        raise InputError("--chips_per_host: says nothing of --plan here, this machine")
     if "mesh_shape" in given and not given.get("use_data_parallel", True):
         raise InputError("--mesh_shape and --no_data_parallel cannot be used together")
 

@@ -90,6 +90,14 @@ def free_gigabytes(typed: str) -> float:
     return gigabytes(typed) if float(typed) else 0.0
 
 
+def dollars(typed: str) -> tuple[float, ...]:
+    """Returns one or two prices, positive numbers with a comma between them."""
+    values = tuple(map(float, typed.split(",")))
+    if len(values) > 2 or not all(0 < value < float("inf") for value in values):
+        raise argparse.ArgumentTypeError(f"{typed!r} is not one or two prices such as 1.2,0.4")
+    return values
+
+
 def argument(typed: str) -> tuple[str, Any]:
     """Returns the name and the value of NAME=VALUE. The value is JSON, or else text."""
     name, equals, value = typed.partition("=")
@@ -122,9 +130,10 @@ gigabytes.__name__ = free_gigabytes.__name__ = "size in GB"
 class Flag:
     """What the table says of one flag besides its type and default.
 
-    options: of argparse. needs: another flag without which this one means nothing. excludes: flags
-    that cannot be given with this one. variables: environment variables that stand in for the flag;
-    the first that is set counts. opposite: the name of the flag that means no, and its help.
+    options: of argparse. needs: another flag without which this one means nothing, or several with
+    " or " between them, of which one is enough. excludes: flags that cannot be given with this one.
+    variables: environment variables that stand in for the flag; the first that is set counts.
+    opposite: the name of the flag that means no, and its help.
     """
 
     options: dict[str, Any]

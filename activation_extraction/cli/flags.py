@@ -11,6 +11,7 @@ from activation_extraction.cli.declare import (
     Flag,
     argument,
     axes,
+    dollars,
     flag,
     free_gigabytes,
     gigabytes,
@@ -37,7 +38,7 @@ DATASET = ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")  # name, config,
 DEMO_MAX_SEQ_LENGTH = 256
 LOOKING = ("status", "verify", "report", "export")
 # At most one of these is given.
-MODES = (*LOOKING, "repair", "overwrite", "list_hooks")
+MODES = (*LOOKING, "repair", "overwrite", "list_hooks", "plan")
 
 
 # The flag that each group of --help begins with: the group's title and what is said below it.
@@ -57,6 +58,12 @@ GROUPS = {
         "upload",
         "credentials come from the environment: gcloud auth application-default login, "
         "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account",
+    ),
+    "plan": (
+        "planning",
+        "give these beside the flags of a run, which then does not start. A plan needs neither "
+        "weights nor data nor, for another machine, its accelerator: it reads the model's "
+        "config.json, and does without it for a released Qwen model if the hub cannot be reached",
     ),
     "status": (
         "looking at an extraction",
@@ -449,6 +456,32 @@ class Config:
     upload_timeout: int = seconds(
         "how long to keep retrying a failing upload before the run stops", 300
     )
+    plan: str | None = flag(
+        "estimate what the run would take on a machine: whether it fits, the best mesh, hours, "
+        "dollars and bytes. Names of machines: v5e:8x8, v5litepod-64 or v4-32 for TPUs, h100 or "
+        "h100-8 for GPUs, here for this machine. A plan for TPUs needs the package libtpu, but no "
+        "TPU",
+        metavar="TOPOLOGY",
+    )
+    chips_per_host: int | None = flag(
+        "with --plan: how many chips each host has",
+        default_is="4; all of v5e-1, v5e-8, v6e-1 and v6e-8; up to 8 GPUs",
+        parse=integer(1),
+        needs="plan",
+        metavar="N",
+    )
+    chip_hour_dollars: tuple[float, ...] | None = flag(
+        "with --plan: what a chip costs per hour, on demand and, after a comma, on a spot machine",
+        default_is="from a table of Google Cloud's prices, whose date the plan gives",
+        parse=dollars,
+        needs="plan",
+        metavar="X[,Y]",
+    )
+    plan_png: str | None = flag(
+        "with --plan: also draw the memory and the times of every mesh, as a PNG image",
+        needs="plan",
+        metavar="FILE",
+    )
     status: bool = switch(
         "show what all machines and hosts have stored, how fast they are and when they will be "
         "done; also works during a run"
@@ -457,7 +490,8 @@ class Config:
         "with --status: also write it there as aggregated_metadata.json", needs="status"
     )
     json: bool = switch(
-        "with --status: print all of it as one JSON object instead of a table", needs="status"
+        "with --status or --plan: print all of it as one JSON object instead of a table",
+        needs="status or plan",
     )
     verify: bool = switch(
         "compare every shard with its checksum and its JSON file, and check that every sample is "

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, NamedSharding
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.devices import CHIPS, USABLE, Chip, chip_of
+from activation_extraction.model.devices import CHIPS, USABLE, Chip, at_dtype, chip_of
 from activation_extraction.model.family import HookedModel, WeightTable
 from activation_extraction.model.mesh import RULES, Layout, check_divisibility, mesh_axes
 from activation_extraction.model.predictions import TOKENS_AT_ONCE
@@ -39,6 +39,29 @@ AXES = ("data", "fsdp", "expert", "model")  # the devices along the last one are
 ALIKE = 1.01  # steps that differ by less are taken as equally long
 # For a CPU or an unknown chip, of whose speeds the ratios matter.
 UNKNOWN = CHIPS["TPU v5e"]
+
+
+class Sent(NamedTuple):
+    """The bytes that a device sends along these mesh axes in a step.
+
+    hidden: those of them that are sent while products run.
+    """
+
+    axes: tuple[str, ...]
+    bytes: float
+    hidden: float
+
+
+class StepMemory(NamedTuple):
+    """The bytes that a run takes on each device.
+
+    weights: with a step's token ids; working: while a step computes; results: the activations of
+    two steps, as the host copies those of one while the next one computes.
+    """
+
+    weights: float
+    working: float
+    results: float
 
 
 class Estimate(NamedTuple):
@@ -80,6 +103,22 @@ class StepSizes:
         nothing fits by the estimate, it is the mesh that takes least memory. Raises InputError if
         no mesh divides the rows and widths.
         """
+        estimates = self.estimates(devices)
+        fitting = [each for each in estimates if each.fits(limit)]
+        if not fitting:
+            best = min(estimates, key=lambda each: each.memory)
+            why = f"{_memory(best, limit)}; no mesh fits by this estimate"
+            return best.layout.shape, why
+        shortest = min(each.seconds for each in fitting)
+        alike = [each for each in fitting if each.seconds <= ALIKE * shortest]
+        best = min(alike, key=_splits)
+        return best.layout.shape, _why(best, limit)
+
+    def estimates(self, devices: Sequence[Any]) -> list[Estimate]:
+        """Returns the estimate of every mesh over these devices that can split the step.
+
+        devices: ordered by host. Raises InputError if no mesh can.
+        """
         estimates: list[Estimate] = []
         for shape in self._shapes(len(devices)):
             names, sizes = mesh_axes(shape, self.model.config.num_key_value_heads)
@@ -92,15 +131,7 @@ class StepSizes:
                     raise InputError(f"{rows} can be split on no mesh: {error}") from error
                 continue
             estimates.append(self.estimate(layout, devices))
-        fitting = [each for each in estimates if each.fits(limit)]
-        if not fitting:
-            best = min(estimates, key=lambda each: each.memory)
-            why = f"{_memory(best, limit)}; no mesh fits by this estimate"
-            return best.layout.shape, why
-        shortest = min(each.seconds for each in fitting)
-        alike = [each for each in fitting if each.seconds <= ALIKE * shortest]
-        best = min(alike, key=_splits)
-        return best.layout.shape, _why(best, limit)
+        return estimates
 
     def _shapes(self, devices: int) -> Iterator[dict[str, int]]:
         """Yields the meshes that can split the rows; the last one has all devices along `model`."""
@@ -115,22 +146,24 @@ class StepSizes:
 
     def estimate(self, layout: Layout, devices: Sequence[Any]) -> Estimate:
         """Estimates the step on a mesh without `pipeline` over these devices."""
-        chip, linked = chip_of(devices[0]) or UNKNOWN, _linked(devices)
-        speed = {axis: _speed(layout, axis, chip, linked) for axis in AXES}
+        chip, linked = chip_of(devices[0]) or UNKNOWN, linked_devices(devices)
+        chip = at_dtype(chip, self.model.dtype, devices[0].platform)
+        speed = {axis: link_speed(layout, axis, chip, linked) for axis in AXES}
         products = self._flops / _devices(layout) / chip.flops
         exchanges = self._sent_by_model(layout) / speed["model"]
         exchanges += self._sent_by_experts(layout) / speed["expert"]
         gathers = self._gathered(layout) / speed["fsdp"]
-        return Estimate(layout, self.memory(layout), products, gathers, exchanges)
+        return Estimate(layout, sum(self.memory(layout)), products, gathers, exchanges)
 
     @cached_property
     def _flops(self) -> float:
         return self.model.flops([self.length]) * self.rows
 
-    def memory(self, layout: Layout) -> float:
-        """Returns the bytes that one device holds: weights, gathered layers and activations."""
+    def memory(self, layout: Layout) -> StepMemory:
+        """Returns the bytes that one device holds; gathered layers count as working memory."""
         config, item = self.model.config, self.model.dtype.itemsize
-        held: float = sum(_numbers(layout, spec) for spec in self.weights.values())
+        weights = sum(_numbers(layout, spec) for spec in self.weights.values())
+        held = 0.0
         if layout.size("fsdp") > 1:  # one layer computes while the next one is gathered
             held += 2 * self._largest_layer(layout)
         parts = layout.size("model", "query")
@@ -147,7 +180,37 @@ class StepSizes:
         forms = [hook.kind.form(sizes, self.model.activation_dtype) for hook in self.model.hooks]
         captured = self.rows * self.length * sum(form.bytes for form in forms)
         # The next step's activations are there before the last one's have left.
-        return item * (held + self._tokens(layout) * widths) + 2.5 * captured / _devices(layout)
+        results = 2 * captured / _devices(layout)
+        working = item * (held + self._tokens(layout) * widths) + results / 4
+        return StepMemory(item * weights, working, results)
+
+    def sent(self, layout: Layout) -> tuple[Sent, ...]:
+        """Returns what each device sends in a step, by formula."""
+        gathered = self._gathered(layout)
+        found = (
+            Sent(("fsdp",), gathered, gathered),
+            Sent(("model",), self._sent_by_model(layout), 0.0),
+            Sent(("expert",), self._sent_by_experts(layout), 0.0),
+        )
+        return tuple(each for each in found if each.bytes)
+
+    def moved(self, layout: Layout) -> float:
+        """Returns the bytes of memory that one device reads and writes in a step, by formula.
+
+        They are those of the weights, once, and of what goes into the products and comes out of
+        them. With fsdp, devices also read their parts of the weights and write what they gather.
+        """
+        experts, tokens = self.model.config.experts, self._tokens(layout)
+        numbers = 0.0
+        for path, spec in self.weights.items():
+            whole, held = (_numbers(layout, spec, without=axis) for axis in ("fsdp", None))
+            numbers += whole + (whole + held if held < whole else 0)
+            if path[-1] == "weight" and path[0] == "layers" and len(spec.shape) > 2:
+                rows = experts.per_token if experts is not None and "experts" in path else 1
+                layers, *_, outputs, inputs = spec.shape
+                parts = layout.size("model", "query")
+                numbers += layers * tokens * rows * (outputs + inputs) / parts
+        return self.model.dtype.itemsize * numbers
 
     def _largest_layer(self, layout: Layout) -> float:
         """Returns how many weights a device has of one layer, once they are gathered."""
@@ -172,7 +235,7 @@ class StepSizes:
         return self.model.dtype.itemsize * (whole - sum(_numbers(layout, x) for x in specs))
 
     def _sent_by_model(self, layout: Layout) -> float:
-        """Returns the bytes of four exchanges of the residual stream per layer."""
+        """Returns the bytes of two sums and two gathers of the residual stream per layer."""
         parts = layout.size("model", "query")
         stream = self.model.dtype.itemsize * self._tokens(layout) * self.model.config.hidden_size
         return 4 * self.model.num_layers * stream * (parts - 1) / parts
@@ -200,18 +263,27 @@ def _numbers(layout: Layout, spec: WeightSpec, without: str | None = None) -> in
     return math.prod(split.shard_shape(spec.shape))
 
 
-def _linked(devices: Sequence[Any]) -> int:
+def linked_devices(devices: Sequence[Any]) -> int:
     """Returns how many consecutive devices fast links join: a TPU slice, or a host's GPUs."""
     name = "slice_index" if devices[0].platform == "tpu" else "process_index"
     groups = [getattr(device, name, 0) for device in devices]
     return groups.count(groups[0])
 
 
-def _speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
-    """Returns the bytes per second that a device receives along an axis."""
-    inner = layout.size(*AXES[AXES.index(axis) :], "query")  # devices in a row that hold a group
+def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
+    """Returns the bytes per second that a device receives along an axis.
+
+    linked: how many consecutive devices fast links join, see `linked_devices`.
+    """
     links = min(layout.shape.get(axis, 1) - 1, chip.links) or 1
-    return chip.link * links if linked % inner == 0 else chip.network
+    return chip.link * links if linked % span(layout, axis) == 0 else chip.network
+
+
+def span(layout: Layout, axis: str) -> int:
+    """Returns how many consecutive devices a group along an axis spans."""
+    assert layout.mesh is not None
+    names = layout.mesh.axis_names
+    return layout.size(*names[names.index(axis) :]) if axis in names else 1
 
 
 def _splits(estimate: Estimate) -> list[int]:

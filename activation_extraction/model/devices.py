@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.log import log
@@ -43,10 +44,16 @@ CHIPS = {
     "TPU v5e": Chip(197e12, 16e9, 819e9, 45e9, 2, 3e9),
     "TPU v5": Chip(459e12, 95e9, 2765e9, 90e9, 2, 6e9),
     "TPU v6": Chip(918e12, 32e9, 1638e9, 90e9, 2, 12e9),
+    # Of each of a chip's two devices.
+    "TPU7x": Chip(1153e12, 96e9, 3690e9, 100e9, 2, 12e9),
     "A100": Chip(312e12, 80e9, 2039e9, 300e9, 1, 25e9),
     "H100": Chip(989e12, 80e9, 3350e9, 450e9, 1, 50e9),
     "H200": Chip(989e12, 141e9, 4800e9, 450e9, 1, 50e9),
 }
+
+# How many times as long products of float32 take as those of bfloat16: TPUs make six passes, GPUs
+# do without their matrix units.
+FLOAT32_TIME = {"tpu": 6.0, "gpu": 15.0}
 
 # What a platform's compiler is told beyond its defaults.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -157,10 +164,13 @@ def watch_compiling() -> Iterator[Callable[[], bool]]:
         log.warning("the compilation cache could not be used: %s", reason)
 
 
-def compile_with_options(lowered: Any, platform: str) -> Any:
-    """Compiles a lowered program with COMPILER_OPTIONS, or without them if one is not known."""
+def compile_with_options(lowered: Any, platform: str, **more: Any) -> Any:
+    """Compiles a lowered program with COMPILER_OPTIONS, or without them if one is not known.
+
+    more: further options.
+    """
     try:
-        return lowered.compile(COMPILER_OPTIONS.get(platform))
+        return lowered.compile(COMPILER_OPTIONS.get(platform, {}) | more)
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):
             raise
@@ -171,6 +181,13 @@ def compile_with_options(lowered: Any, platform: str) -> Any:
 def chip_of(device: Any) -> Chip | None:
     """Returns what is known of this kind of device; None for a CPU and unknown kinds."""
     return next((chip for name, chip in CHIPS.items() if name in device.device_kind), None)
+
+
+def at_dtype(chip: Chip, dtype: Any, platform: str) -> Chip:
+    """Returns the chip with the speed of its products of this dtype."""
+    if dtype != jnp.float32:
+        return chip
+    return chip._replace(flops=chip.flops / FLOAT32_TIME.get(platform, 1.0))
 
 
 def memory_of(device: Any) -> float | None:

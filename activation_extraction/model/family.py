@@ -102,13 +102,7 @@ class Families:
 
     def read_config(self, path: str | Path) -> tuple[ModelFamily, Any]:
         """Returns the family and configuration of the model with this config.json."""
-        try:
-            raw = json.loads(Path(path).read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"{path}: cannot be read as JSON: {error}") from error
-        if not isinstance(raw, dict):
-            raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-        return self.parse_config(raw, str(path))
+        return self.parse_config(read_json(path), str(path))
 
     def parse_config(
         self, raw: Mapping[str, Any], source: str = "config.json"
@@ -127,6 +121,17 @@ class Families:
     def config(self, raw: Mapping[str, Any]) -> Any:
         """Returns the configuration of the model with these contents of a config.json."""
         return self.parse_config(raw)[1]
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Returns the contents of a config.json. Raises InputError if it is no JSON object."""
+    try:
+        raw = json.loads(Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
 
 
 def complete(raw: Mapping[str, Any], source: str) -> Any:

@@ -22,7 +22,7 @@ from activation_extraction.common.choices import DEFAULT_LAYERS
 from activation_extraction.common.encodings import ENCODINGS
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
-from activation_extraction.model.automatic_mesh import StepSizes
+from activation_extraction.model.automatic_mesh import StepMemory, StepSizes
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import compile_with_options, memory_of, watch_compiling
 from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
@@ -59,7 +59,7 @@ class ModelRequest:
 
     every_device: False for one device of every host. keep_weights: whether the hub's cache on this
     machine is to keep the weights. memory: the bytes of each device, the least of all hosts; None
-    for those of this host.
+    for those of this host. devices: those of a machine that is only planned; None for this one's.
     """
 
     model_path: str
@@ -78,27 +78,46 @@ class ModelRequest:
     every_device: bool
     keep_weights: bool
     memory: float | None = None
+    devices: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True)
-class Forward:
-    """A checked model: what it computes, with which weights and on which devices.
+class Program:
+    """What the program of a step is compiled from, without weights.
 
-    hooks: key in the shards -> hook, in the order in which the model computes them; shape: rows and
-    tokens per row that this host feeds in a step.
+    shape: rows and tokens per row that each host feeds in a step.
     """
 
-    checkpoint: Checkpoint
     model: HookedModel
-    hooks: dict[Key, Hook]
     weights: WeightTable
     rows: HostRows
     shape: tuple[int, int]
-    kernels: dict[str, Choice]
 
     @property
     def layout(self) -> Layout:
         return self.model.layout
+
+    @property
+    def platform(self) -> str:
+        """Returns the platform of the devices that it runs on."""
+        return self.rows.mesh.devices.flat[0].platform
+
+    @property
+    def as_bits(self) -> bool:
+        """Returns whether parameters are passed to the compiled step as integers."""
+        return self.model.dtype == jnp.bfloat16 and self.platform == "cpu"
+
+
+@dataclass(frozen=True)
+class Forward(Program):
+    """A checked model: what it computes, with which weights and on which devices.
+
+    hooks: key in the shards -> hook, in the order in which the model computes them.
+    """
+
+    checkpoint: Checkpoint
+    hooks: dict[Key, Hook]
+    kernels: dict[str, Choice]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -156,7 +175,7 @@ def prepare_model(
     known = family.tensor_names(config, checkpoint.tensors)
     check_tensors(checkpoint, weights.values(), known, family.ignored)
     shape = request.rows, request.length
-    return Forward(checkpoint, model, hooks, weights, rows, shape, chosen)
+    return Forward(model, weights, rows, shape, checkpoint, hooks, chosen)
 
 
 def build_model(
@@ -166,20 +185,30 @@ def build_model(
 
     Its kernels are those that its platform prefers; `try_kernels` has the last word.
     """
-    devices = usable_devices(request.every_device)
+    devices = usable_devices(request.every_device, request.devices)
+    platform = devices[0].platform
+    unsharded = model_without_mesh(family, request, config, platform)
+    rows = host_rows(devices)
+    layout = choose_layout(family, request, unsharded, devices, rows.hosts)
+    same = config, unsharded.hooks, unsharded.dtype, unsharded.activation_dtype
+    return family.hooked(*same, preferred_kernels(platform), layout), rows
+
+
+def model_without_mesh(
+    family: ModelFamily, request: ModelRequest, config: Any, platform: str
+) -> HookedModel:
+    """Returns the hooked model before its mesh is known. Raises InputError.
+
+    platform: of the devices that it will run on.
+    """
     if request.length > config.longest_row:
         raise InputError(
             f"--max_seq_length {request.length}: the model has {config.longest_row} positions"
         )
-    dtype, stored = choose_dtypes(request)
-    sizes = config.sizes_with(request.length)
+    dtype, stored = choose_dtypes(request, platform)
     hooks = list(choose_hooks(request, config).values())
-    check_hooks(hooks, sizes, stored)
-    unsharded = family.hooked(config, hooks, dtype, stored)
-    rows = host_rows(devices)
-    layout = choose_layout(family, request, unsharded, devices, rows.hosts)
-    kernels = preferred_kernels(devices[0].platform)
-    return family.hooked(config, hooks, dtype, stored, kernels, layout), rows
+    check_hooks(hooks, config.sizes_with(request.length), stored)
+    return family.hooked(config, hooks, dtype, stored)
 
 
 def check_hooks(hooks: Iterable[Hook], sizes: dict[str, int], dtype: Any) -> None:
@@ -222,12 +251,12 @@ def choose_layout(
     return layout
 
 
-def choose_dtypes(request: ModelRequest) -> tuple[Any, Any]:
+def choose_dtypes(request: ModelRequest, platform: str) -> tuple[Any, Any]:
     """Returns the dtypes to compute in and to store, which may be the name of an encoding.
 
-    `auto` depends on the hardware.
+    `auto` depends on the platform of the devices.
     """
-    auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    auto = "float32" if platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if request.dtype == "auto" else request.dtype)
     stored = request.activation_dtype
     if stored in ENCODINGS:
@@ -300,9 +329,9 @@ def compile_step(forward: Forward) -> Step:
     return step
 
 
-def _compiled(forward: Forward, params: Any) -> Any:
+def _compiled(program: Program, params: Any, **options: Any) -> Any:
     """Compiles the forward pass. params: the weights, or their shapes and shardings."""
-    model, rows = forward.model, forward.rows
+    model, rows = program.model, program.rows
 
     def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
         return model.apply({"params": params}, tokens, segments, positions), flags.sum(axis=0)
@@ -311,43 +340,48 @@ def _compiled(forward: Forward, params: Any) -> Any:
         whole = rows_of_host * rows.hosts, columns
         return jax.ShapeDtypeStruct(whole, jnp.int32, sharding=rows.incoming())
 
-    outgoing = rows.outgoing(forward.shape[1], model.layout), rows.everywhere()
-    inputs = [abstract(*forward.shape)] * 3 + [abstract(1, 3)]
+    outgoing = rows.outgoing(program.shape[1], model.layout), rows.everywhere()
+    inputs = [abstract(*program.shape)] * 3 + [abstract(1, 3)]
     lowered = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs)
-    return compile_with_options(lowered, rows.mesh.devices.flat[0].platform)
+    return compile_with_options(lowered, program.platform, **options)
 
 
-def bytes_of_step(forward: Forward) -> int:
-    """Returns the bytes that a run takes on each device, as the compiler plans; reads no weights.
+def compile_unloaded(program: Program, **options: Any) -> Any:
+    """Compiles the program of a run without its weights. All hosts must call this together.
 
-    They are the weights, what a step needs while it computes, and the activations of two steps: the
-    host copies those of one while the next one computes. All hosts must call this together. Raises
-    JaxRuntimeError, with RESOURCE_EXHAUSTED in it if the compiler finds that a step does not fit.
+    options: of the compiler, beyond those of a run. Raises JaxRuntimeError, with RESOURCE_EXHAUSTED
+    in it if the compiler finds that a step does not fit.
     """
-    model = forward.model
-    dtype = jnp.uint16 if _as_bits(model) else model.dtype
-    params = described_params(forward.weights, model.layout, dtype)
-    memory = _compiled(forward, params).memory_analysis()
+    model = program.model
+    dtype = jnp.uint16 if program.as_bits else model.dtype
+    described = {}
+    for path, spec in program.weights.items():
+        split = model.layout.sharding(spec.axes, spec.shape)
+        described[path] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=split)
+    return _compiled(program, unflatten_dict(described), **options)
+
+
+def memory_of_step(compiled: Any) -> StepMemory:
+    """Returns the bytes that a run takes on each device, as the compiler says.
+
+    Raises InputError if it does not say.
+    """
+    memory = compiled.memory_analysis()
     if memory is None:
         raise InputError(
-            "--batch_size auto: the compiler does not say what a step takes; give a number"
+            "the compiler does not say how much memory a step takes, which --batch_size auto and "
+            "--plan need"
         )
-    computing = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    return computing + 2 * memory.output_size_in_bytes
+    return StepMemory(
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        2 * memory.output_size_in_bytes,
+    )
 
 
-def described_params(weights: WeightTable, layout: Layout, dtype: Any) -> dict[str, Any]:
-    """Returns the shapes and shardings of parameters, with which a program can be compiled."""
-    described = {}
-    for path, spec in weights.items():
-        split = layout.sharding(spec.axes, spec.shape)
-        described[path] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=split)
-    return unflatten_dict(described)
-
-
-def _as_bits(model: HookedModel) -> bool:
-    """Returns whether parameters are passed to the compiled step as integers."""
-    return model.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+def bytes_of_step(program: Program) -> float:
+    """Returns the sum of `memory_of_step`; reads no weights. See `compile_unloaded`."""
+    return sum(memory_of_step(compile_unloaded(program)))
 
 
 def read_weights(forward: Forward) -> dict[str, Any]:
@@ -368,7 +402,7 @@ def read_weights(forward: Forward) -> dict[str, Any]:
             forward.checkpoint,
             model.dtype,
             model.layout,
-            as_bits=_as_bits(model),
+            as_bits=forward.as_bits,
             progress=bar.update,
         )
 

@@ -60,6 +60,22 @@ def einsum(equation: str, x: Array, y: Array) -> Array:
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
+def einsum_of_parts(equation: str, x: Array, y: Array) -> Array:
+    """Returns what `einsum` returns, where devices add up their parts of the result.
+
+    Accelerators round each part to the dtype of x before they add, so that bfloat16 halves what
+    they move and send. The result is rounded later anyway.
+    """
+
+    def rounded_before(x: Array, y: Array) -> Array:
+        return jnp.einsum(equation, x, y, preferred_element_type=x.dtype).astype(jnp.float32)
+
+    exact = partial(einsum, equation)
+    if x.dtype == jnp.float32:
+        return exact(x, y)
+    return lax.platform_dependent(x, y, cpu=exact, default=rounded_before)
+
+
 def to_bits(x: Array) -> Array:
     """Returns a two-byte type as the uint16 with the same bits, anything else unchanged.
 
@@ -118,18 +134,21 @@ class Linear(nn.Module):
 
     The weight has the checkpoint's orientation, output axes first. Products accumulate in float32,
     the bias is added in float32, and so is the result: the caller rounds once, when it stores it.
+    split: whether each device has a part of the inputs, so that `einsum_of_parts` adds up results.
     """
 
     config: QwenConfig
     mapping: str
     use_bias: bool = False
     dtype: Any = jnp.float32
+    split: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         inputs, outputs = self.mapping.split("->")
         weight = parameter(self, "weight", outputs + inputs)
-        y = einsum(f"BT{inputs},{outputs}{inputs}->BT{outputs}", x, weight)
+        product = einsum_of_parts if self.split else einsum
+        y = product(f"BT{inputs},{outputs}{inputs}->BT{outputs}", x, weight)
         if self.use_bias:
             y += parameter(self, "bias", outputs).astype(jnp.float32)
         return y

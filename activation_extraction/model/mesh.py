@@ -269,13 +269,15 @@ def check_divisibility(layout: Layout, rows: int, length: int, sizes: dict[str, 
             )
 
 
-def usable_devices(every: bool) -> list[Any]:
+def usable_devices(every: bool, devices: Sequence[Any] | None = None) -> list[Any]:
     """Returns all devices, ordered by host, or (not `every`) the first one of each host.
 
-    Raises InputError if JAX has none on the platform that the environment asks for.
+    devices: those of a machine that is only planned; None for JAX's. Raises InputError if JAX has
+    none on the platform that the environment asks for.
     """
     try:
-        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        devices = jax.devices() if devices is None else devices
+        devices = sorted(devices, key=lambda device: (device.process_index, device.id))
     except (RuntimeError, AssertionError) as error:
         reason = one_line(error)
         raise InputError(f"JAX finds no devices (JAX_PLATFORMS, drivers): {reason:.200}") from error

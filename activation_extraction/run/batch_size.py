@@ -31,24 +31,29 @@ DEFAULT_ROWS, MOST_ROWS = 8, 512
 STEPS_ON_HOST = 4  # so many steps' activations must fit in the memory of a host
 
 
-def default_rows(length: int, every_device: bool, auto: bool = False) -> int:
+def default_rows(
+    length: int, every_device: bool, auto: bool = False, planned: Sequence[Any] | None = None
+) -> int:
     """Returns the default of --batch_size for rows of `length` tokens.
 
     It is 8. On a CPU, where more tokens at a time are not faster, it is the number of rows that
     TOKENS_AT_ONCE fill, at most 8, rounded up to a multiple of the host's devices. auto: whether to
     round it up on accelerators, too, so that no mesh refuses it before `fit_rows` finds a better
-    one.
+    one. planned: the devices of a machine that is only planned.
     """
-    devices, rows = _own_devices(every_device), DEFAULT_ROWS
+    devices, rows = _own_devices(every_device, planned), DEFAULT_ROWS
     on_cpu = devices[0].platform == "cpu"
     if on_cpu:
         rows = min(max(TOKENS_AT_ONCE // length, 1), DEFAULT_ROWS)
     return -(-rows // len(devices)) * len(devices) if on_cpu or auto else rows
 
 
-def _own_devices(every: bool) -> list[Any]:
-    """Returns those of the usable devices that are this host's."""
-    return own_devices(usable_devices(every))
+def _own_devices(every: bool, planned: Sequence[Any] | None = None) -> list[Any]:
+    """Returns the usable devices of this host, or of the first host of a planned machine."""
+    devices = usable_devices(every, planned)
+    if planned is None:
+        return own_devices(devices)
+    return [each for each in devices if each.process_index == devices[0].process_index]
 
 
 def fit_rows(
@@ -159,7 +164,7 @@ def _lacking_on_device(forward: Forward, usable: float) -> str:
     return _too_much(f"{rows}", needed, "device", usable) if needed > usable else ""
 
 
-def _too_much(what: str, needed: int, where: str, room: float) -> str:
+def _too_much(what: str, needed: float, where: str, room: float) -> str:
     """Says what does not fit where. needed, room: bytes."""
     return (
         f"{what} would take {needed / GIGABYTE:.3g} GB of each {where}, where "

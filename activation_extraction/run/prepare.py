@@ -36,6 +36,7 @@ from activation_extraction.run.digests import (
 )
 from activation_extraction.run.host_text import HostText, Prefetch, load_text_files, row_form
 from activation_extraction.run.hosts import Host, Watchdog, gather, together
+from activation_extraction.run.kept_plan import kept_plan
 from activation_extraction.run.open_data import open_dataset
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.run_folders import RunFolders, check_siblings, find_metadata
@@ -57,7 +58,7 @@ class Job:
     """A checked request: the model, the text, and where the result goes.
 
     batches: those that were not stored yet when the text was opened; documents: what the batches
-    are made from. repair: None without --repair.
+    are made from. repair: None without --repair. planned: see `kept_plan`.
     """
 
     host: Host
@@ -68,6 +69,7 @@ class Job:
     documents: Documents
     batches: Prefetch[Batch]
     repair: RepairPlanner | None
+    planned: Mapping[str, Any] | None
 
     @property
     def where(self) -> str:
@@ -86,7 +88,8 @@ class Output:
 
     remote: this host's folder in the bucket. earlier: the metadata of an earlier run in each root
     that holds one; own: the metadata of this host. Both are empty when this run starts anew.
-    commit: the hub model's, as this host sees it (see choose_commit).
+    commit: the hub model's, as this host sees it (see choose_commit). planned: see `kept_plan`, on
+    the first host alone.
     """
 
     folders: RunFolders
@@ -94,6 +97,7 @@ class Output:
     earlier: Sequence[dict[str, Any]]
     own: Sequence[dict[str, Any]]
     commit: tuple[str, str] | None
+    planned: Mapping[str, Any] | None
 
 
 def prepare_together(config: Config, host: Host, families: Families, watchdog: Watchdog) -> Job:
@@ -149,7 +153,8 @@ def prepare_output(config: Config, host: Host, on_progress: Callable[[], None]) 
     if not config.demo:
         where, metadata = earlier[0] if earlier else ("", {})
         commit = choose_commit(config.model_path, config.model_revision, where, metadata)
-    return Output(folders, remote, [metadata for _, metadata in earlier], own, commit)
+    planned = kept_plan(config, folders.roots[-1]) if host.id == 0 else None
+    return Output(folders, remote, [metadata for _, metadata in earlier], own, commit, planned)
 
 
 def choose_commit(
@@ -243,21 +248,24 @@ def prepare(
         for root in folders.roots:
             check_siblings(root, identity)
     text = HostText(config, dataset, rows, tokenizer, worker, forward.shape)
-    facts, repair = {**describe_run(config, forward), **facts}, None
+    facts, repair = {**describe_run(config, forward), "plan": output.planned, **facts}, None
     if config.repair:
         local = Folder(str(folders.folder))
         repair = RepairPlanner(local, output.remote, identity, facts)
     storage = open_storage(text, forward, output, identity, facts, repair)
     documents, batches = text.open(storage, watchdog)
-    job = Job(host, forward, folders, storage, text, documents, batches, repair)
+    job = Job(host, forward, folders, storage, text, documents, batches, repair, output.planned)
     return job, fingerprint(config, forward, identity, dataset.files.files)
 
 
-def model_request(config: Config) -> ModelRequest:
-    """Returns what the flags ask of the model; `auto` rows are the default until `fit_rows`."""
-    rows = config.batch_size
+def model_request(config: Config, planned: Sequence[Any] | None = None) -> ModelRequest:
+    """Returns what the flags ask of the model; `auto` rows are the default until `fit_rows`.
+
+    planned: the devices of a machine that is not here.
+    """
+    rows, every = config.batch_size, config.use_data_parallel
     if not isinstance(rows, int):
-        rows = default_rows(config.max_seq_length, config.use_data_parallel, rows == "auto")
+        rows = default_rows(config.max_seq_length, every, rows == "auto", planned)
     return ModelRequest(
         model_path=config.model_path,
         revision=config.model_revision,
@@ -272,8 +280,9 @@ def model_request(config: Config) -> ModelRequest:
         mesh_type=config.mesh_type,
         mesh_shape=config.mesh_shape,
         mesh_axes=config.mesh_axes,
-        every_device=config.use_data_parallel,
+        every_device=every,
         keep_weights=not config.multihost,  # a host of a pod may need only parts of them
+        devices=planned,
     )
 
 

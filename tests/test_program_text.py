@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.plan_text import Move, Plan, groups
+from activation_extraction.model.program_text import Move, ProgramText, groups
 
 # Two turns of a loop gather a weight while a product runs, then send a sum without anything beside.
 # A turn runs one of two branches; the first moves 4,096 bytes, the second 8,192.
@@ -79,7 +79,7 @@ MESH = {"data": 2, "fsdp": 2}
 
 
 def test_an_asynchronous_collective_counts_once_and_a_synchronous_one_is_not_hidden():
-    moves = Plan(PROGRAM, MESH).moves("%turn")
+    moves = ProgramText(PROGRAM, MESH).moves("%turn")
     gather, product, total, *copies = moves
     # A shard is read, all is written; a chip sends the half that others lack.
     flops = 2 * 16 * 16 * 128
@@ -91,14 +91,14 @@ def test_an_asynchronous_collective_counts_once_and_a_synchronous_one_is_not_hid
 
 
 def test_a_step_counts_every_turn_and_slices_alone():
-    plan = Plan(PROGRAM, MESH)
+    plan = ProgramText(PROGRAM, MESH)
     first, second, *loop = plan.moves(plan.entry)
     assert first.hbm == 2 * 2048 and second.hbm == 2 * 2048
     assert loop == [move.times(2) for move in plan.moves(plan.body)]
 
 
 def test_types_of_layers_count_by_their_shares():
-    moves = Plan(PROGRAM, MESH, shares=[0.75, 0.25]).moves("%turn")
+    moves = ProgramText(PROGRAM, MESH, shares=[0.75, 0.25]).moves("%turn")
     assert [move.hbm for move in moves[3:]] == [3072, 1024, 1024]
 
 

@@ -1,8 +1,8 @@
 """What a compiled program moves, read from its text: bytes of HBM, and bytes sent between chips.
 
-`Plan` knows the text of programs that XLA compiled for TPUs. Every instruction's reads and writes
-of HBM count with the padding of their layout; what stays in a chip's fast memory counts nothing.
-tpu_plan.py compiles the programs and says what the bytes mean.
+`ProgramText` knows the text of programs that XLA compiled for TPUs. Every instruction's reads and
+writes of HBM count with the padding of their layout; what stays in a chip's fast memory counts
+nothing. step_plan.py compiles the programs and says what the bytes mean.
 """
 
 import math
@@ -88,7 +88,7 @@ class Move(NamedTuple):
         return self._replace(hbm=hbm, sent=sent, flops=flops)
 
 
-class Plan:
+class ProgramText:
     """The compiled text as instructions.
 
     mesh: axis -> size, the first axis being the slowest. shares: in models with several types of

@@ -1,0 +1,77 @@
+"""The sizes of the models that Qwen has released, for plans where the hub cannot be reached.
+
+They are those of the models' config.json, as far as a plan needs them: Qwen2.5's as in their
+technical report (https://arxiv.org/abs/2412.15115), Qwen3's and Qwen3.5's as in maxtext's and
+torchtitan's tables of models.
+"""
+
+import re
+from typing import Any
+
+LONGEST = 262144  # tokens per row; several of the models take fewer
+FAMILY = {"vocab_size": 151936, "max_position_embeddings": LONGEST}
+QWEN2 = FAMILY | {"model_type": "qwen2"}
+UNTIED = QWEN2 | {"vocab_size": 152064}
+QWEN3 = FAMILY | {"model_type": "qwen3", "head_dim": 128}
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+QWEN3_MOE = QWEN3 | EXPERTS | {"model_type": "qwen3_moe"}
+QWEN3_5 = FAMILY | {"model_type": "qwen3_5_text", "head_dim": 256, "vocab_size": 248320}
+QWEN3_5_MOE = QWEN3_5 | {"model_type": "qwen3_5_moe_text", "num_experts_per_tok": 8}
+# For each: hidden size, width of the MLP or of an expert, layers, query heads, key/value heads; for
+# Qwen3.5 also the value heads of the delta net and, with experts, their number.
+SIZES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "Qwen2.5-0.5B": (QWEN2, (896, 4864, 24, 14, 2)),
+    "Qwen2.5-1.5B": (QWEN2, (1536, 8960, 28, 12, 2)),
+    "Qwen2.5-3B": (QWEN2, (2048, 11008, 36, 16, 2)),
+    "Qwen2.5-7B": (UNTIED, (3584, 18944, 28, 28, 4)),
+    "Qwen2.5-14B": (UNTIED, (5120, 13824, 48, 40, 8)),
+    "Qwen2.5-32B": (UNTIED, (5120, 27648, 64, 40, 8)),
+    "Qwen2.5-72B": (UNTIED, (8192, 29568, 80, 64, 8)),
+    "Qwen3-0.6B": (QWEN3, (1024, 3072, 28, 16, 8)),
+    "Qwen3-1.7B": (QWEN3, (2048, 6144, 28, 16, 8)),
+    "Qwen3-4B": (QWEN3, (2560, 9728, 36, 32, 8)),
+    "Qwen3-8B": (QWEN3, (4096, 12288, 36, 32, 8)),
+    "Qwen3-14B": (QWEN3, (5120, 17408, 40, 40, 8)),
+    "Qwen3-32B": (QWEN3, (5120, 25600, 64, 64, 8)),
+    "Qwen3-30B-A3B": (QWEN3_MOE, (2048, 768, 48, 32, 4)),
+    "Qwen3-235B-A22B": (QWEN3_MOE, (4096, 1536, 94, 64, 4)),
+    "Qwen3.5-0.8B": (QWEN3_5, (1024, 3584, 24, 8, 2, 16)),
+    "Qwen3.5-2B": (QWEN3_5, (2048, 6144, 24, 8, 2, 16)),
+    "Qwen3.5-4B": (QWEN3_5, (2560, 9216, 32, 16, 4, 32)),
+    "Qwen3.5-9B": (QWEN3_5, (4096, 12288, 32, 16, 4, 32)),
+    "Qwen3.5-27B": (QWEN3_5, (5120, 17408, 64, 24, 4, 48)),
+    "Qwen3.5-35B-A3B": (QWEN3_5_MOE, (2048, 512, 40, 16, 2, 32, 256)),
+    "Qwen3.5-122B-A10B": (QWEN3_5_MOE, (3072, 1024, 48, 32, 2, 64, 256)),
+    "Qwen3.5-397B-A17B": (
+        QWEN3_5_MOE | {"num_experts_per_tok": 10},
+        (4096, 1024, 60, 32, 2, 64, 512),
+    ),
+}
+NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "linear_num_value_heads",
+    "num_experts",
+)
+TIED = re.compile(r"Qwen(2\.5-(0\.5|1\.5|3)B|3-(0\.6|1\.7|4)B|3\.5-(0\.8|2|4)B)")
+VARIANT = re.compile(r"-(Base|Instruct|Thinking|Chat)(-\d+)?$")
+
+
+def released_config(name: str) -> dict[str, Any] | None:
+    """Returns what a plan needs of a released model's config.json; None for other models.
+
+    name: on the hub, such as Qwen/Qwen2.5-7B-Instruct.
+    """
+    model = VARIANT.sub("", name.removeprefix("Qwen/"))
+    if model not in SIZES:
+        return None
+    family, numbers = SIZES[model]
+    config = family | dict(zip(NAMES, numbers, strict=False))
+    if "num_experts" in config:
+        config["moe_intermediate_size"] = config["intermediate_size"]
+    if model.startswith("Qwen3.5"):  # dense models do not read this
+        config["shared_expert_intermediate_size"] = config["intermediate_size"]
+    return config | {"tie_word_embeddings": TIED.fullmatch(model) is not None}

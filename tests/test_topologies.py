@@ -1,0 +1,124 @@
+"""The names of machines, the sizes of released models, and what the TPU compiler knows of both."""
+
+import math
+from collections import Counter
+
+import pytest
+
+from activation_extraction.common.errors import InputError
+from activation_extraction.model import topologies
+from activation_extraction.model.released import SIZES, released_config
+from activation_extraction.model.topologies import CUBES, FLAT, TPUS, topology_of
+from qwen2_jax_with_hooks import FAMILIES
+
+
+@pytest.mark.parametrize(
+    "name,known_as,hosts,chips,devices",
+    [
+        ("v5e:8x8", "v5e:8x8", 16, 64, 64),
+        ("v5litepod-64", "v5e:8x8", 16, 64, 64),
+        ("v5e-64", "v5e:8x8", 16, 64, 64),
+        ("v5e-1", "v5e:1x1", 1, 1, 1),
+        ("v5e-8", "v5e:2x4", 1, 8, 8),
+        ("v6e-64", "v6e:8x8", 16, 64, 64),
+        ("v4-32", "v4:2x2x4", 4, 16, 16),  # names of v4 and v5p count cores
+        ("v4-64", "v4:2x4x4", 8, 32, 32),
+        ("v5p-32", "v5p:2x2x4", 4, 16, 16),
+        ("v5p:4x4x12", "v5p:4x4x12", 48, 192, 192),
+        ("tpu7x-16", "tpu7x:2x2x2", 2, 8, 16),  # its chips are two devices each
+        ("tpu7x:2x2x2", "tpu7x:2x2x2", 2, 8, 16),
+        ("h100", "h100-1", 1, 1, 1),
+        ("h100-16", "h100-16", 2, 16, 16),
+        ("a100-8", "a100-8", 1, 8, 8),
+    ],
+)
+def test_names(name, known_as, hosts, chips, devices):
+    found = topology_of(name)
+    assert (found.name, found.hosts, found.chips) == (known_as, hosts, chips)
+    described = found.described()
+    assert len(described) == devices
+    assert [*Counter(device.process_index for device in described).values()] == (
+        [devices // hosts] * hosts
+    )
+
+
+@pytest.mark.parametrize(
+    "name,per_host,hosts",
+    [("v5e:8x8", 8, 8), ("v5e:8x8", 16, 4), ("v5e:2x4", 4, 2), ("h100-8", 4, 2)],
+)
+def test_chips_of_a_host(name, per_host, hosts):
+    assert topology_of(name, per_host).hosts == hosts
+
+
+@pytest.mark.parametrize(
+    "name,words",
+    [
+        ("v5e", "examples: v5e:8x8 (or v5litepod-64)"),
+        ("tpu7-16", "did you mean tpu7x?; examples: "),
+        ("v5e:64", "examples: "),
+        ("v5e-8x8", "examples: "),
+        ("v5e-63", "there are v5e-1, v5e-4, v5e-8, v5e-16, v5e-32"),
+        ("v4-63", "there are v4-8, v4-16, v4-32"),
+        ("v5e:8x8x8", "there are v5e:1x1, v5e:2x2"),
+        ("v4:2x2", "there are v4:2x2x1, v4:2x2x2"),
+        ("v5e:0x8", "there are v5e:1x1"),
+        ("v5e:99999x99999", "there are v5e:1x1"),
+        ("h100:8", "examples: "),
+        ("h100-0", "do not divide among hosts"),
+        ("h100-12", "do not divide among hosts of 8"),
+        ("", "examples: "),
+        ("v5e:8x8\n", "examples: "),
+        ("v5p:3x3x3", "these numbers would do: none"),
+    ],
+)
+def test_wrong_names_list_good_ones(name, words):
+    with pytest.raises(InputError) as error:
+        topology_of(name)
+    assert str(error.value).startswith(f"--plan {name}") and words in str(error.value)
+
+
+@pytest.mark.parametrize("name,per_host", [("v5e:8x8", 2), ("v5e:2x2", 8), ("v4-32", 8)])
+def test_hosts_that_there_are_not(name, per_host):
+    with pytest.raises(InputError, match="the chips do not divide among such hosts; these numbers"):
+        topology_of(name, per_host)
+
+
+@pytest.mark.long
+def test_the_compiler_knows_every_machine_alike():
+    """Devices, hosts and kinds are those that libtpu gives; the largest machines are left out."""
+    pytest.importorskip("libtpu")
+    for kind, tpu in TPUS.items():
+        for chips, arrangement in tpu.arrangements.items():
+            if chips <= 256:
+                topology = topology_of(f"{kind}:{arrangement}")
+                real, described = topology.compilable(), topology.described()
+                assert [device.process_index for device in real] == (
+                    [device.process_index for device in described]
+                )
+                assert {device.platform for device in real} == {"tpu"}
+                assert all(tpu.chip in device.device_kind for device in real)
+    assert FLAT.keys() & CUBES.keys() >= {4, 8, 16}
+
+
+def test_without_the_compiler(monkeypatch):
+    monkeypatch.setattr(topologies, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="--plan v5e:8x8: needs the TPU compiler.*pip install"):
+        topologies.check_compiler("v5e:8x8")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_released_models_have_the_size_of_their_name(name):
+    """The vocabulary counts twice where the head is the embedding: the weights are listed so."""
+    config = FAMILIES.config(released_config(f"Qwen/{name}-Instruct-2507"))
+    family = FAMILIES.by_model_type(config.model_type)
+    total = sum(math.prod(spec.shape) for spec in family.weights_of(config))
+    total -= config.tie_word_embeddings * config.vocab_size * config.hidden_size
+    billions = float(name.split("-")[1].removesuffix("B"))
+    assert abs(total / 1e9 / billions - 1) < 0.16  # 7B has 7.6, 0.5B has 0.49
+    active = name.partition("-A")[2]
+    assert (config.experts is not None) == bool(active)
+
+
+def test_other_models_are_not_known():
+    for name in ("Qwen/Qwen2.5-7.5B", "meta/Llama-3-8B", "./Qwen2.5-7B/x", "Qwen/Qwen3-8B-FP8x"):
+        assert released_config(name) is None
