@@ -91,7 +91,7 @@ class SelfAttention(nn.Module):
         self.q_proj = linear("D->QH", use_bias=self.config.qkv_bias)
         self.k_proj = linear("D->KH", use_bias=self.config.qkv_bias)
         self.v_proj = linear("D->KH", use_bias=self.config.qkv_bias)
-        split = self.layout.size("model", "query") > 1
+        split = self.layout.adds_up_parts
         self.o_proj = linear("NH->D", use_bias=self.config.o_bias, split=split)
         if self.config.qk_norm:
             self.q_norm = RMSNorm(self.config, self.dtype, over="H")
@@ -153,7 +153,7 @@ class MLP(nn.Module):
     def setup(self) -> None:
         self.gate_proj = Linear(self.config, f"D->{self.width}", dtype=self.dtype)
         self.up_proj = Linear(self.config, f"D->{self.width}", dtype=self.dtype)
-        split = self.layout.size("model", "query") > 1
+        split = self.layout.adds_up_parts
         self.down_proj = Linear(self.config, f"{self.width}->D", dtype=self.dtype, split=split)
 
     def __call__(self, x: Array, _segment_ids: Array | None = None) -> tuple[Array, Out]:

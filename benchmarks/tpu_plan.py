@@ -53,7 +53,7 @@ from activation_extraction.common.errors import one_line
 from activation_extraction.model.devices import chip_of
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.forward import Program, build_model, compile_unloaded
-from activation_extraction.model.mesh import RULES
+from activation_extraction.model.mesh import RULES, in_words
 from activation_extraction.model.model_config import QwenConfig
 from activation_extraction.model.program_text import ProgramText
 from activation_extraction.model.step_plan import (
@@ -150,7 +150,7 @@ def print_table(effort: float) -> None:
             continue
         found = times(compiled)
         ms = [1e3 * seconds for seconds in found]
-        axes = " x ".join(f"{axis} {size}" for axis, size in compiled.model.layout.shape.items())
+        axes = in_words(compiled.model.layout.shape)
         print(
             f"{shape:8}{topology:10}{axes:25}{ms[0]:5.0f} ms {ms[1]:3.0f} ms {ms[2]:4.0f} ms "
             f"{ms[3]:9.0f} ms {ms[4]:4.0f} ms {100 * found.products / found.device:5.0f} % "

@@ -168,7 +168,7 @@ def test_the_largest_batch_fits_and_twice_as_many_rows_do_not(planned):
 
 @pytest.fixture
 def shown(formulas, tmp_path, capsys):
-    """What is printed for people, where stdout is no terminal."""
+    """Plans a released model, and returns what is printed where stdout is no terminal."""
 
     def plan_table(machine, model, *flags):
         flags = ("--model_path", f"Qwen/{model}", "--output_dir", tmp_path / "out", *flags)

@@ -211,7 +211,7 @@ def test_a_plan_in_a_process_of_its_own_says_what_the_compiler_says(name):
 
 @pytest.mark.parametrize("flags", [FSDP_4.format(16), SPLIT_2D])
 def test_what_is_sent_is_what_formulas_say(flags):
-    """Of weights along fsdp; of the residual stream, twice before and twice after adding up."""
+    """Devices send weights along fsdp, or the residual stream before and after they add it up."""
     compiled = compile_for(QWEN_7B, f"{EIGHT} {flags}", "v5e:8x8")
     model, layout = compiled.model, compiled.model.layout
     sizes = StepSizes(model, QWEN2.weight_table(model), compiled.rows, compiled.length)

@@ -88,8 +88,8 @@ class GatedDeltaNet(nn.Module):
         self.A_log = parameter(self, "A_log", "JG")
         self.dt_bias = parameter(self, "dt_bias", "JG")
         self.norm = GatedNorm(self.config, self.dtype)
-        split = self.layout.size("model", "query") > 1
-        self.out_proj = linear("O->D", split=split)  # TPUs would copy (D, J, G, Z) in each step
+        # TPUs would copy (D, J, G, Z) in each step.
+        self.out_proj = linear("O->D", split=self.layout.adds_up_parts)
 
     def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Out]:
         constrain, out = self.layout.constrain, self._inputs(x, segment_ids)

@@ -36,6 +36,7 @@ from activation_extraction.model.mesh import (
     check_divisibility,
     choose_shape,
     host_rows,
+    in_words,
     own_devices,
     usable_devices,
 )
@@ -416,7 +417,7 @@ def _log_model(forward: Forward, parameters: int) -> None:
         parameters / 1e6,
         model.dtype,
         jax.default_backend(),
-        " x ".join(f"{name} {size}" for name, size in model.layout.shape.items()),
+        in_words(model.layout.shape),
         f" ({model.layout.why})" if model.layout.why else "",
     )
     if model.stages > 1:

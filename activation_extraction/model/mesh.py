@@ -73,6 +73,11 @@ class Layout:
             sizes["model"] *= sizes.pop("query")
         return sizes
 
+    @property
+    def adds_up_parts(self) -> bool:
+        """Returns whether devices have parts of a product's inputs and add up their results."""
+        return self.size(*BOTH) > 1
+
     def spec(
         self, axes: Sequence[str], shape: Sequence[int] | None = None, without: str | None = None
     ) -> PartitionSpec:
@@ -207,6 +212,11 @@ def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
         (slice(start - first, start - first + shard.data.shape[1]), shard.index[2])
         for start, shard in zip(starts, shards, strict=True)
     ]
+
+
+def in_words(shape: Mapping[str, int]) -> str:
+    """Returns a mesh in words, such as `data 4 x fsdp 2`. shape: mesh axis -> size."""
+    return " x ".join(f"{axis} {size}" for axis, size in shape.items())
 
 
 def host_rows(devices: Sequence[Any]) -> HostRows:

@@ -1,7 +1,5 @@
 """Keeps a plan where the run will store its shards; the run shows it beside its real speed."""
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,13 @@ from activation_extraction.common.log import log
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import PLAN
 from activation_extraction.store.patience import STATUS_PATIENCE, FolderError
-from activation_extraction.store.sealed_json import DamagedError, check_fields, seal, unseal
+from activation_extraction.store.sealed_json import (
+    DamagedError,
+    check_fields,
+    digest_of,
+    seal,
+    unseal,
+)
 
 NAME = "plan.json"
 MOST_BYTES = 2**16
@@ -27,7 +31,7 @@ APART = {
 def flags_of(config: Config) -> str:
     """Returns a digest of the flags that a run and its plan must have in common."""
     shared = {name: value for name, value in config.to_json().items() if name not in APART}
-    return hashlib.sha256(json.dumps(shared, sort_keys=True, default=str).encode()).hexdigest()
+    return digest_of(shared)
 
 
 def keep_plan(config: Config, plan: Mapping[str, Any]) -> None:

@@ -83,7 +83,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """What is planned for a mesh.
+    """This is the part of a plan that one mesh has.
 
     rows: per host and step; tokens: of a step, of all hosts; token_bytes: the bytes that are stored
     of a token that is kept, before compression; kept: the share of such tokens. uploads: whether
@@ -103,6 +103,7 @@ class MeshPlan:
 
     @property
     def memory(self) -> StepMemory:
+        """Returns the bytes that a run takes on each device."""
         return self.step.memory
 
     @property

@@ -20,7 +20,7 @@ HOUR, TERABYTE = 3600, 1e12
 
 @dataclass(frozen=True)
 class Plan:
-    """What is planned for a run.
+    """A plan says what a run would take.
 
     meshes: the best one first; chosen: the one that the run would take. hook_bytes: the bytes that
     each hook stores of a token that is kept, before compression; encoded: encoding -> the bytes

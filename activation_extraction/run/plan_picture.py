@@ -15,9 +15,10 @@ from typing import Any
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import visible
 from activation_extraction.model.devices import USABLE
+from activation_extraction.model.mesh import in_words
 from activation_extraction.run.mesh_plan import FILLED, MeshPlan
 from activation_extraction.run.plan import Plan
-from activation_extraction.run.plan_view import TIMES, axes, number
+from activation_extraction.run.plan_view import TIMES, number
 from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.patience import reason_of
 
@@ -106,7 +107,9 @@ def _name_rows(panel: Any, plan: Plan) -> None:
 
 
 def _name(plan: Plan, mesh: MeshPlan) -> str:
-    whole = axes(mesh.layout.shape).replace(" x ", "\n").replace(" ", "\u00a0").replace("\n", " x ")
+    whole = (
+        in_words(mesh.layout.shape).replace(" x ", "\n").replace(" ", "\u00a0").replace("\n", " x ")
+    )
     lines = textwrap.wrap(whole, LONGEST_NAME)
     if mesh is plan.best:
         lines.append("\u2605 the best")

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.model.devices import USABLE
+from activation_extraction.model.mesh import in_words
 from activation_extraction.run.mesh_plan import BINDS, MeshPlan
 from activation_extraction.run.plan import HOUR, TERABYTE, Plan
 from activation_extraction.run.rented import STORAGE_PRICE
@@ -58,7 +59,7 @@ def _table(plan: Plan) -> Table:
 
 
 def _cells(mesh: MeshPlan, best: bool) -> Iterator[str]:
-    yield ("* " if best else "  ") + axes(mesh.layout.shape)
+    yield ("* " if best else "  ") + in_words(mesh.layout.shape)
     if mesh.fails:
         outcome = "does not fit" if "EXHAUSTED" in mesh.fails else "does not compile"
         yield from ("-", *["-"] * len(TIMES), outcome, "-", "")
@@ -88,12 +89,15 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     elif plan.chosen is not plan.best:
         shape = plan.best.layout.shape
         flags = f"--mesh_shape {','.join(map(str, shape.values()))} --mesh_axes {','.join(shape)}"
-        yield "the run's mesh", f"{axes(plan.chosen.layout.shape)}; for the best one, add {flags}"
+        yield (
+            "the run's mesh",
+            f"{in_words(plan.chosen.layout.shape)}; for the best one, add {flags}",
+        )
     run, depth = plan.layers
     yield "the model", f"layers 0 to {run - 1} of {depth} run"
     for mesh in plan.meshes:
         if mesh.fails:
-            yield axes(mesh.layout.shape), f"{mesh.fails:.200}"
+            yield in_words(mesh.layout.shape), f"{mesh.fails:.200}"
             continue
         weights, working, results = (number(size / 1e9) for size in mesh.memory)
         text = (
@@ -105,7 +109,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
                 along, share = " and ".join(each.axes), each.hidden / each.bytes
                 sent = f"a step sends {number(each.bytes / 1e9)} GB along {along}"
                 text += f"; {sent}, {mesh.reach(each.axes)}, {share:.0%} of it while products run"
-        yield axes(mesh.layout.shape), text
+        yield in_words(mesh.layout.shape), text
     hooks, operations = counted(len(plan.hook_bytes), "hook"), f"{plan.flops_per_token / 1e9:.3g}"
     yield (
         "a token",
@@ -160,11 +164,6 @@ def _size(terabytes: float) -> str:
         if terabytes >= size:
             return f"{number(terabytes / size)} {unit}"
     return f"{terabytes * TERABYTE:,.0f} bytes"
-
-
-def axes(shape: dict[str, int]) -> str:
-    """Returns a mesh in words, such as `data 4 x fsdp 2`."""
-    return " x ".join(f"{axis} {size}" for axis, size in shape.items())
 
 
 def between(both: Sequence[float]) -> str:

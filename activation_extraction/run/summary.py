@@ -12,6 +12,7 @@ from activation_extraction.common.visible import counted, say
 from activation_extraction.inspect.status import ranges
 from activation_extraction.model.devices import peak_flops
 from activation_extraction.model.hooks import HookTable
+from activation_extraction.model.mesh import in_words
 from activation_extraction.run.host_text import HostText
 from activation_extraction.run.hosts import any_host
 from activation_extraction.run.prepare import Job
@@ -119,10 +120,7 @@ def _beside_the_plan(job: Job, speed: float) -> str:
     assert job.planned is not None
     planned, hosts = job.planned, job.host.count
     low, high = planned["tokens_per_second"]
-    mesh, own = (
-        " x ".join(f"{axis} {size}" for axis, size in shape.items())
-        for shape in (planned["mesh"], job.forward.layout.shape)
-    )
+    mesh, own = in_words(planned["mesh"]), in_words(job.forward.layout.shape)
     times = f" ({hosts} times this host's)" if hosts > 1 else ""
     return (
         f"planned: {low:,.0f} to {high:,.0f} tokens/s on {planned['machine']}, mesh {mesh}, bound "
