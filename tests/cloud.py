@@ -143,7 +143,7 @@ class Cloud:
     def deploy(self, *arguments: str, **variables: str | None) -> tuple[int, str]:
         """(exit status, output) of deploy.sh."""
         process = self.start(*arguments, **variables)
-        text = process.communicate(timeout=200)[0]
+        text = process.communicate(timeout=600)[0]
         return process.returncode, text
 
     def finish(self) -> None:

@@ -83,7 +83,7 @@ class Parent:
         request = json.dumps({"command": command, "variables": variables, "folder": os.getcwd()})
         with self._news:
             socket.send_fds(self._socket, [request.encode()], [log])
-            assert self._news.wait_for(lambda: self._started, timeout=300)
+            assert self._news.wait_for(lambda: self._started, timeout=600)
             return self._started.pop()
 
     def _listen(self) -> None:

@@ -69,7 +69,7 @@ class Pod:
             with open(self.logs[i], "w") as log:
                 self.processes[i] = forks.start(command, environment, log.fileno())
 
-    def wait(self, seconds=300):
+    def wait(self, seconds=600):
         deadline = time.monotonic() + seconds
         try:
             return [
@@ -91,7 +91,7 @@ class Pod:
         """Until a host has printed them."""
         self.wait_until(lambda: words in self.text(host))
 
-    def wait_until(self, condition, seconds=300):
+    def wait_until(self, condition, seconds=600):
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, [self.text(i) for i in self.processes]

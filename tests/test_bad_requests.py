@@ -170,7 +170,7 @@ def test_a_name_that_is_too_long_is_refused(inputs, tmp_path, capsys):
 def test_bad_requests_as_processes(typed, inputs, bad_files):
     """What libraries print and how the interpreter ends count, too."""
     process = start(*inputs, *flags_in(bad_files, typed))
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1, err
     assert dict(every_bad_request)[typed] in err
@@ -201,7 +201,7 @@ def test_a_run_on_local_data_needs_no_home(inputs, tmp_path):
     home |= {"HOME": "/dev/null/home", "HF_HOME": "/dev/null/home/hub"}
     out = "--output_dir", tmp_path / "out", "--max_samples", 2
     process = start(*inputs, *out, environment=home)
-    printed, err = process.communicate(timeout=300)
+    printed, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert "done: 2 samples" in printed
     assert "/dev/null/home/.cache/activation_extraction/jax: Not a directory" in err

@@ -414,7 +414,7 @@ def test_leaving_a_loop_ends_its_threads(run, monkeypatch, leave):
     def wait(source, options, opened, chunk):
         read.append(chunk)
         if len(read) == 11:  # a window has 8 chunks or more
-            assert left.wait(60)
+            assert left.wait(600)
         return original(source, options, opened, chunk)
 
     monkeypatch.setattr(TokenSource, "_read", wait)
@@ -425,7 +425,7 @@ def test_leaving_a_loop_ends_its_threads(run, monkeypatch, leave):
     left.set()
     for thread in threading.enumerate():
         if thread.name.startswith("read-ahead"):
-            thread.join(60)
+            thread.join(600)
             assert not thread.is_alive()
     assert 8 <= len(read) <= 11
 
@@ -456,7 +456,7 @@ batches = ActivationDataset(sys.argv[1]).batches(8, shuffle=0, buffer=128)
 def test_the_program_may_end_in_the_middle_of_a_loop(run, how):
     """And prints nothing then."""
     command = [sys.executable, "-c", LEAVE + how, str(run.root)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

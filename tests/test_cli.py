@@ -17,7 +17,7 @@ from activation_extraction.cli.parser import build_parser
 @both_formats
 def test_demo_in_a_new_process_reads_back_as_it_says(shard_format, tmp_path):
     process = start("--demo", "--output_dir", tmp_path / "out", "--shard_format", shard_format)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert "done: 300 samples" in out and "to pack" in out and "tokens/s" in out
     scope: dict = {}
@@ -43,7 +43,7 @@ def test_ctrl_c_commits_what_is_complete(inputs, texts, tmp_path):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate(timeout=300)
+    printed, errors = process.communicate(timeout=600)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors and printed.startswith("interrupted: ")
     metadata = json.loads((out / "metadata.json").read_text())

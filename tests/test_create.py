@@ -139,13 +139,13 @@ def test_python_goes_on_while_a_slow_server_takes_an_object(bucket):
     def hold(method, _):
         if method == "PUT":
             arrived.set()
-            go.wait(60)
+            go.wait(600)
 
     bucket.before = hold
     folder = Folder("gs://bucket/run", patience=10)
     with ThreadPoolExecutor(1) as threads:
         done = threads.submit(create, folder, b"x" * 2**20)
-        assert arrived.wait(60) and not done.done()
+        assert arrived.wait(600) and not done.done()
         go.set()
         done.result()
     assert folder.retries == 0 and puts(bucket) == [NAME]
@@ -155,7 +155,7 @@ def test_a_long_request_beats(bucket, monkeypatch):
     """So that nobody ends a run because a slow upload makes no other sign of life."""
     monkeypatch.setattr(patience, "HEARTBEAT", 0.001)
     beaten = threading.Event()
-    bucket.before = lambda method, _: method == "PUT" and beaten.wait(60)
+    bucket.before = lambda method, _: method == "PUT" and beaten.wait(600)
     create(Folder("gs://bucket/run", 10, beaten.set))
     assert beaten.is_set()
 

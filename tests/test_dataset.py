@@ -384,7 +384,7 @@ for name in known:
     logger = logging.getLogger(name)
     assert known[name] == (logger.handlers, logger.level, logger.propagate), name
 for thread in threading.enumerate()[1:]:
-    thread.join(60)
+    thread.join(600)
     assert not thread.is_alive(), thread
 """
 

@@ -77,12 +77,12 @@ def test_ctrl_c_ends_the_following_only_and_stop_stops(pod):
     process = pod.start(*START)
     pod.read_until(process, "] working as", 2)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(300) != 0
+    assert process.wait(600) != 0
     again = pod.start("follow", "pod")
     pod.read_until(again, "] working as", 2)
     status, text = pod.deploy("stop", "pod")
     assert status == 0 and text == "extraction\n" * 2
-    text = again.communicate(timeout=300)[0]
+    text = again.communicate(timeout=600)[0]
     assert again.returncode != 0 and len(pod.lines("jobs")) == 2
     for host in range(2):
         assert f"[{host}] stored\n" in text and f"[{host}] ended with status 143\n" in text
@@ -94,7 +94,7 @@ def test_what_runs_is_not_started_twice_and_what_ended_is_started_again(pod):
     status, text = pod.deploy(*START)
     assert status != 0 and text.count("the container name extraction is already in use") == 2
     pod.finish()
-    process.communicate(timeout=300)
+    process.communicate(timeout=600)
     assert process.returncode == 0 and len(pod.lines("jobs")) == 2
     status, text = pod.deploy(*START)
     assert status == 0 and len(pod.lines("jobs")) == 4, text

@@ -79,7 +79,7 @@ def test_the_last_attempt_gets_what_is_left_of_the_patience(tmp_path, monkeypatc
     def look(*_, **__):
         if failures:
             raise failures.pop()
-        assert answer.wait(60), "nobody has given up"
+        assert answer.wait(600), "nobody has given up"
 
     monkeypatch.setattr(store._fs, "ls", look)
     with pytest.raises(FolderError, match=r"listing kept failing for \d+ s: gone") as raised:

@@ -49,7 +49,7 @@ def test_a_port_that_is_taken_is_named_by_host_0(demo_inputs, tmp_path):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         pod = ["--multihost", "--coordinator_address", address, "--num_hosts", 2, "--host_id", 0]
         process = start(*flags_for(demo_inputs, tmp_path / "out"), *pod)
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (1, ""), err
     assert f"error: --coordinator_address {address}: host 0 cannot listen at port" in err
     assert "Address already in use; end the process that uses it" in err
@@ -112,7 +112,7 @@ def test_a_stuck_host_is_ended_by_the_watchdog(demo_inputs, texts, tmp_path):
     pod = Pod(tmp_path, 2, 2, *long_run(texts, demo_inputs, out, "--stall_timeout", 5))
     pod.wait_for(out / "machine_000_host_01/shard_0001.json")
     pod.processes[1].send_signal(signal.SIGSTOP)
-    assert pod.processes[0].wait(300) == 1
+    assert pod.processes[0].wait(600) == 1
     assert "no step has finished for 5 s" in pod.text(0) and "Current thread" in pod.text(0)
     pod.processes[1].kill()
     pod.processes[1].wait()
@@ -122,7 +122,7 @@ def test_a_stuck_host_is_ended_by_the_watchdog(demo_inputs, texts, tmp_path):
 def test_hosts_that_others_do_not_join_give_up(demo_inputs, tmp_path, present):
     flags = flags_for(demo_inputs, tmp_path / "out", "--connect_timeout", 5)
     pod = Pod(tmp_path, 3, 2, *flags, only=present)
-    assert pod.wait(300) == [1] * len(present), [pod.text(i) for i in present]
+    assert pod.wait(600) == [1] * len(present), [pod.text(i) for i in present]
     for host in present:
         expected = f"not all hosts connected to {pod.address} within 5 s (--connect_timeout); check"
         assert expected in pod.text(host) and "stack trace" not in pod.text(host)
@@ -208,7 +208,7 @@ def test_a_fault_on_one_host_ends_both_in_order(demo_inputs, texts, tmp_path, ho
     flags = flags_for(demo_inputs, out, "--dataset_path", path, "--batch_size", 4)
     pod = faulty_pod(tmp_path, flags, f"{host}:{fault}")
     expected = [143, 143] if fault == "early stop" else [1, 1]
-    assert pod.wait(300) == expected, [pod.text(i) for i in range(2)]
+    assert pod.wait(600) == expected, [pod.text(i) for i in range(2)]
     other = 1 - host
     assert "Terminating process" not in pod.text(host) + pod.text(other)
     if fault == "compile":
@@ -227,7 +227,7 @@ def test_nobody_is_aborted_by_those_who_leave_first(demo_inputs, tmp_path, host)
     """One host needs longer than the other between its last shard and its end."""
     flags = flags_for(demo_inputs, tmp_path / "out", "--max_samples", 6)
     pod = faulty_pod(tmp_path, flags, f"{host}:slow to leave")
-    assert pod.wait(300) == [0, 0], [pod.text(i) for i in range(2)]
+    assert pod.wait(600) == [0, 0], [pod.text(i) for i in range(2)]
     assert not any("Terminating process" in pod.text(i) for i in range(2))
 
 
@@ -242,5 +242,5 @@ def test_sigterm_before_the_first_step_ends_the_process(demo_inputs, texts, tmp_
     pod = faulty_pod(tmp_path, flags, "9:none", script)
     pod.wait_for_words(1, "waiting")
     pod.processes[1].send_signal(signal.SIGTERM)
-    assert pod.processes[1].wait(300) == -signal.SIGTERM
-    assert pod.wait(300)[0] != 0
+    assert pod.processes[1].wait(600) == -signal.SIGTERM
+    assert pod.wait(600)[0] != 0

@@ -87,7 +87,7 @@ def test_a_small_pickle_takes_little_memory_and_ends_in_one_way(name, tmp_path):
     assert path.stat().st_size < 50_000
     found = subprocess.run(
         [sys.executable, "-c", READ, str(path), str(MEMORY // 8)],
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout.startswith(("UnsafeError: shard_0001.pkl.gz: ", "RunError: shard_0001"))

@@ -61,7 +61,7 @@ def run(hub, tmp_path, *arguments, **environment):
         | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
 
 

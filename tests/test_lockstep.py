@@ -17,7 +17,7 @@ class Exchange:
     """Sums what several threads bring, each time when all have come."""
 
     def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count, timeout=300)
+        self._barrier = threading.Barrier(count, timeout=600)
         self._brought: list[np.ndarray] = []
         self._lock = threading.Lock()
 
@@ -82,7 +82,7 @@ def play(*hosts: Play) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(600)
         assert not thread.is_alive()
 
 

@@ -27,7 +27,7 @@ def test_what_is_complete_is_in_the_bucket_after_a_notice(
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        printed = process.communicate(timeout=200)[0]
+        printed = process.communicate(timeout=600)[0]
     assert process.returncode == 128 + signal.SIGTERM
     metadata = json.loads(bucket.objects()["run/machine_000/metadata.json"])
     assert metadata["status"] == "interrupted" and 0 < metadata["samples"] < 200

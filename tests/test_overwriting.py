@@ -30,7 +30,7 @@ def test_one_that_is_stopped_deletes_nothing_of_a_later_one(run, doors, tmp_path
     run(tmp_path / "old", interrupt_after=7, remote=doors.earlier, **FEW)
     held = Held(doors.bucket, at)
     with beside(lambda: run(tmp_path / "a", overwrite=True, remote=doors.earlier, **FEW)):
-        assert held.there.wait(60)
+        assert held.there.wait(600)
         try:
             run(tmp_path / "b", remote=doors.later, **FEW)
         except InputError as error:
@@ -49,12 +49,12 @@ def test_without_conditions_the_owner_is_looked_up_before_each_group(run, tmp_pa
     def hold(self, name, version=None):
         if name == "shard_0001.json" and self.url == folder.url and not there.is_set():
             there.set()
-            assert go.wait(60)
+            assert go.wait(600)
         remove(self, name, version)
 
     monkeypatch.setattr(Folder, "remove", hold)
     with beside(lambda: run(tmp_path / "a", overwrite=True, remote=folder, **FEW)):
-        assert there.wait(60)
+        assert there.wait(600)
         run(tmp_path / "b", overwrite=True, remote=folder, **FEW)
         before = folder.files()
         go.set()
@@ -111,7 +111,7 @@ def test_two_writers_where_the_file_system_has_no_locks(run, tmp_path, monkeypat
             while not (out / "shard_0001.json").exists():
                 assert not there.wait(0.01)
             there.set()
-            assert go.wait(60)
+            assert go.wait(600)
         original(file)
 
     monkeypatch.setattr(AtomicFile, "publish", hold)
@@ -124,7 +124,7 @@ def test_two_writers_where_the_file_system_has_no_locks(run, tmp_path, monkeypat
             failures.append(str(error))
 
     with beside(earlier):
-        assert there.wait(60)
+        assert there.wait(600)
         committed = sorted(path.name for path in out.glob("shard_*.json"))
         run(out, **FEW)
         after = {path.name: path.read_bytes() for path in out.glob("*.json")}

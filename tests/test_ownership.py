@@ -35,7 +35,7 @@ def open_folder(door):
     """The folder as a client sees it that comes in by this door."""
     address = door.environment["STORAGE_EMULATOR_HOST"]
     fsspec.config.conf.setdefault("gs", {})["endpoint_url"] = address
-    return Folder(URL, patience=20)
+    return Folder(URL, patience=600)
 
 
 class Held:
@@ -52,7 +52,7 @@ class Held:
             self._passed += 1
             if self._at in (self._passed - 1, name.rsplit("/", 1)[-1]) or self.there.is_set():
                 self.there.set()
-                assert self.go.wait(60)
+                assert self.go.wait(600)
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def test_the_earlier_one_is_held_at_a_write_while_the_later_one_begins(
 
     doors.doors["later"].before = note
     with beside(begin):
-        assert held.there.wait(60)
+        assert held.there.wait(600)
         run(tmp_path / "b", max_samples=12, remote=doors.later, overwrite=overwrite)
         held.go.set()
     doors.check(tmp_path / "whole")
@@ -153,11 +153,11 @@ def test_the_later_one_is_held_while_it_begins_and_the_earlier_one_goes_on(
         run(tmp_path / "b", max_samples=12, remote=doors.later)
 
     with beside(begin):
-        assert first.there.wait(60)
+        assert first.there.wait(600)
         with beside(begin_later):
-            assert held.there.wait(60)
+            assert held.there.wait(600)
             first.go.set()
-            assert ended.wait(60)
+            assert ended.wait(600)
             held.go.set()
     if at:
         doors.check(tmp_path / "whole")
@@ -191,7 +191,7 @@ def test_a_claim_is_no_shard(run, doors, tmp_path):
 def test_conditional_writes(bucket, tmp_path, monkeypatch):
     """Also when the answer to a write is lost."""
     monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
-    folder = Folder(URL, patience=20)
+    folder = Folder(URL, patience=600)
     assert folder.conditional and not Folder(f"memory://{tmp_path}").conditional
     created = folder.write_if("file", b"1", None)
     assert created == folder.version("file") == folder.listing()["file"].version
@@ -228,14 +228,14 @@ def test_of_two_real_processes_the_later_one_stores_everything(
 
     earlier, later = start("a", doors.bucket), None
     try:
-        assert held.there.wait(100)
+        assert held.there.wait(600)
         later = start("b", doors.doors["later"])
         while ("later", "metadata.json") not in doors.journal:
             assert later.poll() is None
             time.sleep(0.05)
     finally:
         held.go.set()
-        told = [each.communicate(timeout=200)[1] for each in (earlier, later) if each is not None]
+        told = [each.communicate(timeout=600)[1] for each in (earlier, later) if each is not None]
     assert (earlier.returncode, later.returncode) == (1, 0), told
     assert "another process has begun to write there" in told[0]
     assert uploaded(doors.bucket) == undisturbed

@@ -118,7 +118,7 @@ def checkout(tmp_path_factory, hub):
             env=environment | {"HF_HOME": str(root / "home")},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         yield root, done.stdout, (root / "recorded").read_text().splitlines(), bucket

@@ -196,7 +196,7 @@ def load_from_hub(hub, tmp_path, demo_inputs, flipped, *more):
         env=os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
 
 

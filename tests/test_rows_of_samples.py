@@ -213,7 +213,7 @@ def test_the_watchdog_watches_one_block_after_another(monkeypatch):
     assert not watching.is_alive() and not ended.is_set()
     with watchdog:
         now[0] += 1
-        assert ended.wait(300)
+        assert ended.wait(600)
 
 
 def test_the_wait_for_the_first_batch_is_watched(extract, tmp_path, monkeypatch):

@@ -228,7 +228,7 @@ def test_the_second_ctrl_c_does_not_wait_for_uploads(flags, undisturbed, bucket,
     def hold(method, _):
         if method == "PUT":
             arrived.release()
-            go.wait(100)
+            go.wait(600)
 
     bucket.before = hold
     process = subprocess.Popen(
@@ -238,12 +238,12 @@ def test_the_second_ctrl_c_does_not_wait_for_uploads(flags, undisturbed, bucket,
         text=True,
     )
     for _ in range(2):
-        assert arrived.acquire(timeout=100)
+        assert arrived.acquire(timeout=600)
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     assert any("stopping after this step" in line for line in iter(process.stderr.readline, ""))
     process.send_signal(signal.SIGINT)
-    _, printed = process.communicate(timeout=100)
+    _, printed = process.communicate(timeout=600)
     assert process.returncode == 130 and printed.splitlines()[-1] == "interrupted"
     go.set()
     bucket.before = lambda method, name: None
@@ -287,7 +287,7 @@ class SlowStore(Folder):
                 self.begun.add(number)
                 self.uploading += 1
                 self.most = max(self.most, self.uploading)
-            assert self.go[number].wait(100)
+            assert self.go[number].wait(600)
             with self.counting:
                 self.uploading -= 1
             if number in self.refused:
@@ -437,7 +437,7 @@ def test_memory_has_a_ceiling_when_the_bucket_confirms_nothing(bucket, tmp_path,
     def hold(method, name):
         if method == "PUT" and "shard" in name:
             arrived.release()
-            go.wait(100)
+            go.wait(600)
 
     bucket.before = hold
     script = [sys.executable, "-c", MEMORY, "gs://bucket/slow", str(tmp_path), shard_format]
@@ -451,8 +451,8 @@ def test_memory_has_a_ceiling_when_the_bucket_confirms_nothing(bucket, tmp_path,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "full\n"
         for _ in range(3):  # all that are cut by then have been sent
-            assert arrived.acquire(timeout=100)
-        printed = process.communicate("\n", timeout=100)[0]
+            assert arrived.acquire(timeout=600)
+        printed = process.communicate("\n", timeout=600)[0]
         go.set()
     added, held, peak = map(float, printed.split())
     assert 256 < held <= 256 + 2 * 8, printed

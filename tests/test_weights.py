@@ -64,7 +64,7 @@ def test_tensors_are_read_side_by_side(reference: Reference):
     def wait(_tensor: str) -> None:
         if len(checkpoint.threads) > 1:
             two.set()
-        assert two.wait(300)
+        assert two.wait(600)
 
     checkpoint = Watched(reference.folder, wait)
     load(reference, checkpoint)
