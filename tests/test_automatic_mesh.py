@@ -13,6 +13,7 @@ from command_line import main
 from pods import flags_for
 
 from activation_extraction.cli.config import parse_args
+from activation_extraction.common import host_memory
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.devices import CHIPS, memory_of
@@ -129,8 +130,20 @@ def test_memory_is_what_the_device_says_or_what_its_kind_has():
     assert memory_of(SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 5})) == 5
     assert memory_of(Device(0, "TPU v6 lite")) == 32e9
     assert memory_of(Device(0, "cpu")) is None
-    of_all = 8 * memory_of(jax.local_devices()[0])  # which share what the host has
-    assert of_all == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_cpu_devices_share_the_memory_of_the_machine_or_of_its_container(
+    limited, monkeypatch, tmp_path
+):
+    most, used = container = tmp_path / "memory.max", tmp_path / "memory.current"
+    most.write_text("16000000\n" if limited else "max\n")
+    used.write_text("15000000\n")
+    monkeypatch.setattr(host_memory, "CONTAINER", container)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 8 * memory_of(jax.local_devices()[0]) == (16e6 if limited else machine)
+    available = host_memory.available_memory()
+    assert available == 1e6 if limited else 1e6 < available <= machine
 
 
 def test_the_head_counts_where_logits_are_computed():

@@ -99,20 +99,10 @@ class StepSizes:
     ) -> tuple[dict[str, int], str]:
         """Returns mesh axis -> size, and in one line why this mesh was chosen.
 
-        devices: ordered by host; limit: the bytes of memory of each, None if they are unknown. If
-        nothing fits by the estimate, it is the mesh that takes least memory. Raises InputError if
-        no mesh divides the rows and widths.
+        devices: ordered by host; limit: the bytes of memory of each, None if they are unknown.
+        Raises InputError if no mesh divides the rows and widths.
         """
-        estimates = self.estimates(devices)
-        fitting = [each for each in estimates if each.fits(limit)]
-        if not fitting:
-            best = min(estimates, key=lambda each: each.memory)
-            why = f"{_memory(best, limit)}; no mesh fits by this estimate"
-            return best.layout.shape, why
-        shortest = min(each.seconds for each in fitting)
-        alike = [each for each in fitting if each.seconds <= ALIKE * shortest]
-        best = min(alike, key=_splits)
-        return best.layout.shape, _why(best, limit)
+        return best_mesh(self.estimates(devices), limit)
 
     def estimates(self, devices: Sequence[Any]) -> list[Estimate]:
         """Returns the estimate of every mesh over these devices that can split the step.
@@ -250,6 +240,22 @@ class StepSizes:
     def _tokens(self, layout: Layout) -> float:
         """Returns how many tokens of a step the devices along one `model` axis compute."""
         return self.rows * self.length / layout.size(*RULES["batch"])
+
+
+def best_mesh(estimates: Sequence[Estimate], limit: float | None) -> tuple[dict[str, int], str]:
+    """Returns axis -> size of the mesh that `auto` takes of these, and in one line why.
+
+    limit: the bytes of memory of each device, None if they are unknown. If nothing fits by the
+    estimate, it is the mesh that takes least memory.
+    """
+    fitting = [each for each in estimates if each.fits(limit)]
+    if not fitting:
+        best = min(estimates, key=lambda each: each.memory)
+        return best.layout.shape, f"{_memory(best, limit)}; no mesh fits by this estimate"
+    shortest = min(each.seconds for each in fitting)
+    alike = [each for each in fitting if each.seconds <= ALIKE * shortest]
+    best = min(alike, key=_splits)
+    return best.layout.shape, _why(best, limit)
 
 
 def _devices(layout: Layout) -> int:

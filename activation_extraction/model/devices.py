@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.host_memory import host_memory
 from activation_extraction.common.log import log
 
 
@@ -196,7 +197,7 @@ def memory_of(device: Any) -> float | None:
     The CPU devices of a host share its memory. Only a host's own devices can say anything.
     """
     if device.platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / jax.local_device_count()
+        return host_memory() / jax.local_device_count()
     try:
         reported = (device.memory_stats() or {}).get("bytes_limit")
     except jax.errors.JaxRuntimeError:  # a device that is only described

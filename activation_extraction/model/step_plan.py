@@ -82,9 +82,14 @@ class StepTimes(NamedTuple):
     hidden: float
     exposed: float
 
+    def at_shares(self, share: Mapping[str, float]) -> "StepTimes":
+        """Returns the times at these shares of the peak of "products", of "hbm" and of "sent"."""
+        names = ("products", "products", "hbm", "sent", "sent")
+        return StepTimes(*(time / share[name] for time, name in zip(self, names, strict=True)))
+
     @property
     def device(self) -> float:
-        """Returns the seconds of a step on a device that runs at its peaks."""
+        """Returns the seconds of a step on a device that takes these times."""
         return max(self.products + self.kernel, self.hbm, self.hidden) + self.exposed
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from activation_extraction.common.errors import one_line
+from activation_extraction.common.host_memory import available_memory
 from activation_extraction.common.log import log
 from activation_extraction.model.decoder import TOKENS_AT_ONCE
 from activation_extraction.model.devices import USABLE
@@ -25,7 +26,7 @@ from activation_extraction.model.forward import (
 )
 from activation_extraction.model.mesh import own_devices, usable_devices
 from activation_extraction.run.hosts import Host, any_host, gather, together
-from activation_extraction.store.identity import GIGABYTE, available_memory
+from activation_extraction.store.identity import GIGABYTE
 
 DEFAULT_ROWS, MOST_ROWS = 8, 512
 STEPS_ON_HOST = 4  # so many steps' activations must fit in the memory of a host

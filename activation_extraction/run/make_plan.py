@@ -19,7 +19,7 @@ from activation_extraction.cli.flags import Config
 from activation_extraction.common.encodings import ENCODINGS
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.log import log, on_terminal
-from activation_extraction.model.automatic_mesh import StepSizes
+from activation_extraction.model.automatic_mesh import Estimate, StepSizes, best_mesh
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import at_dtype, chip_of, memory_of
 from activation_extraction.model.family import Families, HookedModel, read_json
@@ -258,13 +258,19 @@ def meshes_to_plan(run: PlannedRun) -> Iterator[Layout]:
     """
     request, sizes, machine = run.request, run.sizes, run.machine
     devices, limit = machine.devices, machine.chip.memory
+    estimates: list[Estimate] = []
+
+    def automatic() -> tuple[dict[str, int], str]:
+        estimates.extend(sizes.estimates(devices))
+        return best_mesh(estimates, limit)
+
     shape, why = choose_shape(
         request.mesh_type,
         request.mesh_shape if request.every_device else None,
         request.mesh_axes if request.every_device else None,
         devices=len(devices),
         hosts=machine.hosts,
-        automatic=lambda: sizes.choose_mesh(devices, limit),
+        automatic=automatic,
     )
     if why:
         log.info("the run's mesh: %s", why)
@@ -275,10 +281,9 @@ def meshes_to_plan(run: PlannedRun) -> Iterator[Layout]:
     if not readable and first.size("pipeline") > 1:
         raise InputError(f"--mesh_axes pipeline: cannot be planned for {machine.name}")
     yield first
-    if request.mesh_type != "auto" or not request.every_device:
+    if not request.every_device:
         return
     taken = [_splitting(first)]
-    estimates = sizes.estimates(devices)
     estimates.sort(key=lambda each: (not each.fits(limit), each.seconds))
     for each in estimates:
         splitting = _splitting(each.layout)

@@ -43,6 +43,7 @@ BINDS = {
     "host": "packing on the host",
     "upload": "uploads",
 }
+ON_DEVICE = ("products", "hbm", "sent")  # beside the others, which are the host's
 Range = tuple[float, float]
 # What --json prints of a mesh without a program.
 UNKNOWN: dict[str, None] = dict.fromkeys(
@@ -143,10 +144,9 @@ class MeshPlan:
 
         What is sent while products run counts only as far as it outlasts them.
         """
-        share = {name: both[1] for name, both in self.machine.shares.items()}
-        seconds = {name: value / share[name] for name, value in self.seconds.items()}
-        hidden, exposed = (x / share["sent"] for x in (self.times.hidden, self.times.exposed))
-        seconds["sent"] = max(hidden - max(seconds["products"], seconds["hbm"]), 0) + exposed
+        seconds, times = self._at_shares(1)
+        hidden = max(times.hidden - max(seconds["products"], seconds["hbm"]), 0)
+        seconds["sent"] = hidden + times.exposed
         return max(seconds, key=lambda name: seconds[name])
 
     @property
@@ -162,15 +162,18 @@ class MeshPlan:
         return low, high
 
     def _step_seconds(self, number: int) -> float:
-        """Returns the seconds of a step. number: 0 with the lowest `shares`, 1 with the highest."""
-        share = {name: both[number] for name, both in self.machine.shares.items()}
-        seconds = {name: value / share[name] for name, value in self.seconds.items()}
+        """Returns the seconds of a step. number: see `_at_shares`."""
+        seconds, times = self._at_shares(number)
         if self.machine.on_cpu:  # the same cores do all of it, one after the other
             return sum(seconds.values())
-        hidden, exposed = (x / share["sent"] for x in (self.times.hidden, self.times.exposed))
-        device = max(seconds.pop("products"), seconds.pop("hbm"), hidden) + exposed
-        del seconds["sent"]
-        return max(device, *seconds.values())
+        of_host = (value for name, value in seconds.items() if name not in ON_DEVICE)
+        return max(times.device, *of_host)
+
+    def _at_shares(self, number: int) -> tuple[dict[str, float], StepTimes]:
+        """Returns `seconds` and `times` with the lowest `shares` (0) or with the highest (1)."""
+        share = {name: both[number] for name, both in self.machine.shares.items()}
+        seconds = {name: value / share[name] for name, value in self.seconds.items()}
+        return seconds, self.times.at_shares(share)
 
     @cached_property
     def batch_size(self) -> int:

@@ -12,8 +12,9 @@ from v8), lowest and highest of regions in the USA, a GPU with its share of the 
 cloud.google.com/storage/pricing, standard class, regions in the USA.
 """
 
-import os
 from typing import NamedTuple
+
+from activation_extraction.common.host_memory import host_memory
 
 Range = tuple[float, float]
 PRICES_OF = "November 2026"
@@ -77,5 +78,4 @@ def host_of(kind: str, chips: int) -> RentedHost:
 
 def this_host(cores: int) -> RentedHost:
     """Returns what is known of this machine. cores: how many the run may use."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return RentedHost(cores, memory, None, None)
+    return RentedHost(cores, host_memory(), None, None)

@@ -6,13 +6,12 @@ change.
 """
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from activation_extraction.common.encodings import ENCODINGS, Encoding
+from activation_extraction.common.host_memory import available_memory
 from activation_extraction.store.sealed_json import (
     COUNT,
     MAX_WIDTH,
@@ -197,8 +196,6 @@ def run_of(recorded: Mapping[str, Any]) -> str:
 
 GIGABYTE = 10**9
 MAX_WAITING_BYTES = 16 * GIGABYTE
-MEMORY = Path("/proc/meminfo")
-CONTAINER = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
 @dataclass(frozen=True)
@@ -245,17 +242,3 @@ class StorageOptions:
         if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
             return self.threads or len(os.sched_getaffinity(0))
         return self.threads or os.cpu_count() or 1
-
-
-def available_memory() -> int:
-    """Returns how many bytes of memory this process can still get, as far as the system says."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    if MEMORY.exists() and (
-        available := re.search(r"MemAvailable: *([0-9]+) kB", MEMORY.read_text())
-    ):
-        limits.append(int(available[1]) * 1024)
-    if all(path.exists() for path in CONTAINER):
-        limit, used = (path.read_text().strip() for path in CONTAINER)
-        if limit.isdecimal():
-            limits.append(max(int(limit) - int(used), 0))
-    return min(limits)

@@ -1,0 +1,36 @@
+"""How much memory this host has: its machine's, or its container's if that is less."""
+
+import os
+import re
+from pathlib import Path
+
+MACHINE = Path("/proc/meminfo")
+CONTAINER = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+
+
+def host_memory() -> int:
+    """Returns the bytes of memory of this host."""
+    most, _ = _container()
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return machine if most is None else min(machine, most)
+
+
+def available_memory() -> int:
+    """Returns how many bytes of memory this process can still get, as far as the system says."""
+    most, used = _container()
+    room = [host_memory()]
+    if most is not None:
+        room.append(max(most - used, 0))
+    if MACHINE.exists() and (
+        available := re.search(r"MemAvailable: *([0-9]+) kB", MACHINE.read_text())
+    ):
+        room.append(int(available[1]) * 1024)
+    return min(room)
+
+
+def _container() -> tuple[int | None, int]:
+    """Returns how many bytes the container may take, None without a limit, and how many it has."""
+    if not all(path.exists() for path in CONTAINER):
+        return None, 0
+    most, used = (path.read_text().strip() for path in CONTAINER)
+    return int(most) if most.isdecimal() else None, int(used)
