@@ -288,7 +288,7 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _memory_is_given_back() -> Iterator[None]:
-    """What a module has compiled: by the end, three workers would hold 20 GB of it."""
+    """Lets go of what a module has compiled; three workers would hold 16 GB of it by the end."""
     yield
     jax.clear_caches()
     if sys.platform == "linux":

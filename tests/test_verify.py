@@ -109,7 +109,7 @@ def test_one_flipped_bit_anywhere_in_a_shard(shard_format, tmp_path, check):
 def test_a_json_of_something_else_is_damaged(content, tmp_path, check):
     extract(tmp_path)
     (tmp_path / "shard_0002.json").write_text(content)
-    gc.collect()  # other tests' garbage cannot be finalized in the middle of a deep recursion
+    gc.collect()  # so that no other test's garbage is finalized deep in the recursion
     assert "shard_0002.json: is damaged" in check(tmp_path)[0]
 
 

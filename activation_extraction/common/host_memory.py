@@ -29,7 +29,7 @@ def available_memory() -> int:
 
 
 def _container() -> tuple[int | None, int]:
-    """Returns how many bytes the container may take, None without a limit, and how many it has."""
+    """Returns the bytes that this container may take, None without a limit, and those it takes."""
     if not all(path.exists() for path in CONTAINER):
         return None, 0
     most, used = (path.read_text().strip() for path in CONTAINER)

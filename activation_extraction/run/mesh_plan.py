@@ -43,7 +43,7 @@ BINDS = {
     "host": "packing on the host",
     "upload": "uploads",
 }
-ON_DEVICE = ("products", "hbm", "sent")  # beside the others, which are the host's
+ON_DEVICE = ("products", "hbm", "sent")  # those that bind devices; the others bind hosts
 Range = tuple[float, float]
 # What --json prints of a mesh without a program.
 UNKNOWN: dict[str, None] = dict.fromkeys(
