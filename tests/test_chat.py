@@ -14,7 +14,8 @@ from small_runs import stream_of
 from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import RunError
 from activation_extraction.run import demo
-from activation_extraction.text.chat import ChatTemplate, MessagesColumn
+from activation_extraction.text.chat import ChatTemplate
+from activation_extraction.text.messages import MessagesColumn
 from activation_extraction.text.rows import RowForm, UnusableRowError, arc_prompt
 from activation_extraction.text.samples import (
     SampleForm,
@@ -371,9 +372,10 @@ def test_tasks_of_arc_are_questions_of_the_user(write, tokenizers):
     assert asked.doc_id == plain.doc_id == "007bbfb7"
 
 
-def test_a_template_without_blocks_is_refused(tokenizers):
+def test_a_template_with_half_a_block_is_refused(tokenizers):
     for source, why in (
-        ("{{ messages[0].content }}", "the template writes no turns that begin with <|im_start|>"),
+        ("{{ '<|im_start|>' + messages[0].content }}", "blocks () are not those of its messages"),
+        ("{# <|im_start|> #}{{ messages[0].content }}", "the template writes no turns that begin"),
         ("{% for %}", "the chat template refuses it"),
     ):
         with pytest.raises(UnusableRowError) as caught:
@@ -385,7 +387,7 @@ def test_bad_flags_end_with_one_line(model, write, tmp_path, capsys):
     rows = write([{"body": "x", "talk": [{"role": "user", "content": "q"}], "numbers": [1, 2]}])
     flags = ["--model_path", model, "--dataset_path", rows, "--output_dir", tmp_path / "out"]
     columns = "the columns are body (text), talk (a conversation), numbers (token ids)"
-    (tmp_path / "plain.jinja").write_text("{{ messages }}")
+    (tmp_path / "plain.jinja").write_text("{{ messages | length }}")
     (tmp_path / "random.jinja").write_text(QWEN3 + "{{ range(10**5) | random }}")
     for more, why in (
         (["--messages_column", "talks"], f"no such column; did you mean talk?; {columns}"),
@@ -399,7 +401,8 @@ def test_bad_flags_end_with_one_line(model, write, tmp_path, capsys):
         ),
         (
             ["--messages_column", "talk", "--chat_template", tmp_path / "plain.jinja"],
-            "plain.jinja: cannot render a conversation: ",
+            "plain.jinja: cannot render a conversation: the chat template leaves out text of the "
+            "role user: 'a question'",
         ),
         (
             ["--messages_column", "talk", "--chat_template", tmp_path / "random.jinja"],

@@ -120,6 +120,7 @@ class Checkpoint:
             if data is None:
                 copy.unlink(missing_ok=True)  # transformers reads what lies in the folder
                 return None
+            copy.parent.mkdir(exist_ok=True)  # its name may have a folder in it
             with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as file:
                 file.write(data)
             os.replace(file.name, copy)
@@ -139,7 +140,8 @@ class Checkpoint:
                 path = hf_hub_download(
                     self.model_path, name, revision=self._revision, local_files_only=offline
                 )
-            self._revision = Path(path).parent.name  # the folder is named after the commit
+            # The folder that holds the files is named after the commit.
+            self._revision = Path(path.removesuffix(name)).name
             return Path(path)
         except LocalEntryNotFoundError as error:
             # This EntryNotFoundError means that the network is missing, not the file.

@@ -19,11 +19,12 @@ from activation_extraction.run.open_data import Dataset
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
-from activation_extraction.text.chat import ChatTemplate, MessagesColumn
+from activation_extraction.text.chat import ChatTemplate
 from activation_extraction.text.documents import (
     Documents,
     with_remedy,
 )
+from activation_extraction.text.messages import MessagesColumn
 from activation_extraction.text.packing import pack
 from activation_extraction.text.rows import IdsColumn, Reader, RowForm, TextColumn
 from activation_extraction.text.samples import (
@@ -38,6 +39,7 @@ from activation_extraction.text.token_choice import TokenChoice
 T = TypeVar("T")
 BATCHES_AHEAD = 4
 POLL = 0.2  # seconds between checks whether to stop
+TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
 
 
 class Prefetch(Generic[T]):
@@ -102,10 +104,12 @@ def load_text_files(
     if asked.get("ids_column"):
         return None, None
     files, name = checkpoint.tokenizer_files(), checkpoint.model_path
+    if asked.get("messages_column"):
+        for beside in TEMPLATE_FILES:  # transformers looks for them when it loads the tokenizer
+            checkpoint.find(beside)
     tokenizer = load_tokenizer(files, name, vocabulary)
     if not asked.get("messages_column"):
         return tokenizer, None
-    checkpoint.find("chat_template.jinja")  # transformers looks for it beside the tokenizer
     own, arguments = pretrained(tokenizer_file(files, name)), dict(asked["chat_template_args"])
     return tokenizer, ChatTemplate.load(own, name, asked["chat_template"], arguments)
 

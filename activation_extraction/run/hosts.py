@@ -27,12 +27,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from activation_extraction.cli.console import Clock
+from activation_extraction.common.activity import activities
 from activation_extraction.common.errors import InputError, RunError, for_the_user, one_line
+from activation_extraction.common.host_memory import host_memory, resident_memory
 from activation_extraction.common.visible import say_error
 from activation_extraction.text.batch import Batch
 
 TEXT_BYTES = 64
 STEPS_AHEAD = 2
+LOOK_SECONDS = 1.0  # between two looks of the watchdog
+MOST_OF_A_ROW = 0.25  # how much of the host's memory the process may take in while it reads a row
 T = TypeVar("T")
 
 
@@ -231,7 +235,8 @@ def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Ex
 
 
 class Watchdog:
-    """Ends the process when no step finishes for too long; first prints every thread's stack.
+    """Ends the process when no step finishes for too long, or when one row fills the memory; first
+    prints every thread's stack.
 
     It watches inside its blocks, of which there may be several in turn.
     """
@@ -254,15 +259,30 @@ class Watchdog:
         self._done.set()
 
     def _watch(self) -> None:
-        while not self._done.wait(min(self._seconds / 4, 5.0)):
+        busy, before = "", 0
+        while not self._done.wait(min(self._seconds / 4, LOOK_SECONDS)):
+            resident = resident_memory()
+            if (now := ", ".join(activities())) != busy:
+                busy, before = now, resident
             if time.monotonic() - self._last > self._seconds:
-                faulthandler.dump_traceback(sys.stderr, all_threads=True)
-                _end_process(
-                    f"error: no batch has become ready and no step has finished for "
-                    f"{self._seconds:g} s (--stall_timeout); the stack of every thread is above; "
-                    "committed shards are safe; to continue, start the run again without "
-                    "--overwrite"
+                self._end(
+                    busy,
+                    "no batch has become ready and no step has finished for "
+                    f"{self._seconds:g} s (--stall_timeout)",
                 )
+            elif busy and resident - before > host_memory() * MOST_OF_A_ROW:
+                self._end(busy, f"it has taken {(resident - before) / 1e9:.1f} GB of memory so far")
+
+    def _end(self, busy: str, why: str) -> None:
+        """Ends the process. busy: what its threads do, or ""."""
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        remedy = "to continue, start the run again without --overwrite"
+        if busy:
+            remedy = f"{remedy}, once the row or what reads it has changed"
+        _end_process(
+            f"error: {f'{busy}: ' if busy else ''}{why}; the stack of every thread is above; "
+            f"committed shards are safe; {remedy}"
+        )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import jax
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
+from activation_extraction.common.positions import parse_positions
 from activation_extraction.common.visible import plain_url
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import memory_of, use_compilation_cache
@@ -48,6 +49,7 @@ from activation_extraction.store.resume import FLAGS_REMEDY
 from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
+from activation_extraction.text.chat import END, START, ChatTemplate
 from activation_extraction.text.documents import Documents
 
 RECORDED, NEW = "recorded", "new"  # where the commit of a hub model comes from
@@ -242,7 +244,11 @@ def prepare(
     check_dropped(config.drop_token_ids, vocabulary)
     rows = row_form(vars(config), template, vocabulary)
     dataset = open_dataset(vars(config), rows.columns, output.own, output.earlier)
-    dataset.check(rows, config.skip_bad_rows)
+    with watchdog:
+        if template is not None:
+            template.check()
+            check_roles(config, template)
+        dataset.check(rows, config.skip_bad_rows)
     identity = identity_of(config, forward, dataset.name, dataset.content, worker, template)
     if not config.overwrite:
         for root in folders.roots:
@@ -294,6 +300,20 @@ def check_dropped(token_ids: Sequence[int], vocabulary: int) -> None:
         )
     if len(token_ids) == vocabulary:
         raise InputError("--drop_token_ids: names every token of the model; nothing is left")
+
+
+def check_roles(config: Config, template: ChatTemplate) -> None:
+    """Raises InputError if roles are needed and the template's turns do not show them."""
+    if template.has_roles:
+        return
+    needed = f"--roles {' '.join(config.roles)}" if config.roles else ""
+    if parse_positions(config.positions).last_of_turn:
+        needed = f"--positions {config.positions}"
+    if needed:
+        raise InputError(
+            f"{needed}: {template.where} writes no turns between {START} and {END}, by which the "
+            "roles of tokens are known; give another template with --chat_template"
+        )
 
 
 def _with_demo(config: Config, folder: Path, families: Families) -> Config:

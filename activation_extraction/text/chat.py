@@ -1,9 +1,12 @@
-"""Renders conversations by a model's chat template, and finds out what each part of them is.
+"""Renders conversations by a model's chat template, and finds the role of every character.
 
-The template is the checkpoint's own, or one that the user gives; transformers renders it. It has to
-write every turn as a block, <|im_start|>ROLE, a new line, the content and <|im_end|>, as those of
-Qwen do. A role is found by the blocks: the text of a message may not hold these two markers, and
-the blocks have to be those of the messages, so no content can pass for another role.
+The template is the checkpoint's own, or one that the user gives; transformers renders it. Every
+message's text has to be in the rendering. messages.py reads the messages of a row.
+
+Qwen's templates write every turn as a block: <|im_start|>ROLE, a new line, the content and
+<|im_end|>. A role is found by the blocks: the text of a message may not hold these two markers, and
+the blocks have to be those of the messages, so no content can pass for another role. Tokens have no
+roles where a template writes no such blocks.
 
 The header of a block, and what stands between blocks, is "template"; <|im_end|> belongs to the
 block. Where the template marks thinking, a block that begins with <think> is "thinking" up to
@@ -14,39 +17,33 @@ them into one block of the user.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from activation_extraction.common.activity import activity
 from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import InputError, one_line
-from activation_extraction.text.rows import (
-    TEMPLATE,
-    Columns,
-    Content,
-    Span,
-    UnusableRowError,
-    arc_prompt,
-    column_of,
-    is_arc_task,
-    valid,
-)
+from activation_extraction.text.rows import TEMPLATE, Content, Span, UnusableRowError, valid
 
 START, END = "<|im_start|>", "<|im_end|>"
 BLOCK = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)<\|im_end\|>", re.DOTALL)
 THINK, THOUGHT = "<think>", "</think>"
 THINKING = re.compile(r"<think>.*?</think>\n{0,2}", re.DOTALL)
-SPEAKERS = {  # of `conversations`, and other spellings of the same roles
-    "human": "user",
-    "gpt": "assistant",
-    "developer": "system",
-    "observation": "tool",
-    "function": "tool",
-}
 ONCE = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 # Arguments of transformers' apply_chat_template that are not for the template.
 RESERVED = {
     *("conversation", "messages", "tools", "chat_template", "continue_final_message", "tokenize"),
@@ -58,6 +55,11 @@ NO_DATE = """\
 {%- macro strftime_now(format) %}
 {{- raise_exception("it asks for today's date; --chat_template_args can give it one") }}
 {%- endmacro %}{{ '' }}"""
+# The template for conversations without tools of a model that names one for tools alone.
+NO_DEFAULT = """\
+{{ raise_exception("the model names a template for conversations with tools, tool_use, and no \
+default") }}"""
+Turn = tuple[str, list[dict[str, Any]]]  # the role of a block, and its messages
 
 
 @dataclass(frozen=True)
@@ -65,66 +67,114 @@ class ChatTemplate:
     """A template, and the tokenizer of transformers that renders it.
 
     source: Jinja. where: names it in messages. arguments: what the template is given besides the
-    messages.
+    messages. with_tools: renders the conversations that have tools; None: this one does.
     """
 
     tokenizer: Any
     source: str
     where: str
     arguments: Mapping[str, Any]
+    with_tools: "ChatTemplate | None" = None
 
     @classmethod
     def load(
         cls, tokenizer: Any, model_path: str, file: str | None, arguments: Mapping[str, Any]
     ) -> "ChatTemplate":
-        """Takes the template of a file, or else the tokenizer's own.
-
-        Raises InputError if there is none, or if it does not write blocks.
-        """
+        """Takes the template of a file, or else the tokenizer's own: the one that it calls default
+        and, for conversations with tools, tool_use. Raises InputError if there is none."""
         where = f"--chat_template {file}" if file else f"--model_path {model_path}"
         if file is not None:
             try:
-                source = Path(file).read_text(encoding="utf-8")
+                sources = {"default": Path(file).read_text(encoding="utf-8")}
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(f"{where}: cannot be read: {one_line(error)}") from error
         else:
-            try:
-                source = tokenizer.get_chat_template()
-            except ValueError as error:
+            own = tokenizer.chat_template
+            named = own if isinstance(own, dict) else {"default": own}
+            sources = {name: named[name] for name in ("default", "tool_use") if named.get(name)}
+            if not sources:
                 raise InputError(
                     f"{where}: has no chat template; give one with --chat_template FILE"
-                ) from error
-        template = cls(tokenizer, source, where, arguments)
+                )
         for name in RESERVED & arguments.keys():
             raise InputError(f"--chat_template_args {name}: is no argument of a template")
         for name in arguments:
-            if name != "add_generation_prompt" and name not in source:
+            if name != "add_generation_prompt" and not any(name in s for s in sources.values()):
                 raise InputError(f"--chat_template_args {name}: {where} does not mention it")
+        tool_use = sources.get("tool_use")
+        with_tools = cls(tokenizer, tool_use, where, arguments) if tool_use else None
+        return cls(tokenizer, sources.get("default", NO_DEFAULT), where, arguments, with_tools)
+
+    def check(self) -> None:
+        """Raises InputError unless the templates render a conversation, always in the same way."""
+        if self.with_tools is not None:
+            self.with_tools._check([LOOK])
+            if self.source == NO_DEFAULT:
+                return
+        self._check(None)
+        if self.with_tools is not None and self.with_tools.has_roles != (START in self.source):
+            raise InputError(
+                f"{self.where}: of its templates default and tool_use, one writes turns between "
+                f"{START} and {END} and the other does not; expected both or neither"
+            )
+
+    def _check(self, tools: list[Any] | None) -> None:
         try:
-            if template.content(ONCE) != template.content(ONCE):
-                raise InputError(f"{where}: renders the same conversation in different ways")
+            with activity(f"rendering the chat template of {self.where}"):
+                same = self.content(ONCE, tools) == self.content(ONCE, tools)
         except UnusableRowError as error:
-            raise InputError(f"{where}: cannot render a conversation: {error}") from error
-        return template
+            raise InputError(f"{self.where}: cannot render a conversation: {error}") from error
+        if not same:
+            raise InputError(f"{self.where}: renders the same conversation in different ways")
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the template and its arguments."""
-        content = json.dumps([self.source, dict(self.arguments)], sort_keys=True)
+        """SHA-256 of the templates and their arguments."""
+        sources = [each.source for each in (self, self.with_tools) if each is not None]
+        content = json.dumps([sources[0], dict(self.arguments), *sources[1:]], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether its turns are blocks between markers, so that every token has a role."""
+        return any(START in each.source for each in (self, self.with_tools) if each is not None)
 
     @cached_property
     def marks_thinking(self) -> bool:
         return THINK in self.source or THOUGHT in self.source
 
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether it writes the content of a message only if that is a list of parts."""
+
+        def writes(messages: Sequence[dict[str, Any]]) -> bool:
+            try:
+                return ONCE[0]["content"] in self._rendered(messages, None)
+            except Exception:  # a template may raise anything
+                return False
+
+        return not writes(ONCE) and writes([_in_parts(message) for message in ONCE])
+
     def content(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
     ) -> Content:
-        """Renders messages. Raises UnusableRowError if that fails, or if roles would be unclear."""
-        _refuse_markers([messages, tools])
+        """Renders messages, whose contents are text or missing.
+
+        Raises UnusableRowError if that fails, if the rendering lacks the text of a message, or if
+        roles would be unclear.
+        """
+        if tools and self.with_tools is not None:
+            return self.with_tools.content(messages, tools)
+        if self.has_roles:
+            _refuse_markers([messages, tools])
         if self.marks_thinking:
             _check_thinking(messages)
         text = self._render(messages, tools)
+        if not self.has_roles:
+            # Some templates put the system's text first, wherever its message is.
+            ordered = sorted(messages, key=lambda message: message["role"] != "system")
+            self._require(ordered, text, 0, len(text))
+            return Content(text)
         if START not in text:
             raise UnusableRowError(f"the template writes no turns that begin with {START}")
         blocks = list(BLOCK.finditer(text))
@@ -133,25 +183,19 @@ class ChatTemplate:
             raise UnusableRowError(f"the template writes no blocks of {START} and {END}")
         if text.count(END) != len(blocks):  # a text that ends within one, and the template's ">"
             raise UnusableRowError(f"rendered, it holds another {END} than those of its turns")
-        headers = [block[1].strip() for block in blocks]
-        roles = _roles_of(headers, [message["role"] for message in messages])
-        return Content(text, list(self._spans(text, blocks, roles)))
+        turns = _turns_of([block[1].strip() for block in blocks], messages)
+        return Content(text, list(self._spans(text, blocks, turns)))
 
     def _render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
+        if self._wants_parts:
+            messages = [_in_parts(message) for message in messages]
         try:
-            try:
-                return self._rendered(messages, tools)
-            except Exception:
-                # Some templates take the arguments of a call as an object alone, some data sets
-                # have them as JSON.
-                objects = [_with_objects(message) for message in messages]
-                if objects == messages:
-                    raise
-                _refuse_markers(objects)
-                return self._rendered(objects, tools)
-        except UnusableRowError:
-            raise
+            return self._rendered(messages, tools)
         except Exception as error:  # a template may raise anything
+            with suppress(Exception):  # some take the arguments of a call as text alone
+                as_text = [with_arguments(message, _as_text) for message in messages]
+                if as_text != messages:
+                    return self._rendered(as_text, tools)
             raise UnusableRowError(
                 f"the chat template refuses it: {one_line(error):.200}"
             ) from error
@@ -166,45 +210,106 @@ class ChatTemplate:
         )
         return valid(text)
 
+    def _require(
+        self, messages: Iterable[Mapping[str, Any]], text: str, start: int, end: int
+    ) -> None:
+        """Raises UnusableRowError unless text[start:end] has the texts of messages, in order.
+
+        A template may trim them, and may leave out thinking; it may also write them as JSON.
+        """
+        for message in messages:
+            for said in self._texts_of(message):
+                found, size = text.find(said, start, end), len(said)
+                if found < 0:
+                    encoded = json.dumps(said, ensure_ascii=False)[1:-1]
+                    found, size = text.find(encoded, start, end), len(encoded)
+                if found < 0:
+                    raise UnusableRowError(
+                        f"the chat template leaves out text of the role {message['role']}: "
+                        f"{said!r:.40}"
+                    )
+                start = found + size
+
+    def _texts_of(self, message: Mapping[str, Any]) -> list[str]:
+        """The texts of a message that a template has to write: before and after its thinking."""
+        text = valid(message.get("content", ""))
+        before, mark, after = text.partition(THOUGHT)
+        if not (mark and self.marks_thinking and message["role"] == "assistant"):
+            return [text.strip()]
+        before, mark, _ = before.partition(THINK)
+        return [before.strip() if mark else "", after.strip()]
+
     def _spans(
-        self, text: str, blocks: Sequence[re.Match[str]], roles: Sequence[str]
+        self, text: str, blocks: Sequence[re.Match[str]], turns: Sequence[Turn]
     ) -> Iterator[Span]:
         yield Span(0, TEMPLATE, 0)
-        for turn, (block, role) in enumerate(zip(blocks, roles, strict=True)):
+        for turn, (block, (role, messages)) in enumerate(zip(blocks, turns, strict=True)):
             start = block.start(2)
             yield Span(block.start(), TEMPLATE, turn)
             if role == "assistant" and self.marks_thinking:
                 if thinking := THINKING.match(block[2]):
                     yield Span(start, ROLES.index("thinking"), turn)
                     start += thinking.end()
+            self._require(messages, text, start, block.end(2))
             yield Span(start, ROLES.index(role), turn)
             yield Span(block.end(), TEMPLATE, turn)
         if (opened := text.find(START, block.end())) >= 0:
             yield Span(opened, TEMPLATE, len(blocks))
 
 
-def _roles_of(headers: Sequence[str], roles: Sequence[str]) -> list[str]:
-    """The role of each block. Raises UnusableRowError unless the blocks are those of the messages.
+def _turns_of(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[Turn]:
+    """The turn of each block. Raises UnusableRowError unless the blocks are those of the messages.
 
     A template may begin with a system block of its own, and put tool messages that follow each
     other into one block, which is the user's in some templates.
     """
-    merged = [
-        role for role, group in groupby(roles) for _ in (range(1) if role == "tool" else group)
-    ]
-    for expected in (merged, list(roles)):
-        if len(headers) == len(expected) + 1 and roles[0] != "system":
-            expected = ["system", *expected]
+    alone: list[Turn] = [(message["role"], [message]) for message in messages]
+    merged: list[Turn] = []
+    for role, group in groupby(messages, itemgetter("role")):
+        said = list(group)
+        merged += [(role, said)] if role == "tool" else [(role, [each]) for each in said]
+    for expected in (merged, alone):
+        if len(headers) == len(expected) + 1 and alone[0][0] != "system":
+            expected = [("system", []), *expected]
         allowed = {"tool": ("tool", "user"), "system": ("system", "developer")}
         if len(headers) == len(expected) and all(
             header in allowed.get(role, (role,))
-            for header, role in zip(headers, expected, strict=True)
+            for header, (role, _) in zip(headers, expected, strict=True)
         ):
             return expected
     raise UnusableRowError(
         f"the template's blocks ({', '.join(headers)}) are not those of its messages "
-        f"({', '.join(roles)})"
+        f"({', '.join(role for role, _ in alone)})"
     )
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its content as a list of parts."""
+    if "content" not in message:
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns a message with the arguments of its tool calls converted, and no key of a call null.
+
+    A call has them itself, or in its `function`.
+    """
+
+    def converted(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        changes = {"function": converted, "arguments": convert}
+        given = {key: value for key, value in call.items() if value is not None}
+        return {key: changes.get(key, lambda same: same)(given[key]) for key in given}
+
+    if not isinstance(message.get("tool_calls"), list):
+        return dict(message)
+    return {**message, "tool_calls": [converted(call) for call in message["tool_calls"]]}
+
+
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def _refuse_markers(value: Any) -> None:
@@ -216,7 +321,7 @@ def _refuse_markers(value: Any) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All text in a value; that of the parts of a content also in one, as it is rendered."""
+    """All text in a value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -224,8 +329,6 @@ def _texts(value: Any) -> Iterator[str]:
             yield str(key)
             yield from _texts(each)
     elif isinstance(value, list | tuple):
-        parts = [each.get("text") for each in value if isinstance(each, Mapping)]
-        yield "".join(part for part in parts if isinstance(part, str))
         for each in value:
             yield from _texts(each)
 
@@ -241,93 +344,3 @@ def _check_thinking(messages: Iterable[Mapping[str, Any]]) -> None:
                         raise UnusableRowError(
                             f"a message has its thinking apart, and {mark} in its text"
                         )
-
-
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its tool calls as objects, where they are JSON."""
-
-    def convert(call: Any) -> Any:
-        if isinstance(call, dict) and isinstance(call.get("function"), dict):
-            return {**call, "function": convert(call["function"])}
-        if isinstance(call, dict) and isinstance(call.get("arguments"), str):
-            try:
-                return {**call, "arguments": json.loads(call["arguments"])}
-            except ValueError:
-                return call
-        return call
-
-    if not isinstance(message.get("tool_calls"), list):
-        return message
-    return {**message, "tool_calls": [convert(call) for call in message["tool_calls"]]}
-
-
-@dataclass(frozen=True)
-class MessagesColumn:
-    """Reads the messages of a column, with the tools of a column `tools`.
-
-    A row of ARC-AGI without such a column is a message of the user.
-    """
-
-    name: str
-    template: ChatTemplate
-
-    @property
-    def columns(self) -> Columns:
-        return Columns((self.name,), ("tools", "train", "test"))
-
-    def read(self, row: Mapping[str, Any]) -> Content | None:
-        """Raises UnusableRowError."""
-        if self.name not in row and is_arc_task(row):
-            return self.template.content([{"role": "user", "content": arc_prompt(row)}])
-        given = _parsed(column_of(row, self.name, "--messages_column"))
-        if given is None or (isinstance(given, list) and not given):
-            return None
-        if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
-            raise UnusableRowError(
-                f"--messages_column {self.name}: expected a list of messages, found "
-                f"{type(given).__name__} {given!r:.40}"
-            )
-        tools = _parsed(row.get("tools"))
-        if tools is not None and not isinstance(tools, list):
-            raise UnusableRowError(f"its tools are {type(tools).__name__}, expected a list")
-        return self.template.content([_message(each) for each in given], tools or None)
-
-
-def _parsed(value: Any) -> Any:
-    """Messages or tools, which some data sets have as JSON."""
-    if isinstance(value, str) and value.strip():
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return None if value == "" else value
-
-
-def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates take it. Raises UnusableRowError.
-
-    Parquet gives every message all the keys that any has, so those without a value are left out.
-    """
-    message = {key: value for key, value in given.items() if value is not None}
-    if "from" in message and "role" not in message:
-        message["role"], message["content"] = message.pop("from"), message.pop("value", "")
-    for spelling in ("thinking", "reasoning"):
-        if spelling in message and "reasoning_content" not in message:
-            message["reasoning_content"] = message[spelling]
-    role = message.get("role")
-    role = SPEAKERS.get(role, role) if isinstance(role, str) else role
-    if role not in ROLES[1:] or role == "thinking":
-        raise UnusableRowError(
-            f"a message has the role {role!r:.40}, expected system, user, assistant or tool"
-        )
-    content = message.get("content")
-    parts = content if isinstance(content, list) else []
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise UnusableRowError(f"a message has a part of type {kind!r:.40}, expected text")
-        if not isinstance(part.get("text"), str):
-            raise UnusableRowError("a message has a part of text without its text")
-    if not isinstance(content, str | list | None):
-        raise UnusableRowError(f"a message's content is {type(content).__name__}, expected text")
-    return {**message, "role": role}

@@ -16,13 +16,21 @@ from typing import Any, Protocol
 
 import datasets
 
+from activation_extraction.common.activity import activity
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.retries import hub_requests
 from activation_extraction.common.visible import counted
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.file_rows import FileRow
-from activation_extraction.text.rows import ColumnError, Content, DocId, RowForm, UnusableRowError
+from activation_extraction.text.rows import (
+    ColumnError,
+    Content,
+    DocId,
+    RowForm,
+    UnusableRowError,
+    as_structs,
+)
 from activation_extraction.text.shuffle import ShuffledRows
 
 # With fewer pieces per share than this, Parquet files are split into row groups, for even shares.
@@ -180,14 +188,16 @@ class DocumentStream:
             own_id = f", id {row['id']!r:.80}" if "id" in row else ""
             whose = "the data set" if self.worker == Worker() else "the rows that this host reads"
             where = f"row {number} (from 0) of {whose}{own_id}"
-            row = FileRow(where, {"row": number}, partial(dict, row))
+            row = FileRow(where, {"row": number}, partial(as_structs, row))
         if "file" in row.row:
             self._reads(row.row["file"])
         elif self._share:
             row = replace(row, row={"share": self._share, **row.row})
+        reader = self._form.reader
         try:
-            columns = row.read()
-            content = self._form.reader.read(columns)
+            with activity(f"{reader.doing} {row.where}"):
+                columns = row.read()
+                content = reader.read(columns)
             if content is None:
                 self.counts.empty += 1
                 return None

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from operator import itemgetter
 from typing import IO, Any, AnyStr, TextIO
@@ -28,7 +28,7 @@ import pyarrow.parquet
 
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.common.visible import plain_url
-from activation_extraction.text.rows import Columns, UnusableRowError
+from activation_extraction.text.rows import Columns, Struct, UnusableRowError
 
 LONGEST = 2**27  # characters of a line of CSV or of packed JSON Lines, or of an element of an array
 PIECE = 2**16  # characters or bytes that are read at a time
@@ -142,13 +142,16 @@ def _decompressed(url: str) -> Iterator[Iterable[bytes]]:
 
 
 def _json_object(line: bytes) -> dict[str, Any]:
+    return _object(_json(line.rstrip(b"\r\n")))
+
+
+def _json(text: str | bytes) -> Any:
     try:
-        row = json.loads(line.rstrip(b"\r\n"))
+        return json.loads(text)
     except json.JSONDecodeError as error:  # its text adds a line number of its own
         raise UnusableRowError(f"not JSON: {error.msg}, column {error.colno}") from error
     except (ValueError, RecursionError) as error:
         raise UnusableRowError(f"not JSON: {one_line(error)}") from error
-    return _object(row)
 
 
 def _object(row: Any) -> dict[str, Any]:
@@ -309,6 +312,33 @@ def _rows_of_groups(url: str, name: str, groups: list[int], wanted: Columns) -> 
 
 def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
     try:
-        return batch.to_pylist()[0]
+        row = batch.to_pylist()[0]
     except UnicodeDecodeError as error:
         raise UnusableRowError(f"not UTF-8: {error}") from error
+    kinds = {field.name: field.type for field in batch.schema}
+    return {name: _value(value, kinds[name]) for name, value in row.items()}
+
+
+def _value(value: Any, kind: pyarrow.DataType) -> Any:
+    """Returns what to_pylist made of a value of Arrow: JSON is decoded, and objects are Structs."""
+    if value is None or not _holds_objects(kind):
+        return value
+    if isinstance(kind, pyarrow.JsonType):
+        return _json(value)
+    if pyarrow.types.is_struct(kind):
+        return Struct({field.name: _value(value[field.name], field.type) for field in kind})
+    if pyarrow.types.is_map(kind):
+        return [(key, _value(each, kind.item_type)) for key, each in value]
+    return [_value(each, kind.value_type) for each in value]
+
+
+@cache
+def _holds_objects(kind: pyarrow.DataType) -> bool:
+    """Whether values of a type hold JSON or objects; long lists of numbers are not walked."""
+    if isinstance(kind, pyarrow.JsonType) or pyarrow.types.is_struct(kind):
+        return True
+    if pyarrow.types.is_map(kind):
+        return _holds_objects(kind.item_type)
+    lists = pyarrow.ListType, pyarrow.LargeListType, pyarrow.FixedSizeListType
+    views = pyarrow.ListViewType, pyarrow.LargeListViewType
+    return isinstance(kind, (*lists, *views)) and _holds_objects(kind.value_type)

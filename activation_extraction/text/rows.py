@@ -5,7 +5,7 @@ import decimal
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +25,29 @@ class UnusableRowError(Exception):
 
 class ColumnError(UnusableRowError):
     """A column is missing, or holds what cannot be used in any row."""
+
+
+class Struct(dict[str, Any]):
+    """An object out of Arrow: it has every key that any object beside it has, null if need be."""
+
+
+def as_structs(value: Any) -> Any:
+    """Returns a value out of Arrow with its objects as Structs."""
+    if isinstance(value, dict):
+        return Struct({key: as_structs(each) for key, each in value.items()})
+    return [as_structs(each) for each in value] if isinstance(value, list) else value
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns a value without the keys of its Structs that are null, at every depth.
+
+    A null in an object that was written as JSON is a value, and so is one in a list.
+    """
+    if isinstance(value, dict):
+        left_out = isinstance(value, Struct)
+        given = value.items()
+        return {key: without_nulls(v) for key, v in given if not (left_out and v is None)}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 class Columns(NamedTuple):
@@ -73,7 +96,12 @@ class Content:
 
 
 class Reader(Protocol):
-    """Reads the content of a row; None if there is none. Raises UnusableRowError."""
+    """Reads the content of a row; None if there is none. Raises UnusableRowError.
+
+    doing: what it does, in words that end before the name of a row.
+    """
+
+    doing: ClassVar[str]
 
     @property
     def columns(self) -> Columns: ...
@@ -116,6 +144,7 @@ def is_arc_task(row: Mapping[str, Any]) -> bool:
 class TextColumn:
     """Reads the text of a column, or an ARC-AGI task as a prompt where there is no such column."""
 
+    doing: ClassVar = "reading"
     name: str
 
     @property
@@ -142,6 +171,7 @@ class IdsColumn:
     mask: the name of that column, "" for none. vocabulary: how many token ids the model has.
     """
 
+    doing: ClassVar = "reading"
     name: str
     mask: str
     vocabulary: int
