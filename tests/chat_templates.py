@@ -1,5 +1,5 @@
-"""Chat templates, written for these tests after those of Qwen2.5, Qwen3 and Qwen3.5, and one with
-generation tags; and a tokenizer that knows their markers."""
+"""Chat templates, written for these tests after those of Qwen2.5, Qwen3, Qwen3.5 and the distilled
+DeepSeek-R1, and one with generation tags; and a tokenizer that knows their markers."""
 
 import json
 
@@ -93,6 +93,26 @@ TAGGED = """\
 {%- generation %}{{ (message.content or '') + '<|im_end|>' }}{% endgeneration %}
 {%- else %}{{ message.content + '<|im_end|>' }}{% endif %}
 {{- '\n' }}
+{%- endfor %}
+"""
+# As DeepSeek-R1-Distill: no blocks, the system's text first, no thinking, arguments as text alone.
+R1 = """\
+{%- set ns = namespace(system='') %}
+{%- for message in messages %}
+{%- if message.role == 'system' %}{% set ns.system = message.content %}{% endif %}
+{%- endfor %}
+{{- ns.system }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ '<｜User｜>' + message.content + '' }}
+{%- elif message.role == 'tool' %}{{ '<｜tool｜>' + message.content + '' }}
+{%- elif message.role == 'assistant' %}
+{{- '<｜Assistant｜>' + message.content.split('</think>')[-1] }}
+{%- for call in message.tool_calls or [] %}
+{%- set call = call.function if call.function is defined else call %}
+{{- '<｜call｜>' + call.name + '\n' + call.arguments }}
+{%- endfor %}
+{{- '<｜end｜>' }}
+{%- endif %}
 {%- endfor %}
 """
 TEMPLATES = {"qwen2.5": QWEN2_5, "qwen3": QWEN3, "qwen3.5": QWEN3_5}

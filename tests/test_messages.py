@@ -1,0 +1,377 @@
+"""Messages and tools as rows have them: every kind of file gives the same conversation, and none of
+its text is lost."""
+
+import json
+
+import datasets
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+from chat_templates import QWEN2_5, QWEN3, QWEN3_5, R1, TEMPLATES
+from small_runs import stream_of
+
+from activation_extraction.common.errors import RunError
+from activation_extraction.run import demo
+from activation_extraction.text.chat import ChatTemplate
+from activation_extraction.text.documents import DocumentStream
+from activation_extraction.text.messages import MessagesColumn
+from activation_extraction.text.rows import RowForm
+from activation_extraction.text.samples import pretrained
+
+JSON = pyarrow.json_()
+# As Qwen3.5 and VL: a part that has the key is an image, whatever its value is.
+IMAGES = """\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}
+{%- for part in ([] if message.content is string else message.content) %}
+{%- if 'image' in part %}<|image_pad|>{% else %}{{ part.text }}{% endif %}
+{%- endfor %}
+{{- message.content if message.content is string }}{{ '<|im_end|>\n' }}
+{%- endfor %}
+"""
+# Parts alone; the iteration over a text gives characters, which have no text.
+PARTS_ALONE = """\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}
+{%- for part in message.content %}{{ part.text }}{% endfor %}{{- '<|im_end|>\n' }}
+{%- endfor %}
+"""
+WITHOUT_SYSTEM = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{{- message.content if message.role != 'system' }}{{ '<|im_end|>\n' }}
+{%- endfor %}
+"""
+TOOL_AS_JSON = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{{- {'output': message.content} | tojson if message.role == 'tool' else message.content }}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    demo.write_tokenizer(folder, ["some words"])
+    (folder / "config.json").write_text("{}")
+    return pretrained(folder / "tokenizer.json")
+
+
+@pytest.fixture
+def texts_of(tokenizer):
+    """The rendered rows of a file."""
+
+    def texts_of(path, source, skip=False, **form):
+        stream = stream_of(path, skip=skip, form=form_of(tokenizer, source, **form))
+        return [document.content.text for document in stream if document]
+
+    return texts_of
+
+
+def form_of(tokenizer, source, **form):
+    return RowForm(MessagesColumn("messages", ChatTemplate(tokenizer, source, "", {})), **form)
+
+
+def tool(name, **properties):
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def talk(name="look", arguments=None, **content):
+    """A conversation with a call. content: by role."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
+    said = {"user": "a question", "assistant": "so", "tool": "sunny", **content}
+    return [
+        {"role": "user", "content": said["user"]},
+        {"role": "assistant", "content": said["assistant"], "tool_calls": [call]},
+        {"role": "tool", "content": said["tool"]},
+        {"role": "assistant", "content": "an answer"},
+    ]
+
+
+def part(text):
+    return {"type": "text", "text": text}
+
+
+def write(folder, rows, schema=None):
+    """The same rows in files of several kinds; the objects of the last three have the same keys."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "a.jsonl").write_text(lines)
+    table = pyarrow.Table.from_pylist(rows, schema)
+    pyarrow.parquet.write_table(table, folder / "b.parquet")
+    with pyarrow.ipc.new_stream(folder / "c.arrow", table.schema) as stream:
+        stream.write_table(table)
+    with pyarrow.ipc.new_file(folder / "d.arrow", table.schema) as file:
+        file.write_table(table)
+    return [folder / name for name in ("a.jsonl", "b.parquet", "c.arrow", "d.arrow")]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_arrow_adds_no_keys_to_tools_and_arguments(name, texts_of, tokenizer, tmp_path):
+    """Nor do the rows of the hub; null in a list is a value."""
+    rows = [
+        {
+            "messages": talk("find", {"city": "Lima", "days": [{"first": 1}, {"last": 2}]}),
+            "tools": [tool("find", city={"type": "string", "enum": ["Lima", None]})],
+        },
+        {
+            "messages": talk("sum", {"numbers": "1 2"}),
+            "tools": [tool("sum", numbers={"type": "string", "description": "two"})],
+        },
+    ]
+    lines, *others = write(tmp_path, rows)
+    expected = texts_of(lines, TEMPLATES[name])
+    assert "Lima" in expected[0] and '["Lima", null]' in expected[0]
+    for other in others:
+        assert texts_of(other, TEMPLATES[name]) == expected
+    for kind, file in (("parquet", others[0]), ("json", lines)):
+        hub = datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True)
+        stream = DocumentStream(hub, form_of(tokenizer, TEMPLATES[name]))
+        assert [document.content.text for document in stream] == expected
+
+
+def test_a_null_that_is_written_as_json_is_a_value(texts_of, tokenizer, tmp_path):
+    """In tools and arguments, as for transformers; a message and a call do without such keys."""
+    schema = {"type": "integer", "default": None}
+    messages = talk("find", {"city": None})
+    bare = {"messages": messages, "tools": [tool("find", days=schema)]}
+    messages = [{"name": None, **message} for message in messages]
+    messages[1]["tool_calls"] = [{"id": None, **call} for call in messages[1]["tool_calls"]]
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps(bare) + "\n" + json.dumps({**bare, "messages": messages})
+    )
+    shown = QWEN3 + "{% for m in messages %}{{ m.keys() | list }}{{ m.tool_calls }}{% endfor %}"
+    found = texts_of(tmp_path / "a.jsonl", shown)
+    assert (
+        found[0]
+        == found[1]
+        == tokenizer.apply_chat_template(
+            bare["messages"], tools=bare["tools"], chat_template=shown, tokenize=False
+        )
+    )
+    assert '"default": null' in found[0] and '{"city": null}' in found[0]
+
+
+def test_parts_of_text_out_of_arrow_are_no_images(texts_of, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": [part("a "), part("question")]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]},
+    ]
+    for file in write(tmp_path, rows):
+        for source in (IMAGES, QWEN2_5, QWEN3, PARTS_ALONE):
+            (text,) = texts_of(file, source, skip=True)
+            assert "<|im_start|>user\na question<|im_end|>" in text
+
+
+@pytest.mark.parametrize("source", [*TEMPLATES.values(), IMAGES], ids=[*TEMPLATES, "images"])
+def test_text_and_parts_of_text_are_rendered_alike(source, texts_of, tmp_path):
+    said = {"user": "a question", "assistant": "<think>\nhm\n</think>\n\nso", "tool": "sunny"}
+    rows = [
+        {"messages": talk(**{role: form(text) for role, text in said.items()})}
+        for form in (str, lambda text: [part(text)], lambda text: [part(text[:2]), part(text[2:])])
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    whole, *others = texts_of(tmp_path / "a.jsonl", source)
+    assert others == [whole] * 2 and all(text in whole for text in ("a question", "so", "sunny"))
+
+
+def test_a_template_for_parts_alone_gets_parts(texts_of, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": content}]} for content in ("why", [part("why")])
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert texts_of(tmp_path / "a.jsonl", PARTS_ALONE) == ["<|im_start|>user\nwhy<|im_end|>\n"] * 2
+
+
+SAME = [
+    {"role": "system", "content": " again\n"},
+    {"role": "user", "content": "again"},
+    {"role": "assistant", "content": "again"},
+    {"role": "user", "content": "again \ud800"},
+    {"role": "assistant", "content": "  again"},
+]
+LOST = {
+    "a system's text": (WITHOUT_SYSTEM, SAME, "system: 'again'"),
+    "text before thinking": (
+        QWEN3,
+        [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "first <think>x</think> then"},
+        ],
+        "assistant: 'first'",
+    ),
+    "text between thoughts": (
+        QWEN3,
+        [
+            {"role": "user", "content": "then"},
+            {"role": "assistant", "content": "<think>x</think>first<think>y</think>then"},
+        ],
+        "assistant: 'first<think>y</think>then'",
+    ),
+    "an answer that is in the thinking": (
+        QWEN3.replace("+ content.lstrip", "+ ''.lstrip"),
+        [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "<think>\nanswer\n</think>\n\nanswer"},
+        ],
+        "assistant: 'answer'",
+    ),
+    "the second of two tools": (
+        QWEN2_5.replace("+ message.content + '\n</tool", "+ messages[2].content + '\n</tool"),
+        [*talk(tool="sun")[:3], *talk(tool="rain")[2:]],
+        "tool: 'rain'",
+    ),
+    "without blocks": (R1.replace("+ message.content +", "+"), talk(), "user: 'a question'"),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_a_text_that_the_template_leaves_out_makes_a_bad_row(case, texts_of, tmp_path):
+    source, messages, why = LOST[case]
+    rows = [{"messages": messages}, {"messages": [{"role": "user", "content": " "}]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(RunError, match=r"a\.jsonl line 1: the chat template leaves out") as caught:
+        texts_of(tmp_path / "a.jsonl", source)
+    assert str(caught.value).endswith(f"text of the role {why}")
+    assert len(texts_of(tmp_path / "a.jsonl", source, skip=True)) == 1
+
+
+@pytest.mark.parametrize("source", [*TEMPLATES.values(), R1], ids=[*TEMPLATES, "r1"])
+def test_no_text_counts_as_left_out_that_is_there(source, texts_of, tmp_path):
+    """Trimmed, several times the same, as JSON, or thinking that the template leaves out."""
+    thinking = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "<think>\nold\n</think>\n\nfirst"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "without a beginning</think>second", "tool_calls": None},
+    ]
+    rows = [{"messages": SAME}, {"messages": thinking}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    again, thought = texts_of(tmp_path / "a.jsonl", source)
+    assert again.count("again") == 5 and "first" in thought and "second" in thought
+
+
+def test_a_template_may_write_text_as_json(texts_of, tmp_path):
+    row = {"messages": talk(tool='a "quoted"\nline é')}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (text,) = texts_of(tmp_path / "a.jsonl", TOOL_AS_JSON)
+    assert '{"output": "a \\"quoted\\"\\nline é"}' in text
+
+
+def as_json(values):
+    texts = pyarrow.array([None if value is None else json.dumps(value) for value in values])
+    return pyarrow.ExtensionArray.from_storage(JSON, texts)
+
+
+def struct(**fields):
+    return pyarrow.StructArray.from_arrays(list(fields.values()), names=list(fields))
+
+
+def nested(messages, calls):
+    """One row of messages, as a struct that has these calls."""
+    fields = {key: pyarrow.array([m[key] for m in messages]) for key in ("role", "content")}
+    values = struct(**fields, tool_calls=calls)
+    return pyarrow.ListArray.from_arrays([0, len(messages)], values)
+
+
+def test_columns_of_json_are_decoded(texts_of, tokenizer, tmp_path):
+    """Of Arrow's own type, which `datasets` writes: whole, in messages, and in a call; also where
+    they are kept."""
+    messages, tools = talk("find", {"city": None}), [tool("find", days={"default": None})]
+    calls = [message.get("tool_calls") for message in messages]
+    arguments = struct(
+        type=pyarrow.array(["function"]),
+        function=struct(name=pyarrow.array(["find"]), arguments=as_json([{"city": None}])),
+    )
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages, "tools": tools}))
+    expected = texts_of(tmp_path / "a.jsonl", QWEN2_5)
+    kept = {"x": [1, None, {"y": None}]}
+    for column in (
+        as_json([messages]),
+        nested(messages, as_json(calls)),
+        nested(messages, pyarrow.ListArray.from_arrays([0, 0, 1, 1, 1], arguments)),
+    ):
+        table = pyarrow.table(
+            {"messages": column, "tools": as_json([tools]), "kept": as_json([kept])}
+        )
+        pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+        with pyarrow.ipc.new_file(tmp_path / "c.arrow", table.schema) as file:
+            file.write_table(table)
+        for name in ("b.parquet", "c.arrow"):
+            assert texts_of(tmp_path / name, QWEN2_5) == expected
+            form = form_of(tokenizer, QWEN2_5, keep_columns=("kept",))
+            (document,) = stream_of(tmp_path / name, form=form)
+            assert document.columns == {"kept": kept}
+        (tmp_path / "c.arrow").unlink()
+
+
+def test_the_hub_decodes_columns_of_json(tokenizer, texts_of, tmp_path):
+    row = {"messages": talk("find", {"city": "Lima"}), "tools": [tool("find", days={})]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    message = {key: datasets.Value("string") for key in ("role", "content")}
+    message["tool_calls"] = datasets.List(datasets.Json())
+    features = {"messages": datasets.List(message), "tools": datasets.List(datasets.Json())}
+    messages = [{"tool_calls": None, **each} for each in row["messages"]]
+    saved = datasets.Dataset.from_list([{**row, "messages": messages}], datasets.Features(features))
+    saved.to_parquet(tmp_path / "b.parquet")
+    expected = texts_of(tmp_path / "a.jsonl", QWEN3)
+    assert texts_of(tmp_path / "b.parquet", QWEN3) == expected
+    files = str(tmp_path / "b.parquet")
+    hub = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+    stream = DocumentStream(hub, form_of(tokenizer, QWEN3))
+    assert [document.content.text for document in stream] == expected
+
+
+def test_a_column_of_json_that_is_no_json_makes_a_bad_row(texts_of, tmp_path):
+    texts = pyarrow.array([json.dumps(talk()), '{"cut', "[" * 100_000])
+    table = pyarrow.table({"messages": pyarrow.ExtensionArray.from_storage(JSON, texts)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(RunError, match=r"row 1 \(both from 0\): not JSON: Unterminated string"):
+        texts_of(tmp_path / "a.parquet", QWEN3)
+    assert len(texts_of(tmp_path / "a.parquet", QWEN3, skip=True)) == 1
+
+
+def test_kept_columns_keep_their_nulls(tokenizer, tmp_path):
+    """Also the column of messages itself."""
+    rows = [
+        {"messages": [{"role": "user", "content": "q"}]},
+        {"messages": talk(arguments={"x": 1})},
+    ]
+    _, *files = write(tmp_path, rows)
+    form = form_of(tokenizer, QWEN3, keep_columns=("messages",))
+    for file in files:
+        first, _ = stream_of(file, form=form)
+        kept = {"role": "user", "content": "q", "tool_calls": None}
+        assert first.columns == {"messages": [kept]}
+
+
+@pytest.mark.parametrize("source", [*TEMPLATES.values(), R1], ids=[*TEMPLATES, "r1"])
+def test_arguments_as_json_text_are_objects_for_every_template(source, texts_of, tmp_path):
+    """Where a template writes text alone, it gets the JSON of the object."""
+    arguments = {"city": "Lima", "é": [1, None]}
+    rows = [
+        {"messages": talk("find", arguments)},
+        {"messages": talk("find", json.dumps(arguments))},
+        {"messages": talk("find", '{"city":"Lima",\n"\\u00e9":[1,null]}')},
+    ]
+    for row in rows[:2]:
+        calls = row["messages"][1]["tool_calls"]
+        rows.append({"messages": [*row["messages"]]})
+        rows[-1]["messages"][1] = {
+            **row["messages"][1],
+            "tool_calls": [call["function"] for call in calls],
+        }
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    whole, *others = texts_of(tmp_path / "a.jsonl", source)
+    assert others == [whole] * 4
+    assert source == QWEN3_5 or '{"city": "Lima", "é": [1, null]}' in whole
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Li', "[1]", '"x"', "plain"])
+def test_other_arguments_are_what_transformers_renders(arguments, texts_of, tokenizer, tmp_path):
+    messages = talk("find", arguments)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
+    for source in (QWEN2_5, QWEN3):
+        expected = tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False)
+        assert texts_of(tmp_path / "a.jsonl", source) == [expected]
