@@ -154,6 +154,32 @@ def test_a_revision_is_read_with_the_token_and_then_offline(hub, tmp_path, demo_
     assert (tmp_path / "out/shard_0001.pkl.gz").read_bytes() == shard
 
 
+def test_the_hubs_templates_are_there_at_the_first_start(hub, tmp_path):
+    """Also that for conversations with tools, which is in a folder of the repository."""
+    tiny = tmp_path / "hub/models/org/tiny"
+    (tiny / "additional_chat_templates").mkdir()
+    for name in ("chat_template", "additional_chat_templates/tool_use"):
+        (tiny / f"{name}.jinja").write_text(
+            name + ": {{ messages | map(attribute='content') | join }}"
+        )
+    messages = [{"role": "user", "content": "a question"}]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    rows = [{"messages": messages, "tools": tools}, {"messages": messages}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--model_path", "org/tiny", "--dataset_path", str(tmp_path / "rows.jsonl")]
+    flags += ["--messages_column", "messages", "--layers_to_extract", "1"]
+    for offline in ("0", "1"):
+        done = run(hub, tmp_path, *flags, "--overwrite", HF_HUB_OFFLINE=offline)
+        assert done.returncode == 0, done.stderr
+        previews = [sample.text_preview for sample in ActivationDataset(tmp_path / "out")]
+        assert previews == [
+            "additional_chat_templates/tool_use: a question",
+            "chat_template: a question",
+        ]
+    metadata = json.loads((tmp_path / "out/metadata.json").read_text())
+    assert len(metadata["model_commit"]) == 40
+
+
 @pytest.mark.parametrize(
     "flags,named",
     [

@@ -201,13 +201,17 @@ class Config:
     messages_column: str | None = flag(
         "the column that holds a conversation: messages with role and content, or from and value; "
         "the chat template makes them one text, with the tools of a column tools. Every token "
-        "then has a role and the number of its turn",
+        "then has a role and the number of its turn, if the template writes turns between "
+        "<|im_start|> and <|im_end|>, as Qwen's do; with other templates, such as "
+        "DeepSeek-R1-Distill-Qwen's, the text is stored without roles, and neither --roles nor "
+        "--positions last_of_turn can be used. A row is bad if the template leaves out text of a "
+        "message, apart from thinking",
         excludes=("text_column",),
         metavar="NAME",
     )
     chat_template: str | None = flag(
-        "a file with a chat template",
-        default_is="the model's own",
+        "a file with a chat template for all rows",
+        default_is="the model's own; where it names several, tool_use for rows with tools",
         needs="messages_column",
         metavar="FILE",
     )

@@ -1,0 +1,220 @@
+"""Which chat template renders a row; and templates that hang, fill the memory, or show no roles."""
+
+import hashlib
+import json
+import threading
+
+import numpy as np
+import pytest
+from chat_templates import QWEN2_5, QWEN3, R1, add_markers
+from command_line import assert_refused, main
+from conftest import inputs_with
+
+from activation_extraction import ActivationDataset
+from activation_extraction.common.activity import activity
+from activation_extraction.common.errors import InputError
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.run import demo, hosts
+from activation_extraction.run.host_text import load_text_files, row_form
+from activation_extraction.run.hosts import Watchdog
+from activation_extraction.text import samples as text_samples
+from activation_extraction.text.chat import ChatTemplate
+from activation_extraction.text.rows import UnusableRowError
+
+VOCABULARY = 2064
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+ASKED = {
+    "text_column": "text",
+    "messages_column": "messages",
+    "chat_template": None,
+    "chat_template_args": (),
+}
+PLAIN = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+"""
+NAMED = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": QWEN2_5}]
+
+
+@pytest.fixture
+def model(demo_inputs, tmp_path):
+    """The demo's, with a template."""
+
+    def make(template=None, beside=None, tool_use=None):
+        text_samples.pretrained.cache_clear()  # a run is a process of its own
+        folder = tmp_path / "inputs"
+        if not folder.exists():
+            inputs_with({**demo.MODEL_CONFIG, "vocab_size": VOCABULARY}, demo_inputs, folder)
+        add_markers(folder / "model", template)
+        if beside is not None:
+            (folder / "model/chat_template.jinja").write_text(beside)
+        if tool_use is not None:
+            (folder / "model/additional_chat_templates").mkdir(exist_ok=True)
+            (folder / "model/additional_chat_templates/tool_use.jinja").write_text(tool_use)
+        return folder / "model"
+
+    return make
+
+
+def talk(question="a question", answer="an answer"):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(folder):
+    tokenizer, template = load_text_files(ASKED, Checkpoint(str(folder)), VOCABULARY)
+    assert tokenizer is not None and template is not None
+    template.check()
+    return template
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{"template": NAMED}, {"beside": PLAIN, "tool_use": QWEN2_5}, {"tool_use": QWEN2_5}],
+    ids=["named", "beside", "for tools alone"],
+)
+def test_a_row_with_tools_takes_the_template_for_tools(where, model):
+    template = load(model(**where))
+    for tools in (TOOLS, [], None):
+        row = {"messages": talk(), "tools": tools}
+        read = row_form(ASKED, template, VOCABULARY).reader.read
+        if not tools and set(where) == {"tool_use"}:
+            with pytest.raises(UnusableRowError, match="for conversations with tools, tool_use"):
+                read(row)
+            continue
+        expected = template.tokenizer.apply_chat_template(
+            row["messages"], tools=tools or None, tokenize=False
+        )
+        assert read(row).text == expected
+        assert ("<tools>" in expected) == bool(tools)
+
+
+def test_templates_of_a_model_at_a_url(model, tmp_path, monkeypatch):
+    """They are copied with its other small files, and go with them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = model(beside=PLAIN, tool_use=QWEN2_5)
+    assert load(f"file://{folder}").digest == load(folder).digest
+    (folder / "additional_chat_templates/tool_use.jinja").unlink()
+    assert load(f"file://{model()}").digest == load(folder).digest
+
+
+def test_a_file_with_a_template_is_for_all_rows(model, tmp_path):
+    (tmp_path / "own.jinja").write_text(QWEN3)
+    asked = {**ASKED, "chat_template": str(tmp_path / "own.jinja")}
+    _, template = load_text_files(asked, Checkpoint(str(model(NAMED))), VOCABULARY)
+    expected = template.tokenizer.apply_chat_template(
+        talk(), tools=TOOLS, chat_template=QWEN3, tokenize=False
+    )
+    assert template.content(talk(), TOOLS).text == expected
+
+
+def test_the_digest_covers_every_template(model):
+    """That of a single one is what earlier runs have recorded."""
+    single = load(model(QWEN3)).digest
+    assert single == hashlib.sha256(json.dumps([QWEN3, {}]).encode()).hexdigest()
+    digests = [load(model(beside=QWEN3, tool_use=tool_use)).digest for tool_use in (PLAIN, QWEN2_5)]
+    assert len({single, *digests}) == 3
+
+
+def test_a_run_keeps_its_template_for_tools(model, tmp_path, capsys):
+    rows = write(tmp_path / "rows.jsonl", [{"messages": talk(), "tools": TOOLS}] * 3)
+    flags = ["--dataset_path", rows, "--messages_column", "messages", "--layers_to_extract", 1]
+    flags += ["--positions", "every:2", "--output_dir", tmp_path / "out", "--batch_size", 1]
+    verify = "--verify", "--output_dir", tmp_path / "out", "--verify_samples", 2
+    folder = model(beside=PLAIN, tool_use=QWEN2_5)
+    assert main("--model_path", folder, *flags) == 0
+    assert main(*verify, "--model_path", folder) == 0
+    model(tool_use=QWEN3)
+    capsys.readouterr()
+    assert main("--model_path", folder, *flags) == 2
+    assert "chat_template" in capsys.readouterr().err
+    assert main(*verify, "--model_path", folder) == 2
+    assert "is not the template that the run used" in capsys.readouterr().err
+
+
+def test_templates_with_and_without_blocks_do_not_go_together(model):
+    with pytest.raises(InputError, match="of its templates default and tool_use, one writes turns"):
+        load(model(beside=PLAIN, tool_use=R1))
+
+
+def test_a_template_without_blocks_gives_text_without_roles(model, tmp_path, capsys):
+    """It is stored like any text; what needs roles is refused, and --verify renders it again."""
+    folder = model(R1)
+    rows = [{"messages": talk(f"why {n}", f"<think>hm</think>so {n}"), "id": n} for n in range(5)]
+    rows[2] = {"messages": [{"role": "narrator", "content": "x"}], "id": 2}
+    path, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "out"
+    flags = ["--model_path", folder, "--dataset_path", path, "--messages_column", "messages"]
+    needs = f"--model_path {folder} writes no turns between <|im_start|> and <|im_end|>"
+    for more, named in (
+        (["--roles", "user", "tool"], f"--roles user tool: {needs}"),
+        (["--positions", "last_of_turn"], f"--positions last_of_turn: {needs}"),
+    ):
+        assert_refused(capsys, tmp_path, [*flags, *more], named)
+    flags += ["--layers_to_extract", 1, "--output_dir", out, "--skip_bad_rows"]
+    assert main(*flags, "--positions", "every:2") == 0
+    stored = ActivationDataset(out)
+    _, template = load_text_files(ASKED, Checkpoint(str(folder)), VOCABULARY)
+    tokenizer = template.tokenizer
+    assert [sample.doc_id for sample in stored] == [0, 1, 3, 4]
+    for sample in stored:
+        n = sample.doc_id
+        text = f"<｜User｜>why {n}<｜Assistant｜>so {n}<｜end｜>"
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert sample.token_ids.tolist() == ids[::2]
+    with pytest.raises(ValueError, match="role"):
+        next(iter(stored.batches(4, roles=["user"])))
+    verify = "--verify", "--output_dir", out, "--verify_samples", 4, "--model_path", folder
+    assert main(*verify) == 0
+    (out / "shard_0001.pkl.gz").write_bytes(b"damaged")
+    assert main(*flags, "--positions", "every:2", "--repair") == 0
+    assert main(*verify) == 0
+
+
+@pytest.mark.parametrize("line", [0, 1, 2, 150])
+def test_a_template_that_hangs_is_named_with_its_row(line, model, tmp_path, monkeypatch):
+    """From the first conversation of all on, which is no row."""
+    rows = [{"messages": talk(f"row {n}")} for n in range(1, 200)]
+    path, folder = write(tmp_path / "rows.jsonl", rows), model(QWEN3)
+    said, go_on, rendered = [], threading.Event(), ChatTemplate._rendered
+
+    def hanging(self, messages, tools):
+        if messages[0]["content"] == (f"row {line}" if line else "a question"):
+            assert go_on.wait(600)
+        return rendered(self, messages, tools)
+
+    def end(message):
+        said.append(message)
+        if "rendering" in message:
+            go_on.set()
+
+    monkeypatch.setattr(ChatTemplate, "_rendered", hanging)
+    monkeypatch.setattr(hosts, "_end_process", end)
+    flags = ["--model_path", folder, "--dataset_path", path, "--messages_column", "messages"]
+    flags += ["--layers_to_extract", 1, "--output_dir", tmp_path / "out", "--stall_timeout", 2]
+    assert main(*flags, "--batch_size", 1) == 0
+    where = f"{path} line {line}" if line else f"--model_path {folder}"
+    why = "no batch has become ready and no step has finished for 2 s (--stall_timeout)"
+    assert any(
+        each.startswith(f"error: rendering the chat template of {where}: {why}") for each in said
+    )
+
+
+def test_a_row_that_fills_the_memory_is_named(monkeypatch):
+    """What the process takes otherwise does not count."""
+    ended, said = threading.Event(), []
+    taken = iter([10, 90, *[90 + 100 * n for n in range(1, 1000)]])
+    monkeypatch.setattr(hosts, "host_memory", lambda: 1000 * 10**9)
+    monkeypatch.setattr(hosts, "resident_memory", lambda: next(taken) * 10**9)
+    monkeypatch.setattr(hosts, "_end_process", lambda text: said.append(text) or ended.set())
+    monkeypatch.setattr(hosts, "LOOK_SECONDS", 0.01)
+    with activity("rendering the chat template of x.jsonl line 3"), Watchdog(600):
+        assert ended.wait(600)
+    assert said[0].startswith(
+        "error: rendering the chat template of x.jsonl line 3: it has taken 280.0 GB of memory"
+    )
+    assert np.all(["line 3" in each for each in said])
