@@ -16,7 +16,7 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.run import data_files
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.text.sources import TextFile, list_files
+from activation_extraction.text.file_list import TextFile, list_files
 
 
 def rows_of(numbers):
@@ -136,7 +136,7 @@ def test_one_file_more_or_less_is_named(extract, tmp_path, capsys):
     assert extract("out", "--max_samples", 3) == 0
     (tmp_path / "data/0.jsonl").write_text(rows_of(range(5, 10)))
     assert extract("out") == 2
-    assert "--dataset_path: 0.jsonl was not there when the run began" in capsys.readouterr().err
+    assert "--dataset_path: 0.jsonl was not read when the run began" in capsys.readouterr().err
     (tmp_path / "data/0.jsonl").unlink()
     (tmp_path / "data/b.jsonl").unlink()
     assert extract("out") == 2
