@@ -352,6 +352,8 @@ def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
     """Returns the only row. Each column is read by itself, to name the one that cannot be read."""
     row = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if column.type == pyarrow.time64("ns"):  # Python's times end at microseconds
+            column = column.cast(pyarrow.string())
         try:
             row[name] = column[0].as_py()
         except UnicodeDecodeError as error:
