@@ -52,6 +52,8 @@ FORMS = {
         "ends in .zst",
     ),
     "packed twice": ("a.jsonl.gz", gzip.compress(gzip.compress(b"{}")), "is packed with gzip", ""),
+    "lines by content": ("a.jsonl.gz", LINE.encode(), "is not packed, though", "take .gz off it"),
+    "array by content": ("a.json.bz2", b"[]", "is not packed, though", "take .bz2 off it"),
     "zip": ("a.parquet", b"PK\x03\x04...", "is a zip archive", "unpack it"),
     "web page": ("a.json", b"<!DOCTYPE html><html>", "is a web page instead of", "download"),
     "escaped quotes": ("a.csv", b'id,text\n1,"she \\"said\\" it"\n', *QUOTES),

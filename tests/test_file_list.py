@@ -76,7 +76,7 @@ def test_only_what_was_saved_last_is_read(saved_twice, said, asked):
     texts = [document.content.text for document in stream_of(saved_twice + asked)]
     assert texts == [f"text {n}" for n in range(10, 14)]
     assert set(said) == {
-        f"{saved_twice}{asked}: 2 files; left out: 3 files (not listed in state.json)"
+        f"reading 2 files of {saved_twice}{asked}; left out: 3 files (not listed in state.json)"
     }
 
 
@@ -102,7 +102,8 @@ def test_private_names_are_no_data(place, said):
     put(place, "_SUCCESS", ".part-0.parquet.crc", "_committed_1")
     for asked in ("", "/*", "/**"):
         assert [document.content.text for document in stream_of(place + asked)] == ["one", "two"]
-    assert f"{place}: 1 file; left out: 2 files (name or folder begins with . or _)" in said
+    told = f"reading 1 file of {place}; left out: 2 files (name or folder begins with . or _)"
+    assert told in said
 
 
 def test_private_names_that_are_asked_for_are_read(tmp_path):
@@ -121,7 +122,7 @@ def test_what_is_left_out_is_counted_and_said(tmp_path, said):
     (tmp_path / "more").symlink_to(tmp_path / "sub")
     assert listed(tmp_path) == ["a.jsonl"]
     (line,) = said
-    assert line.startswith(f"{tmp_path}: 1 file; left out: ")
+    assert line.startswith(f"reading 1 file of {tmp_path}; left out: ")
     assert set(line.partition("left out: ")[2].split(", ")) == {
         "2 files (.json beside other data)",
         "1 file (.lz4)",

@@ -106,7 +106,10 @@ def content_of(url: str) -> Iterator[io.BufferedReader]:
         if not end:
             yield _checked(content)
             return
-        check_form(content.peek(), end)
+        first = content.peek()
+        check_form(first, end)
+        if first[:1] in (b"{", b"["):
+            raise OtherFormError("is not packed, though its name says so", f"take {end} off it")
         try:
             with _unpacking(content, end) as unpacked:
                 yield _checked(io.BufferedReader(unpacked, BUFFER))

@@ -97,7 +97,7 @@ def list_files(path: str) -> list[TextFile]:
             )
         _refuse_kinds(path, known)
         if others:
-            log.warning("%s: %s; left out: %s", path, counted(len(known), "file"), others)
+            log.warning("reading %s of %s; left out: %s", counted(len(known), "file"), path, others)
         files = list(pool.map(partial(_describe, fs, plain_url(base)), known))
     refuse_repeated(files)
     return files
@@ -197,9 +197,9 @@ def _refuse_delta(path: str, fs: Any, base: str, found: Sequence[str]) -> None:
     tables = {name.partition(f"/{DELTA}/")[0] for name in found if f"/{DELTA}/" in name}
     if tables or fs.isdir(f"{base}/{DELTA}"):  # of a glob, the log may not be found
         raise InputError(
-            f"--dataset_path {path}: {min(tables, default=base)} is a Delta table, which may have "
-            "deleted rows that its files still hold; give files with the rows that it has now, "
-            "such as to_pyarrow_table() of the package deltalake returns"
+            f"--dataset_path {path}: {min(tables, default=base)} is a Delta table, whose files may "
+            "hold rows that it no longer has; save its rows to files of their own, for example "
+            "those of DeltaTable(FOLDER).to_pyarrow_table() from the package deltalake"
         )
 
 

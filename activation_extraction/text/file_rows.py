@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
+from pathlib import PurePath
 from typing import IO, Any, AnyStr, TextIO
 
 import pyarrow
@@ -58,11 +59,11 @@ DAMAGE = (
     *(EOFError, UnicodeError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, csv.Error),
     *(pyarrow.ArrowException, DamagedFileError),
 )
-# Modules that raise an OSError of their own for a damaged file.
-UNPACKERS = ("pyarrow", "bz2", "_compression", "_streams")
+# Packages and modules that raise an OSError of their own for a damaged file.
+UNPACKERS = {"pyarrow", "bz2", "_compression", "_streams"}
 SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 NOT_DOUBLED = "save it with doubled quotes in quoted fields, as RFC 4180 has them"
-# A quote that ends a field, or is in it if quotes were escaped by backslashes.
+# A quote in a field, which would end right behind it if quotes were escaped by backslashes.
 AMBIGUOUS = re.compile(r'\\"(?=[,\r\n])')
 
 
@@ -129,8 +130,8 @@ def _naming(url: str, rows: Iterable[FileRow]) -> Iterator[FileRow]:
 
 def _is_damage(error: Exception) -> bool:
     """Whether a file is to blame. OSErrors are those of file systems, and of what unpacks files."""
-    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    unpacking = any(name in raised_in for name in UNPACKERS)
+    raised_in = PurePath(traceback.extract_tb(error.__traceback__)[-1].filename)
+    unpacking = not UNPACKERS.isdisjoint((raised_in.stem, raised_in.parent.name))
     return isinstance(error, DAMAGE) or (isinstance(error, OSError) and unpacking)
 
 
@@ -352,9 +353,9 @@ def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
     """Returns the only row. Each column is read by itself, to name the one that cannot be read."""
     row = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if column.type == pyarrow.time64("ns"):  # Python's times end at microseconds
-            column = column.cast(pyarrow.string())
         try:
+            if column.type == pyarrow.time64("ns"):  # Python's times end at microseconds
+                column = column.cast(pyarrow.string())
             row[name] = column[0].as_py()
         except UnicodeDecodeError as error:
             raise UnusableRowError(f"not UTF-8: {error}") from error
