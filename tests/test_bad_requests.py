@@ -9,6 +9,7 @@ import pytest
 from command_line import assert_refused, start
 
 from activation_extraction.cli.config import parse_args
+from activation_extraction.cli.flags import FLAGS
 from activation_extraction.common import retries
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.positions import parse_positions
@@ -79,11 +80,11 @@ BAD_REQUESTS = """\
 --dataset_path {}/none | none: no such file or folder
 --dataset_path {}/notes | has no files that end in .jsonl
 --dataset_path {}/x.txt | \
- no files that end in .jsonl, .jsonl.gz, .jsonl.zst, .json, .csv, .parquet, .arrow
---dataset_path {}/several | both CSV and JSON Lines; choose one of them,\
+ no files that end in .jsonl, .ndjson, .json, .csv, .parquet, .arrow (JSON and CSV also packed: .gz, .bz2, .xz, .zst)
+--dataset_path {}/several | both CSV and JSON; choose one of them,\
  for example with a glob such as FOLDER/*.csv
 --dataset_path {}/gap.csv | column 1
---dataset_path {}/both | both Parquet and JSON Lines
+--dataset_path {}/both | both Parquet and JSON
 --dataset_path nope://x | --dataset_path nope://x
 --dataset_path simplecache::nope://b/m | \
  --dataset_path simplecache::nope://b/m: Protocol not known: nope
@@ -174,6 +175,20 @@ def test_bad_requests_as_processes(typed, inputs, bad_files):
     assert (process.returncode, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1, err
     assert dict(every_bad_request)[typed] in err
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_bytes_that_are_not_utf8_are_refused_in_every_flag(name, tmp_path, capsys):
+    """As Python has them in its arguments."""
+    told = f"argument --{name}: is not UTF-8: '"
+    assert_refused(capsys, tmp_path, [f"--{name}", "a\udcff"], told)
+    assert_refused(capsys, tmp_path, ["--verbose", f"--{name}=\udcff"], told)
+
+
+def test_a_variable_that_is_not_utf8_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "\udcff")
+    told = "environment variable JAX_COMPILATION_CACHE_DIR: argument --compilation_cache: is not"
+    assert_refused(capsys, tmp_path, ["--demo"], told)
 
 
 def test_layers_are_numbers_ranges_or_all():

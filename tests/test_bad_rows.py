@@ -5,15 +5,18 @@ import gzip
 import json
 import random
 import shutil
+import uuid
 
 import datasets
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from pods import flags_for
 from small_runs import TEXT, content, set_status, stream_of
 
 import extract_activations
+from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.text import documents
 from activation_extraction.text import samples as text_samples
@@ -90,7 +93,7 @@ def test_a_row_of_a_parquet_file_is_named_or_skipped(tmp_path, case):
     check_both_ways(tmp_path, place, why, good=good, bad=bad)
 
 
-def check_both_ways(path, *told, good, bad):
+def check_both_ways(path, *told, good=2, bad=1):
     with pytest.raises(RunError) as caught:
         list(stream_of(path))
     assert str(caught.value).startswith("a row cannot be used: ")
@@ -99,6 +102,72 @@ def check_both_ways(path, *told, good, bad):
     stream = stream_of(path, skip=True)
     texts = [document.content.text for document in stream if document]
     assert (texts, stream.counts.skipped) == (["good"] * good, bad)
+
+
+HUGE = {  # such as milliseconds that were taken for seconds
+    "seconds": pyarrow.array([0, 1717171717123, 5], pyarrow.timestamp("s")),
+    "microseconds": pyarrow.array([0, 2**60, 5], pyarrow.timestamp("us")),
+    "with a zone": pyarrow.array([0, 2**60, 5], pyarrow.timestamp("us", "Europe/Berlin")),
+    "days": pyarrow.array([0, 4 * 10**6, 5], pyarrow.date32()),
+    "spans": pyarrow.array([0, 10**18, 5], pyarrow.duration("s")),
+    "in lists": pyarrow.array([[0], [1, 2**60], []], pyarrow.list_(pyarrow.timestamp("us"))),
+}
+
+
+@pytest.mark.parametrize("end", ["parquet", "arrow"])
+@pytest.mark.parametrize("case", HUGE)
+def test_a_date_beyond_the_year_9999_is_a_bad_row(tmp_path, case, end):
+    """The rows beside it are read, and so are all where nobody asks for the column."""
+    path = tmp_path / f"a.{end}"
+    table = pyarrow.table({"text": ["one", "two", "three"], "created": HUGE[case]})
+    if end == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    texts = TextColumn("text")
+    for form in (RowForm(texts, keep_columns=("created",)), RowForm(texts, id_column="created")):
+        with pytest.raises(RunError, match=r"a\.\w+ row .*1 \(.*from 0\): column created: "):
+            list(stream_of(path, form=form))
+        stream = stream_of(path, skip=True, form=form)
+        assert [each.content.text for each in stream if each] == ["one", "three"]
+        assert stream.counts.skipped == 1
+    assert [each.content.text for each in stream_of(path)] == ["one", "two", "three"]
+
+
+def test_uuids_and_times_of_day_are_stored_as_text(tmp_path):
+    number = uuid.UUID(int=7)
+    columns = {
+        "uuid": pyarrow.array([number.bytes], pyarrow.uuid()),
+        "micro": pyarrow.array([3_661_000_002], pyarrow.time64("us")),
+        "nano": pyarrow.array([3_661_000_000_002], pyarrow.time64("ns")),
+    }
+    path = write_parquet(tmp_path / "a.parquet", text=["good"], **columns)
+    expected = {"uuid": str(number), "micro": "01:01:01.000002", "nano": "01:01:01.000000002"}
+    form = RowForm(TextColumn("text"), keep_columns=tuple(columns))
+    assert [each.columns for each in stream_of(path, form=form)] == [expected]
+    for name, text in expected.items():
+        form = RowForm(TextColumn("text"), id_column=name)
+        assert [each.doc_id for each in stream_of(path, form=form)] == [text]
+
+
+LONG = "é" * 50_000  # six bytes of JSON each
+
+
+@pytest.mark.parametrize("given", [LONG, {"$oid": LONG}, [LONG, 5]])
+def test_an_id_that_is_too_long_is_a_bad_row(tmp_path, given):
+    """One stranger's row must not end the run when its shard is written."""
+    path = write_lines(tmp_path / "a.jsonl", [GOOD, json.dumps({"text": "bad", "id": given}), GOOD])
+    check_both_ways(path, f"{path} line 2: its id takes 300,", " there is room for 262,144")
+
+
+def test_the_longest_id_and_columns_are_stored(demo_inputs, tmp_path):
+    row = {"text": "\U0001f600" * 300, "id": "x" * 262_142, "other": "y" * 524_000}
+    path = write_lines(tmp_path / f"{'n' * 200}.jsonl", [json.dumps(row)])
+    flags = flags_for(demo_inputs, tmp_path / "out", "--dataset_path", path)
+    assert extract_activations.main([*map(str, flags), "--keep_columns", "other"]) == 0
+    (sample,) = ActivationDataset(tmp_path / "out")
+    assert (sample.doc_id, sample.columns["other"]) == (row["id"], row["other"])
 
 
 def test_a_row_of_a_hub_data_set_is_named_by_its_number_and_id(tmp_path):

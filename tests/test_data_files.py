@@ -16,7 +16,7 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.run import data_files
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.text.sources import TextFile, list_files
+from activation_extraction.text.file_list import TextFile, list_files
 
 
 def rows_of(numbers):
@@ -136,11 +136,35 @@ def test_one_file_more_or_less_is_named(extract, tmp_path, capsys):
     assert extract("out", "--max_samples", 3) == 0
     (tmp_path / "data/0.jsonl").write_text(rows_of(range(5, 10)))
     assert extract("out") == 2
-    assert "--dataset_path: 0.jsonl was not there when the run began" in capsys.readouterr().err
+    assert "--dataset_path: 0.jsonl was not read when the run began" in capsys.readouterr().err
     (tmp_path / "data/0.jsonl").unlink()
     (tmp_path / "data/b.jsonl").unlink()
     assert extract("out") == 2
     assert "--dataset_path: b.jsonl is missing; restore" in capsys.readouterr().err
+
+
+def test_files_that_are_left_out_do_not_count(extract, tmp_path, capsys):
+    """Whenever they come; and a glob leaves out others that a later version would read."""
+    (tmp_path / "data/a.jsonl").write_text(rows_of(range(30)))
+    assert extract("out", "--max_samples", 20) == 0
+    for name in ("_b.jsonl", ".c.jsonl", "d.md", "e.json"):
+        (tmp_path / "data" / name).write_text(rows_of([0]))
+    assert extract("out", "--max_samples", 25) == 0
+    (tmp_path / "data/f.ndjson").write_text(rows_of([0]))
+    capsys.readouterr()
+    assert extract("out") == 2
+    assert "f.ndjson was not read when the run began; take it out, give a glob" in (
+        capsys.readouterr().err
+    )
+    assert extract("out", data=tmp_path / "data/*.jsonl") == 0
+    assert [file["name"] for file in recorded(tmp_path / "out")] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["a.ndjson", "a.JSONL"])
+def test_lines_of_every_name_may_grow(extract, tmp_path, name):
+    for count in (10, 20):
+        (tmp_path / "data" / name).write_text(rows_of(range(count)))
+        assert extract("out") == 0
 
 
 def test_content_is_on_record_before_the_first_shard_is_committed(extract, tmp_path, monkeypatch):

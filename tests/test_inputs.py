@@ -20,10 +20,11 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import StorageError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.run import demo
+from activation_extraction.run import demo, digests
 from activation_extraction.run.host_text import HostText, load_text_files, row_form
 from activation_extraction.run.open_data import open_dataset
 from activation_extraction.store.identity import Identity
+from activation_extraction.text import rows as text_rows
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text import shuffle
 from activation_extraction.text.batch import Worker
@@ -428,6 +429,80 @@ def test_token_ids_need_no_tokenizer_and_what_keeps_nothing_is_counted(data, tmp
     assert stored == [[6, 7], []]
     metadata = json.loads((tmp_path / "out/metadata.json").read_text())
     assert (metadata["empty_samples"], metadata["empty_rows"]) == (1, 1)
+
+
+@pytest.fixture
+def masked(data, tmp_path, capsys):
+    """Runs over rows of ids with a mask of this name; the status, and what is said."""
+
+    def run(output, name, rows, *more):
+        path = tmp_path / f"{output}.jsonl"
+        lines = (json.dumps({"ids": ids, name: mask}) for ids, mask in rows)
+        path.write_text("".join(f"{line}\n" for line in lines))
+        flags = ["--model_path", data / "model", "--dataset_path", path, "--ids_column", "ids"]
+        flags += ["--mask_column", name, "--layers_to_extract", 1, "--dtype", "float32"]
+        status = main(*flags, "--output_dir", tmp_path / output, *more)
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    return run
+
+
+def test_padding_does_not_exist(masked, data, tmp_path, capsys):
+    """On either side; a model that reads it gives other values to the tokens behind it."""
+    real = [[5, 6, 7], [8, 9, 10, 11]]
+    padded = [([0, 0, 5, 6, 7], [0, 0, 1, 1, 1]), ([8, 9, 0, 10, 11, 0], [1, 1, 0, 1, 1, 0])]
+    for output, rows in (("padded", padded), ("real", [(ids, [1] * len(ids)) for ids in real])):
+        status, said = masked(output, "attention_mask", rows)
+        assert status == 0, said
+        assert (
+            "--mask_column attention_mask: tokens with 1 are stored; those with 0 are pad" in said
+        )
+    one, two = (ActivationDataset(tmp_path / output) for output in ("padded", "real"))
+    assert [sample.token_ids.tolist() for sample in one] == real
+    assert [sample.position.tolist() for sample in one] == [[0, 1, 2], [0, 1, 2, 3]]
+    for sample, other in zip(one, two, strict=True):
+        np.testing.assert_array_equal(sample[STREAM], other[STREAM])
+    verify = "--verify", "--output_dir", tmp_path / "padded", "--model_path", data / "model"
+    assert main(*verify) == 0
+    assert "2 samples recomputed; 0 problems" in capsys.readouterr().out
+
+
+def test_other_masks_say_that_zeros_are_context(masked, tmp_path):
+    status, said = masked("out", "loss_mask", [([5, 6, 7], [0, 1, 1])])
+    assert status == 0
+    assert "--mask_column loss_mask: tokens with 1 are stored; those with 0 are context" in said
+    (sample,) = ActivationDataset(tmp_path / "out")
+    assert sample.position.tolist() == [1, 2]
+
+
+def test_a_row_that_is_all_padding_is_a_bad_row(masked, tmp_path):
+    rows = [([5, 6], [1, 1]), ([5, 6, 7], [0, 0, 0])]
+    status, said = masked("out", "attention_mask", rows)
+    assert status == 2
+    told = "out.jsonl line 2: --mask_column attention_mask: each of its 3 values is 0"
+    assert told in said
+    status, said = masked("out", "attention_mask", rows, "--skip_bad_rows")
+    assert status == 0 and told in said and "skipped: 1 row that could not be used" in said
+    status, said = masked("out2", "attention_mask", rows[1:], "--skip_bad_rows")
+    assert status == 2 and told.replace("out", "out2").replace("line 2", "line 1") in said
+
+
+def test_a_run_whose_model_read_the_padding_is_not_continued(
+    masked, data, tmp_path, monkeypatch, capsys
+):
+    """As an earlier version stored it."""
+    rows = [([0, 5, 6, 7], [0, 1, 1, 1])] * 3
+    with monkeypatch.context() as before:
+        for module in (digests, text_rows):
+            before.setattr(module, "ATTENTION_MASK", "")
+        assert masked("out", "attention_mask", rows, "--max_samples", 2)[0] == 0
+    status, said = masked("out", "attention_mask", rows)
+    assert status == 2 and "already holds an extraction with another mask_column" in said
+    verify = "--verify", "--output_dir", tmp_path / "out"
+    assert main(*verify) == 0
+    assert main(*verify, "--model_path", data / "model") == 2
+    assert "zeros in attention_mask were context, which the model read" in capsys.readouterr().err
 
 
 def test_a_template_may_lie_beside_the_tokenizer(data, tmp_path):

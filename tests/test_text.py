@@ -20,10 +20,10 @@ from activation_extraction.run.host_text import Prefetch
 from activation_extraction.text import packing
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text.batch import Cursor, Worker
+from activation_extraction.text.file_list import list_files
 from activation_extraction.text.packing import pack
 from activation_extraction.text.rows import Content, RowForm, TextColumn, arc_prompt
 from activation_extraction.text.samples import SampleForm, samples
-from activation_extraction.text.sources import list_files
 
 
 def write_files(folder, count, kind, rows_per_file=13):

@@ -175,9 +175,10 @@ class Config:
     )
     dataset_split: str = flag("its split", DATASET[2], metavar="NAME")
     dataset_path: str | None = flag(
-        "your own files instead of a hub data set: .jsonl, .jsonl.gz, .jsonl.zst, .json (an array "
-        "of objects), .csv (with a header), .parquet, .arrow or what save_to_disk of `datasets` "
-        "has written; a file, a folder or a glob; a local path or a URL such as gs://bucket/folder",
+        "your own files instead of a hub data set: .jsonl, .ndjson, .json (an array of objects or "
+        "lines), .csv (with a header), each also packed (.gz, .zst, .bz2, .xz), .parquet, .arrow "
+        "or what save_to_disk of `datasets` has written; a file, a folder or a glob; a local path "
+        "or a URL such as gs://bucket/folder. Names that begin with . or _ are left out",
         excludes=("dataset_name", "dataset_config", "dataset_split"),
         metavar="PATH",
     )
@@ -232,7 +233,8 @@ class Config:
     )
     mask_column: str | None = flag(
         "a column with 0 or 1 for each of these token ids; those with 0 are context, and are not "
-        "stored",
+        "stored; if it is called attention_mask, those with 0 are padding, which the model does "
+        "not read",
         default_is="all are stored",
         needs="ids_column",
         metavar="NAME",

@@ -24,9 +24,18 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(f"{message} (see --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Takes a slice such as -8: for the value that it is, and not for a flag."""
+        """Takes a slice such as -8: for the value that it is, and not for a flag.
+
+        Bytes that are not UTF-8 are refused: neither JSON nor the names in a bucket can have them.
+        """
         joined: list[str] = []
         for typed in sys.argv[1:] if args is None else args:
+            try:
+                typed.encode()
+            except UnicodeEncodeError:
+                flags = [each for each in (*joined, typed) if each.startswith("--")]
+                name = flags[-1].partition("=")[0] if flags else ""
+                self.error(f"argument {name}: is not UTF-8: {ascii(typed)}")
             if SLICE.fullmatch(typed) and joined and joined[-1] == "--positions":
                 joined[-1] += f"={typed}"
             else:

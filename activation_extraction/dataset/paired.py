@@ -257,4 +257,4 @@ def _choice(run: ActivationDataset) -> tuple[Any, ...]:
     """What decides which tokens of its samples a run stores."""
     stored = identity_of(run.metadata, METADATA)
     rules = stored.positions, stored.drop_token_ids, stored.roles, stored.mask_column
-    return *map(str, rules), stored.overlap
+    return *map(str, rules), stored.attention_mask, stored.overlap

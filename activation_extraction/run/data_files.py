@@ -20,7 +20,7 @@ from activation_extraction.run.digests import file_digests, reading, same_beginn
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.metadata import FIELDS
 from activation_extraction.store.sealed_json import DamagedError, check_fields
-from activation_extraction.text.sources import JSON_LINES, TextFile, modified
+from activation_extraction.text.file_list import JSON_LINES, TextFile, modified
 
 RECORD = "data_files"  # the field in metadata.json
 CHANGED = "restore the file that the run began with, give another folder, or --overwrite"
@@ -175,8 +175,8 @@ def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) 
         ordered.append(replace(now, name=before.name))
     if new:
         raise InputError(
-            f"--dataset_path: {new[0].name} was not there when the run began; take it out, give "
-            "another folder, or --overwrite"
+            f"--dataset_path: {new[0].name} was not read when the run began; take it out, "
+            "give a glob that leaves it out, another folder, or --overwrite"
         )
     return ordered
 
@@ -208,7 +208,7 @@ def _digest_unchanged(file: TextFile) -> str:
 
 def _has_grown(now: TextFile, before: Recorded) -> bool:
     """Returns whether lines were added at the end of a file, and nothing else has changed."""
-    if now.size <= before.bytes or not now.local or not now.url.endswith(JSON_LINES[0]):
+    if now.size <= before.bytes or not now.local or not now.url.lower().endswith(JSON_LINES):
         return False
     return same_beginning(Path(now.url), before.bytes, before.digest.removeprefix("sha256 "))
 

@@ -33,7 +33,8 @@ from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.sealed_json import DamagedError, seal, unseal
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.chat import ChatTemplate
-from activation_extraction.text.sources import TextFile
+from activation_extraction.text.file_list import TextFile
+from activation_extraction.text.rows import ATTENTION_MASK
 
 LARGE = 16 * 2**20  # bytes; smaller files are simply read
 CHUNK = 2**20  # bytes
@@ -68,6 +69,7 @@ def identity_of(
     """Returns everything that decides the content of the shards, and must stay the same."""
     model, seed = forward.model, config.shuffle_documents
     has_top_logits = any(hook.name.startswith("logits.top_") for hook in model.hooks)
+    attends = config.mask_column == ATTENTION_MASK
     files = [] if config.ids_column else forward.checkpoint.tokenizer_files()
     return Identity(
         model_digest=model_digest(forward.checkpoint),
@@ -94,7 +96,8 @@ def identity_of(
         messages_column=config.messages_column or "",
         chat_template="" if template is None else template.digest,
         ids_column=config.ids_column or "",
-        mask_column=config.mask_column or "",
+        mask_column="" if attends else config.mask_column or "",
+        attention_mask=ATTENTION_MASK if attends else "",
         long_documents=config.long_documents,
         overlap=config.overlap,
         shuffle_documents="" if seed is None else str(seed),

@@ -25,9 +25,10 @@ from activation_extraction.text.documents import (
     RowCounts,
     check_dataset,
 )
+from activation_extraction.text.file_list import is_path, list_files, refuse_repeated
 from activation_extraction.text.mixture import Mixture
 from activation_extraction.text.rows import Columns, RowForm
-from activation_extraction.text.sources import is_path, list_files, open_files, open_hub_dataset
+from activation_extraction.text.sources import open_files, open_hub_dataset
 
 FILES = "files"  # what an identity calls a data set of files
 DATASET_SPLIT = DATASET[2]
@@ -146,6 +147,7 @@ def _open_mixture(
         if is_path(source)
         for file in list_files(source)
     ]
+    refuse_repeated(listed)
     files = DataFiles.as_recorded(
         listed,
         _of_data(name, own),

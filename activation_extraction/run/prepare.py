@@ -51,6 +51,7 @@ from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.chat import END, START, ChatTemplate
 from activation_extraction.text.documents import Documents
+from activation_extraction.text.rows import ATTENTION_MASK
 
 RECORDED, NEW = "recorded", "new"  # where the commit of a hub model comes from
 
@@ -132,6 +133,11 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
     log_hooks(request, job.forward.model)
     if not job.text.choice.everything:
         log.info("kept tokens: %s", job.text.choice)
+    if (mask := config.mask_column) is not None:
+        zeros = "are context, which the model reads"
+        if mask == ATTENTION_MASK:
+            zeros = "are padding, which the model does not read"
+        log.info("--mask_column %s: tokens with 1 are stored; those with 0 %s", mask, zeros)
     return job
 
 

@@ -36,7 +36,7 @@ from activation_extraction.store.commit import METADATA
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import identity_of
 from activation_extraction.text.packing import pack, samples_of
-from activation_extraction.text.rows import RowForm
+from activation_extraction.text.rows import ATTENTION_MASK, RowForm
 from activation_extraction.text.samples import samples
 
 OTHER_TEXT = "the data set now gives other tokens than those that are stored"
@@ -154,6 +154,11 @@ def _open_texts(
     dataset_path: where the data set is now; None: where the run had it.
     """
     identity, configuration = identity_of(metadata, METADATA), metadata["configuration"]
+    if identity.mask_column == ATTENTION_MASK:
+        raise InputError(
+            f"--model_path: this run is of a version for which zeros in {ATTENTION_MASK} were "
+            "context, which the model read; it cannot be recomputed; leave --model_path out"
+        )
     files = checkpoint.tokenizer_files()
     if identity.tokenizer_digest and digest_files(files) != identity.tokenizer_digest:
         raise InputError(

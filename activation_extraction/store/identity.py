@@ -36,7 +36,7 @@ MAY_TURN_ON = {"skip_bad_rows"}  # fields that a run that continues may turn on
 ADDED = {  # fields that the first runs do not record
     *("integer_hooks", "float32_hooks", "top_logits", "id_column", "keep_columns"),
     *("messages_column", "chat_template", "ids_column", "mask_column", "long_documents"),
-    *("overlap", "shuffle_documents", "roles"),
+    *("overlap", "shuffle_documents", "roles", "attention_mask"),
 }
 
 
@@ -62,8 +62,9 @@ class Identity:
     are stored as int32 or float32, whatever `activation_dtype` is. Integers are numbers of experts
     or tokens, and have no statistics. keyed_by: the keys of the hooks in the shards: "layer", "hook
     name", or a list of the requested names. activation_dtype: a dtype, or the name of an encoding.
-    positions, drop_token_ids, roles, mask_column, overlap: which tokens are kept. num_hosts: the
-    number of hosts of this machine. chat_template: digest of the template and its arguments.
+    positions, drop_token_ids, roles, mask_column, overlap: which tokens are kept. attention_mask:
+    the column that says which token ids are no padding. num_hosts: the number of hosts of this
+    machine. chat_template: digest of the template and its arguments.
     shuffle_documents: the seed, "" for none. top_logits: how many of the most likely next tokens
     are stored, 0 if none are.
     """
@@ -101,6 +102,7 @@ class Identity:
     shuffle_documents: Text = ""
     roles: Annotated[tuple[str, ...], list_of(TEXT)] = ()
     top_logits: Count = 0
+    attention_mask: Text = ""
 
     @property
     def run(self) -> str:

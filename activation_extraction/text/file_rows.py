@@ -9,29 +9,37 @@ import csv
 import gzip
 import io
 import json
+import lzma
 import re
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
 from operator import itemgetter
+from pathlib import PurePath
 from typing import IO, Any, AnyStr, TextIO
 
-import fsspec
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
 from activation_extraction.common.errors import RunError, one_line
-from activation_extraction.common.visible import plain_url
+from activation_extraction.text.file_forms import (
+    FORM_BYTES,
+    OtherFormError,
+    check_form,
+    content_of,
+    open_file,
+    unpacked_name,
+)
 from activation_extraction.text.rows import Columns, Struct, UnusableRowError
 
-LONGEST = 2**27  # characters of a line of CSV or of packed JSON Lines, or of an element of an array
-PIECE = 2**16  # characters or bytes that are read at a time
+LONGEST = 2**27  # characters of a line, or of an element of an array
+PIECE = 2**16  # characters that are read at a time
 BLANK = r"[ \t\r\n]*"
 OPENING = re.compile(rf"{BLANK}\[{BLANK}(\])?")  # what comes before the first element of an array
 BETWEEN = re.compile(rf"{BLANK}(?:,{BLANK}|(\]))")  # before the next one
@@ -48,9 +56,15 @@ class DamagedFileError(Exception):
 
 
 DAMAGE = (
-    *(EOFError, UnicodeError, gzip.BadGzipFile, zlib.error, csv.Error, pyarrow.ArrowException),
-    DamagedFileError,
+    *(EOFError, UnicodeError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, csv.Error),
+    *(pyarrow.ArrowException, DamagedFileError),
 )
+# Packages and modules that raise an OSError of their own for a damaged file.
+UNPACKERS = {"pyarrow", "bz2", "_compression", "_streams"}
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+NOT_DOUBLED = "save it with doubled quotes in quoted fields, as RFC 4180 has them"
+# A quote in a field, which would end right behind it if quotes were escaped by backslashes.
+AMBIGUOUS = re.compile(r'\\"(?=[,\r\n])')
 
 
 @dataclass(frozen=True)
@@ -65,16 +79,14 @@ class FileRow:
     read: Callable[[], dict[str, Any]]
 
 
-def json_lines(urls: list[str], names: list[str]) -> Iterator[FileRow]:
-    """Yields the lines of files, except blank ones; lines are counted from 1."""
-    for url, name in zip(urls, names, strict=True):
-        yield from _naming(url, _lines(url, name))
-
-
 def json_rows(urls: list[str], names: list[str]) -> Iterator[FileRow]:
-    """Yields the elements of JSON arrays, counted from 0. Other files are read as JSON Lines."""
+    """Yields the lines of files, except blank ones; lines are counted from 1.
+
+    A file that is .json by its name may also be an array, whose elements are counted from 0.
+    """
     for url, name in zip(urls, names, strict=True):
-        yield from _naming(url, _elements_or_lines(url, name))
+        rows_of = _elements_or_lines if unpacked_name(url).endswith(".json") else _lines
+        yield from _naming(url, rows_of(url, name))
 
 
 def csv_rows(urls: list[str], names: list[str]) -> Iterator[FileRow]:
@@ -110,35 +122,25 @@ def _naming(url: str, rows: Iterable[FileRow]) -> Iterator[FileRow]:
             last = row.where
     except Exception as error:
         so_far = f"; the last row before: {last.removeprefix(url).lstrip()}" if last else ""
+        remedy = error.remedy if isinstance(error, OtherFormError) else None
         raise RunError(
-            f"{url}: {one_line(error)}{so_far}", remedy=REPLACE if _is_damage(error) else None
+            f"{url}: {one_line(error)}{so_far}", remedy=REPLACE if _is_damage(error) else remedy
         ) from error
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether a file is to blame. OSErrors are those of file systems, but pyarrow has its own."""
-    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    return isinstance(error, DAMAGE) or (isinstance(error, OSError) and "pyarrow" in raised_in)
+    """Whether a file is to blame. OSErrors are those of file systems, and of what unpacks files."""
+    raised_in = PurePath(traceback.extract_tb(error.__traceback__)[-1].filename)
+    unpacking = not UNPACKERS.isdisjoint((raised_in.stem, raised_in.parent.name))
+    return isinstance(error, DAMAGE) or (isinstance(error, OSError) and unpacking)
 
 
 def _lines(url: str, name: str) -> Iterator[FileRow]:
-    with _decompressed(url) as lines:
-        for number, line in enumerate(lines, start=1):
+    with content_of(url) as content:
+        for number, line in enumerate(_limited(content), start=1):
             if line.strip():
                 row = {"file": name, "line": number}
                 yield FileRow(f"{url} line {number}", row, partial(_json_object, line))
-
-
-@contextmanager
-def _decompressed(url: str) -> Iterator[Iterable[bytes]]:
-    """Opens a file for its lines. pyarrow can read zstd; fsspec would need another package."""
-    compressed = plain_url(url)
-    with fsspec.open(url, "rb", compression="gzip" if compressed.endswith(".gz") else None) as file:
-        if compressed.endswith(".zst"):
-            with pyarrow.CompressedInputStream(file, "zstd") as content:
-                yield _limited(io.BufferedReader(content, PIECE))
-        else:
-            yield _limited(file) if compressed.endswith(".gz") else file
 
 
 def _json_object(line: bytes) -> dict[str, Any]:
@@ -164,9 +166,11 @@ def _numbered(url: str, name: str, number: int, read: Callable[[], dict[str, Any
     return FileRow(f"{url} row {number} (from 0)", {"file": name, "row": number}, read)
 
 
-def _text_of(url: str) -> Any:
+@contextmanager
+def _text_of(url: str) -> Iterator[TextIO]:
     """Opens a file for its text, in which bytes that are not UTF-8 are lone surrogates."""
-    return fsspec.open(url, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="")
+    with content_of(url) as content:
+        yield io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="")
 
 
 def _is_utf8(texts: Iterable[str]) -> bool:
@@ -238,8 +242,9 @@ def _elements(text: TextIO) -> Iterator[tuple[Any, str]]:
 def _below_header(url: str, name: str) -> Iterator[FileRow]:
     csv.field_size_limit(LONGEST)  # for the whole process; it is 131,072 otherwise
     with _text_of(url) as text:
-        rows = filter(None, csv.reader(_limited(text), strict=True))
+        rows = filter(None, _records(text))
         header = next(rows, [])
+        _check_separator(header)
         if "" in header:
             raise DamagedFileError(f"column {header.index('') + 1} has no name in the header")
         column, times = next(iter(Counter(header).most_common(1)), ("", 0))
@@ -249,6 +254,35 @@ def _below_header(url: str, name: str) -> Iterator[FileRow]:
             raise DamagedFileError("the header is not UTF-8")
         for number, fields in enumerate(rows):
             yield _numbered(url, name, number, partial(_csv_row, header, fields))
+
+
+def _records(text: TextIO) -> Iterator[list[str]]:
+    try:
+        yield from csv.reader(_limited(text), strict=True)
+    except csv.Error as error:
+        if "expected after" in str(error):
+            raise OtherFormError(
+                f"{one_line(error)}: quotes in a quoted field are not doubled; they are bare, or "
+                "escaped by backslashes",
+                NOT_DOUBLED,
+            ) from error
+        if "end of data" in str(error):
+            raise OtherFormError(
+                f"{one_line(error)}: a quoted field has no end; the file is cut off, or quotes in "
+                "it are not doubled",
+                f"replace it by a whole one, or {NOT_DOUBLED}",
+            ) from error
+        raise
+
+
+def _check_separator(header: Sequence[str]) -> None:
+    """Raises OtherFormError if the one name in the header seems to be several."""
+    for separator, words in SEPARATORS.items():
+        if len(header) == 1 and separator in header[0]:
+            raise OtherFormError(
+                f"its header {header[0]!r:.80} has {words}, expected commas",
+                "save it with commas between the fields",
+            )
 
 
 def _limited(lines: IO[AnyStr]) -> Iterator[AnyStr]:
@@ -267,6 +301,12 @@ def _csv_row(header: list[str], fields: list[str]) -> dict[str, Any]:
         )
     if not _is_utf8(fields):
         raise UnusableRowError("not UTF-8")
+    for name, text in zip(header, fields, strict=True):
+        if '\\"' in text and text.count('"') == len(AMBIGUOUS.findall(text)):
+            raise UnusableRowError(
+                f'column {name}: a \\" before a comma or the end of a line ends the field where '
+                "quotes are escaped by backslashes, and is in it where they are doubled"
+            )
     return dict(zip(header, fields, strict=True))
 
 
@@ -280,8 +320,10 @@ def _rows_of_batches(url: str, name: str, wanted: Columns) -> Iterator[FileRow]:
 
 def _batches(url: str, wanted: Columns) -> Iterator[pyarrow.RecordBatch]:
     """Yields the batches of an Arrow file, with the needed columns only."""
-    with fsspec.open(url, "rb") as file:
-        is_stream = file.read(len(MAGIC)) != MAGIC
+    with open_file(url) as file:
+        first = file.read(FORM_BYTES)
+        check_form(first)
+        is_stream = not first.startswith(MAGIC)
         open_arrow = pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file
         file.seek(0)
         names = open_arrow(file).schema.names
@@ -297,7 +339,7 @@ def _batches(url: str, wanted: Columns) -> Iterator[pyarrow.RecordBatch]:
 
 
 def _rows_of_groups(url: str, name: str, groups: list[int], wanted: Columns) -> Iterator[FileRow]:
-    with fsspec.open(url, "rb") as file:
+    with open_file(url) as file:
         parquet = pyarrow.parquet.ParquetFile(file)
         columns = wanted.among(parquet.schema_arrow.names)
         for group in groups:
@@ -311,12 +353,18 @@ def _rows_of_groups(url: str, name: str, groups: list[int], wanted: Columns) -> 
 
 
 def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
-    try:
-        row = batch.to_pylist()[0]
-    except UnicodeDecodeError as error:
-        raise UnusableRowError(f"not UTF-8: {error}") from error
-    kinds = {field.name: field.type for field in batch.schema}
-    return {name: _value(value, kinds[name]) for name, value in row.items()}
+    """Returns the only row. Each column is read by itself, to name the one that cannot be read."""
+    row = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            if column.type == pyarrow.time64("ns"):  # Python's times end at microseconds
+                column = column.cast(pyarrow.string())
+            row[name] = _value(column[0].as_py(), column.type)
+        except UnicodeDecodeError as error:
+            raise UnusableRowError(f"not UTF-8: {error}") from error
+        except (OverflowError, ValueError) as error:  # such as a date after the year 9999
+            raise UnusableRowError(f"column {name}: {one_line(error)}") from error
+    return row
 
 
 def _value(value: Any, kind: pyarrow.DataType) -> Any:

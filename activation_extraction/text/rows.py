@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -16,7 +17,9 @@ DocId = str | int | float | None
 LISTED_COLUMNS = 30  # in a message
 MAX_COLUMN_BYTES = 2**19  # bytes of JSON that the kept columns of a row may take
 MAX_LEVELS = 60  # of lists and objects in a kept column; shards have room for a few more
-AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)
+MAX_ID_BYTES = 2**18  # of JSON that the id of a row may take
+AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
+ATTENTION_MASK = "attention_mask"  # the name of a column whose zeros are padding
 
 
 class UnusableRowError(Exception):
@@ -168,7 +171,8 @@ class TextColumn:
 class IdsColumn:
     """Reads token ids from a column, and from another one which of them may be kept.
 
-    mask: the name of that column, "" for none. vocabulary: how many token ids the model has.
+    mask: the name of that column, "" for none; if it is ATTENTION_MASK, it says which of the token
+    ids are no padding, and there are no others. vocabulary: how many token ids the model has.
     """
 
     doing: ClassVar = "reading"
@@ -201,6 +205,13 @@ class IdsColumn:
                     f"each token id, found {len(numbers)}: {numbers[:8].tolist()}"
                 )
             mask = numbers.astype(bool)
+        if mask is not None and self.mask == ATTENTION_MASK:
+            if not mask.any():
+                raise UnusableRowError(
+                    f"--mask_column {self.mask}: each of its {len(mask)} values is 0, which says "
+                    "that all is padding; expected a 1 for each token"
+                )
+            ids, mask = ids[mask], None
         return Content(token_ids=ids.astype(np.int32), mask=mask)
 
     def _integers(self, given: Any, name: str, flag: str) -> np.ndarray:
@@ -236,14 +247,21 @@ class RowForm:
         return Columns((*required, *own, *self.keep_columns), (*optional, "id", "task_id"))
 
     def id_of(self, row: Mapping[str, Any]) -> DocId:
-        """Returns the row's own id; for an ARC-AGI task that has none, its `task_id`."""
+        """Returns the row's own id; for an ARC-AGI task that has none, its `task_id`.
+
+        Raises UnusableRowError if it is too long.
+        """
         if self.id_column is not None:
             found = column_of(row, self.id_column, "--id_column")
         else:
             found = row.get("id", row.get("task_id") if is_arc_task(row) else None)
-        if found is None or type(found) in (str, int, float):
-            return found
-        return str(found)  # a date, a decimal or the like: shards hold only plain values
+        if found is not None and type(found) not in (str, int, float):
+            found = str(found)  # a date, a decimal or the like: shards hold only plain values
+        if (size := len(json.dumps(found))) > MAX_ID_BYTES:
+            raise UnusableRowError(
+                f"its id takes {size:,} bytes, there is room for {MAX_ID_BYTES:,}"
+            )
+        return found
 
     def kept_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the columns to keep, as JSON values. Raises UnusableRowError."""

@@ -1,0 +1,296 @@
+"""Lists the files of a data set: which of those in a folder are data, and which are left out.
+
+Files may be in a local folder or at a URL. Their names say of which kind they are; sources.py opens
+them.
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.log import log
+from activation_extraction.common.visible import counted, plain_url
+from activation_extraction.text.file_forms import PACKINGS, packing_of, unpacked_name
+
+JSON_LINES = (".jsonl", ".ndjson")
+# A kind of files and how their names end, in small or capital letters.
+KINDS = {
+    "JSON": (*JSON_LINES, ".json"),
+    "CSV": (".csv",),
+    "Parquet": (".parquet",),
+    "Arrow": (".arrow",),
+}
+MAY_BE_PACKED = ("JSON", "CSV")
+# What `datasets` writes beside the data in its folders.
+INFO, STATE, RESULTS = "dataset_info.json", "state.json", "cache-*.arrow"
+MAX_STATE_BYTES = 2**26
+SPLITS = "/dataset_dict.json"  # in a folder of such folders, one per split
+SPECIAL = "is a named pipe, a socket or a device; expected a file"
+DELTA = "_delta_log"  # the folder that makes another one a Delta table
+READERS = 32  # files that are described at the same time
+# What stores say of a file's content: Google Cloud Storage, S3, Azure and HTTP servers.
+VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "content_md5", "generation")
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of a data set. size: in bytes.
+
+    name: relative to the folder that the data set is, or is in, or that comes before its first
+    wildcard. version: the checksum or version that the store of a URL has for its content, "" if
+    it has none; for a file on this machine, when it was last modified.
+    """
+
+    url: str
+    name: str
+    size: int
+    version: str = ""
+
+    @property
+    def local(self) -> bool:
+        return "://" not in self.url
+
+
+def list_files(path: str) -> list[TextFile]:
+    """Lists the files of a data set: a file, a folder with its subfolders, a glob, or a URL.
+
+    They are sorted, and of one kind. The log says how many others are left out. Raises InputError
+    if there is none to read, if there are several kinds or splits, if a folder is a Delta table, or
+    if a file is listed twice.
+    """
+    with refusing(path), ThreadPoolExecutor(READERS) as pool:
+        fs, root = _located(path)
+        if fs.isfile(root):
+            found, base = [root], root.rpartition("/")[0]
+        elif any(c in root for c in "*?[") and not fs.exists(root):
+            matches = fs.glob(root, detail=True)
+            found = sorted(name for name in matches if matches[name]["type"] != "directory")
+            base = re.split(r"[*?[]", root)[0].rpartition("/")[0]
+        else:
+            found, base = sorted(fs.find(root)), root
+            if found == [root] and _is_local(fs):
+                raise InputError(f"--dataset_path {path}: {SPECIAL}")
+        if found == [root]:
+            known, others = [name for name in found if kind_of(name)], ""
+        else:
+            _refuse_delta(path, fs, base, found)
+            known, others = _chosen(path, fs, root, found)
+        if not known:
+            ends = ", ".join(end for ends in KINDS.values() for end in ends)
+            packed = f" (JSON and CSV also packed: {', '.join(PACKINGS)})"
+            exists = found or fs.isdir(root)
+            why = f"has no files that end in {ends}{packed}" if exists else "no such file or folder"
+            raise InputError(
+                f"--dataset_path {path}: {why}{f'; left out: {others}' if others else ''}"
+            )
+        _refuse_kinds(path, known)
+        if others:
+            log.warning("reading %s of %s; left out: %s", counted(len(known), "file"), path, others)
+        files = list(pool.map(partial(_describe, fs, plain_url(base)), known))
+    refuse_repeated(files)
+    return files
+
+
+def _located(path: str) -> tuple[Any, str]:
+    """Returns the file system of a path or URL, and where it is there.
+
+    In a local path, fsspec would take :: for a chain of URLs.
+    """
+    if "://" in path:
+        return url_to_fs(path)
+    return fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
+
+
+def refuse_repeated(files: Iterable[TextFile]) -> None:
+    """Raises InputError if a file is listed twice, be it by two paths: its rows would be, too."""
+    seen: dict[str, str] = {}
+    for file in files:
+        itself = os.path.realpath(file.url) if file.local else file.url
+        if itself in seen:
+            alias = f", also as {seen[itself]}" if seen[itself] != file.url else ""
+            raise InputError(
+                f"--dataset_path {file.url}: is given twice{alias}; each of its rows would be "
+                "stored twice"
+            )
+        seen[itself] = file.url
+
+
+def is_path(source: str) -> bool:
+    """Returns whether a source is files, by its form, and not the name of a hub data set."""
+    formed = "://" in source or any(c in source for c in "*?[") or source.startswith(("/", "."))
+    return formed or kind_of(source) is not None or os.path.exists(source)
+
+
+def kind_of(url: str) -> str | None:
+    """Returns which of KINDS a file is by its name; None: it is no data.
+
+    A name that ends in .zst alone is JSON Lines, as of the dumps of Reddit.
+    """
+    name, packing = unpacked_name(url), packing_of(url)
+    kind = next((kind for kind, ends in KINDS.items() if name.endswith(ends)), None)
+    if packing == ".zst" and "." not in name.rpartition("/")[2]:
+        return "JSON"
+    return kind if not packing or kind in MAY_BE_PACKED else None
+
+
+def _chosen(path: str, fs: Any, root: str, found: Sequence[str]) -> tuple[list[str], str]:
+    """Returns the files that are data, and in words how many others there are and why.
+
+    Not counted are files that `datasets` writes beside its data, and hidden ones of no kind.
+    """
+    why: dict[str, str] = {}  # "" for those that are not counted
+    for name in found:
+        if _is_hidden(name, root):
+            why[name] = "name or folder begins with . or _" if kind_of(name) else ""
+        elif not kind_of(name):
+            is_link = _is_local(fs) and os.path.isdir(name)
+            why[name] = "link to a folder" if is_link else os.path.splitext(name)[1] or "no ending"
+    data = [name for name in found if name not in why]
+    _refuse_splits(path, fs, data)
+    why |= _beside_saved(fs, data)
+    data = [name for name in data if name not in why]
+    if not all(unpacked_name(name).endswith(".json") for name in data):  # some have it for settings
+        why |= {name: ".json beside other data" for name in data if name.lower().endswith(".json")}
+    counts = Counter(filter(None, why.values()))
+    words = ", ".join(f"{counted(count, 'file')} ({each})" for each, count in counts.items())
+    return [name for name in data if name not in why], words
+
+
+def _refuse_kinds(path: str, names: Sequence[str]) -> None:
+    """Raises InputError if there are files of several kinds."""
+    kinds = [kind for kind in reversed(KINDS) if kind in set(map(kind_of, names))]
+    if len(kinds) > 1:
+        raise InputError(
+            f"--dataset_path {path}: holds both {kinds[0]} and {kinds[1]}; choose one of "
+            f"them, for example with a glob such as FOLDER/*{KINDS[kinds[0]][0]}"
+        )
+
+
+def _is_hidden(name: str, root: str) -> bool:
+    """Whether a file, or a folder that it is in below the root, has a name that is not for data.
+
+    Such are unfinished files of Spark, left-overs of editors, logs of tables. A root or a glob may
+    name them explicitly.
+    """
+    asked = root.split("/")
+    return any(
+        part[:1] in (".", "_")
+        and not any(part[0] == each[:1] and fnmatch(part, each) for each in asked)
+        for part in name.removeprefix(root).split("/")
+    )
+
+
+def _refuse_delta(path: str, fs: Any, base: str, found: Sequence[str]) -> None:
+    """Raises InputError for a Delta table: files lie in it that the table no longer has."""
+    tables = {name.partition(f"/{DELTA}/")[0] for name in found if f"/{DELTA}/" in name}
+    if tables or fs.isdir(f"{base}/{DELTA}"):  # of a glob, the log may not be found
+        raise InputError(
+            f"--dataset_path {path}: {min(tables, default=base)} is a Delta table, whose files may "
+            "hold rows that it no longer has; save its rows to files of their own, for example "
+            "those of DeltaTable(FOLDER).to_pyarrow_table() from the package deltalake"
+        )
+
+
+def _beside_saved(fs: Any, names: Sequence[str]) -> dict[str, str]:
+    """Returns the files that are no data where `datasets` has saved some, and why.
+
+    A folder that was saved to twice has files of both times; its state says which count.
+    """
+    why = {name: "" for name in names if name.endswith(SPLITS)}
+    for folder in sorted({name.rpartition("/")[0] for name in names if kind_of(name) == "Arrow"}):
+        listed = _state_of(fs, folder)
+        inside = {
+            name: name.rpartition("/")[2] for name in names if name.rpartition("/")[0] == folder
+        }
+        for name, last in inside.items():
+            if last in (INFO, STATE):
+                why[name] = ""
+            elif kind_of(name) == "Arrow" and listed is not None and last not in listed:
+                why[name] = f"not listed in {STATE}"
+            elif INFO in inside.values() and listed is None and fnmatch(last, RESULTS):
+                why[name] = "results that datasets keeps"
+    return why
+
+
+def _state_of(fs: Any, folder: str) -> set[str] | None:
+    """Returns the names of the files that count in a folder that `datasets` has saved; None if it
+    does not say so. Raises InputError if it is damaged, or if one is missing."""
+    path = f"{folder}/{STATE}"
+    if not fs.isfile(path):
+        return None
+    with fs.open(path, "rb") as file:
+        content = file.read(MAX_STATE_BYTES)
+    try:
+        state = json.loads(content)
+        if not isinstance(state, dict) or "_data_files" not in state:
+            return None
+        listed = {each["filename"] for each in state["_data_files"]}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InputError(
+            f"--dataset_path {path}: is damaged, but says which files count: {one_line(error)}"
+        ) from error
+    for name in sorted(listed):
+        if not fs.isfile(f"{folder}/{name}"):
+            raise InputError(f"--dataset_path {path}: lists {name}, which is missing")
+    return listed
+
+
+def _refuse_splits(path: str, fs: Any, names: Sequence[str]) -> None:
+    """Raises InputError if `datasets` has saved several splits there: they are not one data set."""
+    arrow = [name for name in names if kind_of(name) == "Arrow"]
+    for folder in (name.removesuffix(SPLITS) for name in names if name.endswith(SPLITS)):
+        inside = [
+            name.removeprefix(f"{folder}/") for name in arrow if name.startswith(f"{folder}/")
+        ]
+        splits = sorted({name.split("/")[0] for name in inside})
+        if len(splits) > 1:
+            where = folder if _is_local(fs) else fs.unstrip_protocol(folder)
+            raise InputError(
+                f"--dataset_path {path}: holds several splits of a data set ({', '.join(splits)}); "
+                f"choose one of them, such as {where}/{splits[0]}"
+            )
+
+
+def _describe(fs: Any, folder: str, path: str) -> TextFile:
+    found = fs.info(path)
+    if _is_local(fs) and found["type"] != "file":
+        raise InputError(f"--dataset_path {path}: {SPECIAL}")
+    plain = plain_url(path)
+    relative = (plain.partition(folder)[2] if folder else plain).lstrip("/")
+    name = os.fsencode(relative).decode(errors="backslashreplace")
+    if _is_local(fs):
+        return TextFile(path, name, found["size"], modified(found["mtime"]))
+    version = next((f"{key} {found[key]}" for key in VERSIONS if found.get(key)), "")
+    return TextFile(fs.unstrip_protocol(path), name, found["size"], version)
+
+
+def _is_local(fs: Any) -> bool:
+    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
+
+
+def modified(mtime: float) -> str:
+    """Returns the version of a file on this machine. mtime: in seconds, as os.stat has it."""
+    return f"modified {mtime!r}"
+
+
+@contextmanager
+def refusing(path: str) -> Iterator[None]:
+    """Turns whatever a file system may raise inside the block into an InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"--dataset_path {path}: {one_line(error)}") from error
