@@ -115,7 +115,7 @@ def _folder(given: str | None, output: Path, several: bool) -> str | None:
                 "%s: nothing is kept for the next start; XDG_CACHE_HOME names another cache", error
             )
             return None
-    return given if "://" in given else _usable(Path(os.path.expanduser(given)), output)
+    return given if "://" in given else _usable(Path(given), output)
 
 
 def default_folder() -> Path:
