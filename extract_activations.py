@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from activation_extraction.common.home import set_cache_folder
+from activation_extraction.common.home import set_cache_home
 
 # These are set before the libraries are imported: otherwise `datasets` would load PyTorch wherever
 # it is installed, and transformers would warn that it has none.
 os.environ.setdefault("USE_TORCH", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-set_cache_folder()
+set_cache_home()
 # Modules stay in memory, so the garbage collector would find nothing while they are imported, and
 # its search would take a quarter of the time.
 gc.disable()

@@ -16,6 +16,7 @@ from activation_extraction.common import home, retries
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.positions import parse_positions
 from activation_extraction.common.retries import hub_unreachable, unwritable_cache
+from activation_extraction.model.devices import default_folder
 
 # Flags, in which {} stands for a folder with FILES, and what the message names.
 BAD_REQUESTS = """\
@@ -262,6 +263,15 @@ def test_a_user_without_a_home_has_caches_elsewhere(inputs, tmp_path):
         assert len(caches) == 2 and all(cache.startswith(f"{folder}/") for cache in caches)
         assert list((folder / "activation_extraction/jax").iterdir())
         assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_the_variables_that_name_caches_may_have_a_tilde(tmp_path, monkeypatch):
+    """As those of a Dockerfile, which no shell has expanded."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/caches")
+    assert default_folder().is_relative_to(tmp_path / "caches")
+    home.set_cache_home()
+    assert os.environ["XDG_CACHE_HOME"] == "~/caches"
 
 
 @pytest.mark.parametrize("spoil", ["link", "open to others"])

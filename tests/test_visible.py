@@ -192,6 +192,7 @@ def status_with(stream, *flags):
         os.close(log)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [*STREAMS, "closed"])
 def test_no_stream_changes_an_exit_status(stream, inputs, tmp_path):
     """A run names its folder, which is not ASCII, and so do those that look at it."""

@@ -25,9 +25,14 @@ def expand_home(flag: str, path: str) -> str:
     return expanded
 
 
-def set_cache_folder() -> None:
+def cache_home() -> str:
+    """Returns the folder of the user's caches; it begins with ~ if there is no home."""
+    return os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+
+
+def set_cache_home() -> None:
     """Sets XDG_CACHE_HOME if there is no home; libraries would make a folder called ~."""
-    if os.path.expanduser("~") == "~" and not os.environ.get("XDG_CACHE_HOME"):
+    if cache_home().startswith("~"):
         os.environ["XDG_CACHE_HOME"] = str(_temporary_caches())
 
 

@@ -49,8 +49,8 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
 )
 WEIGHT_FILE = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a file in the folder of its index
-# How the names of weight files end: those that are read, and others.
-WEIGHTS = ".safetensors", (".bin", ".pt", ".pth", ".gguf")
+# Weights in forms that are not read.
+OTHER_WEIGHTS = re.compile(r"(pytorch_)?model.*\.(bin|pt|pth)|consolidated.*\.pth|.*\.gguf")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -246,7 +246,9 @@ class Checkpoint:
 
     def _has_no_weights(self) -> InputError:
         """Returns the refusal of a model without readable weights, which says what it has."""
-        shards, others = ([n for n in sorted(self._names) if n.endswith(e)] for e in WEIGHTS)
+        names = sorted(self._names)
+        shards = [name for name in names if name.endswith(".safetensors")]
+        others = [name for name in names if OTHER_WEIGHTS.fullmatch(name)]
         text = f"--model_path {self.model_path}: has no {SINGLE_FILE}"
         if shards:
             text += (

@@ -5,7 +5,6 @@ entry covers the program, its devices, the compiler's version and flags, and on 
 machine's instruction sets: machines of different kinds may share a folder.
 """
 
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.home import cache_home
 from activation_extraction.common.host_memory import host_memory
 from activation_extraction.common.log import log
 
@@ -120,8 +120,7 @@ def _folder(given: str | None, output: Path, several: bool) -> str | None:
 
 def default_folder() -> Path:
     """Returns a folder below XDG_CACHE_HOME, or else below ~/.cache."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(caches, "activation_extraction", "jax")
+    return Path(cache_home(), "activation_extraction", "jax")
 
 
 def _usable(folder: Path, output: Path) -> str:
