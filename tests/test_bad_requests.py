@@ -287,6 +287,14 @@ def test_a_cache_folder_that_others_can_write_is_not_used(spoil, tmp_path, monke
     assert home._temporary_caches() not in (theirs, tmp_path / "theirs")
 
 
+def test_without_a_home_and_temporary_files_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(home.tempfile, "tempdir", str(tmp_path / "none"))
+    monkeypatch.setattr(home.os.path, "expanduser", lambda path: path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/.cache")
+    home.set_cache_home()
+    assert os.environ["XDG_CACHE_HOME"] == os.devnull
+
+
 def test_only_a_lasting_failure_to_connect_counts(monkeypatch):
     asked = []
     monkeypatch.setattr(retries.time, "sleep", asked.append)

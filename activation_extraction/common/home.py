@@ -6,6 +6,7 @@ In a container there may be none: HOME is not set, and the system does not know 
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from activation_extraction.common.errors import InputError
@@ -33,16 +34,17 @@ def cache_home() -> str:
 def set_cache_home() -> None:
     """Sets XDG_CACHE_HOME if there is no home; libraries would make a folder called ~."""
     if cache_home().startswith("~"):
-        os.environ["XDG_CACHE_HOME"] = str(_temporary_caches())
+        try:
+            os.environ["XDG_CACHE_HOME"] = str(_temporary_caches())
+        except OSError:  # not even temporary files can be written
+            os.environ["XDG_CACHE_HOME"] = os.devnull
 
 
 def _temporary_caches() -> Path:
     """Returns a folder of this user alone, the same at each start unless another user has it."""
     folder = Path(tempfile.gettempdir(), f"cache-of-user-{os.getuid()}")
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="cache-"))
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
     own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
     return folder if own and not found.st_mode & 0o077 else Path(tempfile.mkdtemp(prefix="cache-"))
