@@ -15,10 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from activation_extraction.common.home import set_cache_home
+
 # These are set before the libraries are imported: otherwise `datasets` would load PyTorch wherever
 # it is installed, and transformers would warn that it has none.
 os.environ.setdefault("USE_TORCH", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+set_cache_home()
 # Modules stay in memory, so the garbage collector would find nothing while they are imported, and
 # its search would take a quarter of the time.
 gc.disable()
@@ -31,7 +34,7 @@ from activation_extraction.cli.console import Clock, Progress, stop_on_signals
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import RunError, exit_status
 from activation_extraction.common.log import log, start_logging
-from activation_extraction.common.visible import counted, say, say_error
+from activation_extraction.common.visible import counted, make_streams_safe, say, say_error
 from activation_extraction.inspect.look import look
 from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
@@ -292,6 +295,7 @@ def join_hosts(config: Config) -> Host:
 
 def script() -> NoReturn:
     """Runs the command line and ends the process with its exit status."""
+    make_streams_safe()
     status = 1
     try:
         status = main()

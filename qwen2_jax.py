@@ -46,7 +46,7 @@ from activation_extraction.model.layers import (
     rounded,
 )
 from activation_extraction.model.mesh import Layout
-from activation_extraction.model.model_config import DENSE, LINEAR, SPARSE, QwenConfig
+from activation_extraction.model.model_config import DENSE, HEAD, LINEAR, SPARSE, QwenConfig
 from activation_extraction.model.weights import TensorSlice, WeightSpec
 
 
@@ -295,7 +295,7 @@ def _weight(
 ) -> WeightSpec:
     config, last = model.config, model.whole_layers
     if path == ("lm_head", "weight") and not config.tie_word_embeddings:
-        return WeightSpec(shape, axes, ("lm_head.weight",))
+        return WeightSpec(shape, axes, (HEAD,))
     if path[0] not in ("layers", "last_layer"):
         module = "embed_tokens" if path[0] == "lm_head" else path[0]
         return WeightSpec(shape, axes, (f"{config.prefix}{module}.weight",))

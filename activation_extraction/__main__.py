@@ -6,6 +6,7 @@ from typing import NoReturn
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError, exit_status
 from activation_extraction.common.log import start_logging
+from activation_extraction.common.visible import make_streams_safe
 
 
 def main() -> NoReturn:
@@ -14,6 +15,7 @@ def main() -> NoReturn:
         from extract_activations import script
     except ModuleNotFoundError as error:
         missing = str(error.name)
+        make_streams_safe()
         sys.exit(exit_status(lambda: look_without(missing)))
     script()
 

@@ -35,6 +35,25 @@ def edit_weights(change):
     return spoil
 
 
+def rename_weights(name):
+    return lambda m: (m / "model.safetensors").rename(m / name)
+
+
+def adapter(*without):
+    """Leaves an adapter in the folder, without these files of the model."""
+
+    def spoil(model):
+        (model / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+        for name in without:
+            (model / name).unlink()
+
+    return spoil
+
+
+HOLDS_ADAPTER = (
+    "model: holds an adapter (adapter_config.json, of org/base), which is not applied; give the "
+    "folder of a model that it is merged into"
+)
 Q_PROJ = "model.layers.3.self_attn.q_proj.weight"
 BAD_MODELS = {
     "no config": (lambda m: (m / "config.json").unlink(), "has no config.json"),
@@ -45,6 +64,19 @@ BAD_MODELS = {
     "scaled rope": (edit_config(rope_scaling={"type": "dynamic", "factor": 2.0}), "'dynamic'"),
     "no size": (edit_config(hidden_size=None), "'hidden_size' expected int, got NoneType"),
     "no weights": (lambda m: (m / "model.safetensors").unlink(), "has no model.safetensors"),
+    "weights of PyTorch": (
+        rename_weights("pytorch_model.bin"),
+        "has no model.safetensors, but pytorch_model.bin; only safetensors are read: load the "
+        "model with transformers and store it with save_pretrained",
+    ),
+    "shards without their index": (
+        rename_weights("model-00001-of-00002.safetensors"),
+        "has no model.safetensors and no model.safetensors.index.json, but "
+        "model-00001-of-00002.safetensors; copy the index from where the shards come from",
+    ),
+    "adapter beside the model": (adapter(), HOLDS_ADAPTER),
+    "adapter alone": (adapter("config.json", "model.safetensors"), HOLDS_ADAPTER),
+    "adapter without weights": (adapter("model.safetensors"), HOLDS_ADAPTER),
     "truncated weights": (
         break_file("model.safetensors", lambda b: b[: len(b) // 2]),
         "model.safetensors: not a complete safetensors file",
@@ -67,7 +99,7 @@ BAD_MODELS = {
         f"{Q_PROJ} is I8",
     ),
     "broken index": (
-        lambda m: (m / "model.safetensors.index.json").write_text("{}"),
+        lambda m: (m / "model.safetensors").rename(m / "model.safetensors.index.json"),
         "not a safetensors index",
     ),
     "no tokenizer": (

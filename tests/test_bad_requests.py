@@ -1,19 +1,23 @@
 """Bad flags, files and folders: one line that names them, and exit status 2."""
 
 import errno
+import os
 import shlex
+import subprocess
+import sys
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from command_line import assert_refused, start
+from command_line import SCRIPT, assert_refused, start
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.flags import FLAGS
-from activation_extraction.common import retries
+from activation_extraction.common import home, retries
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.positions import parse_positions
 from activation_extraction.common.retries import hub_unreachable, unwritable_cache
+from activation_extraction.model.devices import default_folder
 
 # Flags, in which {} stands for a folder with FILES, and what the message names.
 BAD_REQUESTS = """\
@@ -114,6 +118,19 @@ BAD_REQUESTS = """\
 --upload_to_gcs --gcs_bucket b/c | --gcs_bucket b/c: is a path
 --upload_to_gcs --gcs_bucket b --gcs_prefix 'run*' | \
  --gcs_prefix 'run*': contains a space, a wildcard
+--upload_to_gcs --gcs_bucket b --gcs_prefix a//b | --gcs_prefix a//b: has a folder without a name
+--upload_to_gcs --gcs_bucket b --gcs_prefix /a/./b | --gcs_prefix /a/./b: has a folder without
+--upload_to_gcs --gcs_bucket b --gcs_prefix ../b/ | --gcs_prefix ../b/: has a folder without
+--upload_to_gcs --gcs_bucket gs://b//c | --gcs_bucket gs://b//c: has a folder without a name
+--upload_to_gcs --gcs_bucket b --gcs_prefix 'a;b' | --gcs_prefix 'a;b': contains a space, a
+--upload_to_gcs --gcs_bucket b --gcs_prefix 'a\\b' | --gcs_prefix 'a\\\\b': contains a space, a
+--upload_to_gcs --gcs_bucket b --gcs_prefix a::b | --gcs_prefix 'a::b': contains a space, a
+--upload_to_gcs --gcs_bucket b --gcs_prefix 'a\x07b' | --gcs_prefix 'a\\x07b': contains a space, a
+--output_dir ~nobody.known/out | --output_dir ~nobody.known/out: no home folder is known
+--compilation_cache ~nobody.known | --compilation_cache ~nobody.known: no home folder is known
+--report ~nobody.known/x --output_dir {}/o | --report ~nobody.known/x: no home folder is known
+--export pickle --export_dir ~nobody.known/x --output_dir {}/o | \
+ --export_dir ~nobody.known/x: no home folder is known
 --upload_to_gcs --gcs_bucket s3://b --output_dir {}/o | --gcs_bucket s3://b: Install s3fs
 --upload_to_gcs --gcs_bucket nope://b | --gcs_bucket nope://b: Protocol not known: nope
 --upload_to_gcs --gcs_bucket ftp://127.0.0.1:1 | --upload_to_gcs: ftp://127.0.0.1:1
@@ -221,6 +238,76 @@ def test_a_run_on_local_data_needs_no_home(inputs, tmp_path):
     assert "done: 2 samples" in printed
     assert "/dev/null/home/.cache/activation_extraction/jax: Not a directory" in err
     assert "XDG_CACHE_HOME names another" in err and "HF_DATASETS_CACHE names another" in err
+
+
+NO_HOME = """
+import os, pwd, sys
+def unknown(number):
+    raise KeyError(number)
+pwd.getpwuid = unknown
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+import extract_activations
+from datasets import config
+from huggingface_hub.constants import HF_HUB_CACHE
+print("caches:", config.HF_DATASETS_CACHE, HF_HUB_CACHE)
+extract_activations.script()
+"""
+
+
+@pytest.mark.long
+def test_a_user_without_a_home_has_caches_elsewhere(inputs, tmp_path):
+    """As with a user id in a container that its system does not know, and no HOME."""
+    names = "HOME", "XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "HF_HOME"
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    flags = [str(flag) for flag in (*inputs, "--max_samples", 2, "--output_dir", tmp_path / "out")]
+    (tmp_path / "here").mkdir()
+    (tmp_path / "tmp").mkdir()
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.argv[0] = {str(SCRIPT)!r}{NO_HOME}", *flags],
+            env=environment | {"TMPDIR": str(tmp_path / "tmp"), "JAX_PLATFORMS": "cpu"},
+            cwd=tmp_path / "here",
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+        assert not list((tmp_path / "here").iterdir())
+        (folder,) = (tmp_path / "tmp").iterdir()
+        caches = done.stdout.splitlines()[0].split()[1:]
+        assert len(caches) == 2 and all(cache.startswith(f"{folder}/") for cache in caches)
+        assert list((folder / "activation_extraction/jax").iterdir())
+        assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_the_variables_that_name_caches_may_have_a_tilde(tmp_path, monkeypatch):
+    """As those of a Dockerfile, which no shell has expanded."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/caches")
+    assert default_folder().is_relative_to(tmp_path / "caches")
+    home.set_cache_home()
+    assert os.environ["XDG_CACHE_HOME"] == "~/caches"
+
+
+@pytest.mark.parametrize("spoil", ["link", "open to others"])
+def test_a_cache_folder_that_others_can_write_is_not_used(spoil, tmp_path, monkeypatch):
+    monkeypatch.setattr(home.tempfile, "tempdir", str(tmp_path))
+    theirs = tmp_path / f"cache-of-user-{os.getuid()}"
+    assert home._temporary_caches() == theirs == home._temporary_caches()
+    if spoil == "link":
+        theirs.rename(tmp_path / "theirs")
+        theirs.symlink_to(tmp_path / "theirs")
+    else:
+        theirs.chmod(0o770)
+    assert home._temporary_caches() not in (theirs, tmp_path / "theirs")
+
+
+def test_without_a_home_and_temporary_files_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(home.tempfile, "tempdir", str(tmp_path / "none"))
+    monkeypatch.setattr(home.os.path, "expanduser", lambda path: path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/.cache")
+    home.set_cache_home()
+    assert os.environ["XDG_CACHE_HOME"] == os.devnull
 
 
 def test_only_a_lasting_failure_to_connect_counts(monkeypatch):

@@ -88,6 +88,14 @@ def test_reading_a_configuration_leaves_it_as_it_is():
     assert raw["rope_scaling"] == dict(type="linear", factor=2.0)
 
 
+def test_fields_that_a_family_does_not_read_are_ignored():
+    """As transformers ignores them: Qwen3's experts have no shared one, nor a type per layer."""
+    raw, _ = RELEASED["Qwen3-30B-A3B"]
+    others = dict(shared_expert_intermediate_size=512, qkv_bias=True)
+    others["layer_types"] = ["sliding_attention"] * raw["num_hidden_layers"]
+    assert FAMILIES.config(raw | others) == FAMILIES.config(raw)
+
+
 def test_yarn_makes_rows_longer_than_the_configuration_says():
     """The cards of Qwen3 add these three fields and nothing else."""
     rope = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)

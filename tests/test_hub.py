@@ -116,6 +116,37 @@ def test_only_the_files_with_needed_layers_are_downloaded(hub, tmp_path):
     assert 0 < len(fetched) < len(every)
 
 
+def test_a_single_file_of_the_hub_counts_before_an_index(hub, tmp_path):
+    """Also offline, and from the hub's cache."""
+    shards = {"weight_map": {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "hub/models/org/tiny" / INDEX_FILE).write_text(json.dumps(shards))
+    flags = ["--model_path", "org/tiny", "--dataset_path", str(tmp_path / "a.jsonl")]
+    (tmp_path / "a.jsonl").write_text('{"text": "a text"}\n')
+    for offline in ("0", "1"):
+        done = run(hub, tmp_path, *flags, "--overwrite", HF_HUB_OFFLINE=offline)
+        assert done.returncode == 0, done.stderr
+        assert f"org/tiny: {SINGLE_FILE} is read, and {INDEX_FILE} is not" in done.stderr
+
+
+def test_adapters_and_other_weights_of_the_hub_are_named(hub, tmp_path):
+    models = tmp_path / "hub/models/org"
+    adapter = json.dumps({"base_model_name_or_path": "org/tiny"})
+    (models / "adapter").mkdir()
+    (models / "adapter/adapter_config.json").write_text(adapter)
+    shutil.copytree(models / "tiny", models / "both")
+    (models / "both/adapter_config.json").write_text(adapter)
+    shutil.copytree(models / "tiny", models / "pickled")
+    (models / f"pickled/{SINGLE_FILE}").rename(models / "pickled/pytorch_model.bin")
+    for name, said in (
+        ("adapter", "holds an adapter (adapter_config.json, of org/tiny), which is not applied"),
+        ("both", "holds an adapter (adapter_config.json, of org/tiny), which is not applied"),
+        ("pickled", f"has no {SINGLE_FILE}, but pytorch_model.bin; only safetensors are read"),
+    ):
+        done = run(hub, tmp_path, "--model_path", f"org/{name}", *TEXTS)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert done.stderr.startswith(f"error: --model_path org/{name}: {said}")
+
+
 def test_the_hub_says_what_is_in_its_weights(hub, tmp_path, monkeypatch):
     """They are not read for their digest, which is that of the same files in a local folder."""
     done = run(hub, tmp_path, "--model_path", "org/tiny", *TEXTS, "--max_samples", "1")

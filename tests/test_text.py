@@ -13,9 +13,10 @@ import pyarrow.parquet
 import pytest
 from conftest import tokenizer_of
 from small_runs import stream_of
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, trainers
 
 from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.common.log import start_logging
 from activation_extraction.run.host_text import Prefetch
 from activation_extraction.text import packing
 from activation_extraction.text import samples as text_samples
@@ -23,7 +24,7 @@ from activation_extraction.text.batch import Cursor, Worker
 from activation_extraction.text.file_list import list_files
 from activation_extraction.text.packing import pack
 from activation_extraction.text.rows import Content, RowForm, TextColumn, arc_prompt
-from activation_extraction.text.samples import SampleForm, samples
+from activation_extraction.text.samples import SampleForm, pretrained, samples
 
 
 def write_files(folder, count, kind, rows_per_file=13):
@@ -210,6 +211,42 @@ def test_token_ids_are_those_of_the_files(demo_inputs, tmp_path):
         expected = reference.encode(text, add_special_tokens=False).ids
         assert one_file.encode(text, add_special_tokens=False).ids == expected
         assert two_files.encode(text, add_special_tokens=False).ids == expected
+
+
+# Words of Qwen3.5, which have marks in them; transformers splits as Qwen2 does.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize("text", ["ภาษาไทย ที่นี่", "مُحَمَّد", "हिन्दी विकिपीडिया"])
+def test_token_ids_are_those_of_tokenizer_json_where_transformers_has_others(
+    text, demo_inputs, tmp_path, capsys
+):
+    """One line of the first host says so, and none where both have the same."""
+    model = shutil.copytree(demo_inputs / "model", tmp_path / "model")
+    start_logging(False, 0, 0)
+    tokenizer_of(demo_inputs / "model", 2048)
+    assert "token ids are" not in capsys.readouterr().err
+    own = Tokenizer.from_file(str(model / "tokenizer.json"))
+    own.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    own.train_from_iterator([text] * 9, trainers.BpeTrainer(vocab_size=2000, show_progress=False))
+    own.save(str(model / "tokenizer.json"))
+    expected = own.encode(text, add_special_tokens=False).ids
+    assert pretrained(model / "tokenizer.json").encode(text, add_special_tokens=False) != expected
+    assert tokenizer_of(model, 2048).encode(text, add_special_tokens=False).ids == expected
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert f"token ids are those of {model}/tokenizer.json; Qwen2Tokenizer of" in printed
+    start_logging(False, 0, 1)
+    tokenizer_of(model, 2048)
+    assert capsys.readouterr().err == ""
 
 
 def test_tokenizer_of_another_model_is_refused(demo_inputs):

@@ -3,13 +3,18 @@
 import gzip
 import json
 import logging
+import os
+import subprocess
+import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
+import forks
 import pytest
-from command_line import assert_refused, main
+from command_line import SCRIPT, assert_refused, main
 from extractions import edit, extract
+from pods import Pod, flags_for
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
@@ -155,3 +160,69 @@ def test_another_signature_is_the_same_data(signed_files):
 )
 def test_one_thing_is_not_called_many(number, said):
     assert counted(number, "sample") == said
+
+
+def no_reader():
+    """A pipe that nobody reads from, as that of a `head` that has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+STREAMS = {
+    "no reader": no_reader,
+    "full disk": lambda: os.open("/dev/full", os.O_WRONLY),
+    "ascii": lambda: os.open(os.devnull, os.O_WRONLY),
+}
+
+
+def status_with(stream, *flags):
+    """The exit status of a command with such a stdout and stderr."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    environment |= {"PYTHONPATH": str(SCRIPT.parent)}
+    if stream == "ascii":
+        environment["PYTHONIOENCODING"] = "ascii"
+    if stream == "closed":
+        command = ["sh", "-c", '"$@" >&- 2>&-', "-", sys.executable, SCRIPT, *flags]
+        return subprocess.run([*map(str, command)], env=environment, timeout=600).returncode
+    log = STREAMS[stream]()
+    try:
+        return forks.start([str(SCRIPT), *map(str, flags)], environment, log).wait(600)
+    finally:
+        os.close(log)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stream", [*STREAMS, "closed"])
+def test_no_stream_changes_an_exit_status(stream, inputs, tmp_path):
+    """A run names its folder, which is not ASCII, and so do those that look at it."""
+    out = ["--output_dir", tmp_path / "größe"]
+    assert status_with(stream, *inputs, "--max_samples", 3, *out) == 0
+    assert json.loads((out[1] / "metadata.json").read_text())["status"] == "complete"
+    assert status_with(stream, *inputs, "--max_samples", "none", *out) == 2
+    if stream != "closed":  # each would be a process of its own
+        for flags in (["--status", "--json", *out], ["--verify", *out], ["--help"]):
+            assert status_with(stream, *flags) == 0
+        for flags in (["--list_hooks", *inputs], ["--plan", "here", *inputs]):
+            assert status_with(stream, *flags) == 0
+        (out[1] / "shard_0001.pkl.gz").unlink()
+        assert status_with(stream, "--verify", *out) == 1
+
+
+@pytest.mark.long
+def test_no_stream_of_a_host_stops_the_others(demo_inputs, tmp_path):
+    flags = flags_for(demo_inputs, tmp_path / "größe", "--max_samples", 8)
+    pod = Pod(tmp_path, 2, 1, *flags, PYTHONIOENCODING="ascii")
+    assert pod.wait() == [0, 0], [pod.text(host) for host in range(2)]
+    assert "gr\\xf6\\xdfe" in pod.text(0)
+
+
+def test_a_full_disk_under_stdout_is_named(tmp_path):
+    """Exit statuses speak of the run, so that only a line on stderr says what is lost."""
+    command = [sys.executable, "-m", "activation_extraction.cli.config", "--help"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=SCRIPT.parent, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (
+        0,
+        b"stdout cannot be written: No space left on device\n",
+    )

@@ -1,19 +1,28 @@
 """Reading weights: each tensor once, to the bit, and few at a time."""
 
+import dataclasses
+import json
 import threading
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
-from conftest import Reference, references
+from command_line import main
+from conftest import Reference, make_reference, references
 from flax.traverse_util import flatten_dict
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
+from test_model import TOLERANCE, error_of
 from watched import Watched
 
-from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.dataset.dataset import ActivationDataset
+from activation_extraction.model.checkpoint import INDEX_FILE, Checkpoint
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.mesh import build_layout
+from activation_extraction.model.model_config import as_stored
 from activation_extraction.model.weights import READERS, WeightSpec, load_params
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import create_model_with_hooks
@@ -100,3 +109,91 @@ def test_every_layer_lies_where_the_model_has_it(reference: Reference):
         assert params[path].sharding == layout.sharding(spec.axes, spec.shape)
         expected = spec.read_whole(checkpoint.read, dtype).view(np.uint16)
         np.testing.assert_array_equal(params[path], expected)
+
+
+TOKEN_IDS = np.random.default_rng(0).integers(0, 211, 30, np.int32)
+
+
+@pytest.fixture
+def tied(tmp_path):
+    """A model whose head is its embedding."""
+    return make_reference(tmp_path / "model", num_key_value_heads=2, tie_word_embeddings=True)
+
+
+def change(folder, name=lambda name: name, **more):
+    """Renames the tensors of a model, and adds some."""
+    path = folder / "model.safetensors"
+    tensors = {name(old): values for old, values in load_file(path).items()}
+    save_file(tensors | more, path, {"format": "pt"})
+
+
+def extract(model_path, tmp_path, *flags):
+    """What a run stores of TOKEN_IDS: name of a hook -> its values."""
+    table = pyarrow.table({"ids": [TOKEN_IDS.tolist()]})
+    pyarrow.parquet.write_table(table, tmp_path / "ids.parquet")
+    flags = [*flags, "--dataset_path", tmp_path / "ids.parquet", "--ids_column", "ids"]
+    flags += ["--dtype", "float32", "--no_data_parallel", "--overwrite"]
+    assert main("--model_path", model_path, *flags, "--output_dir", tmp_path / "out") == 0
+    dataset = ActivationDataset(tmp_path / "out")
+    return {hook: np.asarray(dataset[0][hook]) for hook in dataset.hooks}
+
+
+def test_a_stored_head_counts_although_it_is_said_to_be_tied(tied, tmp_path, capsys):
+    """As in transformers, which computes the expected values with the stored one."""
+    from transformers import AutoModelForCausalLM
+
+    flags = "--hook_names", "entropy", "loss", "ln_final.hook_normalized"
+    before = extract(tied.folder, tmp_path, *flags)
+    says = "its lm_head.weight is used, although config.json ties it to the embedding"
+    assert says not in capsys.readouterr().err
+    head = np.random.default_rng(1).standard_normal((211, 64)).astype(np.float32)
+    change(tied.folder, **{"lm_head.weight": head})
+    reference = Reference(AutoModelForCausalLM.from_pretrained(tied.folder), tied.folder)
+    expected = reference.hooked(TOKEN_IDS[None])
+    found = extract(tied.folder, tmp_path, *flags)
+    for name in ("entropy", "loss"):
+        used = slice(name == "loss", None)  # the first token has no loss
+        assert error_of(found[name][used], expected[name][0][used]) < TOLERANCE
+        assert error_of(before[name][used], expected[name][0][used]) > 0.1
+    assert capsys.readouterr().err.count(says) == 1
+    extract(tied.folder, tmp_path, *flags[:1], flags[3])  # no hook needs the head
+    assert says not in capsys.readouterr().err
+
+
+def test_a_decoder_with_another_head_has_the_values_of_the_language_model(tied, tmp_path):
+    """As reward models, value models and classifiers are stored, with and without "model."."""
+    flags = "--layers_to_extract", "0-3"
+    expected = extract(tied.folder, tmp_path, *flags)
+    one = np.ones((1, 64), np.float32)
+    heads = {"score.weight": one, "v_head.summary.weight": one, "v_head.summary.bias": one[0, :1]}
+    change(tied.folder, **heads)
+    for _ in range(2):
+        found = extract(tied.folder, tmp_path, *flags)
+        assert found.keys() == expected.keys() and len(found) == 4
+        for hook, values in expected.items():
+            np.testing.assert_array_equal(found[hook], values)
+        change(tied.folder, lambda name: name.removeprefix("model."))
+
+
+def test_a_decoder_beside_vision_may_lack_the_prefix_of_the_whole(tied):
+    beside = dataclasses.replace(tied.config, prefix="model.language_model.")
+    for prefix in ("model.language_model.", "language_model."):
+        assert as_stored(beside, {f"{prefix}embed_tokens.weight"}).prefix == prefix
+
+
+@pytest.mark.parametrize("where", ["folder", "URL"])
+def test_a_single_file_counts_before_an_index(where, tied, tmp_path, capsys):
+    """As in transformers; the shards may be older ones, and they may be gone."""
+    expected = extract(tied.folder, tmp_path, "--layers_to_extract", "3")
+    assert INDEX_FILE not in capsys.readouterr().err
+    older = dict.fromkeys(load_file(tied.folder / "model.safetensors"), "model-00001.safetensors")
+    (tied.folder / INDEX_FILE).write_text(json.dumps({"weight_map": older}))
+    model_path, memory = str(tied.folder), fsspec.filesystem("memory")
+    if where == "URL":
+        model_path = f"memory://{tmp_path.name}"
+        memory.put(f"{tied.folder}/*", f"/{tmp_path.name}/")
+    found = extract(model_path, tmp_path, "--layers_to_extract", "3")
+    for hook, values in expected.items():
+        np.testing.assert_array_equal(found[hook], values)
+    says = f"--model_path {model_path}: model.safetensors is read, and {INDEX_FILE} is not"
+    assert capsys.readouterr().err.count(says) == 1

@@ -24,8 +24,9 @@ from activation_extraction.cli.flags import (
 from activation_extraction.cli.parser import build_parser
 from activation_extraction.common.choices import MAX_COLUMNS, SAMPLE_COLUMNS
 from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.home import expand_home
 from activation_extraction.common.positions import parse_positions
-from activation_extraction.common.visible import counted, plain_url, say_error
+from activation_extraction.common.visible import counted, make_streams_safe, plain_url, say_error
 
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
 # The flags that were given, by name, as argparse read them.
@@ -153,13 +154,23 @@ def _check_hosts(given: Given) -> None:
 
 def _check_bucket(given: Given) -> None:
     """Checks the names of the bucket and of the folder in it."""
-    for name in ("gcs_bucket", "gcs_prefix"):
-        if re.search(r"[*?\[\]#\s]", given.get(name, "")):
+    bucket, prefix = given.get("gcs_bucket", ""), given.get("gcs_prefix", "")
+    for name, value, path in (
+        ("gcs_bucket", bucket, bucket.partition("://")[2]),
+        ("gcs_prefix", prefix, prefix),
+    ):
+        # Clients would take these for something else, or write them in another way.
+        if re.search(r"[*?\[\]#;\\\s]|::", value) or not value.isprintable():
             raise InputError(
-                f"--{name} {given[name]!r}: contains a space, a wildcard or '#'; "
-                "choose another name"
+                f"--{name} {value!r}: contains a space, a wildcard, a control character, '#', ';', "
+                "'\\' or '::'; choose another name"
             )
-    bucket = given.get("gcs_bucket", "")
+        segments = path.strip("/").split("/")
+        if len(segments) > 1 and "" in segments or {".", ".."}.intersection(segments):
+            raise InputError(
+                f"--{name} {value}: has a folder without a name, or called . or ..; expected names "
+                "with one / between them"
+            )
     if bucket.startswith("memory:") or bucket.endswith("://"):
         raise InputError(
             f"--gcs_bucket {bucket}: is not a bucket that lasts; give its name, or a URL such as "
@@ -180,8 +191,10 @@ def _depending(given: Given) -> Given:
         "compress_shards": given.get("compress_shards", True)
         and given.get("shard_format", Config.shard_format) == "pickle",
         "drop_token_ids": tuple(sorted(set(given.get("drop_token_ids", ())))),
-        "output_dir": os.path.expanduser(given.get("output_dir", Config.output_dir)),
     }
+    for name in ("output_dir", "export_dir", "compilation_cache", "plan_png", "report"):
+        if name in given:
+            values[name] = expand_home(name, given[name])
     for name in ("keep_columns", "roles"):
         values[name] = tuple(dict.fromkeys(given.get(name, ())))
     values["chat_template_args"] = tuple(dict(given.get("chat_template_args", ())).items())
@@ -284,4 +297,5 @@ def check_flags() -> int:
 
 
 if __name__ == "__main__":
+    make_streams_safe()
     sys.exit(check_flags())

@@ -2,11 +2,14 @@
 
 Names and messages come from files, from servers and from what others have stored. Control
 characters in them are shown as escapes, so that a terminal does not obey them, and URLs lose their
-secrets.
+secrets. No stream that is closed, full or not in UTF-8 makes the program fail.
 """
 
+import io
+import os
 import re
 import sys
+from typing import Any
 
 # An fsspec URL has a scheme, sometimes a name before "@", the rest and a query; "::" ends it.
 URL = re.compile(
@@ -67,3 +70,40 @@ def say(*lines: object) -> None:
 def say_error(*lines: object) -> None:
     """Prints lines to stderr."""
     print(*map(visible, lines), sep="\n", file=sys.stderr, flush=True)
+
+
+def make_streams_safe() -> None:
+    """Replaces stdout and stderr by streams to which writing never fails, whatever writes to them.
+
+    What nobody reads any more is dropped, as is all that is written to a stream that was closed
+    from the start. A character that the stream's encoding lacks becomes an escape.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))
+            continue
+        safe = io.TextIOWrapper(
+            io.BufferedWriter(_SafeFile(stream.fileno(), "w", closefd=False)),
+            stream.encoding,
+            "backslashreplace",
+            line_buffering=stream.line_buffering or stream.write_through,
+        )
+        setattr(sys, name, safe)
+
+
+class _SafeFile(io.FileIO):
+    """A stream's file, whose writes never fail; if stdout cannot be written, stderr says so."""
+
+    _lost = False
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:  # the reader has seen enough, as `head` has
+            return len(data)
+        except OSError as error:
+            if self.fileno() == 1 and not self._lost:
+                self._lost = True
+                say_error(f"stdout cannot be written: {error.strerror}")
+            return len(data)

@@ -38,7 +38,7 @@ def show_report(root: Folder, file: str) -> int:
     missing.
     """
     folders = read_folders(root)
-    target = Path(file or (root.fetch(NAME, Path()) if root.local else NAME)).expanduser()
+    target = Path(file or (root.fetch(NAME, Path()) if root.local else NAME))
     for library in ("matplotlib", "jinja2"):
         if find_spec(library) is None:
             how = "in the folder of the checkout run: pip install '.[report]'"

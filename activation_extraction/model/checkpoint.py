@@ -11,7 +11,9 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from huggingface_hub import _CACHED_NO_EXIST, constants, hf_hub_download, try_to_load_from_cache
@@ -37,6 +39,7 @@ from activation_extraction.store.folder import Folder, FolderError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "vocab.json",
@@ -46,6 +49,8 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
 )
 WEIGHT_FILE = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a file in the folder of its index
+# Weights in forms that are not read.
+OTHER_WEIGHTS = re.compile(r"(pytorch_)?model.*\.(bin|pt|pth)|consolidated.*\.pth|.*\.gguf")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -96,6 +101,8 @@ class Checkpoint:
     def file(self, name: str) -> Path:
         """Returns the local path of a small file. Raises InputError if the model lacks it."""
         path = self.find(name)
+        if path is None and name == "config.json" and self.find(ADAPTER_FILE):
+            raise self._holds_adapter()
         if path is None:
             raise InputError(f"--model_path {self.model_path}: has no {name}")
         return path
@@ -182,12 +189,19 @@ class Checkpoint:
 
     @functools.cached_property
     def file_of_tensor(self) -> dict[str, str] | None:
-        """Returns tensor -> file name from the index; None if the checkpoint is a single file."""
+        """Returns tensor -> file name from the index; None if the checkpoint is a single file.
+
+        If it has both, the single file counts, as it does in transformers.
+        """
         index = self.find(INDEX_FILE)
         if index is None:
             return None
+        if SINGLE_FILE in self._names:
+            where = f"--model_path {self.model_path}"
+            log.info("%s: %s is read, and %s is not", where, SINGLE_FILE, INDEX_FILE)
+            return None
         try:
-            files = dict(json.loads(index.read_text())["weight_map"])
+            files = dict(json.loads(index.read_bytes())["weight_map"])
             for tensor, name in files.items():
                 if type(name) is not str or not WEIGHT_FILE.fullmatch(name):
                     what = f"{ascii(name):.80} for {ascii(tensor):.80}"
@@ -199,6 +213,8 @@ class Checkpoint:
     @functools.cached_property
     def tensors(self) -> set[str]:
         """Returns the names of all tensors."""
+        if ADAPTER_FILE in self._names:
+            raise self._holds_adapter()
         return set(self.file_of_tensor or self._open(SINGLE_FILE).header)
 
     def file_with(self, tensor: str) -> WeightFile:
@@ -220,6 +236,8 @@ class Checkpoint:
 
     def _open(self, name: str) -> WeightFile:
         if name not in self._opened:
+            if name == SINGLE_FILE and name not in self._names and not self._offline:
+                raise self._has_no_weights()
             if self.local or not (self._url or not self._in_cache(name)):
                 self._opened[name] = LocalFile(self.file(name))
             elif name in self._sizes:
@@ -227,6 +245,33 @@ class Checkpoint:
             else:
                 raise InputError(f"--model_path {self.model_path}: has no {name}")
         return self._opened[name]
+
+    def _has_no_weights(self) -> InputError:
+        """Returns the refusal of a model without readable weights, which says what it has."""
+        names = sorted(self._names)
+        shards = [name for name in names if name.endswith(".safetensors")]
+        others = [name for name in names if OTHER_WEIGHTS.fullmatch(name)]
+        text = f"--model_path {self.model_path}: has no {SINGLE_FILE}"
+        if shards:
+            text += (
+                f" and no {INDEX_FILE}, but {shards[0]}; copy the index from where the shards come "
+                "from: it says which shard holds a tensor"
+            )
+        elif others:
+            text += (
+                f", but {others[0]}; only safetensors are read: load the model with transformers "
+                "and store it with save_pretrained"
+            )
+        return InputError(text)
+
+    def _holds_adapter(self) -> InputError:
+        """Returns the refusal of an adapter, alone or beside the weights of its base model."""
+        base = read_json(self.file(ADAPTER_FILE)).get("base_model_name_or_path")
+        return InputError(
+            f"--model_path {self.model_path}: holds an adapter ({ADAPTER_FILE}"
+            f"{f', of {base}' if base else ''}), which is not applied; give the folder of a model "
+            "that it is merged into (merge_and_unload in PEFT), or of its base model alone"
+        )
 
     def _in_cache(self, name: str) -> bool:
         """Returns whether a weight file of the hub is in the local cache, or is to be put there."""
@@ -252,6 +297,20 @@ class Checkpoint:
         except FolderError as error:
             raise InputError(f"--model_path {error}") from error
 
+    @property
+    def _offline(self) -> bool:
+        """Returns whether the model is on the hub, which cannot be asked."""
+        if self.local or self._url:
+            return False
+        return constants.HF_HUB_OFFLINE or hub_unreachable(constants.ENDPOINT) is not None
+
+    @functools.cached_property
+    def _names(self) -> Collection[str]:
+        """Returns the names of the model's files; offline, of those in the hub's cache."""
+        if self.local:
+            return os.listdir(self._local)
+        return os.listdir(self.file("config.json").parent) if self._offline else self._sizes
+
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
         """Returns name -> size in bytes of the remote files."""
@@ -261,6 +320,17 @@ class Checkpoint:
             if error.final:
                 raise InputError(f"--model_path {error}") from error
             raise
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Returns the contents of a config.json. Raises InputError if it is no JSON object."""
+    try:
+        raw = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
 
 
 @functools.cache

@@ -5,7 +5,6 @@ entry covers the program, its devices, the compiler's version and flags, and on 
 machine's instruction sets: machines of different kinds may share a folder.
 """
 
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.home import cache_home
 from activation_extraction.common.host_memory import host_memory
 from activation_extraction.common.log import log
 
@@ -115,13 +115,12 @@ def _folder(given: str | None, output: Path, several: bool) -> str | None:
                 "%s: nothing is kept for the next start; XDG_CACHE_HOME names another cache", error
             )
             return None
-    return given if "://" in given else _usable(Path(os.path.expanduser(given)), output)
+    return given if "://" in given else _usable(Path(given), output)
 
 
 def default_folder() -> Path:
     """Returns a folder below XDG_CACHE_HOME, or else below ~/.cache."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(caches, "activation_extraction", "jax")
+    return Path(cache_home(), "activation_extraction", "jax")
 
 
 def _usable(folder: Path, output: Path) -> str:

@@ -4,7 +4,6 @@ So this folder computes with a family's modules without importing the files that
 """
 
 import copy
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,11 @@ import flax.linen as nn
 
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.late_imports import transformers
+from activation_extraction.model.checkpoint import read_json
 from activation_extraction.model.hooks import Hook
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.mesh import Layout
-from activation_extraction.model.model_config import LARGEST_DEPTH, LARGEST_SIZE, SIZES
+from activation_extraction.model.model_config import HEAD, LARGEST_DEPTH, LARGEST_SIZE, SIZES
 from activation_extraction.model.weights import WeightSpec
 
 WeightTable = dict[tuple[str, ...], WeightSpec]
@@ -87,7 +87,7 @@ class ModelFamily:
         """
         tables = (self.weight_table(self.whole(config), names) for names in ((), tensors))
         specs = (spec for table in tables for spec in table.values())
-        return {name for spec in specs for name in spec.hf_names} | {"lm_head.weight"}
+        return {name for spec in specs for name in spec.hf_names} | {HEAD}
 
 
 @dataclass(frozen=True)
@@ -121,17 +121,6 @@ class Families:
     def config(self, raw: Mapping[str, Any]) -> Any:
         """Returns the configuration of the model with these contents of a config.json."""
         return self.parse_config(raw)[1]
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """Returns the contents of a config.json. Raises InputError if it is no JSON object."""
-    try:
-        raw = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-    return raw
 
 
 def complete(raw: Mapping[str, Any], source: str) -> Any:

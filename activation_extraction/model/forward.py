@@ -40,7 +40,7 @@ from activation_extraction.model.mesh import (
     own_devices,
     usable_devices,
 )
-from activation_extraction.model.model_config import QwenConfig
+from activation_extraction.model.model_config import HEAD, QwenConfig, as_stored
 from activation_extraction.model.weights import check_tensors, load_params
 from activation_extraction.text.batch import Batch
 
@@ -164,8 +164,12 @@ def prepare_model(
     else:
         checkpoint = before.checkpoint
     family, config = families.read_config(checkpoint.file("config.json"))
+    tied, config = config.tie_word_embeddings, as_stored(config, checkpoint.tensors)
     hooks = choose_hooks(request, config)
     model, rows = build_model(family, request, config)
+    if before is None and model.predicts and tied and not config.tie_word_embeddings:
+        where = f"--model_path {request.model_path}"
+        log.info("%s: its %s is used, although config.json ties it to the embedding", where, HEAD)
     if before is not None and before.layout == model.layout:
         chosen = before.kernels
     else:

@@ -6,7 +6,7 @@ Models of all families have this one class; each family has a function that read
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ LARGEST_DEPTH = 10_000
 # These say what a layer has before its MLP, in the words of config.json, and what its MLP is.
 ATTENTION, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 DENSE, SPARSE = "dense", "sparse"
+HEAD = "lm_head.weight"  # the tensor that makes logits
 
 # These fields must be positive integers: name here -> name in config.json.
 SIZES = {
@@ -235,6 +236,20 @@ def config_beside_vision(
     )
 
 
+def as_stored(config: QwenConfig, tensors: Collection[str]) -> QwenConfig:
+    """Returns the configuration of a checkpoint that has these tensors, as transformers reads it.
+
+    Their names lack "model." where the decoder was stored without its head, and a head that is
+    stored counts even if config.json ties it to the embedding.
+    """
+    alone, embedding = config.prefix.removeprefix("model."), "embed_tokens.weight"
+    if config.prefix + embedding not in tensors and alone + embedding in tensors:
+        config = dataclasses.replace(config, prefix=alone)
+    return dataclasses.replace(
+        config, tie_word_embeddings=config.tie_word_embeddings and HEAD not in tensors
+    )
+
+
 def _config(hf: Any, source: str, **details: Any) -> QwenConfig:
     """Reads what all families share. details: what the family adds, or overrides in config.json."""
     _refuse_quantized(hf, source)
@@ -302,7 +317,7 @@ def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
 
 def _sliding(hf: Any, known: tuple[str, ...], source: str) -> tuple[int | None, tuple[int, ...]]:
     """Returns the window and the layers that have it. known: the supported types of layers."""
-    types = getattr(hf, "layer_types", None)
+    types = hf.layer_types if hasattr(type(hf), "layer_types") else None
     if types is None:  # all layers of the family have the window, or none has
         types = [SLIDING if hf.sliding_window else ATTENTION] * hf.num_hidden_layers
     for layer, kind in enumerate(types):
@@ -338,7 +353,7 @@ def _experts(hf: Any, source: str) -> dict[str, Any]:
 
 def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:
     fields = dict(EXPERT_SIZES)
-    if hasattr(hf, "shared_expert_intermediate_size"):
+    if hasattr(type(hf), "shared_expert_intermediate_size"):  # else transformers ignores it
         fields["shared_width"] = "shared_expert_intermediate_size"
     numbers = {"shared_width": 0} | _positive_ints(hf, source, fields)
     if numbers["per_token"] > numbers["count"]:

@@ -25,8 +25,9 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.weight_files import Index
 
-# Some exporters write these; every model recomputes them from rope_theta.
-IGNORED_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")
+# Some exporters write the first, which every model recomputes from rope_theta. The others are heads
+# of reward models, value models and classifiers, which no hook needs.
+IGNORED_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq|(score|v_head|classifier|qa_outputs)\..*")
 READERS = 3  # threads that read, and tensors in flight
 ALIGNMENT = 64  # XLA's buffers are aligned to so many bytes
 
@@ -144,8 +145,8 @@ def check_tensors(
     """Compares the checkpoint's headers with what the model needs, before anything is read.
 
     table: the parameters to load; known: every tensor name that the architecture has; ignored: a
-    regular expression for those that it has beside the language model. Raises InputError for
-    missing, unknown, misshapen or non-float tensors.
+    regular expression for those that it has beside the language model, which may lack "model.".
+    Raises InputError for missing, unknown, misshapen or non-float tensors.
     """
     names = set(checkpoint.tensors)
     for spec in table:
@@ -157,7 +158,8 @@ def check_tensors(
     unknown = sorted(
         name
         for name in names - known
-        if not IGNORED_TENSORS.fullmatch(name) and not re.fullmatch(ignored, name)
+        if not IGNORED_TENSORS.fullmatch(name)
+        and not any(re.fullmatch(ignored, prefix + name) for prefix in ("", "model."))
     )
     if unknown:
         raise InputError(

@@ -20,9 +20,9 @@ from activation_extraction.common.encodings import ENCODINGS
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.automatic_mesh import Estimate, StepSizes, best_mesh
-from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.checkpoint import Checkpoint, read_json
 from activation_extraction.model.devices import at_dtype, chip_of, memory_of
-from activation_extraction.model.family import Families, HookedModel, read_json
+from activation_extraction.model.family import Families, HookedModel
 from activation_extraction.model.forward import ModelRequest, model_without_mesh
 from activation_extraction.model.measured_chip import measured_chip
 from activation_extraction.model.mesh import (

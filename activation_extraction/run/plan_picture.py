@@ -60,7 +60,7 @@ def check_picture(path: str) -> None:
     if find_spec("matplotlib") is None:
         how = "in the folder of the checkout run: pip install '.[plan]'"
         raise InputError(f"--plan_png: needs matplotlib; {how}")
-    target = Path(os.path.expanduser(path))
+    target = Path(path)
     if target.suffix.lower() != ".png":
         raise InputError(f"--plan_png {path}: expected a name that ends in .png")
     if os.path.isdir(target) or not os.path.isdir(target.parent):
@@ -84,7 +84,7 @@ def draw_plan(plan: Plan, path: str) -> None:
         _name_rows(left, plan)
         figure.savefig(image, format="png", edgecolor=figure.get_edgecolor())
     try:
-        write_bytes(Path(os.path.expanduser(path)), image.getvalue())
+        write_bytes(Path(path), image.getvalue())
     except OSError as error:
         raise InputError(f"--plan_png {path}: {reason_of(error)[0]}") from error
 
