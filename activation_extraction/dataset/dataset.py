@@ -134,8 +134,7 @@ class ActivationDataset(Sequence[SampleActivations]):
             if hook["name"] in found:
                 found[hook["name"]] = found[hook["name"]].merge(Statistics.from_json(hook))
         statistics = {
-            name: HookStatistics(**vars(found[name]), load=partial(self.shards.sums, name))
-            for name in found
+            name: HookStatistics.of(found[name], partial(self.shards.sums, name)) for name in found
         }
         return ByHook(statistics, self.shards.hooks.aliases)
 
@@ -243,7 +242,8 @@ class ActivationDataset(Sequence[SampleActivations]):
         a conversation, such as ["assistant"]. columns: names in `samples`, such as ["doc_id",
         "label"]: batches then have the values of these for every token.
 
-        Raises ValueError for arguments that make no sense.
+        Raises ValueError for arguments that make no sense, and for a choice of samples or roles
+        that is empty.
         """
         known = self.hooks
         names = chosen(self.url, known, hooks)
@@ -270,6 +270,8 @@ class ActivationDataset(Sequence[SampleActivations]):
         mask = None
         if where is not None:
             mask = as_mask(where(self.samples) if callable(where) else where, len(self))
+            if len(mask) and not mask.any():
+                raise ValueError(f"where: chooses none of {counted(len(mask), 'sample')}")
         options = BatchOptions(
             size=size,
             hooks=tuple(names),
@@ -300,6 +302,8 @@ class ActivationDataset(Sequence[SampleActivations]):
     def _known_roles(self, roles: Sequence[str]) -> tuple[str, ...]:
         """The roles that are asked for, in the order of ROLES. Raises ValueError."""
         asked = [roles] if isinstance(roles, str) else list(roles)
+        if not asked:
+            raise ValueError(f"roles: none is asked for; expected some of {', '.join(ROLES)}")
         for role in asked:
             if role not in ROLES:
                 raise ValueError(
