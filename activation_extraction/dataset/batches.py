@@ -105,8 +105,10 @@ class Batches(Iterator[T_co]):
 
         The first loop goes on where the batches stand, and every later one begins anew, unless
         `restore` was called before it. Give a DataLoader `batch_size=None`. Each of its workers
-        reads its own share of the data, so a loop with workers raises ValueError after `restore`
-        here; torchdata's StatefulDataLoader continues with the same number of workers.
+        reads its own share of the data, of which `state` and `restore` know nothing here, so a loop
+        with workers raises ValueError after `restore`. The result has `state_dict` and
+        `load_state_dict`, by which torchdata's StatefulDataLoader continues its workers, if there
+        are equally many.
         """
         from torch.utils.data import IterableDataset
         from torch.utils.data._utils.collate import default_collate_fn_map

@@ -51,8 +51,15 @@ class ActivationDataset(Sequence[SampleActivations]):
     find a hook by its other names, too.
     `metadata` is what the first host's metadata.json says, and `shards` opens what is stored.
 
+    Opening a run checks the checksums of all JSON files, and that every shard has its full size.
+    Reading compares the sha256 of a pickle, which is read whole, and of the tables of samples and
+    statistics. Of a safetensors shard, which is read by ranges, it checks the size, the header, and
+    that the numbers and offsets of the samples ascend: activations, token ids and positions that
+    have changed on a disk are read without an error, and only --verify finds them, by the sha256.
+
     Raises ValueError when there is no such run or hook, when shards are missing or cut short, or
-    when folders of different runs are mixed. Reading raises OSError for a damaged shard.
+    when folders of different runs are mixed. Reading raises OSError for a shard in which these
+    checks find damage, or that has become shorter.
     """
 
     def __init__(self, url: Any, hooks: Sequence[str] | None = None) -> None:
@@ -151,7 +158,8 @@ class ActivationDataset(Sequence[SampleActivations]):
 
     @property
     def tokenizer_path(self) -> str:
-        """The folder or hub name of the model, whose tokenizer made the token ids."""
+        """The folder, an absolute path, or the URL or hub name of the model, whose tokenizer made
+        the token ids. Runs of earlier versions recorded the path as it was given."""
         try:
             return str(self.metadata["configuration"]["model_path"])
         except KeyError:

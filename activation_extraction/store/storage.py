@@ -292,7 +292,7 @@ class ActivationStorage:
         All arguments are copied. Arrays may be NumPy's, JAX's or, on the CPU, PyTorch's. A sample
         that an earlier run has stored is skipped, by its number alone: its content is not compared.
         The arguments after `sample_idx` are fields of SampleRow, and are taken from the first hook
-        of the sample.
+        of the sample; ActivationDataset reads only samples that have token ids.
 
         Raises KeyError for an unknown hook. Raises ValueError for a sample that is out of order,
         given twice or not two-dimensional, that has another width or dtype than those before it or
