@@ -146,7 +146,7 @@ class Batches(Iterator[T_co]):
                 raise ValueError(
                     "these batches stand in the middle of the data, of which each worker of a "
                     "DataLoader reads a share of its own: continue with num_workers=0 or with "
-                    "torchdata's StatefulDataLoader, or give again()"
+                    "torchdata's StatefulDataLoader, or begin anew with again()"
                 )
             self.close()  # the threads of another process do not run here
             self._loader_worker = worker

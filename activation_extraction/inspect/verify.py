@@ -57,26 +57,25 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     """
     folders = read_folders(root)
     metadata = next((stored.metadata for stored in folders.values() if stored.metadata), None)
-    recompute, identity, allowed = None, Identity(), 0.0
-    if metadata is not None:
-        identity = identity_of(metadata, METADATA)
-        if load is not None and not identity.model_digest:
-            raise InputError(
-                f"--model_path: {root.url} records no model, because another program stored its "
-                "activations; verify it without --model_path"
-            )
-        if load is not None:
-            recompute = load(metadata)
-            allowed = tolerance(identity, metadata.get("backend") == recompute.platform)
+    identity = Identity() if metadata is None else identity_of(metadata, METADATA)
+    without_model = metadata is not None and not identity.model_digest
+    recompute, allowed = None, 0.0
+    if load is not None and without_model:
+        raise InputError(
+            f"--model_path: {root.url} records no model, because another program stored its "
+            "activations; verify it without --model_path"
+        )
+    if load is not None and metadata is not None:
+        recompute = load(metadata)
+        allowed = tolerance(identity, metadata.get("backend") == recompute.platform)
     problems = list(check_folders(folders))
     checked = list(check_shards(root, folders, count if recompute is not None else 0))
     problems += [problem for shard in checked for problem in shard.problems]
     per_shard = [shard.origins for shard in checked if shard.origins is not None]
     origins = Origins(*map(np.concatenate, zip(NO_ORIGINS, *per_shard, strict=True)))
     problems += rows_stored_twice(origins)
-    recomputed = "nothing recomputed (give --model_path)"
-    if metadata is not None and not identity.model_digest:
-        recomputed = "nothing recomputed (no model is recorded)"
+    hint = "no model is recorded" if without_model else "give --model_path"
+    recomputed = f"nothing recomputed ({hint})"
     if recompute is not None:
         chosen = [sample for shard in checked for sample in shard.chosen]
         problems += _compare(identity, chosen, recompute, allowed)
