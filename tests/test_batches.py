@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -111,7 +112,6 @@ def test_filters(run):
         assert_same(joined(dataset.batches(16, **options)), expected)
         found = joined(dataset.batches(16, shuffle=3, buffer=64, **options))
         assert_same(in_order(found), in_order(expected))
-    assert list(dataset.batches(16, skip_first=99)) == []
 
 
 def test_tokens_without_activations(run):
@@ -184,6 +184,26 @@ def test_workers_share_all_tokens_without_overlap(run, workers):
         for batch in dataset.batches(16, shuffle=0, worker=worker, workers=workers)
     ]
     assert_same(in_order(joined(batches)), in_order(stored_tokens(run)))
+
+
+@pytest.mark.parametrize(
+    "options,told",
+    [
+        (dict(skip_first=99), "skip_first=99"),
+        (dict(max_norm=0, hooks=[FIRST]), f"max_norm={{'{FIRST}': 0.0}}"),
+        (dict(max_norm={FIRST: 0.5}, skip_first=1), f"skip_first=1, max_norm={{'{FIRST}': 0.5}}"),
+    ],
+)
+def test_filters_that_leave_nothing_are_told(run, options, told, caplog):
+    """A worker alone cannot know it of the run, and logs it of its share."""
+    dataset = ActivationDataset(run.root)
+    batches = dataset.batches(16, **options)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=re.escape(f"no token passes these filters: {told}")):
+            next(batches)
+    assert not caplog.records
+    assert list(dataset.batches(16, **options, worker=1, workers=2)) == []
+    assert f"in the share of worker 1 of 2, no token passes these filters: {told}" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX has threads in this process

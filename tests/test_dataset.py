@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from cloud import REPOSITORY
-from extractions import edit, merge_all, shard_file
+from extractions import HOOKS, edit, extract, merge_all, shard_file
 from runs_to_read import (
     DTYPES,
     FORMATS,
@@ -30,10 +30,12 @@ from storages import open_storage
 
 import activation_extraction
 from activation_extraction import ActivationDataset
+from activation_extraction.cli.parser import build_parser
 from activation_extraction.dataset import open_shards
 from activation_extraction.store.statistics import Statistics
 
-FIRST = next(iter(WIDTHS))
+FIRST, HOOK = next(iter(WIDTHS)), HOOKS[3]
+FILES = [("pickle", True), ("pickle", False), ("safetensors", False)]
 KINDS = [(shard_format, dtype) for shard_format in FORMATS for dtype in DTYPES]
 
 
@@ -103,7 +105,8 @@ def test_statistics_and_metadata_are_those_of_the_json_files(run, monkeypatch):
             Statistics.from_array(activation_of(index, hook, run.dtype)) for index in run.indices
         )
         for what, value in merge_all(parts).to_json().items():
-            assert getattr(found, what) == pytest.approx(value, rel=1e-9)
+            name = f"overall_{what}" if what in ("mean", "variance") else what
+            assert getattr(found, name) == pytest.approx(value, rel=1e-9)
     assert dataset.tokenizer_path == "some/model"
     assert dataset.metadata["status"] == "complete" and dataset.complete
 
@@ -300,6 +303,36 @@ def test_flipped_bytes_in_a_pickle_raise(tmp_path):
             next(dataset.batches(8))
     path.write_bytes(whole)
     next(dataset.batches(8))
+
+
+@pytest.mark.parametrize("shard_format,compress", FILES)
+def test_what_reading_checks_and_what_only_verify_does(tmp_path, check, shard_format, compress):
+    """A bit of an activation: pickles are read whole, and of safetensors only what is asked for."""
+    extract(tmp_path, shard_format=shard_format, compress=compress)
+    expected = ActivationDataset(tmp_path)[0][HOOK]
+    path = shard_file(tmp_path, 1)
+    data = bytearray(path.read_bytes())
+    position = data.find(expected.tobytes()[:64]) if not compress else len(data) // 2
+    assert position > 0
+    data[position] ^= 1
+    path.write_bytes(data)
+    if shard_format == "safetensors":
+        found = ActivationDataset(tmp_path)[0][HOOK]
+        assert (found != expected).sum() == 1
+    else:
+        with pytest.raises(OSError, match=path.name):
+            ActivationDataset(tmp_path)[0]
+    (problem,) = check(tmp_path)
+    assert problem.startswith(f"{path.name}: ")
+    path.write_bytes(data[:-1])
+    with pytest.raises(ValueError, match=f"{path.name}: is missing or cut short"):
+        ActivationDataset(tmp_path)
+
+
+def test_what_is_checked_when_is_told():
+    (flag,) = [a for a in build_parser()._actions if "--shard_format" in a.option_strings]
+    for told in (ActivationDataset.__doc__, flag.help, (REPOSITORY / "README.md").read_text()):
+        assert "--verify" in told and "sha256" in told
 
 
 def test_flipped_bytes_in_the_tables_of_a_safetensors_shard_raise(tmp_path):

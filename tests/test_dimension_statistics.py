@@ -35,6 +35,7 @@ def test_they_are_those_of_the_stored_tokens(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(open_shards, "open_shard", None)
     for hook in dataset.hooks:
         found, values = dataset.statistics[hook], tokens[hook]
+        close(found, values)
         close(found.all_tokens, values)
         close(found.without_first_token, values[tokens["position"] > 0])
         norms = np.linalg.norm(values.astype(np.float64), axis=1)

@@ -289,4 +289,5 @@ def test_integers_of_other_programs_are_activations_as_before(tmp_path):
     dataset = ActivationDataset(tmp_path)
     found = next(dataset.batches(3, dtype="float32", max_norm=6.0))["third"]
     assert dataset.dtype == np.int8 and found.dtype == np.float32 and (found == 4).all()
-    assert (dataset.statistics["third"].tokens, dataset.statistics["third"].mean) == (3, 4.0)
+    found = dataset.statistics["third"]
+    assert (found.tokens, found.overall_mean) == (3, 4.0)

@@ -257,7 +257,7 @@ def test_a_table_of_other_samples_is_refused(tmp_path):
 
 def test_safetensors_need_token_ids(tmp_path):
     storage = open_storage(tmp_path, {0: "h"}, shard_format="safetensors")
-    with pytest.raises(ValueError, match="sample 0: has no token ids"):
+    with pytest.raises(ValueError, match="sample 0, hook 0: has no token ids"):
         storage.add_activation(0, np.zeros((1, 2), np.float32), 0, "")
 
 

@@ -46,8 +46,8 @@ def digest_of(dataset):
         facts = sample.sample_idx, sample.text_preview, sample.doc_id, sample.cut
         digest.update(repr((*facts, sample.row, dict(sample.columns))).encode())
     for hook, statistics in dataset.statistics.items():
-        numbers = statistics.tokens, statistics.mean, statistics.variance, statistics.max_norm
-        digest.update(repr((hook, *numbers)).encode())
+        overall = statistics.overall_mean, statistics.overall_variance
+        digest.update(repr((hook, statistics.tokens, *overall, statistics.max_norm)).encode())
     return digest.hexdigest()
 
 

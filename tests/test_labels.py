@@ -220,7 +220,8 @@ def test_only_tokens_of_these_samples(run, kind, shuffle):
     due = expected(lambda number, position, role: number % 3)
     assert tokens_of(dataset.batches(16, where=where, shuffle=shuffle)) == due
     later = dataset.batches(16, where=where, shuffle=shuffle, skip_first=LENGTH, max_norm=1e9)
-    assert list(later) == []
+    with pytest.raises(ValueError, match=f"these filters: skip_first={LENGTH}, max_norm=.*, where"):
+        next(later)
 
 
 @pytest.mark.parametrize("roles", [["assistant"], ["tool", "user"], "thinking", ROLES])
@@ -233,7 +234,10 @@ def test_only_tokens_of_these_roles(run, roles):
     assert tokens_of(batch for share in shares for batch in share) == due
     test = {key: value for key, value in due.items() if key[0] % 3}
     assert tokens_of(dataset.batches(16, roles=roles, where=is_test)) == test
-    assert list(dataset.batches(16, where=[False] * len(dataset))) == []
+    with pytest.raises(ValueError, match="where: chooses none of 48 samples"):
+        dataset.batches(16, where=[False] * len(dataset))
+    with pytest.raises(ValueError, match="roles: none is asked for; expected some of template, "):
+        dataset.batches(16, roles=[])
 
 
 def test_restored_at_every_step_and_no_other_choice(run):

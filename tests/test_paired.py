@@ -95,8 +95,10 @@ def test_filters_hold_in_both_runs(shard_format, shuffle, tmp_path):
     check(even, runs, lambda key, token: key[0] % 2 == 0)
     mask = pair.runs[0].samples["even"].to_pylist()
     check(pair.batches(16, where=mask, **options), runs, lambda key, token: key[0] % 2 == 0)
-    assert list(pair.batches(16, where=lambda table: [False] * len(table))) == []
-    assert list(pair.batches(16, skip_first=LENGTH)) == []
+    with pytest.raises(ValueError, match="where: chooses none of "):
+        pair.batches(16, where=lambda table: [False] * len(table))
+    with pytest.raises(ValueError, match=f"no token passes these filters: skip_first={LENGTH}$"):
+        next(pair.batches(16, skip_first=LENGTH))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -129,6 +131,12 @@ def test_random_filters_of_random_pairs(seed, tmp_path):
         columns=IDS,
     )
     shares = [pair.batches(16, worker=n, **options) for n in range(options["workers"])]
+    first, second = (run.tokens() for run in runs)
+    common = first.keys() & second.keys()
+    if len(shares) == 1 and not any(wanted(k, first[k]) and wanted(k, second[k]) for k in common):
+        with pytest.raises(ValueError, match="no token passes these filters: "):
+            next(shares[0])
+        return
     check([batch for share in shares for batch in share], runs, wanted)
 
 
@@ -309,7 +317,9 @@ def test_pickles_are_unpacked_once_for_each_shard_of_the_first_run(tmp_path, ope
         counts = Counter(url.split("/")[-1] for url, _ in opened)
         assert counts["0"] < first and counts["1"] <= counts["0"] * second
         opened.clear()
-        list(pair.batches(8, shuffle=shuffle, where=lambda table: [False] * len(table)))
+        not_in_both = [True] + [False] * 59
+        with pytest.raises(ValueError, match="no token passes these filters: where"):
+            next(pair.batches(8, shuffle=shuffle, where=not_in_both))
         assert opened == []
 
 

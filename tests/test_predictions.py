@@ -193,7 +193,7 @@ def test_a_run_stores_them_in_their_own_dtypes(whole):
         firsts, others = firsts + first.sum(), others + (~first).sum()
     loss, entropy = dataset.statistics["loss"], dataset.statistics["entropy"]
     assert (loss.tokens, entropy.tokens) == (others, firsts + others)
-    assert 5 < loss.mean < 12  # ln(2048) is 7.6
+    assert 5 < loss.overall_mean < 12  # ln(2048) is 7.6
     assert dataset.statistics["logits.top_ids"].tokens == 0
     with pytest.raises(ValueError, match="has no activations"):
         dataset.batches(8, max_norm={"loss": 3.0})
@@ -251,7 +251,7 @@ def test_only_a_loss_is_undefined_for_first_tokens(name, refused, tmp_path):
             storage.finalize()
     else:
         storage.finalize()
-        assert ActivationDataset(tmp_path / name).statistics[name].mean == 1
+        assert ActivationDataset(tmp_path / name).statistics[name].overall_mean == 1
     with pytest.raises(StorageError, match="sample 0, hook loss: NaN"):
         with open_storage(tmp_path / "later", {"loss": "loss"}, identity=identity) as later:
             later.add_activation("loss", values[::-1], 0, "", ids)

@@ -23,6 +23,7 @@ from test_model import (
 )
 
 import extract_activations
+from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.run import demo
 from activation_extraction.run.hosts import Host, Watchdog
@@ -89,6 +90,18 @@ def test_one_compilation_for_20_batches_of_different_lengths(demo_inputs, tmp_pa
     assert len([m for m in messages if "Finished XLA compilation of jit(apply)" in m]) == 1
     metadata = json.loads((tmp_path / "metadata.json").read_text())
     assert metadata["tokens"] > 20 * 8 * 90  # so there were more than 20 batches
+
+
+def test_the_model_of_a_run_is_found_from_any_folder(demo_inputs, tmp_path, monkeypatch):
+    """However the folder was given: its path is recorded as an absolute one."""
+    monkeypatch.setenv("HOME", str(demo_inputs))
+    monkeypatch.chdir(demo_inputs)
+    for number, given in enumerate(("model", "~/model")):
+        out = tmp_path / str(number)
+        layers = ["--layers_to_extract", "0", "--max_seq_length", "32", "--max_samples", "2"]
+        data = ["--dataset_path", "documents.parquet"]
+        assert main("--model_path", given, *data, *layers, "--output_dir", out) == 0
+        assert ActivationDataset(out).tokenizer_path == str(demo_inputs / "model")
 
 
 @pytest.mark.long

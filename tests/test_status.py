@@ -64,7 +64,8 @@ def in_every_state(root):
     with pytest.raises(StorageError):
         with begin(root, 1, 1, 3, 2) as storage:
             for key in HOOKS:
-                storage.add_activation(key, np.full((3, HIDDEN), np.nan), 99, "")
+                values = np.full((3, HIDDEN), np.nan, np.float32)
+                storage.add_activation(key, values, 99, "")
     extract(root, 2, 1, 3, 2, count=4)
     path = root / folder_name(2, 1, 3, 2) / "shard_0002.json"
     path.write_bytes(path.read_bytes().replace(b"tokens", b"Tokens"))

@@ -5,17 +5,24 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from extractions import merge_all
 from storages import open_storage
 
+from activation_extraction import ActivationDataset
+from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import InputError, StorageError
+from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.statistics import Statistics
@@ -275,11 +282,123 @@ def test_wrong_additions_are_refused(tmp_path):
 def test_nan_and_infinity_stop_the_run_and_are_not_stored(tmp_path, value, dtype, remedy):
     with pytest.raises(StorageError, match="sample 1, hook 5: NaN or infinite ") as raised:
         with open_storage(tmp_path, HOOKS) as storage:
-            add(storage, 0)
-            storage.add_activation(3, activation(1, 3, 4), 1, "")
+            add(storage, 0, dtype=dtype)
+            storage.add_activation(3, activation(1, 3, 4, dtype), 1, "")
             storage.add_activation(5, np.full((4, HIDDEN), value).astype(dtype), 1, "")
     assert raised.value.remedy and remedy in raised.value.remedy
     assert not commits(tmp_path)
+
+
+def test_a_buffer_that_the_caller_uses_again_is_copied(tmp_path):
+    values, ids = np.zeros((4, 2), np.float32), np.zeros(4, np.int32)
+    row, columns = {"line": 0}, {"tags": [0]}
+    with open_storage(tmp_path, {0: "h"}) as storage:
+        for number in range(3):
+            values[:], ids[:] = number, number
+            row["line"] = columns["tags"][0] = number
+            labels = {"role": ids, "turn": ids}
+            storage.add_activation(0, values, number, "", ids, None, row, 0, columns, labels)
+    for number, sample in enumerate(ActivationDataset(tmp_path)):
+        for found in (sample["h"], sample.token_ids, sample.role, sample.turn):
+            assert (found == number).all()
+        assert (sample.row, sample.columns) == ({"line": number}, {"tags": [number]})
+
+
+@pytest.mark.parametrize("shard_format", SHARD_FORMATS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32"])
+def test_arrays_of_pytorch_and_jax(tmp_path, dtype, shard_format):
+    """Also such that are no contiguous memory."""
+    tensor = torch.arange(12).reshape(2, 6)[:, ::2].to(getattr(torch, dtype))
+    expected = np.array([[0, 2, 4], [6, 8, 10]], dtype)
+    given = [tensor, tensor[:0], tensor.T.contiguous().T]
+    if dtype != "float64":  # which JAX has not
+        given.append(jnp.asarray(expected))
+    with open_storage(tmp_path, {0: "h"}, shard_format=shard_format) as storage:
+        for number, values in enumerate(given):
+            storage.add_activation(0, values, number, "", torch.arange(len(values)))
+    for values, sample in zip(given, ActivationDataset(tmp_path), strict=True):
+        assert sample["h"].dtype == dtype
+        np.testing.assert_array_equal(sample["h"], expected[: len(values)])
+
+
+@pytest.mark.parametrize(
+    "values,told",
+    [
+        (
+            torch.ones(2, 3, requires_grad=True),
+            "the tensor requires grad; give tensor.detach(",
+        ),
+        (torch.ones(2, 3, device="meta"), "the tensor is on meta; give tensor.detach().cpu()"),
+        (
+            torch.ones(2, 3).to(torch.float8_e4m3fn),
+            "Tensor of torch.float8_e4m3fn: expected an",
+        ),
+        (torch.ones(2, 3).to_sparse(), "Tensor of torch.float32: expected an array of numbers: "),
+        (
+            np.ones((2, 3), np.complex64),
+            "dtype complex64, expected one of bfloat16, bool, ",
+        ),
+        (np.ones((2, 0), np.float32), "the activation has shape (2, 0), expected (tokens, width)"),
+        ([["a", "b"]] * 2, "dtype str32, expected one of "),
+    ],
+)
+def test_arrays_that_cannot_be_stored_are_refused_by_name(tmp_path, values, told):
+    with open_storage(tmp_path, {0: "h"}) as storage:
+        with pytest.raises(ValueError, match=re.escape(f"sample 0, hook 0: {told}")):
+            storage.add_activation(0, values, 0, "", [1, 2])
+        for ids, of in (([0.5, 1.0], "float64"), ([2**31, 1], "int64")):
+            told = f"sample 0, hook 0: token ids of dtype {of}, expected int32"
+            with pytest.raises(ValueError, match=told):
+                storage.add_activation(0, np.ones((2, 3)), 0, "", ids)
+
+
+def test_safetensors_take_no_dtype_that_they_cannot_give_back(tmp_path):
+    with open_storage(tmp_path, {0: "h"}, shard_format="safetensors") as storage:
+        for dtype in ("int8", "uint8", "bool"):
+            with pytest.raises(ValueError, match=f"dtype {dtype}, expected one of bfloat16, float"):
+                storage.add_activation(0, np.ones((1, 2), dtype), 0, "", [1])
+
+
+def test_a_sample_of_another_width_or_dtype_is_named(tmp_path):
+    """Also by the run that continues, in a bucket as well, where not all JSONs are read."""
+
+    def wrong(storage, values, told):
+        with pytest.raises(ValueError, match=re.escape(f"sample 9, hook 0: {told}")):
+            storage.add_activation(0, values, 9, "", np.zeros(len(values), np.int32))
+
+    for remote in (None, Folder(f"memory:/{tmp_path}/bucket")):
+        folder = tmp_path / ("local" if remote is None else "remote")
+        for _ in range(2):
+            storage = open_storage(folder, {0: "h", 1: "i"}, remote=remote, shard_size_gb=1e-9)
+            with pytest.raises(ZeroDivisionError), storage:
+                for number in range(3):
+                    for key in (0, 1):
+                        values = np.zeros((2, 4), np.float32)
+                        storage.add_activation(key, values, number, "", [1, 2])
+                told = "expected width 4, dtype float32, as in the rest of the run"
+                wrong(storage, np.zeros((2, 5), np.float32), f"width 5, dtype float32, {told}")
+                wrong(storage, np.zeros((2, 4)), f"width 4, dtype float64, {told}")
+                storage.add_activation(1, np.zeros((3, 4), np.float32), 9, "")
+                wrong(storage, np.zeros((2, 4), np.float32), "2, expected 3 tokens as at other")
+                raise ZeroDivisionError
+    identity = Identity(activation_dtype="bfloat16")
+    with open_storage(tmp_path / "other", {0: "h"}, identity=identity) as storage:
+        wrong(storage, np.zeros((2, 4)), "width 4, dtype float64, expected width 4, dtype bfloat16")
+
+
+@pytest.mark.parametrize(
+    "folder,options,told",
+    [
+        ("s3://bucket/run?token=x", {}, "output_dir s3://bucket/run: is a URL, expected a local "),
+        (Path("nope://bucket"), {}, "output_dir nope:/bucket: is a URL, expected a local folder"),
+        ("own", {"shard_format": "parquet"}, "shard_format 'parquet': expected pickle or safetens"),
+    ],
+)
+def test_unknown_formats_and_urls_are_refused(tmp_path, monkeypatch, folder, options, told):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=told):
+        open_storage(folder, {0: "h"}, **options)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_existing_extraction_is_kept_unless_overwritten(tmp_path):

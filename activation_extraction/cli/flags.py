@@ -408,7 +408,8 @@ class Config:
     )
     shard_format: str = flag(
         "pickle: a dict that Python reads without this program; safetensors: one contiguous tensor "
-        "per hook, so that one hook is read without the others, from a disk or a bucket",
+        "per hook, so that one hook is read without the others, from a disk or a bucket. Only "
+        "--verify checks their sha256; that of a pickle is also checked whenever it is read",
         "pickle",
         choices=SHARD_FORMATS,
     )
@@ -500,7 +501,7 @@ class Config:
         needs="status or plan",
     )
     verify: bool = switch(
-        "compare every shard with its checksum and its JSON file, and check that every sample is "
+        "compare every shard with its sha256 and its JSON file, and check that every sample is "
         "there once; with --model_path, also recompute some samples; lists every problem and exits "
         "with status 1 if there is any"
     )

@@ -7,14 +7,24 @@ import json
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from activation_extraction.common.log import log
 from activation_extraction.dataset.token_batch import TokenBatch, TokenPair
 from activation_extraction.dataset.token_source import BatchOptions
 from activation_extraction.dataset.windows import Plan, Position, Window, Windows
 
+
+class LoaderWorker(NamedTuple):
+    """Worker number `part` of the `parts` workers of a DataLoader."""
+
+    part: int
+    parts: int
+
+
+ALONE = LoaderWorker(0, 1)  # reads what a process without a DataLoader reads
 T_co = TypeVar("T_co", TokenBatch, TokenPair, covariant=True)
 
 
@@ -32,21 +42,23 @@ class Batches(Iterator[T_co]):
     """Batches of tokens; the last one may be shorter. `state` and `restore` are exact.
 
     They are of type TokenBatch, or pairs of these where two runs are read side by side. It goes
-    over the data once. A copy in another process starts where this one stands. `source` is what
-    they are read from, and `options` are the arguments with which they were asked for.
+    over the data once. A copy in another process starts where this one stands; in a worker of a
+    DataLoader, which reads a share of its own, only a copy that stands at the start can be read.
+    `source` is what they are read from, and `options` are the arguments with which they were asked
+    for. Asking for a batch raises ValueError if no token of the run passes the filters.
     """
 
-    def __init__(
-        self, source: Source[T_co], options: BatchOptions, position: Position | None = None
-    ) -> None:
+    def __init__(self, source: Source[T_co], options: BatchOptions) -> None:
         self.source: Source[T_co] = source
         self.options: BatchOptions = options
-        self._position = position or Position()
+        self._position = Position()
+        self._loader_worker: LoaderWorker | None = None  # whose share the position is in
+        self._looped = False  # whether a loop over tensors has begun here since `restore`
         self._windows: Generator[Window, None, None] | None = None
         self._window: Window | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Batches, (self.source, self.options, self._position)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_windows": None, "_window": None}
 
     def state(self) -> dict[str, Any]:
         """Returns where the iteration stands, as plain JSON values."""
@@ -63,12 +75,15 @@ class Batches(Iterator[T_co]):
                 raise ValueError(
                     f"the state is of other batches: its {name} is {found!r}, not {expected!r}"
                 )
+        self._begin(Position(**content))
+
+    def _begin(self, position: Position) -> None:
         self.close()
-        self._position = Position(**content)
+        self._position, self._loader_worker, self._looped = position, _loader_worker(), False
 
     def _setting(self) -> dict[str, Any]:
         """Everything on which the order of the tokens depends."""
-        part, parts = _loader_worker()
+        part, parts = _loader_worker() or ALONE
         options: dict[str, Any] = json.loads(json.dumps(asdict(self.options)))
         for each in (options, *(options["others"] or ())):
             del each["columns"]
@@ -88,22 +103,37 @@ class Batches(Iterator[T_co]):
         """Returns a PyTorch IterableDataset of the same batches as tensors, for a DataLoader or a
         loop.
 
-        A loop in this process goes on where the batches stand. Give a DataLoader `batch_size=None`;
-        each of its workers reads its own share of the data, from the start.
+        The first loop goes on where the batches stand, and every later one begins anew, unless
+        `restore` was called before it. Give a DataLoader `batch_size=None`. Each of its workers
+        reads its own share of the data, of which `state` and `restore` know nothing here, so a loop
+        with workers raises ValueError after `restore`. The result has `state_dict` and
+        `load_state_dict`, by which torchdata's StatefulDataLoader continues its workers, if there
+        are equally many.
         """
-        from torch.utils.data import IterableDataset, get_worker_info
+        from torch.utils.data import IterableDataset
+        from torch.utils.data._utils.collate import default_collate_fn_map
 
         class TorchBatches(IterableDataset):
             def __init__(self, batches: Batches[Any]) -> None:
                 self._batches = batches
 
             def __iter__(self) -> Iterator[Any]:
-                own = self._batches if get_worker_info() is None else self._batches.again()
-                return (batch.torch() for batch in own)
+                batches = self._batches
+                if batches._looped:
+                    batches._begin(Position())
+                batches._looped = True
+                return (batch.torch() for batch in batches)
+
+            def state_dict(self) -> dict[str, Any]:
+                return self._batches.state()
+
+            def load_state_dict(self, state: Mapping[str, Any]) -> None:
+                self._batches.restore(state)
 
             def __reduce__(self) -> tuple[Any, ...]:  # such a class cannot be pickled by its name
                 return Batches.torch, (self._batches,)
 
+        default_collate_fn_map[TokenBatch] = _refuse_to_collate
         return TorchBatches(self)
 
     def jax(self) -> Iterator[T_co]:
@@ -111,6 +141,15 @@ class Batches(Iterator[T_co]):
         return (batch.jax() for batch in self)
 
     def __next__(self) -> T_co:
+        if self._loader_worker != (worker := _loader_worker()):
+            if self._position != Position():
+                raise ValueError(
+                    "these batches stand in the middle of the data, of which each worker of a "
+                    "DataLoader reads a share of its own: continue with num_workers=0 or with "
+                    "torchdata's StatefulDataLoader, or begin anew with again()"
+                )
+            self.close()  # the threads of another process do not run here
+            self._loader_worker = worker
         if self._window is None:
             self._window = self._next_window()
         window, taken = self._window, self._position.taken
@@ -124,21 +163,44 @@ class Batches(Iterator[T_co]):
         return batch
 
     def _next_window(self) -> Window:
-        """The window at the position. Raises StopIteration after the last one."""
+        """Returns the window at the position. Raises StopIteration after the last one."""
         options = self.options
         if self._windows is None:
-            plan = self.source.plan(options, *_loader_worker())
+            plan = self.source.plan(options, *(self._loader_worker or ALONE))
             most = options.buffer // 2 // options.size * options.size
             self._windows = Windows(plan, most, options.shuffle).beginning(self._position)
         try:
             return next(self._windows)
+        except StopIteration:
+            self.close()
+            self._check_selection()
+            raise
         except BaseException:
             self.close()  # so that the next call tries again
             raise
 
+    def _check_selection(self) -> None:
+        """Raises ValueError at the end of the data if it had no batch because of filters.
 
-def _loader_worker() -> tuple[int, int]:
-    """Number and count of PyTorch's DataLoader workers; (0, 1) outside of them."""
+        A worker that has no batch logs it: the others may have some.
+        """
+        filters = [text for each in self.options.of_runs for text in each.filters]
+        if self._position != Position() or not filters:
+            return
+        told = f"no token passes these filters: {', '.join(dict.fromkeys(filters))}"
+        part, parts = self._loader_worker or ALONE
+        worker, workers = self.options.worker * parts + part, self.options.workers * parts
+        if workers == 1:
+            raise ValueError(told)
+        log.warning("in the share of worker %d of %d, %s", worker, workers, told)
+
+
+def _loader_worker() -> LoaderWorker | None:
+    """Returns which of PyTorch's DataLoader workers this is; None outside of them."""
     data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
-    return (0, 1) if info is None else (info.id, info.num_workers)
+    return None if info is None else LoaderWorker(info.id, info.num_workers)
+
+
+def _refuse_to_collate(*_: Any, **__: Any) -> Any:
+    raise TypeError("these are batches already: give the DataLoader batch_size=None")

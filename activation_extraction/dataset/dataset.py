@@ -51,8 +51,15 @@ class ActivationDataset(Sequence[SampleActivations]):
     find a hook by its other names, too.
     `metadata` is what the first host's metadata.json says, and `shards` opens what is stored.
 
+    Opening a run checks the checksums of all JSON files, and that every shard has its full size.
+    Reading compares the sha256 of a pickle, which is read whole, and of the tables of samples and
+    statistics. Of a safetensors shard, which is read by ranges, it checks the size, the header, and
+    that the numbers and offsets of the samples ascend: activations, token ids and positions that
+    have changed on a disk are read without an error, and only --verify finds them, by the sha256.
+
     Raises ValueError when there is no such run or hook, when shards are missing or cut short, or
-    when folders of different runs are mixed. Reading raises OSError for a damaged shard.
+    when folders of different runs are mixed. Reading raises OSError for a shard in which these
+    checks find damage, or that has become shorter.
     """
 
     def __init__(self, url: Any, hooks: Sequence[str] | None = None) -> None:
@@ -134,8 +141,7 @@ class ActivationDataset(Sequence[SampleActivations]):
             if hook["name"] in found:
                 found[hook["name"]] = found[hook["name"]].merge(Statistics.from_json(hook))
         statistics = {
-            name: HookStatistics(**vars(found[name]), load=partial(self.shards.sums, name))
-            for name in found
+            name: HookStatistics.of(found[name], partial(self.shards.sums, name)) for name in found
         }
         return ByHook(statistics, self.shards.hooks.aliases)
 
@@ -152,7 +158,8 @@ class ActivationDataset(Sequence[SampleActivations]):
 
     @property
     def tokenizer_path(self) -> str:
-        """The folder or hub name of the model, whose tokenizer made the token ids."""
+        """The folder, an absolute path, or the URL or hub name of the model, whose tokenizer made
+        the token ids. Runs of earlier versions recorded the path as it was given."""
         try:
             return str(self.metadata["configuration"]["model_path"])
         except KeyError:
@@ -243,7 +250,8 @@ class ActivationDataset(Sequence[SampleActivations]):
         a conversation, such as ["assistant"]. columns: names in `samples`, such as ["doc_id",
         "label"]: batches then have the values of these for every token.
 
-        Raises ValueError for arguments that make no sense.
+        Raises ValueError for arguments that make no sense, and for a choice of samples or roles
+        that is empty.
         """
         known = self.hooks
         names = chosen(self.url, known, hooks)
@@ -270,6 +278,8 @@ class ActivationDataset(Sequence[SampleActivations]):
         mask = None
         if where is not None:
             mask = as_mask(where(self.samples) if callable(where) else where, len(self))
+            if len(mask) and not mask.any():
+                raise ValueError(f"where: chooses none of {counted(len(mask), 'sample')}")
         options = BatchOptions(
             size=size,
             hooks=tuple(names),
@@ -300,6 +310,8 @@ class ActivationDataset(Sequence[SampleActivations]):
     def _known_roles(self, roles: Sequence[str]) -> tuple[str, ...]:
         """The roles that are asked for, in the order of ROLES. Raises ValueError."""
         asked = [roles] if isinstance(roles, str) else list(roles)
+        if not asked:
+            raise ValueError(f"roles: none is asked for; expected some of {', '.join(ROLES)}")
         for role in asked:
             if role not in ROLES:
                 raise ValueError(

@@ -50,7 +50,7 @@ def paired(a: Any, b: Any) -> "PairedRuns":
 
     Raises ValueError when there is no such run, when a run has two samples of a row, or when no row
     is in both. Reading raises ValueError for a token whose id differs in the two runs, and OSError
-    for a damaged shard.
+    for a damaged shard, as ActivationDataset finds it.
     """
     return PairedRuns(*(opened(run) for run in (a, b)))
 

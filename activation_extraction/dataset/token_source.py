@@ -50,6 +50,13 @@ class BatchOptions:
         """The options of each run, this one first."""
         return self, *(self.others or ())
 
+    @property
+    def filters(self) -> list[str]:
+        """The arguments that leave out tokens."""
+        given = {name: getattr(self, name) for name in ("skip_first", "max_norm", "roles")}
+        found = [f"{name}={value!r}" for name, value in given.items() if value]
+        return found + ["where"] * (self.where is not None)
+
 
 class ChunkTokens(NamedTuple):
     """The tokens of a chunk, without activations. samples: the number of each one's sample in its

@@ -26,7 +26,13 @@ from activation_extraction.store.statistics import Statistics, defined_tokens
 STATE = "export.json"
 FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")  # a hook of a stranger's run may be any text
 CHUNK_BYTES = 256 * 2**20  # of all hooks together; four times as much is in memory
-COMPARED = ("mean", "variance", "mean_norm", "max_norm")
+# Statistics of what was exported, and what they are called in those of a hook.
+COMPARED = {
+    "mean": "overall_mean",
+    "variance": "overall_variance",
+    "mean_norm": "mean_norm",
+    "max_norm": "max_norm",
+}
 
 
 class TokenExport:
@@ -156,8 +162,9 @@ class TokenExport:
         for hook in self._contents.hooks:
             exported = Statistics.from_json(self._progress["statistics"][hook])
             recorded = self._dataset.statistics[hook]
-            for name in COMPARED if recorded.tokens else ():  # integers have no statistics
-                value, expected = getattr(exported, name), getattr(recorded, name)
+            # Integers have no statistics.
+            for name, of_hook in COMPARED.items() if recorded.tokens else ():
+                value, expected = getattr(exported, name), getattr(recorded, of_hook)
                 if not math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9):
                     raise RunError(
                         f"{self.folder}: {hook}: the {name} of what was exported is {value}, the "

@@ -32,7 +32,6 @@ from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import Stored, gaps, identity_of
 from activation_extraction.store.patience import scratch_folder
 from activation_extraction.store.statistics import Statistics, defined_tokens
-from activation_extraction.text.batch import Worker
 
 WORKERS = 4  # how many shards are read at the same time; each is unpacked in memory
 SHOWN = 5  # how many pairs of samples with the same row are listed
@@ -53,13 +52,21 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     """Checks everything, prints all problems, and returns the exit status: 0 if there are none.
 
     load: returns a Recompute for a run, given its metadata. count: how many random samples are
-    recomputed. Raises InputError if there is no extraction, and whatever `load` raises.
+    recomputed. Raises InputError if there is no extraction, or if samples are to be recomputed of a
+    run that records no model, and whatever `load` raises.
     """
     folders = read_folders(root)
     metadata = next((stored.metadata for stored in folders.values() if stored.metadata), None)
-    recompute, identity, allowed = None, Identity(), 0.0
+    identity = Identity() if metadata is None else identity_of(metadata, METADATA)
+    without_model = metadata is not None and not identity.model_digest
+    recompute, allowed = None, 0.0
+    if load is not None and without_model:
+        raise InputError(
+            f"--model_path: {root.url} records no model, because another program stored its "
+            "activations; verify it without --model_path"
+        )
     if load is not None and metadata is not None:
-        recompute, identity = load(metadata), identity_of(metadata, METADATA)
+        recompute = load(metadata)
         allowed = tolerance(identity, metadata.get("backend") == recompute.platform)
     problems = list(check_folders(folders))
     checked = list(check_shards(root, folders, count if recompute is not None else 0))
@@ -67,7 +74,8 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     per_shard = [shard.origins for shard in checked if shard.origins is not None]
     origins = Origins(*map(np.concatenate, zip(NO_ORIGINS, *per_shard, strict=True)))
     problems += rows_stored_twice(origins)
-    recomputed = "nothing recomputed (give --model_path)"
+    hint = "no model is recorded" if without_model else "give --model_path"
+    recomputed = f"nothing recomputed ({hint})"
     if recompute is not None:
         chosen = [sample for shard in checked for sample in shard.chosen]
         problems += _compare(identity, chosen, recompute, allowed)
@@ -277,7 +285,8 @@ def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterat
         yield f"{name}: holds the shards of {expected}"
     if metadata["status"] != "complete":
         yield f"{where}: the run is not complete: {metadata['status']}"
-    yield from _check_sequence(name, stored, identity.worker)
+    yield from _check_sequence(name, stored, identity)
+    yield from _check_forms(name, stored)
     for commit in stored.in_order[:-1]:
         if commit.partial:
             yield f"{file_path(name, commit.name)}: is partial, and not the last one"
@@ -301,8 +310,9 @@ def _gaps(name: str, stored: Stored) -> Iterator[str]:
         yield f"{first} to {last}: are missing" if several else f"{first}: is missing"
 
 
-def _check_sequence(name: str, stored: Stored, worker: Worker) -> Iterator[str]:
+def _check_sequence(name: str, stored: Stored, identity: Identity) -> Iterator[str]:
     """Yields where samples are missing or stored twice between one shard and the next."""
+    worker = identity.worker
     upcoming = worker.sample_idx(0)
     position = 0  # how many samples come before the cursor
     for number, commit in enumerate(stored.in_order, start=1):
@@ -311,10 +321,11 @@ def _check_sequence(name: str, stored: Stored, worker: Worker) -> Iterator[str]:
             break
         if commit.run != stored.run:
             yield f"{where}: belongs to another run"
-        if commit.first != upcoming:
+        if commit.first < upcoming or (commit.first > upcoming and identity.without_gaps):
             word = "is missing" if commit.first > upcoming else "is stored twice"
             yield f"{where}: sample {min(upcoming, commit.first)} {word}"
-        if commit.last != commit.first + worker.stride * (commit.count - 1):
+        room = (commit.last - commit.first) / worker.stride + 1
+        if commit.count > room or (commit.count != room and identity.without_gaps):
             span = f"from {commit.first} to {commit.last}"
             yield f"{where}: {counted(commit.count, 'sample')} cannot go {span}"
         upcoming = commit.last + worker.stride
@@ -325,6 +336,19 @@ def _check_sequence(name: str, stored: Stored, worker: Worker) -> Iterator[str]:
             ascending = len(taken) == 2 or taken == sorted({*taken})
             if not (before <= position <= end and ascending):
                 yield f"{where}: its cursor does not follow from the one before"
+
+
+def _check_forms(name: str, stored: Stored) -> Iterator[str]:
+    """Yields where a hook has another width or dtype than in the first shard."""
+    first: dict[Any, tuple[int, str]] = {}
+    for commit in stored.in_order:
+        for hook in commit.hooks:
+            form = hook["width"], hook["dtype"]
+            if form != (expected := first.setdefault(hook["key"], form)):
+                yield (
+                    f"{file_path(name, commit.name)}: hook {hook['key']}: width {form[0]}, dtype "
+                    f"{form[1]}, in the first shard {expected[0]}, {expected[1]}"
+                )
 
 
 def total_problems(commits: Iterable[Commit], metadata: dict[str, Any]) -> Iterator[str]:

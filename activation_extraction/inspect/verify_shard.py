@@ -8,8 +8,8 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import isclose
-from operator import ne
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from activation_extraction.store.shard_reader import read_shard, read_sums, read
 from activation_extraction.store.statistics import STATISTICS, Statistics, Sums, hook_sums
 from activation_extraction.text.batch import Cursor, Worker
 
+MAX_TOKENS = 2**31  # of a sample whose run records no limit
 DIGEST = np.dtype([("high", "<u8"), ("low", "<u8")])  # 0 if a sample has no row or no id
 
 
@@ -148,19 +149,24 @@ def _check_samples(
 ) -> Iterator[str]:
     """Yields what is wrong with the samples of a shard, and with their activations.
 
-    sums: the stored sums by hook; None if they cannot be read.
+    It compares only with what the run records: another program may record no model, data set, dtype
+    or longest sample. sums: the stored sums by hook; None if they cannot be read.
     """
-    expected = range(commit.first, commit.last + 1, identity.worker.stride)
     indices = [row.sample_idx for row in shard.samples]
-    if len(indices) != len(expected) or any(map(ne, indices, expected)):
+    sound = [*indices[:1], *indices[-1:], len(indices)] == [commit.first, commit.last, commit.count]
+    sound &= all(before < after for before, after in pairwise(indices))
+    if identity.without_gaps:
+        sound &= indices == [*range(commit.first, commit.last + 1, identity.worker.stride)]
+    if not sound:
         yield "its samples are not those of its JSON"
         return
     if shard.tokens != commit.tokens:
         yield f"has {counted(shard.tokens, 'token')}, its JSON says {commit.tokens}"
+    vocabulary = metadata["model"]["vocab_size"] if identity.model_digest else None
     problems = [
         f"sample {row.sample_idx}: {problem}"
         for row in shard.samples
-        for problem in _check_row(row, identity, metadata["model"]["vocab_size"])
+        for problem in _check_row(row, identity, vocabulary)
     ]
     yield from problems
     for hook in commit.hooks if not problems else ():
@@ -168,16 +174,22 @@ def _check_samples(
         yield from _check_hook(shard, identity, hook, recorded)
 
 
-def _check_row(row: SampleRow, identity: Identity, vocabulary: int) -> Iterator[str]:
-    """Yields what is wrong with the token ids, positions and labels of a sample."""
-    ids, positions, longest = np.asarray(row.token_ids), row.positions, identity.max_seq_length
+def _check_row(row: SampleRow, identity: Identity, vocabulary: int | None) -> Iterator[str]:
+    """Yields what is wrong with the token ids, positions and labels of a sample.
+
+    vocabulary: its size; None if the run records no model.
+    """
+    ids, positions = np.asarray(row.token_ids), row.positions
+    longest = identity.max_seq_length or MAX_TOKENS
+    if vocabulary is None and row.token_ids is None:
+        ids = np.zeros_like(positions)  # another program need not give any
     if ids.dtype != np.int32 or ids.ndim != 1:
         yield f"token ids of dtype {ids.dtype}, shape {ids.shape}"
     elif len(ids) != len(positions):
         yield f"{counted(len(ids), 'token id')}, {counted(len(positions), 'activation')}"
-    elif len(ids) > longest or (identity.every_token and not len(ids)):
+    elif len(ids) > longest or (vocabulary and identity.every_token and not len(ids)):
         yield counted(len(ids), "token")
-    elif len(ids) and (ids.min() < 0 or ids.max() >= vocabulary):
+    elif vocabulary and len(ids) and (ids.min() < 0 or ids.max() >= vocabulary):
         yield "token ids outside the vocabulary"
     elif np.isin(ids, identity.drop_token_ids).any():
         yield "token ids that the run drops"
@@ -196,7 +208,7 @@ def _check_hook(
 ) -> Iterator[str]:
     """Yields what is wrong with the activations at one hook. hook: its entry in the commit."""
     name, slices = f"hook {hook['key']}", shard.slices[hook["key"]]
-    dtype, sound = identity.dtype_of(hook["name"]), True
+    dtype, sound = identity.dtype_of(hook["name"]) or hook["dtype"], True
     for row, activation in zip(shard.samples, slices, strict=True):
         at, shape = f"{name}, sample {row.sample_idx}", (len(row.positions), hook["width"])
         if activation.shape != shape:

@@ -4,6 +4,7 @@ The cheapest checks come first, and no weight is read here. The hosts of a pod c
 have found before they go on.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -333,8 +334,11 @@ def _with_demo(config: Config, folder: Path, families: Families) -> Config:
 
 def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
     """Returns what metadata.json records about a run besides its identity."""
+    configuration = {**config.to_json(), "batch_size": forward.shape[0]}
+    if forward.checkpoint.local:  # readers find its tokenizer from any folder
+        configuration["model_path"] = os.path.abspath(os.path.expanduser(config.model_path))
     return {
-        "configuration": {**config.to_json(), "batch_size": forward.shape[0]},
+        "configuration": configuration,
         "model": asdict(forward.model.config),
         "model_commit": forward.checkpoint.commit,
         "backend": jax.default_backend(),

@@ -77,6 +77,9 @@ tokens; their statistics are over 0 tokens. `float32_hooks` are float32. One of 
 says there that the first token of a sample (position 0) has no value, and statistics leave that
 token out. No other stored value is NaN or infinite.
 
+In the identity of what another program stores, the model, the data set and `activation_dtype` may
+be empty. Its `sample_idx` may have gaps, and its pickles may lack `token_ids` (null).
+
 If the identity's `activation_dtype` is float8 or int8, all other hooks are encoded. The value that
 is read is the stored one times its scale, in float32, and statistics are over what is read.
   float8    dtype float8_e4m3fn (F8_E4M3 in safetensors; its bits, uint8, in pickles); one float32

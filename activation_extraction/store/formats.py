@@ -9,18 +9,23 @@ depend on the processor family, because isal has different code for some.
 import hashlib
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 from isal import isal_zlib
 
+from activation_extraction.common.choices import SHARD_FORMATS
+from activation_extraction.common.encodings import OF_DTYPE
+from activation_extraction.common.errors import InputError
 from activation_extraction.store.commit import SHARD_NUMBER, shard_name
 from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.pickle_file import pickle_pieces
-from activation_extraction.store.safetensors_file import safetensors_pieces
+from activation_extraction.store.safe_unpickler import NUMBER_TYPES
+from activation_extraction.store.safetensors_file import DTYPES, safetensors_pieces
 from activation_extraction.store.shard import COMPRESSION_LEVEL, GZIP, Key, Shard
 
 BLOCK_BYTES = 4 * 2**20  # before compression
@@ -88,11 +93,13 @@ class ShardFormat:
     """A format of shard files.
 
     pieces: returns the uncompressed bytes of a shard, given the full names of its hooks by key.
-    compressed: whether these bytes are gzipped.
+    dtypes: the names of the dtypes that it stores without an encoding. compressed: whether the
+    bytes are gzipped.
     """
 
     suffix: str
     pieces: Callable[[Shard, Mapping[Key, str]], list[memoryview]]
+    dtypes: Set[str]
     compressed: bool = False
 
     def file_name(self, number: int) -> str:
@@ -127,9 +134,11 @@ class ShardFormat:
         return f"import {module}pickle", f"records = pickle.loads({opened}.read())"
 
 
-PICKLE = ShardFormat(".pkl", pickle_pieces)
-GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, compressed=True)
-SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces)
+PICKLE_DTYPES = {"bfloat16", *(np.dtype(code).name for code in NUMBER_TYPES)}
+SAFETENSORS_DTYPES = {dtype.name for dtype in DTYPES.values()} - OF_DTYPE.keys()
+PICKLE = ShardFormat(".pkl", pickle_pieces, PICKLE_DTYPES)
+GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, PICKLE_DTYPES, compressed=True)
+SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces, SAFETENSORS_DTYPES)
 FORMATS = (PICKLE, GZIP_PICKLE, SAFETENSORS)
 SUFFIXES = "|".join(re.escape(shard_format.suffix) for shard_format in FORMATS)
 SHARD_FILE = re.compile(rf"shard_{SHARD_NUMBER}({SUFFIXES})")
@@ -137,7 +146,9 @@ SHARD_FILE = re.compile(rf"shard_{SHARD_NUMBER}({SUFFIXES})")
 
 def chosen_format(name: str, compress: bool) -> ShardFormat:
     """Returns the format that --shard_format names. compress: whether to gzip pickles; safetensors
-    are never compressed, because they are read by ranges."""
+    are never compressed, because they are read by ranges. Raises InputError for another name."""
+    if name not in SHARD_FORMATS:
+        raise InputError(f"shard_format {name!r:.40}: expected {' or '.join(SHARD_FORMATS)}")
     if name == "safetensors":
         return SAFETENSORS
     return GZIP_PICKLE if compress else PICKLE

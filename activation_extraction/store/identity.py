@@ -115,6 +115,11 @@ class Identity:
         return Worker(self.machine, self.total_machines, self.host, self.num_hosts)
 
     @property
+    def without_gaps(self) -> bool:
+        """Whether samples are numbered without gaps, as a run over a data set numbers them."""
+        return bool(self.data)
+
+    @property
     def every_token(self) -> bool:
         """Whether the run keeps all tokens of its samples."""
         some = self.drop_token_ids or self.roles or self.mask_column or self.overlap

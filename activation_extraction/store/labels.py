@@ -10,20 +10,14 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.choices import ROLES
+from activation_extraction.store.own_arrays import as_int32
 
 LABELS = ("role", "turn")
 
 
 def as_labels(given: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns labels in the order of LABELS, as int32 where they are whole numbers that fit."""
-    arrays = {name: np.asarray(values) for name, values in sorted(given.items())}
-    return {
-        name: values.astype(np.int32)
-        if not values.size
-        or (values.dtype.kind in "iu" and (values == values.astype(np.int32)).all())
-        else values
-        for name, values in arrays.items()
-    }
+    """Returns copies in the order of LABELS, as int32 where they are whole numbers that fit."""
+    return {name: as_int32(values) for name, values in sorted(given.items())}
 
 
 def check_labels(labels: Mapping[str, np.ndarray], tokens: int, due: Sequence[str] | None) -> None:

@@ -1,7 +1,8 @@
 """Reads shards: their samples, their tokens, and the activations at their hooks.
 
-A safetensors shard is read by ranges: only the requested rows of the requested hooks. A pickle has
-to be read whole. Reading never runs pickled code.
+A safetensors shard is read by ranges: only the requested rows of the requested hooks, whose bytes
+are not checked. A pickle has to be read whole, and its sha256 is compared. Reading never runs
+pickled code.
 """
 
 import hashlib

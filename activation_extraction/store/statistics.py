@@ -270,16 +270,51 @@ class DimensionStatistics:
 
 
 @dataclass(frozen=True)
-class HookStatistics(Statistics):
+class HookStatistics:
     """Statistics of a hook over everything that is stored.
 
-    mean, variance, mean_norm and max_norm are numbers over all values, or all tokens. `all_tokens`
-    and `without_first_token` have statistics of every dimension, and raise OSError for damaged
-    files. The first token of a document is often an attention sink, whose norm is 100 times that of
-    other tokens.
+    tokens, values: how many there are. overall_mean, overall_variance: numbers over all values,
+    which the JSON files call `mean` and `variance`. mean_norm, max_norm: of the Euclidean norms of
+    tokens. error: what encoding changed; None for activations that are not encoded.
+
+    `mean` and `variance` are those of every dimension, float64 (width,), here as in `all_tokens`
+    and `without_first_token`. They are read when they are first asked for, and raise OSError for
+    damaged files. The first token of a document is often an attention sink, whose norm is 100 times
+    that of other tokens.
     """
 
-    load: Callable[[], Sums] = field(repr=False, compare=False, kw_only=True)
+    tokens: int
+    values: int
+    overall_mean: float
+    overall_variance: float
+    mean_norm: float
+    max_norm: float
+    error: EncodingError | None
+    load: Callable[[], Sums] = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, recorded: Statistics, load: Callable[[], Sums]) -> "HookStatistics":
+        """Returns the statistics that the JSON files record. load: reads the sums."""
+        return cls(
+            tokens=recorded.tokens,
+            values=recorded.values,
+            overall_mean=recorded.mean,
+            overall_variance=recorded.variance,
+            mean_norm=recorded.mean_norm,
+            max_norm=recorded.max_norm,
+            error=recorded.error,
+            load=load,
+        )
+
+    @property
+    def mean(self) -> np.ndarray:
+        """The mean of every dimension over all tokens, float64 (width,)."""
+        return self.all_tokens.mean
+
+    @property
+    def variance(self) -> np.ndarray:
+        """The population variance of every dimension over all tokens, float64 (width,)."""
+        return self.all_tokens.variance
 
     @cached_property
     def all_tokens(self) -> DimensionStatistics:

@@ -5,11 +5,14 @@ shard_cutter.py gathers samples into shards, shard_writer.py stores these, and r
 the run.
 """
 
+import re
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from enum import Enum, auto
+from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import InputError, RunError, StorageError
+from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.store.commit import Outline, Totals
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SAFETENSORS, chosen_format
@@ -24,6 +28,7 @@ from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.labels import as_labels, check_labels
 from activation_extraction.store.local_files import check_output_dir
 from activation_extraction.store.metadata import check_own
+from activation_extraction.store.own_arrays import as_int32, own_array
 from activation_extraction.store.ownership import Ownership
 from activation_extraction.store.packed_rows import as_rows
 from activation_extraction.store.patience import reason_of
@@ -33,6 +38,7 @@ from activation_extraction.store.safetensors_file import SCALE
 from activation_extraction.store.shard import DocId, Key, SampleRow
 from activation_extraction.store.shard_cutter import ShardCutter
 from activation_extraction.store.shard_writer import ShardWriter
+from activation_extraction.store.stored_samples import StoredSamples
 from activation_extraction.text.batch import Batch, Cursor
 
 
@@ -52,10 +58,11 @@ class ActivationStorage:
     sample is complete when it has an activation for every key; samples must become complete in
     ascending order.
 
-    A stored extraction with the same `identity` is continued: `cursor` says where, and samples that
-    are stored already are skipped. A `planner` may decide otherwise, for a repair. The constructor
-    only reads. Nothing is written before `open`, which is called on entering the context, or by
-    the first sample.
+    A stored extraction with the same `identity` is continued. A program gives the same samples
+    again, and those that are stored already are skipped; or, if it numbers them from 0 without
+    gaps, it begins with sample `totals.samples`. `cursor` says where the samples of batches
+    continue. A `planner` may decide otherwise, for a repair. The constructor only reads. Nothing is
+    written before `open`, which is called on entering the context, or by the first sample.
 
     remote: a folder in a bucket. Shards are then stored there, from memory, and locally only with
     `keep_local`; metadata.json and metrics.jsonl are in both folders. facts: more facts for
@@ -66,9 +73,10 @@ class ActivationStorage:
     returns metrics about stored and waiting shards.
 
     Leaving the context commits the complete samples, even after an exception or Ctrl-C;
-    metadata.json then says "interrupted", or "failed" if a shard could not be committed. Raises
-    InputError if the folder holds another extraction, and StorageError at the next call after a
-    shard could not be stored.
+    metadata.json then says "interrupted", or "failed" if a shard could not be committed. Without an
+    exception the extraction is complete, and takes no more samples. Raises InputError if
+    `output_dir` is not a local folder or holds another extraction, or for an unknown shard format;
+    and StorageError at the next call after a shard could not be stored.
     """
 
     def __init__(
@@ -81,6 +89,11 @@ class ActivationStorage:
         facts: RunFacts | None = None,
         planner: Planner | None = None,
     ) -> None:
+        if re.match(r"[A-Za-z][\w+.-]*:/", str(output_dir)):
+            raise InputError(
+                f"output_dir {plain_url(str(output_dir))}: is a URL, expected a local folder; "
+                "`remote` takes a folder in a bucket"
+            )
         self.folder = Path(output_dir)
         self.options = options = options or StorageOptions()
         facts = facts or RunFacts()
@@ -130,6 +143,8 @@ class ActivationStorage:
     def _follow(self, plan: StoragePlan) -> None:
         self.plan = plan
         self._record.follow(plan)
+        self._stored = StoredSamples(self.destination, plan, self._identity.worker)
+        self._forms: dict[Key, tuple[int, str]] = {}  # the width and dtype at each hook so far
         self._writer.begin(plan.expected)
         self._cutter = ShardCutter(
             self._writer,
@@ -274,40 +289,85 @@ class ActivationStorage:
     ) -> None:
         """Adds one sample's activation (tokens, width) at one hook.
 
-        The array is kept without a copy until its shard is written, unless the run encodes the
-        hook. The other arguments, which are fields of SampleRow, are taken from the first hook of
-        the sample. Raises KeyError for an unknown hook, and ValueError for a sample that is out of
-        order, given twice or not two-dimensional, that follows a complete extraction, that lacks
-        the token ids which safetensors need, or whose labels are not one int32 number per token, or
-        not those of the samples before it.
+        All arguments are copied. Arrays may be NumPy's, JAX's or, on the CPU, PyTorch's. A sample
+        that an earlier run has stored is skipped, by its number alone: its content is not compared.
+        The arguments after `sample_idx` are fields of SampleRow, and are taken from the first hook
+        of the sample; ActivationDataset reads only samples that have token ids.
+
+        Raises KeyError for an unknown hook. Raises ValueError for a sample that is out of order,
+        given twice or not two-dimensional, that has another width or dtype than those before it or
+        another number of tokens than at its first hook, that follows a complete extraction, that
+        lacks the token ids which safetensors need, or whose labels are not one int32 number per
+        token, or not those of the samples before it.
         """
         self.open()
         if layer_idx not in self._names:
             raise KeyError(f"hook {layer_idx!r} is not one of {list(self._names)}")
-        activation = np.asarray(activation)
-        if activation.ndim != 2 or (token_ids is not None and len(token_ids) != len(activation)):
-            raise ValueError(
-                f"sample {sample_idx}: the activation has shape {activation.shape}, expected "
-                "(tokens, width) with as many tokens as there are token ids"
-            )
-        if token_ids is None and self.format is SAFETENSORS:
-            raise ValueError(f"sample {sample_idx}: has no token ids, and safetensors need them")
-        ids = None if token_ids is None else np.asarray(token_ids, np.int32)
+        if index(sample_idx) in self._stored:
+            return
+        where = f"sample {sample_idx}, hook {layer_idx!r}"
+        activation, ids = self._copies(where, activation, token_ids)
         positions = np.arange(len(activation), dtype=np.int32)
-        known = text_preview, doc_id, row, cut, columns or {}, as_labels(labels or {})
-        sample = SampleRow(int(sample_idx), ids, positions, *known)
+        try:
+            given = as_labels(labels or {})
+        except ValueError as error:
+            raise ValueError(f"sample {sample_idx}: {error}") from error
+        known = text_preview, doc_id, deepcopy(row), cut, deepcopy(columns or {}), given
+        sample = SampleRow(index(sample_idx), ids, positions, *known)
         sample, slices = self._incomplete.get(sample.sample_idx, (sample, {}))
         self._check_next(sample)
-        self._incomplete[sample.sample_idx] = sample, slices
         if layer_idx in slices:
-            raise ValueError(
-                f"sample {sample_idx}, hook {layer_idx!r}: given twice or out of order"
-            )
-        slices[layer_idx] = as_rows(activation, self._encodings.get(layer_idx))
+            raise ValueError(f"{where}: given twice or out of order")
+        if len(activation) != len(sample.positions):
+            expected = counted(len(sample.positions), "token")
+            raise ValueError(f"{where}: {len(activation)}, expected {expected} as at other hooks")
+        rows = as_rows(activation, self._encodings.get(layer_idx))
+        self._check_form(where, layer_idx, rows)
+        self._incomplete[sample.sample_idx] = sample, slices
+        slices[layer_idx] = rows
         if len(slices) == len(self._names):
             del self._incomplete[sample.sample_idx]
             self._writer.take(sum(each.nbytes for each in slices.values()))
             self._cutter.add(sample, slices)
+
+    def _copies(
+        self, where: str, activation: Any, token_ids: Any
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns copies of an activation and of its token ids. Raises ValueError for others than
+        `add_activation` takes."""
+        try:
+            activation = own_array(activation)
+            ids = None if token_ids is None else as_int32(token_ids)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        shape = activation.shape
+        if len(shape) != 2 or not shape[1] or (ids is not None and ids.shape != shape[:1]):
+            raise ValueError(
+                f"{where}: the activation has shape {shape}, expected (tokens, width) with as many "
+                "tokens as there are token ids"
+            )
+        if ids is None and self.format is SAFETENSORS:
+            raise ValueError(f"{where}: has no token ids, and safetensors need them")
+        if ids is not None and ids.dtype != np.int32:
+            raise ValueError(f"{where}: token ids of dtype {ids.dtype}, expected int32")
+        return activation, ids
+
+    def _check_form(self, where: str, key: Key, rows: np.ndarray) -> None:
+        """Raises ValueError for values of a width or dtype that cannot follow, or be stored."""
+        encoding, width, dtype = self._encodings.get(key), rows.shape[1], rows.dtype.name
+        if encoding is not None:
+            width, dtype = encoding.width_of(width), encoding.values.name
+        elif dtype not in self.format.dtypes:
+            dtypes = ", ".join(sorted(self.format.dtypes))
+            raise ValueError(f"{where}: dtype {dtype}, expected one of {dtypes}")
+        due = self._identity.dtype_of(self._names[key]) or dtype
+        expected = self._forms.get(key) or self._stored.forms.get(key, (width, due))
+        if (width, dtype) != expected:
+            raise ValueError(
+                f"{where}: width {width}, dtype {dtype}, expected width {expected[0]}, dtype "
+                f"{expected[1]}, as in the rest of the run"
+            )
+        self._forms[key] = expected
 
     def _check_next(self, sample: SampleRow) -> None:
         """Raises ValueError for a sample that cannot follow the last one."""
@@ -315,7 +375,10 @@ class ActivationStorage:
         if sample_idx <= self._cutter.last_sample or sample_idx in self._cutter.waiting:
             raise ValueError(f"sample {sample_idx}: given twice or out of order")
         if self._cutter.done:
-            raise ValueError(f"sample {sample_idx}: {self.folder} holds a complete extraction")
+            raise ValueError(
+                f"sample {sample_idx}: {self.folder} holds a complete extraction of "
+                f"{counted(self.totals.samples, 'sample')}; give another folder, or overwrite it"
+            )
         try:
             check_labels(sample.labels, len(sample.positions), self._labels)
         except ValueError as error:

@@ -1,0 +1,134 @@
+"""Loops of PyTorch over batches: DataLoader and torchdata's StatefulDataLoader, with workers."""
+
+import pickle
+from itertools import islice
+
+import numpy as np
+import pytest
+from runs_to_read import FORMATS, WIDTHS, make_run
+from storages import open_storage
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from activation_extraction import ActivationDataset, paired
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),  # JAX has threads in this process
+    pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # in torchdata
+]
+OPTIONS = dict(shuffle=0, buffer=64, hooks=[next(iter(WIDTHS))])
+WORKERS = [
+    dict(num_workers=0),
+    *(
+        dict(num_workers=n, multiprocessing_context="fork", persistent_workers=persistent)
+        for n in (1, 2)
+        for persistent in (False, True)
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def run(request, tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("run"), request.param).root
+
+
+def batches_of(run):
+    return ActivationDataset(run).batches(16, **OPTIONS)
+
+
+def tokens_of(batches):
+    """The sample and position of every token, in order."""
+    pairs = [zip(b.sample_idx.tolist(), b.position.tolist(), strict=True) for b in batches]
+    return [token for batch in pairs for token in batch]
+
+
+def every_token(run):
+    return sorted(tokens_of(batches_of(run)))
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+def test_every_epoch_has_each_token_once(run, workers):
+    """Also after one that was broken off, whatever its workers have read ahead."""
+    loader = DataLoader(batches_of(run).torch(), batch_size=None, **workers)
+    for _ in range(2):
+        assert sorted(tokens_of(loader)) == every_token(run)
+    tokens_of(islice(loader, 2))
+    assert sorted(tokens_of(loader)) == every_token(run)
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+def test_after_restore_a_loader_continues_or_raises(run, workers):
+    """Workers read shares of their own, so the state of this process says nothing of theirs."""
+    before = batches_of(run)
+    first = tokens_of(islice(before, 5))
+    batches = batches_of(run)
+    batches.restore(before.state())
+    for middle in (before, batches):
+        loader = DataLoader(middle.torch(), batch_size=None, **workers)
+        if workers["num_workers"]:
+            with pytest.raises(ValueError, match="these batches stand in the middle of the data"):
+                tokens_of(loader)
+        else:
+            assert sorted(first + tokens_of(loader)) == every_token(run)
+            assert sorted(tokens_of(loader)) == every_token(run)
+    batches.restore(batches_of(run).state())
+    assert sorted(tokens_of(DataLoader(batches.torch(), batch_size=None, **workers))) == (
+        every_token(run)
+    )
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+def test_a_stateful_loader_continues_and_replays_nothing(run, workers, caplog):
+    """From a state that was stored, in a loader that was made anew; the next epoch is whole."""
+
+    def loader_of(batches):
+        return StatefulDataLoader(batches.torch(), batch_size=None, **workers)
+
+    whole = tokens_of(loader_of(batches_of(run)))
+    assert sorted(whole) == every_token(run)
+    for steps in (0, 1, 7, 10**6):
+        loader = loader_of(batches_of(run))
+        first = tokens_of(islice(loader, steps))
+        state = pickle.dumps(loader.state_dict())
+        del loader
+        again = loader_of(batches_of(run))
+        again.load_state_dict(pickle.loads(state))
+        rest = whole if steps == 10**6 else whole[len(first) :]  # then a new epoch begins
+        assert tokens_of(again) == rest
+        assert tokens_of(again) == whole
+    assert "naively fast-forwarding" not in caplog.text  # torchdata logs that it replays
+
+
+def test_a_state_of_other_batches_is_refused(run):
+    loader = StatefulDataLoader(batches_of(run).torch(), batch_size=None)
+    next(iter(loader))
+    other = ActivationDataset(run).batches(8, **OPTIONS).torch()
+    again = StatefulDataLoader(other, batch_size=None)
+    again.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="the state is of other batches: its size is 16, not 8"):
+        next(iter(again))
+
+
+def test_a_copy_continues_with_the_loop(run):
+    """Where processes are spawned, the batches come in a pickle."""
+    batches = batches_of(run)
+    loop = batches.torch()
+    first = tokens_of(islice(loop, 3))
+    copy = pickle.loads(pickle.dumps(batches))
+    assert sorted(first + tokens_of(copy)) == every_token(run)
+    assert tokens_of(pickle.loads(pickle.dumps(loop))) == tokens_of(batches_of(run))
+    assert tokens_of(loop) == tokens_of(batches_of(run)) == tokens_of(batches.torch())
+
+
+@pytest.mark.parametrize("workers", WORKERS[:2], ids=str)
+def test_a_loader_that_would_make_batches_of_batches_says_so(tmp_path, workers):
+    with open_storage(tmp_path, {0: "h"}) as storage:
+        values, ids = np.ones((20, 2), np.float32), np.zeros(20, np.int32)
+        storage.add_activation(0, values, 0, "", ids, None, {"line": 1})
+    for run in (ActivationDataset(tmp_path), paired(tmp_path, tmp_path)):
+        for size in ({}, dict(batch_size=2)):
+            loader = DataLoader(run.batches(4).torch(), **size, **workers)
+            with pytest.raises(TypeError, match="batches already: give the DataLoader batch_size="):
+                next(iter(loader))
+        assert len(list(DataLoader(run.batches(4).torch(), batch_size=None, **workers))) == 5
