@@ -4,6 +4,7 @@ The cheapest checks come first, and no weight is read here. The hosts of a pod c
 have found before they go on.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from activation_extraction.run.digests import (
     identity_of,
     package_versions,
     settings_of,
+    step_of,
 )
 from activation_extraction.run.host_text import HostText, Prefetch, load_text_files, row_form
 from activation_extraction.run.hosts import Host, Watchdog, gather, together
@@ -102,18 +104,19 @@ class Output:
 
 def prepare_together(config: Config, host: Host, families: Families, watchdog: Watchdog) -> Job:
     """Checks the request here and compares it with the other hosts'. Raises InputError."""
-    revision = {"--model_revision": config.model_revision}
     output = together(
-        host, lambda: prepare_output(config, host, watchdog.reset), lambda _: revision
+        host,
+        lambda: prepare_output(config, host, watchdog.reset),
+        lambda _: settings_of(config),
     )
     commit = agree_on_commit(host, output.commit)
     memory = gather(host, str(together(host, lambda: own_memory(config)) or ""))
     least = min((float(each) for each in memory if each), default=None)
-    rows = {"--batch_size": config.batch_size}
+    sources = json.loads(gather(host, json.dumps([plain_url(name) for name, _ in config.mix]))[0])
     config, request, forward = together(
         host,
         lambda: prepare_forward(config, families, output, commit, least),
-        lambda prepared: rows | settings_of(prepared[0], prepared[2]),
+        lambda prepared: step_of(prepared[2]),
     )
     facts: dict[str, Any] = {}
     if config.batch_size == "auto":
@@ -122,7 +125,7 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
         )
     job, _ = together(
         host,
-        lambda: prepare(config, host, forward, output, facts, watchdog),
+        lambda: prepare(config, host, forward, output, sources, facts, watchdog),
         lambda prepared: prepared[1],
     )
     if host.several:  # only now is it certain that they all have files of the same names
@@ -229,19 +232,21 @@ def prepare(
     host: Host,
     forward: Forward,
     output: Output,
+    sources: Sequence[str],
     facts: dict[str, Any],
     watchdog: Watchdog,
 ) -> tuple[Job, dict[str, Any]]:
     """Checks the rest of the request; returns the job, and what hosts compare.
 
-    facts: what metadata.json records besides what this function knows. Raises InputError.
+    sources: what all hosts call the sources of --mix, whose paths may be others here. facts: what
+    metadata.json records besides what this function knows. Raises InputError.
     """
     folders, worker = output.folders, output.folders.worker
     checkpoint, vocabulary = forward.checkpoint, forward.model.config.vocab_size
     tokenizer, template = load_text_files(vars(config), checkpoint, vocabulary)
     check_dropped(config.drop_token_ids, vocabulary)
     rows = row_form(vars(config), template, vocabulary)
-    dataset = open_dataset(vars(config), rows.columns, output.own, output.earlier)
+    dataset = open_dataset(vars(config), rows.columns, output.own, output.earlier, sources)
     dataset.check(rows, config.skip_bad_rows)
     identity = identity_of(config, forward, dataset.name, dataset.content, worker, template)
     if not config.overwrite:
@@ -255,7 +260,7 @@ def prepare(
     storage = open_storage(text, forward, output, identity, facts, repair)
     documents, batches = text.open(storage, watchdog)
     job = Job(host, forward, folders, storage, text, documents, batches, repair, output.planned)
-    return job, fingerprint(config, forward, identity, dataset.files.files)
+    return job, fingerprint(forward, identity, dataset.files.files)
 
 
 def model_request(config: Config, planned: Sequence[Any] | None = None) -> ModelRequest:
