@@ -1,10 +1,10 @@
 """Many processes join as one run, compare what must be the same, and take the same steps.
 
 `jax.distributed` joins the processes of a pod. Before anything expensive, `require_agreement`
-compares digests of everything that must be the same on all hosts, such as the flags and the model
-files. During the run, `Lockstep` keeps the hosts at the same step, a watchdog ends a process whose
-steps no longer finish, and a helper process says what to do when JAX ends this one because another
-one died.
+compares everything that must be the same on all hosts, such as the flags and the model's files.
+During the run, `Lockstep` keeps the hosts at the same step, a watchdog ends a process whose steps
+no longer finish, and a helper process says what to do when JAX ends this one because another one
+died.
 """
 
 import faulthandler
