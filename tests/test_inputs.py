@@ -314,7 +314,8 @@ def test_a_budget_is_exact_and_may_grow(shard_format, data, tmp_path, capsys):
     assert main(*flags, "--max_tokens", 50, "--output_dir", tmp_path / "grown") == 2
     assert "already holds 203 tokens, more than the 50" in capsys.readouterr().err
     total = run("all", 10**6).tokens
-    assert f"short: the data ended after {total:,} tokens" in capsys.readouterr().out
+    told = f"short: the data ended after {total:,} of at most 1,000,000 tokens (--max_tokens)\n"
+    assert told in capsys.readouterr().out
 
 
 def test_a_mixture_keeps_its_proportions_and_knows_its_sources(data):

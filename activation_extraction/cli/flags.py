@@ -272,14 +272,15 @@ class Config:
         "also be added when a run is continued (default: such a row ends the run)"
     )
     max_samples: int | None = flag(
-        "stop after N samples on this machine, shared equally by its hosts",
+        "store at most N samples on this machine. Its hosts have equal shares of N; one whose rows "
+        "end before stores fewer, and the end of the run names it",
         default_is="all",
         parse=integer(1),
         metavar="N",
     )
     max_tokens: int | None = flag(
-        "stop after N stored tokens on this machine, shared equally by its hosts; the last sample "
-        "is cut, so that the number is exact",
+        "store at most N tokens on this machine, shared like --max_samples; the last sample is "
+        "cut, so that a share is exact unless its rows end before",
         default_is="all",
         parse=integer(1),
         metavar="N",

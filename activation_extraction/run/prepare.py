@@ -15,7 +15,7 @@ import jax
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
-from activation_extraction.common.visible import plain_url
+from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import memory_of, use_compilation_cache
 from activation_extraction.model.family import Families
@@ -131,9 +131,24 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
     if host.several:  # only now is it certain that they all have files of the same names
         together(host, job.text.dataset.files.sampled, lambda sampled: sampled)
     log_hooks(request, job.forward.model)
+    if output.own and job.repair is None and not job.storage.complete:
+        log_continuing(job)
     if not job.text.choice.everything:
         log.info("kept tokens: %s", job.text.choice)
     return job
+
+
+def log_continuing(job: Job) -> None:
+    """Says from where the run continues."""
+    plan = job.storage.plan
+    if plan.shards:
+        stored = counted(plan.samples, "sample"), counted(plan.tokens, "token")
+        log.info(
+            "continuing %s after %s and %s in %s",
+            *(job.where, *stored, counted(plan.shards, "full shard")),
+        )
+    else:
+        log.info("continuing %s from the beginning: none of its shards is full", job.where)
 
 
 def prepare_output(config: Config, host: Host, on_progress: Callable[[], None]) -> Output:
