@@ -361,7 +361,7 @@ def test_other_data_is_refused_by_its_name(data, tmp_path, capsys):
         ("files", mixture),
     ):
         assert main(*source, *flags, tmp_path / name) == 2
-        assert "already holds an extraction with another data: " in capsys.readouterr().err
+        assert "already holds an extraction that differs in data: " in capsys.readouterr().err
     assert main("--mix", f"{data}/texts=1.0", *flags, tmp_path / "mixture") == 0
 
 

@@ -119,6 +119,7 @@ the tests are left for the model to find:
   1 1
   Output:
 
-exit status: 0 done; 1 failed on the way, or --verify found a problem; 2 bad input; 130 or 143
-stopped by Ctrl-C or SIGTERM (complete samples are stored). A scheduler should never retry 2.
+exit status: 0 done; 1 failed on the way, or --verify or --status found a problem; 2 bad input;
+130 or 143 stopped by Ctrl-C or SIGTERM (complete samples are stored). A scheduler should never
+retry 2.
 """

@@ -273,7 +273,7 @@ def refuse_difference(where: str, difference: Difference | None) -> None:
         )
     if difference is not None:
         raise InputError(
-            f"{where}: already holds an extraction with another {difference.name}: "
+            f"{where}: already holds an extraction that differs in {difference.name}: "
             f"{shown(difference.before)}, now {shown(difference.now)}; {FLAGS_REMEDY}"
         )
 
