@@ -140,15 +140,15 @@ class Progress:
         }
         self._record(metrics)
         if self._bar.disable:
-            samples, tokens = counted(metrics["samples"], "sample"), counted(self.kept, "token")
+            samples, kept = counted(metrics["samples"], "sample"), counted(self.kept, "token")
             if self._in_tokens:
-                tokens = f"{self.kept:,} of {counted(self._most or 0, 'token')}"
+                kept = f"{self.kept:,} of {counted(self._most or 0, 'token')}"
             elif self._most is not None:
                 samples = f"{metrics['samples']:,} of {counted(self._most, 'sample')}"
             utilisation = "" if share is None else f", {share:.0%} of peak"
             log.info(
                 "%s, %s, %.0f tokens/s%s%s",
-                *(samples, tokens, rate, utilisation, _storing(metrics)),
+                *(samples, kept, rate, utilisation, _storing(metrics)),
             )
 
     def close(self) -> None:

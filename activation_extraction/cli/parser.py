@@ -17,6 +17,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.endswith("argument"):  # one that begins with "-" looks like a flag
             message += "; a value that begins with - follows a =, such as --text_column=-x"
+        argument = re.match(r"argument --(\w+): .*'([^',\s]+(?:,[^',\s]+)+)'", message)
+        if argument and FLAGS[argument[1]].options.get("nargs") == "+":
+            message += f"; put spaces between values: {argument[2].replace(',', ' ')}"
         if message.startswith("unrecognized"):
             known = re.findall(r"--\w+", self.format_usage())
             typed = message.removeprefix("unrecognized arguments:").split()

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from tokenizers import Tokenizer
 
 from activation_extraction.cli.flags import Config
-from activation_extraction.common.errors import InputError
+from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.model.checkpoint import Checkpoint
@@ -259,7 +260,9 @@ def prepare(
     folders, worker = output.folders, output.folders.worker
     checkpoint, vocabulary = forward.checkpoint, forward.model.config.vocab_size
     tokenizer, template = load_text_files(vars(config), checkpoint, vocabulary)
-    check_dropped(config.drop_token_ids, vocabulary)
+    dropped = dropped_ids(config.drop_token_ids, tokenizer)
+    check_dropped(dropped, vocabulary)
+    config = replace(config, drop_token_ids=dropped)
     rows = row_form(vars(config), template, vocabulary)
     dataset = open_dataset(vars(config), rows.columns, output.own, output.earlier, sources)
     dataset.check(rows, config.skip_bad_rows)
@@ -304,6 +307,21 @@ def model_request(config: Config, planned: Sequence[Any] | None = None) -> Model
         keep_weights=not config.multihost,  # a host of a pod may need only parts of them
         devices=planned,
     )
+
+
+def dropped_ids(tokens: Sequence[int | str], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Returns the ids of the tokens to drop. Raises InputError for a name that no token has."""
+    token_ids = {token for token in tokens if isinstance(token, int)}
+    for name in (token for token in tokens if isinstance(token, str)):
+        assert tokenizer is not None  # cli/config.py refuses names where there is none
+        if (found := tokenizer.token_to_id(name)) is None:
+            added = (str(each.content) for each in tokenizer.get_added_tokens_decoder().values())
+            raise InputError(
+                f"--drop_token_ids {name}: the tokenizer has no token of this name"
+                f"{near_miss(name, added)}"
+            )
+        token_ids.add(found)
+    return tuple(sorted(token_ids))
 
 
 def check_dropped(token_ids: Sequence[int], vocabulary: int) -> None:
