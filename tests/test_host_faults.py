@@ -63,6 +63,16 @@ def test_hosts_with_other_numbers_of_devices_are_named(demo_inputs, tmp_path):
         assert f"error: {told}" in pod.text(host) and "Traceback" not in pod.text(host)
 
 
+def test_a_host_without_devices_says_so(demo_inputs, tmp_path):
+    """JAX ends the other one, which waits for its devices."""
+    flags = flags_for(demo_inputs, tmp_path / "out", "--heartbeat_timeout", 10)
+    pod = Pod(tmp_path, 2, 2, *flags, of_each=[{}, {"JAX_PLATFORMS": "cuda"}])
+    assert pod.processes[1].wait(600) == 2, pod.text(1)
+    assert "error: JAX finds no devices (JAX_PLATFORMS, drivers)" in pod.text(1)
+    assert "Traceback" not in pod.text(1)
+    assert pod.wait()[0] not in (0, 2)
+
+
 def test_hosts_whose_models_have_other_kernels_are_named(demo_inputs, tmp_path):
     """One of them compares what the other one lacks."""
     inputs_with({**RUNS["qwen3_5"].config, "model_type": "qwen3_5"}, demo_inputs, tmp_path)
