@@ -38,7 +38,11 @@ from activation_extraction.common.visible import counted, make_streams_safe, say
 from activation_extraction.inspect.look import look
 from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.devices import device_errors, use_compilation_cache
+from activation_extraction.model.devices import (
+    device_errors,
+    leave_out_absent_tpu,
+    use_compilation_cache,
+)
 from activation_extraction.model.forward import Activations, Step, choose_dtypes, compile_step
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.run.demo import MODEL_CONFIG
@@ -78,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def begin() -> int:
         config = parse_args(argv)
         start_logging(config.verbose, config.machine_id, config.host_id if config.multihost else 0)
+        leave_out_absent_tpu()
         if config.list_hooks:
             return show_hooks(config)
         if config.plan is not None:

@@ -26,7 +26,7 @@ def look_without(missing: str) -> int:
     if not config.looking or config.verify_samples:
         raise InputError(
             f"{missing} is not installed; running a model needs more packages than reading; in "
-            "the folder of the checkout run: pip install '.[extract]'"
+            "the folder of the checkout run: pip install -e '.[extract]'"
         )
     from activation_extraction.inspect.look import look
 

@@ -42,6 +42,8 @@ class Run:
     hooks: dict = field(default_factory=lambda: HOOKS)
     changed: tuple[int, int] | None = None  # row and position of a token with another id
     dtype: str = "float32"
+    identity: dict = field(default_factory=dict)  # what it records of where its rows come from
+    data_files: list = field(default_factory=list)
 
     def positions(self, row):
         every = np.arange(len(tokens_of(row)[0]))
@@ -73,6 +75,7 @@ class Run:
                 activation_dtype=self.dtype,
                 shard_format=self.shard_format,
                 positions="all" if self.kept == "all" else f"random:0.{self.seed + 1}",
+                **self.identity,
             )
             worker = Worker(machine, self.machines, host, self.hosts)
             with open_storage(
@@ -82,6 +85,7 @@ class Run:
                 shard_format=self.shard_format,
                 shard_size_gb=self.shard_gb,
                 hook_facts={key: {"width": WIDTHS[hook]} for key, hook in self.hooks.items()},
+                metadata={"data_files": self.data_files},
             ) as storage:
                 for index, row in enumerate(self.rows[number :: len(workers)]):
                     self._add(storage, index, worker.sample_idx(index), row)

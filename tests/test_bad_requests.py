@@ -46,6 +46,14 @@ BAD_REQUESTS = """\
 --layers_to_extract -1 | argument --layers_to_extract
 --layers_to_extract 3-1 | 3-1 is not a range of layers
 --layers_to_extract 3- | invalid layers value: '3-'
+--layers_to_extract 2,3 | invalid layers value: '2,3'; put spaces between values: 2 3 (see --help)
+--layers_to_extract 1 2-3,5 | put spaces between values: 2-3 5 (see --help)
+--drop_token_ids 4,5 | invalid token id value: '4,5'; put spaces between values: 4 5 (see --help)
+--messages_column m --roles user,tool | put spaces between values: user tool (see --help)
+--drop_token_ids '<|im_end|>' --ids_column ids | \
+ --drop_token_ids <|im_end|>: with --ids_column no tokenizer is read
+--drop_token_ids '<endoftext>' | \
+ --drop_token_ids <endoftext>: the tokenizer has no token of this name; did you mean <|endoftext|>?
 --hook_names blocks.3.hook_resid_pots | \
  with layers 0 to 11; did you mean blocks.3.hook_resid_post?; --list_hooks
 --hook_names 'blocks.*.hook_mlp_in' | --hook_names blocks.*

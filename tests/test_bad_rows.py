@@ -315,7 +315,7 @@ def test_a_run_that_stopped_at_a_bad_row_goes_on_and_skips(stopped, tmp_path, ca
         assert metadata_of(tmp_path / "out")["skipped_rows"] == 3
     assert content(tmp_path / "out") == content(folder / "all")
     assert extract_activations.main(flags(tmp_path / "out")) == 2
-    told = "already holds an extraction with another skip_bad_rows: True, now False"
+    told = "already holds an extraction that differs in skip_bad_rows: True, now False"
     assert told in capsys.readouterr().err
     assert extract_activations.main(["--verify", "--output_dir", str(tmp_path / "out")]) == 0
 

@@ -1,12 +1,16 @@
 """The command line as users meet it: separate processes, Ctrl-C, help."""
 
 import json
+import os
+import re
 import signal
+import subprocess
+import sys
 import textwrap
 import time
 
 import pytest
-from command_line import main, records_of, start
+from command_line import SCRIPT, main, records_of, start
 from small_runs import both_formats, shard_name
 
 from activation_extraction.cli.parser import build_parser
@@ -52,6 +56,32 @@ def test_ctrl_c_commits_what_is_complete(inputs, texts, tmp_path):
     assert not list(out.glob(".*"))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("sign", ["", "TPU_WORKER_ID"])
+def test_libtpu_without_a_tpu_is_left_alone(sign, tmp_path):
+    """It prints errors when it looks for a TPU. Where anything shows one, JAX looks for it."""
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu/__init__.py").write_text(
+        "def get_library_path():\n    print('libtpu looks for a TPU')\n    return 'no library'\n"
+    )
+    variables = {"JAX_PLATFORMS": "", "PYTHONPATH": f"{tmp_path}:{SCRIPT.parent}"}
+    variables |= {sign: "0"} if sign else {}
+    # As this machine, if it has an accelerator, too.
+    code = "import extract_activations as script; from activation_extraction.model import devices; "
+    code += "devices.TPU_FILES = (); print('imported'); script.main(); "
+    code += "import jax; print(jax.default_backend())"
+    flags = ["--demo", "--max_samples", "2", "--output_dir", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *flags],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
+    run = done.stdout.split("imported\n")[1]
+    assert ("libtpu looks for a TPU" in run) == bool(sign), done.stderr
+    assert run.endswith("cpu\n") and "done: 2 samples" in run
+
+
 def test_help_tells_defaults_and_units(capsys):
     with pytest.raises(SystemExit) as stopped:
         main("--help")
@@ -59,5 +89,8 @@ def test_help_tells_defaults_and_units(capsys):
     assert stopped.value.code == 0
     for part in ("model:", "text:", "computing:", "output:", "default: 2048", "10^9 bytes", "GLOB"):
         assert part in text
+    (roles,) = re.findall("--roles (.*?) --drop_token_ids", text.split("which tokens to keep")[1])
+    for word in ("A turn is one message", "<|im_end|> has its role", "</think> is thinking"):
+        assert word in roles
     for action in build_parser()._actions:
         assert action.help, action.option_strings

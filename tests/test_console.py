@@ -55,10 +55,10 @@ def clock(monkeypatch):
 def test_a_line_of_progress_and_of_metrics_every_interval(clock, capsys):
     start_logging(False, 3, 0)
     recorded = []
-    progress = Progress(100, None, (40, 0), 30, 4, 8e12, lambda: dict(GAUGES), recorded.append)
+    progress = Progress(100, None, (40, 900), 30, 4, 8e12, lambda: dict(GAUGES), recorded.append)
     for _ in range(10):
         clock[0] += 10
-        progress.advance(samples=5, tokens=2000, flops=2e13)
+        progress.advance(samples=5, tokens=2000, flops=2e13, kept=2000)
     assert [metrics["samples"] for metrics in recorded] == [55, 70, 85]
     for metrics in recorded:
         assert metrics["tokens_per_second"] == 200 and metrics["tokens_per_second_per_chip"] == 50
@@ -72,10 +72,28 @@ def test_a_line_of_progress_and_of_metrics_every_interval(clock, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4 and all(map(LINE.fullmatch, lines))
     expected = (
-        "55 of 100 samples, 6,000 tokens, 200 tokens/s, 25% of peak; "
+        "55 of 100 samples, 6,900 tokens, 200 tokens/s, 25% of peak; "
         "stored 2 shards, 3.00 GB, 4 being written, 5 retries"
     )
     assert lines[0].endswith(expected)
+
+
+@pytest.mark.parametrize(
+    "limits,told",
+    [
+        ((None, None), "45 samples, 930 tokens, 200 tokens/s"),
+        ((50, None), "45 of 50 samples, 930 tokens, 200 tokens/s"),
+        ((None, 990), "45 samples, 930 of 990 tokens, 200 tokens/s"),
+    ],
+)
+def test_a_line_of_progress_counts_what_earlier_runs_have_stored(limits, told, clock, capsys):
+    """Of its samples and of its tokens, those that are stored. The speed is that of computing."""
+    start_logging(False, 3, 0)
+    progress = Progress(*limits, (40, 900), 30, 1, None, lambda: dict(GAUGES), lambda _: None)
+    clock[0] += 10
+    progress.advance(samples=5, tokens=2000, flops=2e13, kept=30)
+    progress.close()
+    assert f" {told}; stored 2 shards" in capsys.readouterr().err
 
 
 def test_nothing_is_said_of_shards_before_there_is_one(clock, capsys):

@@ -48,7 +48,7 @@ def test_a_file_in_another_order_is_refused_and_named(extract, tmp_path, capsys)
     before = content(tmp_path / "out")
     path.write_text(rows_of(reversed(range(40))))
     assert extract("out", "--max_samples", 40) == 2
-    assert f"{path} has changed since stored shards read it; restore" in capsys.readouterr().err
+    assert f"{path} has changed since stored shards read it; a run over" in capsys.readouterr().err
     assert content(tmp_path / "out") == before
     path.write_text(rows_of(range(40)))
     assert extract("out", "--max_samples", 40) == 0
@@ -136,11 +136,16 @@ def test_one_file_more_or_less_is_named(extract, tmp_path, capsys):
     assert extract("out", "--max_samples", 3) == 0
     (tmp_path / "data/0.jsonl").write_text(rows_of(range(5, 10)))
     assert extract("out") == 2
-    assert "--dataset_path: 0.jsonl was not read when the run began" in capsys.readouterr().err
+    anew = "a run over other data needs another --output_dir (or --gcs_prefix), or --overwrite"
+    told = "--dataset_path: 0.jsonl was not read when the run began; take it out, or give a glob"
+    assert f"{told} that leaves it out; {anew}\n" in capsys.readouterr().err
     (tmp_path / "data/0.jsonl").unlink()
     (tmp_path / "data/b.jsonl").unlink()
     assert extract("out") == 2
-    assert "--dataset_path: b.jsonl is missing; restore" in capsys.readouterr().err
+    told = (
+        f"--dataset_path: b.jsonl is missing; {anew}; this one needs the file that it began with\n"
+    )
+    assert capsys.readouterr().err.endswith(told)
 
 
 def test_files_that_are_left_out_do_not_count(extract, tmp_path, capsys):

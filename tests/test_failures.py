@@ -46,14 +46,16 @@ def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
         raise FileNotFoundError("a source file")
 
     monkeypatch.setattr(hosts, "require_agreement", agree)
-    phases = "prepare_output", "own_memory", "prepare_forward", "prepare"
-    for phase, defect in enumerate(phases):
+    phases = {"prepare_output": 0, "settings_of": 0, "own_memory": 1}
+    phases |= {"prepare_forward": 2, "step_of": 2, "prepare": 3}
+    for defect, phase in phases.items():
         told.clear()
         monkeypatch.setattr(prepare, "prepare_output", lambda *_: SimpleNamespace(commit=None))
         monkeypatch.setattr(prepare, "agree_on_commit", lambda *_: None)
         monkeypatch.setattr(prepare, "prepare_forward", lambda config, *_: (config, None, None))
         monkeypatch.setattr(prepare, "own_memory", lambda _: 1e9)
         monkeypatch.setattr(prepare, "settings_of", lambda *_: {})
+        monkeypatch.setattr(prepare, "step_of", lambda *_: {})
         monkeypatch.setattr(prepare, "prepare", MagicMock())
         monkeypatch.setattr(prepare, defect, vanished)
         with pytest.raises(FileNotFoundError):

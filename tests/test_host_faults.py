@@ -1,14 +1,20 @@
 """What happens when one of several hosts differs, fails, is killed or does not come."""
 
 import json
+import re
 import shutil
 import signal
 import socket
+from collections import Counter
 
 import pytest
+from chat_templates import QWEN2_5
 from command_line import start
+from conftest import inputs_with
 from pods import Pod, first_documents, flags_for
+from test_every_family import RUNS
 
+from activation_extraction import ActivationDataset
 from activation_extraction.text.packing import WINDOW
 
 pytestmark = pytest.mark.long
@@ -19,7 +25,7 @@ def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path)
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--log_every", 60])
     assert pod.wait() == [2, 2]
     for host in range(2):
-        assert "error: hosts differ in configuration: digest" in pod.text(host)
+        assert "error: hosts differ in --log_every: 30 on 0; 60 on 1; it must" in pod.text(host)
     model = tmp_path / "model"
     shutil.copytree(demo_inputs / "model", model)
     weights = bytearray((model / "model.safetensors").read_bytes())
@@ -31,16 +37,96 @@ def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path)
     fewer = first_documents(demo_inputs, tmp_path / "fewer.parquet", 200)
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--dataset_path", fewer])
     assert pod.wait() == [2, 2]
-    assert "error: hosts differ in data files: digest" in pod.text(1)
+    assert "error: hosts differ in data files: " in pod.text(1)
+    assert '[["fewer.parquet", ' in pod.text(1)
     # As where devices differ in memory.
     pod = faulty_pod(tmp_path, flags, "1:model axis")
     assert pod.wait() == [2, 2], [pod.text(i) for i in range(2)]
-    assert "error: hosts differ in mesh: digest" in pod.text(0)
+    assert (
+        'error: hosts differ in mesh: {"data": 4} on 0; {"data": 2, "model": 2} on 1' in pod.text(0)
+    )
     # As where a kernel fails its trial on one host.
     pod = faulty_pod(tmp_path, flags, "1:attention")
     assert pod.wait() == [2, 2], [pod.text(i) for i in range(2)]
-    assert "error: hosts differ in attention: digest" in pod.text(0)
+    assert "error: hosts differ in attention: " in pod.text(0) and "other on 1" in pod.text(0)
     assert not (tmp_path / "out").exists()
+
+
+def test_hosts_with_other_numbers_of_devices_are_named(demo_inputs, tmp_path):
+    """JAX cannot gather anything from them, so this is compared before all else."""
+    flags = flags_for(demo_inputs, tmp_path / "out")
+    of_each = [{"JAX_NUM_CPU_DEVICES": "2"}, {"JAX_NUM_CPU_DEVICES": "3"}]
+    pod = Pod(tmp_path, 2, 2, *flags, of_each=of_each)
+    assert pod.wait() == [2, 2], [pod.text(host) for host in range(2)]
+    told = "hosts have different numbers of devices: 2 on host 0, 3 on host 1; expected the same"
+    for host in range(2):
+        assert f"error: {told}" in pod.text(host) and "Traceback" not in pod.text(host)
+
+
+def test_a_host_without_devices_says_so(demo_inputs, tmp_path):
+    """JAX ends the other one, which waits for its devices."""
+    flags = flags_for(demo_inputs, tmp_path / "out", "--heartbeat_timeout", 10)
+    pod = Pod(tmp_path, 2, 2, *flags, of_each=[{}, {"JAX_PLATFORMS": "cuda"}])
+    assert pod.processes[1].wait(600) == 2, pod.text(1)
+    assert "error: JAX finds no devices (JAX_PLATFORMS, drivers)" in pod.text(1)
+    assert "Traceback" not in pod.text(1)
+    assert pod.wait()[0] not in (0, 2)
+
+
+def test_hosts_whose_models_have_other_kernels_are_named(demo_inputs, tmp_path):
+    """One of them compares what the other one lacks."""
+    inputs_with({**RUNS["qwen3_5"].config, "model_type": "qwen3_5"}, demo_inputs, tmp_path)
+    flags = flags_for(demo_inputs, tmp_path / "out", hooks=["--layers_to_extract", 1])
+    pod = Pod(tmp_path, 2, 2, flags, [*flags, "--model_path", tmp_path / "model"])
+    assert pod.wait() == [2, 2], [pod.text(host) for host in range(2)]
+    for host in range(2):
+        assert re.search(r"error: hosts differ in \w+: nothing on 0; \w+ on 1;", pod.text(host))
+
+
+@pytest.mark.parametrize("fault", ["versions", "memory"])
+def test_a_check_that_fails_on_one_host_is_told_to_the_others(demo_inputs, tmp_path, fault):
+    """Also while it compares, and while the others wait for its numbers."""
+    pod = faulty_pod(
+        tmp_path, flags_for(demo_inputs, tmp_path / "out", "--batch_size", "auto"), f"1:{fault}"
+    )
+    assert pod.wait() == [1, 1], [pod.text(host) for host in range(2)]
+    assert "error: host 1 failed: see the message there" in pod.text(0)
+    assert "injected" in pod.text(1) and "the device failed" not in pod.text(0)
+
+
+def test_hosts_may_have_the_same_files_at_other_paths(demo_inputs, tmp_path):
+    """Those of --mix and --chat_template, too; all hosts call the sources as host 0 does."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"question {n} " * (n % 7 + 1)}]}
+        for n in range(20)
+    ]
+    flags = []
+    for host in range(2):
+        folder = tmp_path / f"disk_{host}"
+        folder.mkdir()
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:10]))
+        (folder / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[10:]))
+        (folder / "template.jinja").write_text(QWEN2_5)
+        data = ["--mix", f"{folder}/rows.jsonl=0.75", f"{folder}/more.jsonl=0.25"]
+        data += ["--messages_column", "messages", "--chat_template", folder / "template.jinja"]
+        given = flags_for(demo_inputs, tmp_path / "out", *data)
+        at = given.index("--dataset_path")
+        flags.append(given[:at] + given[at + 2 :])
+    pod = Pod(tmp_path, 2, 2, *flags)
+    assert pod.wait() == [0, 0], [pod.text(host) for host in range(2)]
+    dataset = ActivationDataset(tmp_path / "out")
+    assert len(dataset) == 20
+    sources = Counter(sample.row["source"] for sample in dataset)
+    assert sources == {f"{tmp_path}/disk_0/{name}.jsonl": 10 for name in ("rows", "more")}
+    again = Pod(tmp_path, 2, 2, *flags)  # a run that continues calls them so, too
+    assert again.wait() == [0, 0], [again.text(host) for host in range(2)]
+    other = [str(flag).replace("=0.25", "=0.5") for flag in flags[1]]
+    pod = Pod(tmp_path, 2, 2, flags[0], other)
+    assert pod.wait() == [2, 2] and "error: hosts differ in --mix: " in pod.text(0)
+    with open(tmp_path / "disk_1/template.jinja", "a") as template:
+        template.write("the end")
+    pod = Pod(tmp_path, 2, 2, *([*each, "--overwrite"] for each in flags))
+    assert pod.wait() == [2, 2] and "error: hosts differ in chat_template: " in pod.text(0)
 
 
 def test_a_port_that_is_taken_is_named_by_host_0(demo_inputs, tmp_path):
@@ -154,6 +240,23 @@ if host == os.environ["HOST_ID"]:
     if fault == "model axis":
         from activation_extraction.model.automatic_mesh import StepSizes
         StepSizes.choose_mesh = lambda *_: ({"data": 2, "model": 2}, "")
+    if fault == "versions":
+        from activation_extraction.common.errors import RunError
+        from activation_extraction.run import digests
+        def broken(*_):
+            raise RunError("injected")
+        digests.version = broken
+    if fault == "memory":
+        from activation_extraction.common.errors import RunError
+        from activation_extraction.run import batch_size
+        original_own = batch_size._own_devices
+        class Silent:
+            device_kind = "cpu"
+            def memory_stats(self):
+                raise RunError("injected")
+        def own(*given):  # `fit_rows` alone gives no planned machine
+            return original_own(*given) if len(given) > 1 else [Silent()]
+        batch_size._own_devices = own
     if fault == "attention":
         from activation_extraction.model import kernels
         Choice = kernels.Choice

@@ -1,6 +1,7 @@
 """Several real processes as one run, as on a TPU pod."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,31 @@ def test_uneven_ends_and_a_host_without_data(demo_inputs, texts, tmp_path):
         options = flags_for(demo_inputs, out, "--dataset_path", path, *flags)
         pod = Pod(tmp_path, 2, 4, *options)
         assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
+        assert not any("short: " in pod.text(i) for i in range(2))
         found = [
             json.loads((out / f"machine_000_host_{i:02d}/metadata.json").read_text())["samples"]
             for i in range(2)
         ]
         assert found == expected
+
+
+def test_a_host_that_cannot_fill_its_share_is_named_on_all(demo_inputs, texts, tmp_path):
+    """Every second row is without text, so the second of two hosts has none."""
+    path = texts([{"text": "word " * 9 if n % 2 == 0 else ""} for n in range(12)])
+    samples, tokens = "0 of at most 3 samples", "0 of at most 30 tokens"
+    cases = {
+        ("--max_samples", "6"): f"{samples} (its share of --max_samples)",
+        ("--max_tokens", "60", "--max_samples", "6"): f"{samples} (its share of --max_samples) and "
+        f"{tokens} (its share of --max_tokens)",
+    }
+    for number, (flags, told) in enumerate(cases.items()):
+        options = flags_for(demo_inputs, tmp_path / str(number), "--dataset_path", path, *flags)
+        for _ in range(2):  # also when all has been computed before
+            pod = Pod(tmp_path, 2, 2, *options)
+            assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
+            for host in range(2):
+                (line,) = re.findall("^short: .*$", pod.text(host), re.M)
+                assert line == f"short: the data of host 1 ended after {told}"
 
 
 def test_leftovers_of_another_number_of_hosts_are_refused_or_replaced(demo_inputs, tmp_path):

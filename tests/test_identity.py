@@ -62,7 +62,7 @@ def test_a_changed_request_is_refused_naming_the_field(started, capsys, field):
         layers = []
     assert main(*flags, *layers, *changed) == 2
     error = capsys.readouterr().err
-    assert f"already holds an extraction with another {field.strip()}: " in error
+    assert f"already holds an extraction that differs in {field.strip()}: " in error
     assert {p.name: p.read_bytes() for p in (folder / "out").iterdir()} == before
 
 
@@ -100,9 +100,12 @@ def test_machines_of_one_output_must_agree(started, tmp_path, capsys):
     assert main(*flags, "--total_machines", "2") == 0
     second = [*flags, "--total_machines", "2", "--machine_id", "1"]
     assert main(*second, "--dtype", "bfloat16") == 2
-    assert "machine_000: already holds an extraction with another dtype" in capsys.readouterr().err
+    assert (
+        "machine_000: already holds an extraction that differs in dtype: float32, now bfloat16"
+        in (capsys.readouterr().err)
+    )
     assert main(*flags, "--total_machines", "3", "--machine_id", "1") == 2
-    assert "with another total_machines: 2, now 3" in capsys.readouterr().err
+    assert "differs in total_machines: 2, now 3" in capsys.readouterr().err
     assert main(*second) == 0
 
 

@@ -315,7 +315,8 @@ def test_a_budget_is_exact_and_may_grow(shard_format, data, tmp_path, capsys):
     assert main(*flags, "--max_tokens", 50, "--output_dir", tmp_path / "grown") == 2
     assert "already holds 203 tokens, more than the 50" in capsys.readouterr().err
     total = run("all", 10**6).tokens
-    assert f"short: the data ended after {total:,} tokens" in capsys.readouterr().out
+    told = f"short: the data ended after {total:,} of at most 1,000,000 tokens (--max_tokens)\n"
+    assert told in capsys.readouterr().out
 
 
 def test_a_mixture_keeps_its_proportions_and_knows_its_sources(data):
@@ -361,7 +362,7 @@ def test_other_data_is_refused_by_its_name(data, tmp_path, capsys):
         ("files", mixture),
     ):
         assert main(*source, *flags, tmp_path / name) == 2
-        assert "already holds an extraction with another data: " in capsys.readouterr().err
+        assert "already holds an extraction that differs in data: " in capsys.readouterr().err
     assert main("--mix", f"{data}/texts=1.0", *flags, tmp_path / "mixture") == 0
 
 

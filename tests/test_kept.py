@@ -177,10 +177,7 @@ def test_verify_reads_the_text_again_to_recompute_kept_tokens(
     shutil.copy(demo_inputs / "documents.parquet", other)
     assert verify(few, demo_inputs, "--dataset_path", other) == 0
     assert verify(few, demo_inputs, "--dataset_path", texts([{"text": "other"}])) == 2
-    assert (
-        "documents.parquet is missing; restore the file that the run began with"
-        in capsys.readouterr().err
-    )
+    assert "documents.parquet is missing; " in capsys.readouterr().err
 
 
 def edited(few, tmp_path, change):

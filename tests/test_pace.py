@@ -66,7 +66,7 @@ def test_a_run_that_has_gone_silent_is_not_called_running(tmp_path, monkeypatch,
                 assert part.state == state
                 assert (part.expected_end is None) == (state == "silent")
     capsys.readouterr()
-    assert show_status(Folder(str(folder)), write=False) == 0
+    assert show_status(Folder(str(folder)), write=False) == 1
     assert "silent for 1 h 23 min" in capsys.readouterr().out
 
 

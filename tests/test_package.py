@@ -50,25 +50,61 @@ def test_what_reading_and_reports_need_takes_the_pins():
         assert pinned[each.name] in each.specifier, line
 
 
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+
+
+def copy_of_the_checkout(source):
+    """What an installation needs; building leaves files behind."""
+    source.mkdir()
+    for path in [
+        *REPOSITORY.glob("*.py"),
+        *map(REPOSITORY.joinpath, ("pyproject.toml", "README.md", ".gitignore")),
+    ]:
+        shutil.copy(path, source)
+    package = "activation_extraction"
+    shutil.copytree(
+        REPOSITORY / package, source / package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    return source
+
+
+@pytest.mark.rare
+def test_what_messages_have_one_install_follows_the_checkout(tmp_path):
+    """No second copy goes stale, and git does not see what is left beside the sources."""
+    source = copy_of_the_checkout(tmp_path / "source")
+    for command in (["init", "--quiet"], ["add", "."]):
+        subprocess.run(["git", *command], cwd=source, check=True)
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv/bin/python"
+    pip = [*PIP, "--python", python, "install", "--no-deps", "--no-compile"]
+    subprocess.run([*pip, "-e", "."], cwd=source, check=True)
+    changed = source / "activation_extraction/__init__.py"
+    changed.write_text(changed.read_text().replace(__version__, "9.9.9"))
+    code = "import activation_extraction.cli.config as c, activation_extraction as a; "
+    code += "print(c.__file__, a.__version__)"
+    done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == [f"{source}/activation_extraction/cli/config.py", "9.9.9"]
+    status = ["git", "status", "--porcelain", "--untracked-files=all"]
+    seen = subprocess.run(status, cwd=source, capture_output=True, text=True, check=True)
+    assert [line for line in seen.stdout.splitlines() if not line.startswith("A")] == []
+
+
+def test_every_hint_installs_what_follows_the_checkout():
+    for path in [REPOSITORY / "README.md", *REPOSITORY.rglob("activation_extraction/**/*.py")]:
+        hints = re.findall(r"pip install[ \"\n]+(?:-e[ \"\n]+)?'?\.", path.read_text())
+        assert all("-e" in hint for hint in hints), path
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """The wheel, and a virtual environment with it and its base dependencies alone."""
     root = tmp_path_factory.mktemp("package")
-    source = root / "source"  # building leaves files behind
-    source.mkdir()
-    for path in [
-        *REPOSITORY.glob("*.py"),
-        *map(REPOSITORY.joinpath, ("pyproject.toml", "README.md")),
-    ]:
-        shutil.copy(path, source)
-    package = "activation_extraction"
-    shutil.copytree(REPOSITORY / package, source / package)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", root, source], check=True)
+    source = copy_of_the_checkout(root / "source")
+    subprocess.run([*PIP, "wheel", "--no-deps", "-w", root, source], check=True)
     (wheel,) = root.glob("*.whl")
     venv.create(root / "venv", with_pip=False)
     python = root / "venv/bin/python"
-    subprocess.run([*pip, "--python", python, "install", "--no-compile", wheel], check=True)
+    subprocess.run([*PIP, "--python", python, "install", "--no-compile", wheel], check=True)
     return wheel, python
 
 
@@ -109,7 +145,7 @@ def test_the_bare_command_looks_at_runs_and_says_what_the_rest_needs(installed, 
     for flag, extra in needs.items():
         done = call(flag, "--output_dir", "run")
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-        assert done.stderr.startswith("error: ") and f"pip install '.{extra}'" in done.stderr
+        assert done.stderr.startswith("error: ") and f"pip install -e '.{extra}'" in done.stderr
 
 
 def test_hints_install_from_the_checkout_and_not_by_a_name_that_is_not_ours():

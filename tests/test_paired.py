@@ -10,7 +10,9 @@ import numpy as np
 import pyarrow.compute
 import pytest
 import torch
-from extractions import change_table
+from command_line import main
+from extractions import change_table, edit
+from pods import flags_for
 from runs_of_rows import (
     HOOKS,
     IDS,
@@ -279,6 +281,94 @@ def test_runs_that_cannot_be_paired(tmp_path):
     change_table(one, 1, lambda rows: [row.update(row=None) for row in rows])
     with pytest.raises(ValueError, match="no row of the data set has a sample in each of them"):
         paired(one, one)
+
+
+OTHER_SAMPLES = {
+    "data": "org/name default train",
+    "data_revision": "2" * 64,
+    "text_column": "content",
+    "messages_column": "messages",
+    "ids_column": "input_ids",
+    "chat_template": "3" * 64,
+    "max_seq_length": 99,
+    "long_documents": "split",
+    "overlap": 3,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SAMPLES)
+def test_runs_over_other_data_are_refused(name, tmp_path):
+    """Rows of other data may have the same names, and even the same tokens where few are stored."""
+    one = ActivationDataset(Run([1, 2], 0).store(tmp_path / "one"))
+    other = Run([1, 2], 1, hooks=OTHER_HOOKS, identity={name: OTHER_SAMPLES[name]})
+    two = ActivationDataset(other.store(tmp_path / "two"))
+    before, now = (
+        f"digest {value[:12]}" if len(value) == 64 else value
+        for value in (str(run.metadata["identity"][name]) for run in (one, two))
+    )
+    told = f"/one and .*/two: their samples are not those of the same data: {name} is {before} in "
+    told += f"one and {now} in the other"
+    for together in (paired, ActivationDataset.join):
+        with pytest.raises(ValueError, match=told):
+            together(one, two)
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [
+        {"model_digest": "4" * 64, "tokenizer_digest": "5" * 64, "dtype": "bfloat16"},
+        {"skip_bad_rows": True, "shuffle_documents": "7", "id_column": "name"},
+        {"roles": ("user",), "drop_token_ids": (5,), "mask_column": "mask"},
+        {"data": "", "text_column": "none", "max_seq_length": 0},  # of a program of one's own
+    ],
+)
+def test_runs_that_store_the_same_samples_in_another_way_are_paired(identity, tmp_path):
+    runs = [Run([1, 2], 0), Run([2, 1], 1, identity=identity)]
+    assert len(pair_of(runs, tmp_path)) == 2
+
+
+def test_files_of_the_same_name_are_compared(tmp_path):
+    """By their size and, once a host of each run has read them, by their sha256."""
+
+    def file(size, digest, name="0.jsonl"):
+        return [{"name": name, "bytes": size, "digest": digest}]
+
+    one, two = (f"sha256 {digit * 64}" for digit in "12")
+    cases = [
+        (file(5, one), file(5, two), f"5 bytes, {one} in one and 5 bytes, {two} in the other"),
+        (file(5, one), file(6, two), f"5 bytes, {one} in one and 6 bytes, {two} in the other"),
+        (file(5, one), file(6, "an etag"), "0.jsonl is 5 bytes in one and 6 bytes in the other"),
+        (file(5, one), file(5, "an etag"), None),
+        (file(5, one), file(5, ""), None),
+        (file(5, one), file(6, two, "another.jsonl"), None),
+        (file(5, one), file(5, one) + file(9, two, "more.jsonl"), None),
+    ]
+    for number, (*files, told) in enumerate(cases):
+        runs = [Run([1, 2], n, hosts=2, data_files=each) for n, each in enumerate(files)]
+        stored = [run.store(tmp_path / f"{number}_{n}") for n, run in enumerate(runs)]
+        for folder in stored:  # the first host has not read it
+            edit(
+                folder / "machine_000_host_00/metadata.json",
+                lambda content: [each.update(digest="") for each in content["data_files"]],
+            )
+        if told is None:
+            assert len(paired(*stored)) == 2
+        else:
+            with pytest.raises(ValueError, match=told):
+                paired(*stored)
+
+
+@pytest.mark.long
+def test_other_conversations_whose_last_tokens_are_the_same(demo_inputs, tmp_path):
+    """Files of one name in two folders: the token ids alone would show nothing."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        rows = [{"text": f"{name * 20} number {n} ends alike"} for n in range(9)]
+        (tmp_path / name / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        flags = flags_for(demo_inputs, tmp_path / f"out_{name}", "--positions", "last")
+        assert main(*flags, "--dataset_path", tmp_path / name / "chat.jsonl") == 0
+    with pytest.raises(ValueError, match="data file chat.jsonl is .* sha256"):
+        paired(tmp_path / "out_a", tmp_path / "out_b")
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_bad_paths_are_refused(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=said):
             check_picture(name if name.startswith("~") else str(tmp_path / name))
     monkeypatch.setattr(plan_picture, "find_spec", {"matplotlib": None}.get)
-    with pytest.raises(InputError, match=r"needs matplotlib; .* pip install '.\[plan\]'"):
+    with pytest.raises(InputError, match=r"needs matplotlib; .* pip install -e '.\[plan\]'"):
         check_picture(str(tmp_path / "a.png"))
 
 

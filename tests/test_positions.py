@@ -1,11 +1,14 @@
 """Which tokens are kept: the rules of --positions, and what is left of a sample or a batch."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from command_line import main
 
+from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.text.packing import pack, samples_of
 from activation_extraction.text.token_choice import TokenChoice
@@ -122,6 +125,28 @@ def test_a_token_id_that_the_model_lacks_is_refused(inputs, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert line == "error: --drop_token_ids 2048: the model has token ids 0 to 2047"
     assert not out.exists()
+
+
+def test_tokens_may_be_dropped_by_their_names(inputs, tmp_path, capsys):
+    """What is recorded are ids, so a run that began with these continues with names."""
+    out, folder = tmp_path / "out", Path(inputs[inputs.index("--model_path") + 1])
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())
+    known = vocabulary["model"]["vocab"] | {
+        token["content"]: token["id"] for token in vocabulary["added_tokens"]
+    }
+    names = "<|endoftext|>", "\u0120", "e"  # added; byte-level for a space; a letter
+    ids = sorted(known[name] for name in names)
+    more = "--max_samples", 9, "--output_dir", out
+    assert main(*inputs, "--drop_token_ids", *ids, *more) == 0
+    assert main(*inputs, "--drop_token_ids", *names, *more) == 0
+    assert "everything has been computed already" in capsys.readouterr().err
+    assert main(*inputs, "--drop_token_ids", ids[0], *names, *more, "--overwrite") == 0
+    metadata = json.loads((out / "metadata.json").read_text())
+    assert metadata["identity"]["drop_token_ids"] == ids
+    assert metadata["configuration"]["drop_token_ids"] == ids
+    stored = np.concatenate([sample.token_ids for sample in ActivationDataset(out)])
+    assert len(stored) and not np.isin(stored, ids).any()
+    assert main("--verify", "--output_dir", out, "--model_path", folder) == 0
 
 
 def test_list_hooks_says_how_many_tokens_are_kept(inputs, capsys):

@@ -288,7 +288,7 @@ def test_refusals_are_one_line(tmp_path, run, capsys, monkeypatch):
     for missing in ("matplotlib", "jinja2"):
         monkeypatch.setattr(report, "find_spec", lambda name, gone=missing: name != gone or None)
         line = refused("--output_dir", str(run))
-        assert f"needs {missing};" in line and "pip install '.[report]'" in line
+        assert f"needs {missing};" in line and "pip install -e '.[report]'" in line
 
 
 @pytest.mark.long

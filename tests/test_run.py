@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from command_line import main
 from conftest import Reference, make_reference, references
+from pods import flags_for
+from small_runs import set_status
 from test_model import (
     TOLERANCE,
     assert_same_but_for_rounding,
@@ -214,3 +216,40 @@ def test_the_cursor_is_the_start_of_the_first_batch_with_a_sample_not_stored(
         expected = next(cursor for last, cursor in starts if last >= first_missing)
         assert commit["cursor"] == expected
     assert commits[-1]["cursor"]["samples"] == 300
+
+
+def test_a_run_that_continues_says_so_and_from_where(texts, demo_inputs, tmp_path, capsys):
+    """The totals count all that is stored; another line says how much of it is new."""
+    out, path = tmp_path / "out", texts([{"text": f"number {n} " * 9} for n in range(60)])
+    flags = flags_for(demo_inputs, out, "--dataset_path", path, "--log_every", 1)
+    flags += ["--shard_size_gb", 5e-4, "--max_samples", 60]
+
+    def printed():
+        assert main(*flags) == 0
+        return "\n".join(capsys.readouterr())
+
+    def killed_after(shards):
+        for shard in out.glob("shard_*"):
+            if int(shard.name[6:10]) > shards:
+                shard.unlink()
+        set_status(out, "running")
+
+    assert not re.search("continuing|continued: ", printed())
+    whole = json.loads((out / "metadata.json").read_text())
+    killed_after(2)
+    commits = [json.loads((out / f"shard_000{number}.json").read_text()) for number in (1, 2)]
+    samples = sum(commit["samples"]["count"] for commit in commits)
+    tokens = sum(commit["tokens"] for commit in commits)
+    where, again = f"{samples} samples and {tokens:,} tokens", printed()
+    assert f"continuing {out} after {where} in 2 full shards\n" in again
+    assert f"60 of 60 samples, {whole['tokens']:,} tokens, " in again  # progress
+    assert f"done: 60 samples, {whole['tokens']:,} tokens, " in again
+    new = f"{60 - samples} samples and {whole['tokens'] - tokens:,} tokens"
+    assert f"continued: {where} were there before; new: {new}\n" in again
+    killed_after(0)
+    again = printed()
+    assert f"continuing {out} from the beginning: none of its shards is full\n" in again
+    assert "continued: " not in again
+    again = printed()
+    assert "everything has been computed already" in again
+    assert not re.search("continuing|continued: ", again)

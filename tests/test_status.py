@@ -165,7 +165,37 @@ def test_a_run_that_has_stored_nothing_yet(tmp_path, capsys):
     (part,) = parts_at(tmp_path).values()
     assert (part.state, part.shards, part.last_commit) == ("killed", 0, None)
     assert part.tokens_per_second is part.expected_end is None
-    assert show_status(Folder(str(tmp_path)), write=True) == 0
+    assert show_status(Folder(str(tmp_path)), write=True) == 1
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_exit_status_says_whether_somebody_has_to_do_something(as_json, tmp_path, monkeypatch):
+    """A host that was killed, failed or fell silent; not one that runs, waits or was stopped."""
+
+    def status(name):
+        return show_status(Folder(str(tmp_path / name)), write=False, as_json=as_json)
+
+    extract(tmp_path / "complete")
+    extract(tmp_path / "not started", 0, 0, 2, 1)
+    begin(tmp_path / "interrupted").finalize(complete=False)
+    running = begin(tmp_path / "running")
+    names = "complete", "not started", "interrupted", "running"
+    assert [status(name) for name in names] == [0] * 4
+    running._writer.wait()  # so that it writes no more
+    edit(tmp_path / "running/metadata.json", lambda content: content.update(system="another"))
+    assert status("running") == 0  # what another system does cannot be seen
+    now = status_module.time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(status_module.time, "time", lambda: now() + 10 * status_module.SILENCE)
+        assert status("running") == 1
+    running.close()
+    kill(begin(tmp_path / "killed"))
+    with pytest.raises(StorageError), begin(tmp_path / "failed") as storage:
+        for key in HOOKS:
+            storage.add_activation(key, np.full((3, HIDDEN), np.nan), 99, "")
+    extract(tmp_path / "damaged")
+    (tmp_path / "damaged/shard_0001.pkl.gz").unlink()
+    assert [status(name) for name in ("killed", "failed", "damaged")] == [1] * 3
 
 
 def test_the_share_done_is_that_of_the_nearer_limit(tmp_path, capsys):

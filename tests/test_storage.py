@@ -404,7 +404,7 @@ def test_unknown_formats_and_urls_are_refused(tmp_path, monkeypatch, folder, opt
 def test_an_existing_extraction_is_kept_unless_overwritten(tmp_path):
     fill(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(InputError, match="already holds an extraction with another model_digest"):
+    with pytest.raises(InputError, match="already holds an extraction that differs in model_d"):
         open_storage(tmp_path, HOOKS, identity=Identity(model_digest="other"))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     for name in ("notes.txt", "shard_notes.json", "shard_0001.pkl.bak"):

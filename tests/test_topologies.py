@@ -102,7 +102,7 @@ def test_the_compiler_knows_every_machine_alike():
 
 def test_without_the_compiler(monkeypatch):
     monkeypatch.setattr(topologies, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="--plan v5e:8x8: needs the TPU compiler.*pip install"):
+    with pytest.raises(InputError, match="--plan v5e:8x8: needs the TPU compiler.*pip install -e"):
         topologies.check_compiler("v5e:8x8")
 
 

@@ -190,7 +190,7 @@ def _depending(given: Given) -> Given:
         "verify_samples": given.get("verify_samples", Config.verify_samples) if recompute else 0,
         "compress_shards": given.get("compress_shards", True)
         and given.get("shard_format", Config.shard_format) == "pickle",
-        "drop_token_ids": tuple(sorted(set(given.get("drop_token_ids", ())))),
+        "drop_token_ids": tuple(sorted(set(given.get("drop_token_ids", ())), key=_ids_first)),
     }
     for name in ("output_dir", "export_dir", "compilation_cache", "plan_png", "report"):
         if name in given:
@@ -215,6 +215,10 @@ def _depending(given: Given) -> Given:
         each_once = dict.fromkeys(layer for layers in ranges for layer in layers)
         values["layers_to_extract"] = "all" if "all" in ranges else tuple(each_once)
     return values
+
+
+def _ids_first(token: int | str) -> tuple[bool, int | str]:
+    return isinstance(token, str), token
 
 
 def _check_protocols(config: Config) -> None:
@@ -246,6 +250,12 @@ def _check_values(config: Config) -> None:
     rule = parse_positions(config.positions)
     if rule.last_of_turn and config.messages_column is None:
         raise InputError("--positions last_of_turn: needs --messages_column")
+    names = [token for token in config.drop_token_ids if isinstance(token, str)]
+    if names and config.ids_column is not None:
+        raise InputError(
+            f"--drop_token_ids {names[0]}: with --ids_column no tokenizer is read, which knows the "
+            "names of tokens; give the id"
+        )
     if config.overlap >= config.max_seq_length:
         raise InputError(
             f"--overlap {config.overlap}: expected less than --max_seq_length "

@@ -66,9 +66,10 @@ class Progress:
     """Shows a bar on a terminal, else logs a line every `interval` seconds; also writes metrics.
 
     max_samples, max_tokens: this host's limits; None if unknown. stored: samples and tokens of
-    earlier runs, where the bar begins. chips: this host's devices. peak_flops: what they can do per
-    second together; None if unknown. gauges: returns what else belongs in the metrics. record:
-    takes the metrics of every interval, a JSON object.
+    earlier runs, which the bar and the lines count, too; `kept` counts tokens like them, `tokens`
+    those that were computed since the start. chips: this host's devices. peak_flops: what they can
+    do per second together; None if unknown. gauges: returns what else belongs in the metrics.
+    record: takes the metrics of every interval, a JSON object.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Progress:
         self.steps += 1
         if not self._bar.disable:
             rate = self.tokens / self._bar.format_dict["elapsed"]
-            text = f"{self.tokens:,} tokens, {rate:,.0f} tokens/s"
+            text = f"{counted(self.kept, 'token')}, {rate:,.0f} tokens/s"
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(kept if self._in_tokens else samples)
         if time.perf_counter() - self._reported[0] >= self._interval:
@@ -139,15 +140,15 @@ class Progress:
         }
         self._record(metrics)
         if self._bar.disable:
-            samples = counted(metrics["samples"], "sample")
+            samples, kept = counted(metrics["samples"], "sample"), counted(self.kept, "token")
             if self._in_tokens:
-                samples += f", {self.kept:,} of {counted(self._most or 0, 'stored token')}"
+                kept = f"{self.kept:,} of {counted(self._most or 0, 'token')}"
             elif self._most is not None:
                 samples = f"{metrics['samples']:,} of {counted(self._most, 'sample')}"
             utilisation = "" if share is None else f", {share:.0%} of peak"
             log.info(
                 "%s, %s, %.0f tokens/s%s%s",
-                *(samples, counted(self.tokens, "token"), rate, utilisation, _storing(metrics)),
+                *(samples, kept, rate, utilisation, _storing(metrics)),
             )
 
     def close(self) -> None:

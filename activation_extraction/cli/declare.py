@@ -46,6 +46,15 @@ def rows(typed: str) -> int | str:
 rows.__name__ = "integer or auto"  # in messages of argparse
 
 
+def token(typed: str) -> int | str:
+    """Returns the id or the name of a token."""
+    numbers = re.fullmatch(r"[-+]?\d+(,\d+)*", typed)
+    return integer(0)(typed) if numbers else text(typed)
+
+
+token.__name__ = "token id"
+
+
 def layers(typed: str) -> tuple[int, ...] | str:
     """Returns the layers of a number or a range such as 1-3, which has both its ends; or "all"."""
     if typed == "all":

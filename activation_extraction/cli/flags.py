@@ -22,6 +22,7 @@ from activation_extraction.cli.declare import (
     seconds,
     sizes,
     switch,
+    token,
     weighted,
 )
 from activation_extraction.common.choices import (
@@ -78,11 +79,12 @@ GROUPS = {
 class Config:
     """One run, as the user asked for it.
 
-    layers_to_extract, batch_size: None is the default. mesh_type: None if --mesh_shape is given
-    instead. compress_shards: false for safetensors, which are never compressed. verify_samples: 0
-    without --model_path. report: the file to write the report to, "" for the default one; None
-    without --report. machine_from: the flag or variable that says which machine this is; None if
-    nothing does.
+    layers_to_extract, batch_size: None is the default. drop_token_ids: ids, and then names, which
+    run/prepare.py replaces by ids. mesh_type: None if --mesh_shape is given instead.
+    compress_shards: false for safetensors, which are never compressed. verify_samples: 0 without
+    --model_path. report: the file to write the report to, "" for the default one; None without
+    --report. machine_from: the flag or variable that says which machine this is; None if nothing
+    does.
     """
 
     model_path: str = flag(
@@ -148,7 +150,8 @@ class Config:
     )
     roles: tuple[str, ...] = flag(
         "keep only the tokens of these roles of a conversation; --positions then counts only these "
-        "tokens; template is what the chat template adds around the turns",
+        "tokens. A turn is one message, from its header on; the message's <|im_end|> has its role, "
+        "</think> is thinking, and template is the headers and what is between turns",
         (),
         default_is="all",
         needs="messages_column",
@@ -156,14 +159,14 @@ class Config:
         nargs="+",
         metavar="ROLE",
     )
-    drop_token_ids: tuple[int, ...] = flag(
-        "of the tokens that --positions keeps, leave out those with these ids, such as the end of "
-        "text",
+    drop_token_ids: tuple[Any, ...] = flag(
+        "of the tokens that --positions keeps, leave out these: ids, or names as in "
+        "tokenizer.json, such as '<|im_end|>'; a number is an id",
         (),
         default_is="none",
-        parse=integer(0),
+        parse=token,
         nargs="+",
-        metavar="ID",
+        metavar="ID|NAME",
     )
     dataset_name: str | None = flag(
         "a data set on the hub, which is streamed", default_is=DATASET[0], metavar="NAME"
@@ -278,14 +281,15 @@ class Config:
         "also be added when a run is continued (default: such a row ends the run)"
     )
     max_samples: int | None = flag(
-        "stop after N samples on this machine, shared equally by its hosts",
+        "store at most N samples on this machine. Its hosts have equal shares of N; one whose rows "
+        "end before stores fewer, and the end of the run names it",
         default_is="all",
         parse=integer(1),
         metavar="N",
     )
     max_tokens: int | None = flag(
-        "stop after N stored tokens on this machine, shared equally by its hosts; the last sample "
-        "is cut, so that the number is exact",
+        "store at most N tokens on this machine, shared like --max_samples; the last sample is "
+        "cut, so that a share is exact unless its rows end before",
         default_is="all",
         parse=integer(1),
         metavar="N",
@@ -491,7 +495,8 @@ class Config:
     )
     status: bool = switch(
         "show what all machines and hosts have stored, how fast they are and when they will be "
-        "done; also works during a run"
+        "done; also works during a run; exits with status 1 if a host was killed, failed or has "
+        "been silent for long, or if files are damaged or missing"
     )
     aggregate: bool = switch(
         "with --status: also write it there as aggregated_metadata.json", needs="status"

@@ -17,6 +17,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.endswith("argument"):  # one that begins with "-" looks like a flag
             message += "; a value that begins with - follows a =, such as --text_column=-x"
+        argument = re.match(r"argument --(\w+): .*'([^',\s]+(?:,[^',\s]+)+)'", message)
+        if argument and FLAGS[argument[1]].options.get("nargs") == "+":
+            message += f"; put spaces between values: {argument[2].replace(',', ' ')}"
         if message.startswith("unrecognized"):
             known = re.findall(r"--\w+", self.format_usage())
             typed = message.removeprefix("unrecognized arguments:").split()
@@ -128,6 +131,7 @@ the tests are left for the model to find:
   1 1
   Output:
 
-exit status: 0 done; 1 failed on the way, or --verify found a problem; 2 bad input; 130 or 143
-stopped by Ctrl-C or SIGTERM (complete samples are stored). A scheduler should never retry 2.
+exit status: 0 done; 1 failed on the way, or --verify or --status found a problem; 2 bad input;
+130 or 143 stopped by Ctrl-C or SIGTERM (complete samples are stored). A scheduler should never
+retry 2.
 """

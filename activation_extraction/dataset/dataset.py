@@ -49,7 +49,9 @@ class ActivationDataset(Sequence[SampleActivations]):
     read, or globs, as --hook_names takes them; all of them by default. A run that is still going on
     is read as far as it is stored now. Mappings by hook list the canonical names, and
     find a hook by its other names, too.
-    `metadata` is what the first host's metadata.json says, and `shards` opens what is stored.
+    `metadata` is what the first host's metadata.json says, `shards` opens what is stored, and
+    `data_files` has the bytes and the digest of every file of the data by its name; the digest is
+    "" until a row of the file is stored.
 
     Opening a run checks the checksums of all JSON files, and that every shard has its full size.
     Reading compares the sha256 of a pickle, which is read whole, and of the tables of samples and
@@ -67,6 +69,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         self.url = root.url
         every = [stored.metadata for stored in folders.values() if stored.metadata is not None]
         self.metadata: dict[str, Any] = every[0]
+        self.data_files = _data_files(every)
         self._going_on = {
             name for name, s in folders.items() if s.metadata and s.metadata["status"] != "complete"
         }
@@ -381,6 +384,15 @@ def _read_run(given: str) -> tuple[Folder, dict[str, Stored]]:
     for difference in filter(None, map(every[0].compare_shared, every[1:])):
         raise ValueError(f"{url}: holds shards of different runs: their {difference.name} differs")
     return root, folders
+
+
+def _data_files(every: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, str]]:
+    """Returns the bytes and digest of every file of the data: one of the hosts may have read it."""
+    found: dict[str, tuple[int, str]] = {}
+    for file in (file for metadata in every for file in metadata.get("data_files", ())):
+        if file["digest"] or file["name"] not in found:
+            found[file["name"]] = file["bytes"], file["digest"]
+    return found
 
 
 def _check_folder(where: str, stored: Stored) -> None:

@@ -1,6 +1,7 @@
 """Runs over the same data, read as one: `paired` gives two side by side, `join` adds up hooks.
 
-Which tokens the runs have in common is found in alignment.py.
+Which tokens the runs have in common is found in alignment.py, by the names of rows. Other data may
+have the same names, so runs that record other data are refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 import numpy as np
 
 from activation_extraction.common.log import log
-from activation_extraction.common.visible import counted
+from activation_extraction.common.visible import counted, without_secrets
 from activation_extraction.dataset.alignment import AlignedSource, joined_hooks, samples_in_all
 from activation_extraction.dataset.batches import Batches
 from activation_extraction.dataset.dataset import ActivationDataset, chosen
@@ -25,13 +26,22 @@ from activation_extraction.dataset.token_source import (
     default_buffer,
 )
 from activation_extraction.store.commit import METADATA
+from activation_extraction.store.identity import Difference
 from activation_extraction.store.metadata import identity_of
+from activation_extraction.store.resume import shown
 from activation_extraction.store.statistics import HookStatistics
 
 if TYPE_CHECKING:
     import pyarrow
 
 T = TypeVar("T", TokenBatch, TokenPair)
+# What decides the samples of a row and their tokens. The tokenizer's files are not among it: those
+# of a base and a chat model differ, but give the same ids, which are compared one by one.
+OF_SAMPLES = (
+    *("data", "data_revision", "text_column", "messages_column", "ids_column", "chat_template"),
+    *("max_seq_length", "long_documents", "overlap"),
+)
+SHA256 = "sha256 "  # what a digest of a local file begins with
 
 
 def paired(a: Any, b: Any) -> "PairedRuns":
@@ -48,9 +58,12 @@ def paired(a: Any, b: Any) -> "PairedRuns":
     have samples of a shard of `a` are all unpacked for it, and up to six shards come on top of the
     buffer. If its order is quite another one, copy it with `--export safetensors` first.
 
-    Raises ValueError when there is no such run, when a run has two samples of a row, or when no row
-    is in both. Reading raises ValueError for a token whose id differs in the two runs, and OSError
-    for a damaged shard, as ActivationDataset finds it.
+    Raises ValueError when there is no such run, when a run has two samples of a row, when no row is
+    in both, or when the metadata of the runs shows that their samples come from other data or were
+    made in another way: another data set or revision, other files under the same names, another
+    column, chat template or --max_seq_length, or other pieces of long documents. Reading raises
+    ValueError for a token whose id differs in the two runs, and OSError for a damaged shard, as
+    ActivationDataset finds it.
     """
     return PairedRuns(*(opened(run) for run in (a, b)))
 
@@ -74,6 +87,8 @@ class AlignedRuns:
 
     def __init__(self, *runs: ActivationDataset) -> None:
         self.runs = runs
+        for run in runs[1:]:
+            _refuse_other_data(runs[0], run)
         self._numbers, tokens = samples_in_all([run.shards for run in runs])
         self.unpaired_samples = tuple(len(run) - len(self) for run in runs)
         common = [of_run[row] for of_run, row in zip(tokens, self._numbers, strict=True)]
@@ -251,6 +266,34 @@ def _at_positions(sample: SampleActivations, position: np.ndarray) -> SampleActi
         role=None if sample.role is None else sample.role[rows],
         turn=None if sample.turn is None else sample.turn[rows],
     )
+
+
+def _refuse_other_data(one: ActivationDataset, other: ActivationDataset) -> None:
+    """Raises ValueError if both runs record where their samples come from, and that differs."""
+    a, b = (identity_of(run.metadata, METADATA) for run in (one, other))
+    if not (a.data and b.data):  # the run of a program that stores activations of its own
+        return
+    found = [Difference(name, getattr(a, name), getattr(b, name)) for name in OF_SAMPLES]
+    for name, file in one.data_files.items():
+        if name in other.data_files:
+            found.append(Difference(f"data file {name}", *_contents(file, other.data_files[name])))
+    for each in found:
+        if each.before != each.now:
+            told = (
+                f"{one.url} and {other.url}: their samples are not those of the same data: "
+                f"{each.name} is {shown(each.before)} in one and {shown(each.now)} in the other"
+            )
+            raise ValueError(without_secrets(told))
+
+
+def _contents(*files: tuple[int, str]) -> list[str]:
+    """Returns how messages show the content of two files, as far as it can be compared.
+
+    Bytes and digest of each. The digest of a file at a URL is its store's, and says nothing about a
+    copy elsewhere.
+    """
+    comparable = all(digest.startswith(SHA256) for _, digest in files)
+    return [f"{size:,} bytes" + f", {digest}" * comparable for size, digest in files]
 
 
 def _choice(run: ActivationDataset) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ def show_report(root: Folder, file: str) -> int:
     target = Path(file or (root.fetch(NAME, Path()) if root.local else NAME))
     for library in ("matplotlib", "jinja2"):
         if find_spec(library) is None:
-            how = "in the folder of the checkout run: pip install '.[report]'"
+            how = "in the folder of the checkout run: pip install -e '.[report]'"
             raise InputError(f"--report: needs {library}; {how}")
     if target.is_dir() or not target.parent.is_dir():
         raise InputError(f"--report {target}: expected a file in a folder that exists")

@@ -25,6 +25,7 @@ from activation_extraction.store.statistics import Statistics
 SILENCE = 900.0  # seconds without a commit before a run counts as silent
 RECENT = 20  # how many shards the current speed of a host is computed from
 SUMS = ("shards", "samples", "tokens", "bytes")
+WRONG = {"damaged", "killed", "silent", "failed"}  # states in which somebody has to do something
 SHOWN = 8  # how many hooks are listed with the errors of their encoding
 
 
@@ -60,7 +61,7 @@ class HostState:
 
 
 def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
-    """Prints the state of every host and the totals. Returns 1 if files are damaged or missing.
+    """Prints the state of every host and the totals. Returns 1 if a state is one of WRONG.
 
     write: whether to write the totals to the output. as_json: prints one JSON object instead.
     """
@@ -88,7 +89,7 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
             root.write(AGGREGATE, seal(total))
         if not as_json:
             say(f"written: {root.url}/{AGGREGATE}")
-    return 1 if problems else 0
+    return 1 if any(host.state in WRONG for host in hosts) else 0
 
 
 def host_states(folders: dict[str, Stored]) -> list[HostState]:

@@ -5,10 +5,13 @@ entry covers the program, its devices, the compiler's version and flags, and on 
 machine's instruction sets: machines of different kinds may share a folder.
 """
 
+import glob
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,9 +78,29 @@ TOO_LARGE = (
     "fewer layers or a smaller --max_seq_length make it another extraction (--overwrite)"
 )
 
+# What shows that a machine has a TPU: its device files, and what its environment says.
+TPU_FILES = "/dev/accel*", "/dev/vfio/[0-9]*"
+TPU_VARIABLES = (
+    *("TPU_NAME", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES"),
+    *("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "CLOUD_TPU_TASK_ID", "JAX_FORCE_TPU_INIT"),
+)
+
 OFF = "off"
 HIT = "/jax/compilation_cache/cache_hits"  # jax.monitoring's event
 PROBLEM = "Error (reading|writing) persistent compilation cache"  # JAX's warning
+
+
+def leave_out_absent_tpu() -> None:
+    """Makes JAX use the CPU alone where libtpu is installed, but nothing shows a TPU or a GPU.
+
+    That is so where it was installed for --plan; libtpu would print errors when JAX looks for a
+    TPU. Must be called before JAX looks for devices. Does nothing if the platform was chosen.
+    """
+    has_tpu = any(map(glob.glob, TPU_FILES)) or any(map(os.environ.get, TPU_VARIABLES))
+    for_gpu = find_spec("jax_plugins") is not None
+    chosen = jax.config.values["jax_platforms"]
+    if find_spec("libtpu") is not None and not (has_tpu or for_gpu or chosen):
+        jax.config.update("jax_platforms", "cpu")
 
 
 def use_compilation_cache(given: str | None, output: Path, several: bool) -> None:

@@ -223,7 +223,10 @@ def host_rows(devices: Sequence[Any]) -> HostRows:
     """Groups the devices by host. Raises InputError if hosts have different numbers of devices."""
     counts = Counter(device.process_index for device in devices)
     if len(set(counts.values())) > 1:
-        raise InputError(f"hosts have different numbers of devices: {dict(counts)}")
+        found = ", ".join(f"{count} on host {host}" for host, count in sorted(counts.items()))
+        raise InputError(
+            f"hosts have different numbers of devices: {found}; expected the same on all"
+        )
     grid = np.array(devices, object).reshape(len(counts), -1)
     return HostRows(Mesh(grid, ("host", "device")))
 

@@ -207,5 +207,5 @@ def check_compiler(name: str) -> None:
     if find_spec("libtpu") is None:
         raise InputError(
             f"--plan {name}: needs the TPU compiler, which runs on any Linux machine: pip install "
-            "'.[plan]' in the folder of the checkout (or pip install libtpu)"
+            "-e '.[plan]' in the folder of the checkout (or pip install libtpu)"
         )

@@ -77,8 +77,8 @@ def fit_rows(
     """
     devices = _own_devices(request.every_device)
     kind, count = devices[0].device_kind, len(devices) * host.count
-    reported = (devices[0].memory_stats() or {}).get("bytes_limit", 0)
-    usable = USABLE * min(map(int, gather(host, str(reported))))
+    stats = together(host, devices[0].memory_stats) or {}
+    usable = USABLE * min(map(int, gather(host, str(stats.get("bytes_limit", 0)))))
     if not usable:
         log.info("--batch_size auto: %d rows, the default on %s", request.rows, kind)
         return forward, None

@@ -23,7 +23,8 @@ from activation_extraction.store.sealed_json import DamagedError, check_fields
 from activation_extraction.text.file_list import JSON_LINES, TextFile, modified
 
 RECORD = "data_files"  # the field in metadata.json
-CHANGED = "restore the file that the run began with, give another folder, or --overwrite"
+ANEW = "a run over other data needs another --output_dir (or --gcs_prefix), or --overwrite"
+CHANGED = f"{ANEW}; this one needs the file that it began with"
 OTHER_CONTENT = (
     "--dataset_path: {} has other content here than where another host of this run has read it"
 )
@@ -175,8 +176,8 @@ def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) 
         ordered.append(replace(now, name=before.name))
     if new:
         raise InputError(
-            f"--dataset_path: {new[0].name} was not read when the run began; take it out, "
-            "give a glob that leaves it out, another folder, or --overwrite"
+            f"--dataset_path: {new[0].name} was not read when the run began; take it out, or give "
+            f"a glob that leaves it out; {ANEW}"
         )
     return ordered
 

@@ -22,7 +22,7 @@ import jax
 from tqdm import tqdm
 
 import activation_extraction
-from activation_extraction.cli.flags import Config
+from activation_extraction.cli.flags import FLAGS, Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.checkpoint import Checkpoint
@@ -33,7 +33,7 @@ from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.sealed_json import DamagedError, seal, unseal
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.chat import ChatTemplate
-from activation_extraction.text.file_list import TextFile
+from activation_extraction.text.file_list import TextFile, is_path
 from activation_extraction.text.rows import ATTENTION_MASK
 
 LARGE = 16 * 2**20  # bytes; smaller files are simply read
@@ -46,15 +46,11 @@ CACHE_NAME = "file_digests.json"
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
 SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
-# Fields of the configuration that may differ between the hosts of a run.
+# Flags that may differ between the hosts of a run. Files may have another path on each of them; the
+# hosts compare their content, and `mix_of` has the rest of a mixture.
 HOST_FIELDS = {
-    "host_id",
-    "coordinator_address",
-    "output_dir",
-    "model_path",
-    "dataset_path",
-    "verbose",
-    "compilation_cache",
+    *("host_id", "coordinator_address", "output_dir", "verbose", "compilation_cache"),
+    *("model_path", "dataset_path", "mix", "chat_template"),
 }
 
 
@@ -109,27 +105,38 @@ def identity_of(
     )
 
 
-def settings_of(config: Config, forward: Forward) -> dict[str, Any]:
-    """Returns what hosts must have in common before they compile anything, by name."""
-    shared = {name: value for name, value in config.to_json().items() if name not in HOST_FIELDS}
+def settings_of(config: Config) -> dict[str, Any]:
+    """Returns what hosts must have in common before they prepare anything, by name."""
+    asked = config.to_json()
     return {
-        "configuration": json.dumps(shared, sort_keys=True, default=str),
-        "package versions": json.dumps(package_versions()),
+        **{f"--{name}": asked[name] for name in FLAGS if name not in HOST_FIELDS},
+        "--mix": mix_of(config),
+        **{f"version of {package}": found for package, found in package_versions().items()},
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",
+    }
+
+
+def mix_of(config: Config) -> list[tuple[str, float]]:
+    """Returns the weights of a mixture's sources, and the names of those that are not files."""
+    return [("" if is_path(source) else source, weight) for source, weight in config.mix]
+
+
+def step_of(forward: Forward) -> dict[str, Any]:
+    """Returns what hosts must have in common before they compile a step, by name."""
+    return {
         "rows per host": forward.shape[0],
         "mesh": json.dumps(forward.layout.shape),
         **{name: choice.name for name, choice in forward.kernels.items()},
     }
 
 
-def fingerprint(
-    config: Config, forward: Forward, identity: Identity, files: Sequence[TextFile]
-) -> dict[str, Any]:
-    """Returns all that must be the same on every host of a run, by name. files: of the data set."""
+def fingerprint(forward: Forward, identity: Identity, files: Sequence[TextFile]) -> dict[str, Any]:
+    """Returns what hosts must have in common before they compute, by name. files: of the data
+    set."""
     package = Path(activation_extraction.__file__).parent
     sources = [*(package.parent / name for name in SCRIPTS), *package.rglob("*.py")]
     return {
-        **settings_of(config, forward),
+        **step_of(forward),
         **identity.shared,
         "data files": json.dumps([(file.name, file.size) for file in files]),
         "source": digest_files(sources),

@@ -1,14 +1,15 @@
 """Many processes join as one run, compare what must be the same, and take the same steps.
 
 `jax.distributed` joins the processes of a pod. Before anything expensive, `require_agreement`
-compares digests of everything that must be the same on all hosts, such as the flags and the model
-files. During the run, `Lockstep` keeps the hosts at the same step, a watchdog ends a process whose
-steps no longer finish, and a helper process says what to do when JAX ends this one because another
-one died.
+compares everything that must be the same on all hosts, such as the flags and the model's files.
+During the run, `Lockstep` keeps the hosts at the same step, a watchdog ends a process whose steps
+no longer finish, and a helper process says what to do when JAX ends this one because another one
+died.
 """
 
 import faulthandler
 import hashlib
+import json
 import os
 import re
 import socket
@@ -31,9 +32,10 @@ from activation_extraction.common.activity import activities
 from activation_extraction.common.errors import InputError, RunError, for_the_user, one_line
 from activation_extraction.common.host_memory import host_memory, resident_memory
 from activation_extraction.common.visible import say_error
+from activation_extraction.model.mesh import host_rows, usable_devices
 from activation_extraction.text.batch import Batch
 
-TEXT_BYTES = 64
+SHOWN = 60  # of a value with more characters, messages show a digest
 STEPS_AHEAD = 2
 LOOK_SECONDS = 1.0  # between two looks of the watchdog
 MOST_OF_A_ROW = 0.25  # how much of the host's memory the process may take in while it reads a row
@@ -61,7 +63,8 @@ def join(
 ) -> Host:
     """Starts jax.distributed; where coordinator, host_id and num_hosts are None, JAX finds them.
 
-    Raises InputError if JAX finds no pod, and RunError if the other hosts do not answer in time.
+    Raises InputError if JAX finds no pod or no devices, or if hosts have different numbers of
+    devices; and RunError if the other hosts do not answer in time.
     """
     failed = (
         f"not all hosts connected to {coordinator or 'the coordinator'} within {connect_seconds} s "
@@ -99,7 +102,14 @@ def join(
         raise RunError(f"{failed} ({one_line(error):.200})") from error
     finally:
         timer.cancel()
-    return Host(jax.process_index(), jax.process_count())
+    devices = usable_devices(every=True)
+    host = Host(jax.process_index(), jax.process_count())
+    try:
+        host_rows(devices)  # first, because JAX can gather nothing from hosts that differ in this
+    except InputError:  # all hosts know all devices, so all raise
+        leave(host)
+        raise
+    return host
 
 
 def _end_process(message: str) -> None:
@@ -172,22 +182,26 @@ def other_host_failed() -> RunError:
 
 
 def gather(host: Host, text: str) -> list[str]:
-    """Returns every host's text, at most TEXT_BYTES long, in order. All hosts must call this."""
+    """Returns every host's text, in the order of the hosts. All hosts must call this."""
     if not host.several:
         return [text]
-    local = np.frombuffer(text.encode().ljust(TEXT_BYTES), np.uint8)
-    return [row.tobytes().decode().rstrip() for row in _gather(local)]
+    local = text.encode()
+    sizes = _gather(np.int32(len(local)))
+    padded = local.ljust(max(*sizes, 1))  # arrays of different sizes could not be gathered
+    rows = _gather(np.frombuffer(padded, np.uint8))
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def require_agreement(host: Host, fields: Mapping[str, object], problem: Exception | None) -> None:
     """Compares `fields` (name -> content) over all hosts. If one has a problem, all of them raise.
 
-    All hosts must call this with the same names; a host with a problem may leave the fields out.
-    Raises `problem` on the host that has one. The others raise an error that names that host:
-    InputError, or RunError if no host found bad input. If there is no problem but a field differs,
-    raises InputError with the field and its hosts. All hosts leave the run before that.
+    All hosts must call this; a host with a problem may leave the fields out. Raises `problem` on
+    the host that has one. The others raise an error that names that host: InputError, or RunError
+    if no host found bad input. If there is no problem but a field differs, or some hosts lack it,
+    raises InputError with the field, its values and their hosts. All hosts leave the run before
+    that.
     """
-    error = _disagreement(fields, problem) if host.several else problem
+    error = _disagreement(host, fields, problem) if host.several else problem
     if error is not None:
         leave(host)
         raise error
@@ -205,14 +219,17 @@ def together(
     """
     try:
         result = action()
+        fields = compared(result)
     except Exception as error:  # the other hosts must not wait for this one
         require_agreement(host, {}, error)
         raise
-    require_agreement(host, compared(result), None)
+    require_agreement(host, fields, None)
     return result
 
 
-def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Exception | None:
+def _disagreement(
+    host: Host, fields: Mapping[str, object], problem: Exception | None
+) -> Exception | None:
     kind = 0 if problem is None else 1 if isinstance(problem, InputError) else 2
     kinds = _gather(np.int32(kind))
     if kinds.any():
@@ -220,18 +237,25 @@ def _disagreement(fields: Mapping[str, object], problem: Exception | None) -> Ex
         if 1 in kinds:
             return problem or InputError(f"host {hosts} refused the request: see the message there")
         return problem or RunError(f"host {hosts} failed: see the message there")
-    if not fields:
-        return None
-    digests = [hashlib.sha256(str(value).encode()).digest() for value in fields.values()]
-    local = np.frombuffer(b"".join(digests), np.uint8).reshape(len(fields), -1)
-    for name, of_hosts in zip(fields, _gather(local).swapaxes(0, 1), strict=True):
+    values = json.dumps({name: _value_or_digest(str(value)) for name, value in fields.items()})
+    if len(set(gather(host, hashlib.sha256(values.encode()).hexdigest()))) == 1:
+        return None  # a data set of many files has many fields, so they are seldom sent
+    of_hosts = [json.loads(each) for each in gather(host, values)]
+    for name in dict.fromkeys(name for each in of_hosts for name in each):
         groups: dict[str, list[str]] = {}
-        for number, digest in enumerate(of_hosts):
-            groups.setdefault(digest.tobytes().hex()[:12], []).append(str(number))
+        for number, each in enumerate(of_hosts):
+            groups.setdefault(each.get(name, "nothing"), []).append(str(number))
         if len(groups) > 1:
-            who = "; ".join(f"{digest} on {', '.join(ids)}" for digest, ids in groups.items())
-            return InputError(f"hosts differ in {name}: digest {who}; it must be the same on all")
+            who = "; ".join(f"{value} on {', '.join(ids)}" for value, ids in groups.items())
+            return InputError(f"hosts differ in {name}: {who}; it must be the same on all")
     return None
+
+
+def _value_or_digest(value: str) -> str:
+    """Returns a value that is short enough to be shown, or else a digest of it."""
+    if len(value) <= SHOWN:
+        return value
+    return f"digest {hashlib.sha256(value.encode()).hexdigest()[:32]}"
 
 
 class Watchdog:

@@ -97,15 +97,17 @@ def open_dataset(
     columns: Columns,
     own: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]] = (),
+    names: Sequence[str] = (),
 ) -> Dataset:
     """Opens what a configuration asks for: files, a data set of the hub, or a mixture of both.
 
     own, others: the metadata that this host and others have stored already. A hub data set is
-    opened at the revision that it records; files must be those that it lists. Raises InputError.
+    opened at the revision that it records; files must be those that it lists. names: what a mixture
+    calls its sources; () for what the configuration does. Raises InputError.
     """
     if configuration.get("mix"):
         with _naming_mix():
-            return _open_mixture(configuration["mix"], columns, own, others)
+            return _open_mixture(configuration["mix"], columns, own, others, names)
     path = configuration["dataset_path"]
     if path is not None:
         may_grow = configuration.get("shuffle_documents") is None
@@ -135,9 +137,11 @@ def _open_mixture(
     columns: Columns,
     own: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
 ) -> Dataset:
     """Opens all sources. Their files are listed together, each under the number of its source."""
-    mix = [(plain_url(source), source, weight) for source, weight in given]
+    names = names or [plain_url(source) for source, _ in given]
+    mix = [(name, source, weight) for name, (source, weight) in zip(names, given, strict=True)]
     name = " ".join(f"{plain}={repr(weight).removesuffix('.0')}" for plain, _, weight in mix)
     before = _revision_of(name, [*own, *others])
     revisions = dict(each.rsplit("@", 1) for each in before.split())

@@ -58,7 +58,7 @@ MOST_MEMORY, MOST_TIME = 2.0, 5.0
 def check_picture(path: str) -> None:
     """Raises InputError if no picture can be drawn, or none can be written to this path."""
     if find_spec("matplotlib") is None:
-        how = "in the folder of the checkout run: pip install '.[plan]'"
+        how = "in the folder of the checkout run: pip install -e '.[plan]'"
         raise InputError(f"--plan_png: needs matplotlib; {how}")
     target = Path(path)
     if target.suffix.lower() != ".png":

@@ -4,6 +4,7 @@ The cheapest checks come first, and no weight is read here. The hosts of a pod c
 have found before they go on.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from tokenizers import Tokenizer
 
 from activation_extraction.cli.flags import Config
-from activation_extraction.common.errors import InputError
+from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.common.log import log
 from activation_extraction.common.positions import parse_positions
-from activation_extraction.common.visible import plain_url
+from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import memory_of, use_compilation_cache
 from activation_extraction.model.family import Families
@@ -35,6 +37,7 @@ from activation_extraction.run.digests import (
     identity_of,
     package_versions,
     settings_of,
+    step_of,
 )
 from activation_extraction.run.host_text import HostText, Prefetch, load_text_files, row_form
 from activation_extraction.run.hosts import Host, Watchdog, gather, together
@@ -106,18 +109,19 @@ class Output:
 
 def prepare_together(config: Config, host: Host, families: Families, watchdog: Watchdog) -> Job:
     """Checks the request here and compares it with the other hosts'. Raises InputError."""
-    revision = {"--model_revision": config.model_revision}
     output = together(
-        host, lambda: prepare_output(config, host, watchdog.reset), lambda _: revision
+        host,
+        lambda: prepare_output(config, host, watchdog.reset),
+        lambda _: settings_of(config),
     )
     commit = agree_on_commit(host, output.commit)
     memory = gather(host, str(together(host, lambda: own_memory(config)) or ""))
     least = min((float(each) for each in memory if each), default=None)
-    rows = {"--batch_size": config.batch_size}
+    sources = json.loads(gather(host, json.dumps([plain_url(name) for name, _ in config.mix]))[0])
     config, request, forward = together(
         host,
         lambda: prepare_forward(config, families, output, commit, least),
-        lambda prepared: rows | settings_of(prepared[0], prepared[2]),
+        lambda prepared: step_of(prepared[2]),
     )
     facts: dict[str, Any] = {}
     if config.batch_size == "auto":
@@ -126,12 +130,14 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
         )
     job, _ = together(
         host,
-        lambda: prepare(config, host, forward, output, facts, watchdog),
+        lambda: prepare(config, host, forward, output, sources, facts, watchdog),
         lambda prepared: prepared[1],
     )
     if host.several:  # only now is it certain that they all have files of the same names
         together(host, job.text.dataset.files.sampled, lambda sampled: sampled)
     log_hooks(request, job.forward.model)
+    if output.own and job.repair is None and not job.storage.complete:
+        log_continuing(job)
     if not job.text.choice.everything:
         log.info("kept tokens: %s", job.text.choice)
     if (mask := config.mask_column) is not None:
@@ -140,6 +146,19 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
             zeros = "are padding, which the model does not read"
         log.info("--mask_column %s: tokens with 1 are stored; those with 0 %s", mask, zeros)
     return job
+
+
+def log_continuing(job: Job) -> None:
+    """Says from where the run continues."""
+    plan = job.storage.plan
+    if plan.shards:
+        stored = counted(plan.samples, "sample"), counted(plan.tokens, "token")
+        log.info(
+            "continuing %s after %s and %s in %s",
+            *(job.where, *stored, counted(plan.shards, "full shard")),
+        )
+    else:
+        log.info("continuing %s from the beginning: none of its shards is full", job.where)
 
 
 def prepare_output(config: Config, host: Host, on_progress: Callable[[], None]) -> Output:
@@ -238,19 +257,23 @@ def prepare(
     host: Host,
     forward: Forward,
     output: Output,
+    sources: Sequence[str],
     facts: dict[str, Any],
     watchdog: Watchdog,
 ) -> tuple[Job, dict[str, Any]]:
     """Checks the rest of the request; returns the job, and what hosts compare.
 
-    facts: what metadata.json records besides what this function knows. Raises InputError.
+    sources: what all hosts call the sources of --mix, whose paths may be others here. facts: what
+    metadata.json records besides what this function knows. Raises InputError.
     """
     folders, worker = output.folders, output.folders.worker
     checkpoint, vocabulary = forward.checkpoint, forward.model.config.vocab_size
     tokenizer, template = load_text_files(vars(config), checkpoint, vocabulary)
-    check_dropped(config.drop_token_ids, vocabulary)
+    dropped = dropped_ids(config.drop_token_ids, tokenizer)
+    check_dropped(dropped, vocabulary)
+    config = replace(config, drop_token_ids=dropped)
     rows = row_form(vars(config), template, vocabulary)
-    dataset = open_dataset(vars(config), rows.columns, output.own, output.earlier)
+    dataset = open_dataset(vars(config), rows.columns, output.own, output.earlier, sources)
     with watchdog:
         if template is not None:
             template.check()
@@ -268,7 +291,7 @@ def prepare(
     storage = open_storage(text, forward, output, identity, facts, repair)
     documents, batches = text.open(storage, watchdog)
     job = Job(host, forward, folders, storage, text, documents, batches, repair, output.planned)
-    return job, fingerprint(config, forward, identity, dataset.files.files)
+    return job, fingerprint(forward, identity, dataset.files.files)
 
 
 def model_request(config: Config, planned: Sequence[Any] | None = None) -> ModelRequest:
@@ -297,6 +320,21 @@ def model_request(config: Config, planned: Sequence[Any] | None = None) -> Model
         keep_weights=not config.multihost,  # a host of a pod may need only parts of them
         devices=planned,
     )
+
+
+def dropped_ids(tokens: Sequence[int | str], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Returns the ids of the tokens to drop. Raises InputError for a name that no token has."""
+    token_ids = {token for token in tokens if isinstance(token, int)}
+    for name in (token for token in tokens if isinstance(token, str)):
+        assert tokenizer is not None  # cli/config.py refuses names where there is none
+        if (found := tokenizer.token_to_id(name)) is None:
+            added = (str(each.content) for each in tokenizer.get_added_tokens_decoder().values())
+            raise InputError(
+                f"--drop_token_ids {name}: the tokenizer has no token of this name"
+                f"{near_miss(name, added)}"
+            )
+        token_ids.add(found)
+    return tuple(sorted(token_ids))
 
 
 def check_dropped(token_ids: Sequence[int], vocabulary: int) -> None:

@@ -14,7 +14,7 @@ from activation_extraction.model.devices import peak_flops
 from activation_extraction.model.hooks import HookTable
 from activation_extraction.model.mesh import in_words
 from activation_extraction.run.host_text import HostText
-from activation_extraction.run.hosts import any_host
+from activation_extraction.run.hosts import any_host, gather
 from activation_extraction.run.prepare import Job
 from activation_extraction.store.formats import lines_of_dataset
 
@@ -39,23 +39,31 @@ def make_progress(job: Job, log_every: int) -> Progress:
 
 
 def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None:
-    """Prints what is stored; on the first host also where the time went and how to read it.
+    """Prints what is stored, by this run and earlier ones, and which hosts had too little data.
 
-    verbose: whether the other hosts print all that too.
+    The first host also prints where the time went, and how to read it. verbose: whether the others
+    print that too. All hosts must call this.
     """
-    storage, totals = job.storage, job.storage.totals
+    storage, totals, before = job.storage, job.storage.totals, job.storage.plan
     if job.repair is not None:
         say(*(job.repair.differing(storage.made) if complete else ()))
         made = ", ".join(str(commit.number) for commit in storage.made) or "none"
         ended = "repaired" if complete else "interrupted"
         say(f"{ended}: shards made again in {job.where}: {made}")
         return
+    shortfalls = gather(job.host, _shortfall(job) if complete else "")
     say(
         f"{'done' if complete else 'interrupted'}: "
         f"{counted(totals.samples, 'sample')}, {counted(totals.tokens, 'token')}, "
         f"{counted(len(job.forward.hooks), 'hook')}, {counted(totals.shards, 'shard')}, "
         f"{totals.bytes / 1e6:,.1f} MB in {job.where}"
     )
+    if before.shards and not before.complete:
+        samples, tokens = totals.samples - before.samples, totals.tokens - before.tokens
+        say(
+            f"continued: {counted(before.samples, 'sample')} and {counted(before.tokens, 'token')} "
+            f"were there before; new: {counted(samples, 'sample')} and {counted(tokens, 'token')}"
+        )
     if job.text.config.skip_bad_rows:
         rows = counted(totals.skipped_rows, "row")
         say(f"skipped: {rows} that could not be used (--skip_bad_rows)")
@@ -70,14 +78,11 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         mask = job.text.config.mask_column
         by = f"--mask_column {mask}, {job.text.choice}" if mask else str(job.text.choice)
         say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({by})")
-    if complete and _ended_short(job):
-        say(
-            f"short: the data ended after {counted(totals.tokens, 'token')}; this host's share of "
-            f"--max_tokens is {job.text.max_tokens:,}"
-        )
+    for shortfall in filter(None, shortfalls):
+        say(f"short: {shortfall}")
     if job.host.id != 0 and not verbose:
         return
-    if new := totals.tokens - storage.plan.tokens:
+    if new := totals.tokens - before.tokens:
         say(_where_the_time_went(job, clock, new))
         if job.planned is not None:
             say(_beside_the_plan(job, new / clock.elapsed))
@@ -95,11 +100,19 @@ def _where_cut(text: HostText) -> str:
     return by if splits else " or ".join(filter(None, (length, by)))
 
 
-def _ended_short(job: Job) -> bool:
-    """Returns whether the data ended before --max_tokens was reached."""
-    totals, most = job.storage.totals, job.text.max_samples
-    enough = most is not None and totals.samples >= most
-    return not enough and totals.tokens < (job.text.max_tokens or 0)
+def _shortfall(job: Job) -> str:
+    """Says that this host's data ended before it reached a limit; "" if it reached one."""
+    limits = {"sample": job.text.max_samples, "token": job.text.max_tokens}
+    stored = {"sample": job.storage.totals.samples, "token": job.storage.totals.tokens}
+    given = {unit: most for unit, most in limits.items() if most is not None}
+    if not given or any(stored[unit] >= most for unit, most in given.items()):
+        return ""
+    whose, share = (f" of host {job.host.id}", "its share of ") if job.host.several else ("", "")
+    ended = " and ".join(
+        f"{stored[unit]:,} of at most {counted(most, unit)} ({share}--max_{unit}s)"
+        for unit, most in given.items()
+    )
+    return f"the data{whose} ended after {ended}"
 
 
 def _where_the_time_went(job: Job, clock: Clock, tokens: int) -> str:

@@ -273,11 +273,12 @@ def refuse_difference(where: str, difference: Difference | None) -> None:
         )
     if difference is not None:
         raise InputError(
-            f"{where}: already holds an extraction with another {difference.name}: "
-            f"{_short(difference.before)}, now {_short(difference.now)}; {FLAGS_REMEDY}"
+            f"{where}: already holds an extraction that differs in {difference.name}: "
+            f"{shown(difference.before)}, now {shown(difference.now)}; {FLAGS_REMEDY}"
         )
 
 
-def _short(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Returns a field of an identity as messages show it."""
     text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return f"digest {text[:12]}" if re.fullmatch("[0-9a-f]{64}", text) else f"{text:.100}"
