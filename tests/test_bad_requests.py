@@ -210,6 +210,15 @@ def test_bytes_that_are_not_utf8_are_refused_in_every_flag(name, tmp_path, capsy
     assert_refused(capsys, tmp_path, ["--verbose", f"--{name}=\udcff"], told)
 
 
+def test_where_python_does_not_read_utf8_the_remedy_is_named():
+    command = [sys.executable, SCRIPT, "--output_dir", "größe"]
+    variables = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    assert done.returncode == 2
+    told = "argument --output_dir: is not UTF-8: 'gr\\udcc3\\udcb6\\udcc3\\udc9fe'; Python takes it"
+    assert f"{told} for ascii: set PYTHONUTF8=1" in done.stderr
+
+
 def test_a_variable_that_is_not_utf8_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "\udcff")
     told = "environment variable JAX_COMPILATION_CACHE_DIR: argument --compilation_cache: is not"

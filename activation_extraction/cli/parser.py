@@ -1,6 +1,7 @@
 """The command line and --help, both made from the table of flags in flags.py."""
 
 import argparse
+import os
 import re
 import sys
 from typing import Any, NoReturn
@@ -38,12 +39,21 @@ class _Parser(argparse.ArgumentParser):
             except UnicodeEncodeError:
                 flags = [each for each in (*joined, typed) if each.startswith("--")]
                 name = flags[-1].partition("=")[0] if flags else ""
-                self.error(f"argument {name}: is not UTF-8: {ascii(typed)}")
+                self.error(f"argument {name}: is not UTF-8: {ascii(typed)}{_remedy(typed)}")
             if SLICE.fullmatch(typed) and joined and joined[-1] == "--positions":
                 joined[-1] += f"={typed}"
             else:
                 joined.append(typed)
         return super().parse_known_args(joined, namespace)
+
+
+def _remedy(typed: str) -> str:
+    """Returns what helps where the bytes are UTF-8 and Python decodes them in another way."""
+    try:
+        os.fsencode(typed).decode()
+    except UnicodeError:
+        return ""
+    return f"; Python takes it for {sys.getfilesystemencoding()}: set PYTHONUTF8=1"
 
 
 def build_parser() -> argparse.ArgumentParser:
