@@ -180,6 +180,7 @@ def test_a_template_that_hangs_is_named_with_its_row(line, model, tmp_path, monk
     """From the first conversation of all on, which is no row."""
     rows = [{"messages": talk(f"row {n}")} for n in range(1, 200)]
     path, folder = write(tmp_path / "rows.jsonl", rows), model(QWEN3)
+    where = f"{path} line {line}" if line else f"--model_path {folder}"
     said, go_on, rendered = [], threading.Event(), ChatTemplate._rendered
 
     def hanging(self, messages, tools):
@@ -189,7 +190,7 @@ def test_a_template_that_hangs_is_named_with_its_row(line, model, tmp_path, monk
 
     def end(message):
         said.append(message)
-        if "rendering" in message:
+        if f"{where}: " in message:
             go_on.set()
 
     monkeypatch.setattr(ChatTemplate, "_rendered", hanging)
@@ -197,7 +198,6 @@ def test_a_template_that_hangs_is_named_with_its_row(line, model, tmp_path, monk
     flags = ["--model_path", folder, "--dataset_path", path, "--messages_column", "messages"]
     flags += ["--layers_to_extract", 1, "--output_dir", tmp_path / "out", "--stall_timeout", 2]
     assert main(*flags, "--batch_size", 1) == 0
-    where = f"{path} line {line}" if line else f"--model_path {folder}"
     why = "no batch has become ready and no step has finished for 2 s (--stall_timeout)"
     assert any(
         each.startswith(f"error: rendering the chat template of {where}: {why}") for each in said

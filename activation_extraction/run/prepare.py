@@ -272,12 +272,12 @@ def prepare(
     dropped = dropped_ids(config.drop_token_ids, tokenizer)
     check_dropped(dropped, vocabulary)
     config = replace(config, drop_token_ids=dropped)
+    check_roles(config, template)
     rows = row_form(vars(config), template, vocabulary)
     dataset = open_dataset(vars(config), rows.columns, output.own, output.earlier, sources)
     with watchdog:
         if template is not None:
             template.check()
-            check_roles(config, template)
         dataset.check(rows, config.skip_bad_rows)
     identity = identity_of(config, forward, dataset.name, dataset.content, worker, template)
     if not config.overwrite:
@@ -347,9 +347,9 @@ def check_dropped(token_ids: Sequence[int], vocabulary: int) -> None:
         raise InputError("--drop_token_ids: names every token of the model; nothing is left")
 
 
-def check_roles(config: Config, template: ChatTemplate) -> None:
-    """Raises InputError if roles are needed and the template's turns do not show them."""
-    if template.has_roles:
+def check_roles(config: Config, template: ChatTemplate | None) -> None:
+    """Raises InputError if roles are asked for and the template's turns do not show them."""
+    if template is None or template.has_roles:
         return
     needed = f"--roles {' '.join(config.roles)}" if config.roles else ""
     if parse_positions(config.positions).last_of_turn:

@@ -134,7 +134,7 @@ class ChatTemplate:
         content = json.dumps([sources[0], dict(self.arguments), *sources[1:]], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
-    @property
+    @cached_property
     def has_roles(self) -> bool:
         """Whether its turns are blocks between markers, so that every token has a role."""
         return any(START in each.source for each in (self, self.with_tools) if each is not None)
@@ -284,7 +284,7 @@ def _turns_of(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> lis
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its content as a list of parts."""
+    """The message with its content, if it has one, as a list of parts."""
     if "content" not in message:
         return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
@@ -299,9 +299,12 @@ def with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) ->
     def converted(call: Any) -> Any:
         if not isinstance(call, dict):
             return call
-        changes = {"function": converted, "arguments": convert}
         given = {key: value for key, value in call.items() if value is not None}
-        return {key: changes.get(key, lambda same: same)(given[key]) for key in given}
+        if "arguments" in given:
+            given["arguments"] = convert(given["arguments"])
+        if "function" in given:
+            given["function"] = converted(given["function"])
+        return given
 
     if not isinstance(message.get("tool_calls"), list):
         return dict(message)
