@@ -197,7 +197,10 @@ class RunCopy:
         )
         self._identity = replace(identity, **self._changes)
         self._token_bytes = sum(
-            token_bytes(width, identity.dtype_of(hook)) for hook, width in hooks.items()
+            token_bytes(hook["width"], hook["dtype"])
+            for commit in stored.in_order[-1:]
+            for hook in commit.hooks
+            if hook["name"] in hooks
         )
         self._copy_of = _digest(stored.in_order)
 
