@@ -15,7 +15,7 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 from isal import igzip
 
-from activation_extraction.common.encodings import FLOAT8, fits
+from activation_extraction.common.encodings import VALUES, fits
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.store.labels import LABELS, wrong_role
 from activation_extraction.store.safe_unpickler import unpickle
@@ -28,14 +28,14 @@ MALFORMED = (KeyError, TypeError, IndexError, AttributeError, ValueError, Recurs
 class Record(TypedDict):
     """A sample at one hook.
 
-    An activation that is encoded (common/encodings.py) is int8, or uint8: the bits of e4m3, so that
+    An activation that is encoded (common/encodings.py) is uint8, the bits of e4m3, so that
     unpickling needs no more than NumPy.
     """
 
     sample_idx: int
     hook: str  # its full name, such as blocks.12.hook_mlp_out
     activation: np.ndarray  # (tokens, width)
-    scale: NotRequired[np.ndarray]  # (tokens, scales), of an encoded activation
+    scale: NotRequired[np.ndarray]  # (tokens, 1), of an encoded activation
     shape: tuple[int, ...]
     text_preview: str
     token_ids: np.ndarray | None  # int32 (tokens,)
@@ -111,8 +111,7 @@ def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
         }
         if key in shard.scales:
             record["scale"] = shard.scales[key][number]
-            if activation.dtype == FLOAT8.values:
-                record["activation"] = activation.view(np.uint8)
+            record["activation"] = activation.view(np.uint8)
         if with_positions:
             record["positions"] = row.positions
         labels: Any = row.labels
@@ -195,7 +194,7 @@ def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
 def _values_of(record: Record) -> np.ndarray:
     """Returns the activation of a record; in its own dtype if it is encoded."""
     values = record["activation"]
-    return values.view(FLOAT8.values) if "scale" in record and values.dtype == np.uint8 else values
+    return values.view(VALUES) if "scale" in record and values.dtype == np.uint8 else values
 
 
 def _check_record(record: Record) -> None:

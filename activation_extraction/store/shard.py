@@ -97,7 +97,7 @@ class Shard:
 
     some_tokens: whether the run keeps only some tokens of its samples. scales: for the hooks whose
     slices are encoded (common/encodings.py), `scales[key][i]` has the scales of sample i, (tokens,
-    scales).
+    1).
     """
 
     samples: list[SampleRow]

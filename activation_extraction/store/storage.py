@@ -25,7 +25,6 @@ from activation_extraction.store.labels import as_labels, check_labels
 from activation_extraction.store.local_files import check_output_dir
 from activation_extraction.store.metadata import check_own
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.store.packed_rows import as_rows
 from activation_extraction.store.patience import reason_of
 from activation_extraction.store.resume import Planner, ResumePlanner, StoragePlan
 from activation_extraction.store.run_record import RunFacts, RunRecord
@@ -86,9 +85,8 @@ class ActivationStorage:
         facts = facts or RunFacts()
         self._names = dict(hooks)
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
-        encodings = {key: self._identity.encoding_of(name) for key, name in hooks.items()}
-        self._encodings = {key: each for key, each in encodings.items() if each is not None}
-        for name in (hooks[key] + SCALE for key in self._encodings):
+        self._encoded = [key for key, name in hooks.items() if self._identity.is_encoded(name)]
+        for name in (hooks[key] + SCALE for key in self._encoded):
             if name in hooks.values():
                 raise InputError(f"hook {name}: has the name of another hook's scales")
         self.format = chosen_format(options.shard_format, options.compress)
@@ -106,7 +104,7 @@ class ActivationStorage:
         self._writer = ShardWriter(
             owners if options.keep_local else owners[-1:],
             self._names,
-            self._encodings,
+            self._encoded,
             self.format,
             self._identity,
             self._record,
@@ -134,7 +132,7 @@ class ActivationStorage:
         self._cutter = ShardCutter(
             self._writer,
             list(self._names),
-            self._encodings,
+            self._encoded,
             self.options.shard_bytes,
             self._identity,
             plan,
@@ -228,15 +226,11 @@ class ActivationStorage:
         """Adds the samples of a batch that are not stored yet, and returns their number.
 
         activations: arrays (B, T, width), or (tokens, width) for the batch's kept tokens, by the
-        key of the hook; they are kept without a copy until their shard is written. A hook that the
-        run encodes may come as packed rows of bytes (common/encodings.py), and is encoded here
-        otherwise. A sample waits until all samples before it have come in batches. Raises
-        StorageError as soon as anything fails in the background.
+        key of the hook; they are kept without a copy until their shard is written. A sample waits
+        until all samples before it have come in batches. Raises StorageError as soon as anything
+        fails in the background.
         """
         self.open()
-        activations = {
-            key: as_rows(values, self._encodings.get(key)) for key, values in activations.items()
-        }
         self._writer.take(sum(values.nbytes for values in activations.values()))
         added = {}
         for placed, (where, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
@@ -274,12 +268,12 @@ class ActivationStorage:
     ) -> None:
         """Adds one sample's activation (tokens, width) at one hook.
 
-        The array is kept without a copy until its shard is written, unless the run encodes the
-        hook. The other arguments, which are fields of SampleRow, are taken from the first hook of
-        the sample. Raises KeyError for an unknown hook, and ValueError for a sample that is out of
-        order, given twice or not two-dimensional, that follows a complete extraction, that lacks
-        the token ids which safetensors need, or whose labels are not one int32 number per token, or
-        not those of the samples before it.
+        The array is kept without a copy until its shard is written. The other arguments, which are
+        fields of SampleRow, are taken from the first hook of the sample. Raises KeyError for an
+        unknown hook, and ValueError for a sample that is out of order, given twice or not
+        two-dimensional, that follows a complete extraction, that lacks the token ids which
+        safetensors need, or whose labels are not one int32 number per token, or not those of the
+        samples before it.
         """
         self.open()
         if layer_idx not in self._names:
@@ -303,7 +297,7 @@ class ActivationStorage:
             raise ValueError(
                 f"sample {sample_idx}, hook {layer_idx!r}: given twice or out of order"
             )
-        slices[layer_idx] = as_rows(activation, self._encodings.get(layer_idx))
+        slices[layer_idx] = activation
         if len(slices) == len(self._names):
             del self._incomplete[sample.sample_idx]
             self._writer.take(sum(each.nbytes for each in slices.values()))

@@ -1,24 +1,25 @@
-"""Packed rows: the form in which encoded activations come to the store, and the errors in them.
+"""Encodes the activations of a shard that is stored as float8, and measures what that changes.
 
-common/encodings.py describes a row. The store writes its values and scales as separate arrays. Its
-third part, the relative error of the token, is not stored; the mean and the largest error of each
-hook are.
+common/encodings.py has the formula. The errors of some tokens are measured, and the shard's JSON
+records the mean and the largest error of each hook.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from activation_extraction.common.encodings import Encoding, encode, unpack
+from activation_extraction.common.encodings import decode, encode, relative_errors
 from activation_extraction.store.sealed_json import Count, Positive, kinds_of, object_of
 from activation_extraction.store.shard import Key, Shard
+
+MEASURED = 4096  # sinks of a shard, and as many other tokens, whose errors are measured
 
 
 @dataclass(frozen=True)
 class TokenErrors:
-    """How many tokens were encoded, and the mean and the largest of their relative errors.
+    """How many tokens were measured, and the mean and the largest of their relative errors.
 
     The error of a token x is the Euclidean norm of x - decoded x, divided by that of x.
     """
@@ -68,33 +69,38 @@ _ERRORS = object_of(TOKEN_ERRORS, tuple(TOKEN_ERRORS))
 ENCODING_ERROR = object_of({"sinks": _ERRORS, "others": _ERRORS}, ("sinks", "others"))
 
 
-def as_rows(activations: np.ndarray, encoding: Encoding | None) -> np.ndarray:
-    """Returns activations (..., width) as the writer takes them.
-
-    If there is an encoding, the writer takes packed rows (..., row): bytes (uint8) are such rows
-    already, and other numbers are encoded here. Raises ValueError for bytes that are no such rows.
-    """
-    if encoding is None:
-        return activations
-    if activations.dtype != np.uint8:
-        return encode(activations, encoding)
-    encoding.width_of(activations.shape[-1])
-    return activations
+InOrder = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 
 
-def unpacked(
-    shard: Shard, encodings: Mapping[Key, Encoding]
+def encode_shard(
+    shard: Shard, keys: Collection[Key], in_order: InOrder
 ) -> tuple[Shard, dict[Key, EncodingError]]:
-    """Splits the packed rows of a shard; returns the shard with values and scales, and the errors.
+    """Returns the shard with these hooks encoded, and the errors by key.
 
-    encodings: by key, of the hooks that are encoded.
+    in_order: maps a function over items, and may do so in threads.
     """
     slices, scales, found = dict(shard.slices), dict(shard.scales), {}
-    if encodings:
-        sinks = np.concatenate(shard.positions) == 0
-    for key, encoding in encodings.items():
-        parts = [unpack(rows, encoding) for rows in shard.slices[key]]
-        slices[key], scales[key] = [part[0] for part in parts], [part[1] for part in parts]
-        errors = np.concatenate([part[2] for part in parts])
+    if keys:
+        measured, sinks = _measured(shard)
+    for key in keys:
+        pairs = list(in_order(encode, shard.slices[key]))
+        slices[key], scales[key] = [list(each) for each in zip(*pairs, strict=True)]
+        errors = np.concatenate(
+            [
+                relative_errors(x[some], decode(values[some], scale[some]))
+                for x, (values, scale), some in zip(shard.slices[key], pairs, measured, strict=True)
+            ]
+        )
         found[key] = EncodingError(TokenErrors.of(errors[sinks]), TokenErrors.of(errors[~sinks]))
     return replace(shard, slices=slices, scales=scales), found
+
+
+def _measured(shard: Shard) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns which tokens of each sample are measured, bool (tokens,), and which of these are
+    sinks. They are MEASURED sinks and MEASURED others, evenly spaced, or all if there are fewer."""
+    are_sinks = np.concatenate(shard.positions) == 0
+    chosen = np.zeros(len(are_sinks), bool)
+    for kind in (are_sinks, ~are_sinks):
+        indices = np.flatnonzero(kind)
+        chosen[indices[:: max(-(-len(indices) // MEASURED), 1)]] = True
+    return np.split(chosen, shard.offsets[1:-1]), are_sinks[chosen]
