@@ -155,9 +155,9 @@ if host == os.environ["HOST_ID"]:
         from activation_extraction.model.automatic_mesh import StepSizes
         StepSizes.choose_mesh = lambda *_: ({"data": 2, "model": 2}, "")
     if fault == "attention":
-        from activation_extraction.model import kernels
-        Choice = kernels.Choice
-        kernels.Choice = lambda name, attention: Choice("other", attention)
+        from activation_extraction.model import trial
+        Choice = trial.Choice
+        trial.Choice = lambda name, attention: Choice("other", attention)
     if fault == "compile":
         def broken(*_):
             raise ValueError("injected")

@@ -28,7 +28,7 @@ from activation_extraction.model.devices import compile_with_options, memory_of,
 from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
 from activation_extraction.model.hooks import Form, Hook, hook_table
 from activation_extraction.model.kept import KeptTokens, take_kept
-from activation_extraction.model.kernels import Choice, preferred_kernels, try_kernels
+from activation_extraction.model.kernels import preferred_kernels
 from activation_extraction.model.mesh import (
     HostRows,
     Layout,
@@ -41,6 +41,7 @@ from activation_extraction.model.mesh import (
     usable_devices,
 )
 from activation_extraction.model.model_config import QwenConfig
+from activation_extraction.model.trial import Choice, try_kernels
 from activation_extraction.model.weights import check_tensors, load_params
 from activation_extraction.text.batch import Batch
 
