@@ -24,6 +24,7 @@ from activation_extraction.common.encodings import decode, encode, relative_erro
 from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.inspect.verify import verify
 from activation_extraction.store import encode_shard
+from activation_extraction.store import shard as shard_module
 from activation_extraction.store.commit import Commit, Outline
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
@@ -84,11 +85,6 @@ def tensors_of(path):
         return tensor.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
 
     return {name: as_numpy(tensor) for name, tensor in load_file(path).items()}
-
-
-def files_of(folder):
-    """The bytes of the shards and their other files, but not the JSONs."""
-    return {p.name: p.read_bytes() for p in folder.glob("shard_*") if p.suffix != ".json"}
 
 
 @each_format
@@ -427,6 +423,18 @@ def test_some_tokens_are_measured_of_a_shard_that_has_many(tmp_path, monkeypatch
         assert hook["error"][kind]["mean"] == pytest.approx(some.mean())
         assert hook["error"][kind]["worst"] == some.max()
     assert verify(Folder(str(tmp_path)), None, 0) == 0
+
+
+def test_groups_that_threads_encode_change_nothing(tmp_path, monkeypatch):
+    store(tmp_path / "whole", shard_size_gb=1.0)
+    monkeypatch.setattr(shard_module, "GROUP_BYTES", 3000)
+    store(tmp_path / "groups", shard_size_gb=1.0)
+    folders = [tmp_path / name for name in ("whole", "groups")]
+    shards = [(folder / "shard_0001.safetensors").read_bytes() for folder in folders]
+    jsons = [json.loads((folder / "shard_0001.json").read_text()) for folder in folders]
+    assert shards[0] == shards[1] and jsons[0]["samples"]["count"] == 12
+    errors = [[hook.get("error") for hook in content["hooks"]] for content in jsons]
+    assert errors[0] == errors[1]
 
 
 def test_a_run_of_int8_is_refused_in_one_line(tmp_path, capsys):

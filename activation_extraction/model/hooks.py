@@ -50,7 +50,7 @@ class Form(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Returns how many bytes a token takes where it is stored."""
+        """Returns how many bytes a token takes."""
         return token_bytes(self.width, self.dtype)
 
 

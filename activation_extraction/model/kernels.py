@@ -4,6 +4,8 @@ For attention there are splash attention on TPUs and cuDNN's kernel on GPUs, whi
 that stay on the chip, so that no scores reach its memory; for experts there is tokamax's kernel on
 GPUs, and for the gated delta rule that of delta_kernel.py on TPUs. None of them rounds float32. A
 trial (trial.py) decides which of them a run uses.
+
+Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
 
 from collections.abc import Callable, Mapping

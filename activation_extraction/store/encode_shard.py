@@ -4,8 +4,9 @@ common/encodings.py has the formula. The errors of some tokens are measured, and
 records the mean and the largest error of each hook.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from activation_extraction.common.encodings import decode, encode, relative_erro
 from activation_extraction.store.sealed_json import Count, Positive, kinds_of, object_of
 from activation_extraction.store.shard import Key, Shard
 
-MEASURED = 4096  # sinks of a shard, and as many other tokens, whose errors are measured
+MEASURED = 1024  # at most, of the sinks of a shard, and of its other tokens
 
 
 @dataclass(frozen=True)
@@ -69,38 +70,41 @@ _ERRORS = object_of(TOKEN_ERRORS, tuple(TOKEN_ERRORS))
 ENCODING_ERROR = object_of({"sinks": _ERRORS, "others": _ERRORS}, ("sinks", "others"))
 
 
-InOrder = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
-
-
 def encode_shard(
-    shard: Shard, keys: Collection[Key], in_order: InOrder
+    shard: Shard, keys: Collection[Key], in_order: Callable[..., Iterable[Any]]
 ) -> tuple[Shard, dict[Key, EncodingError]]:
     """Returns the shard with these hooks encoded, and the errors by key.
 
-    in_order: maps a function over items, and may do so in threads.
+    in_order: `map`, or a function that does the same in threads.
     """
+    if not keys:
+        return shard, {}
     slices, scales, found = dict(shard.slices), dict(shard.scales), {}
-    if keys:
-        measured, sinks = _measured(shard)
+    offsets, positions = shard.offsets, np.concatenate(shard.positions)
+    measured = _every_nth(positions == 0) | _every_nth(positions != 0)
+    sinks = positions[measured] == 0
+
+    def encode_group(item: tuple[Key, slice]) -> tuple[list[np.ndarray], ...]:
+        key, group = item
+        x = np.concatenate(shard.slices[key][group])
+        values, scales = encode(x)
+        first, *starts, stop = offsets[group.start : group.stop + 1]
+        some = measured[first:stop]
+        errors = relative_errors(x[some], decode(values[some], scales[some]))
+        samples = np.array(starts, np.int64) - first
+        return np.split(values, samples), np.split(scales, samples), [errors]
+
     for key in keys:
-        pairs = list(in_order(encode, shard.slices[key]))
-        slices[key], scales[key] = [list(each) for each in zip(*pairs, strict=True)]
-        errors = np.concatenate(
-            [
-                relative_errors(x[some], decode(values[some], scale[some]))
-                for x, (values, scale), some in zip(shard.slices[key], pairs, measured, strict=True)
-            ]
-        )
+        groups = in_order(encode_group, [(key, group) for group in shard.groups(key)])
+        parts = [list(chain.from_iterable(each)) for each in zip(*groups, strict=True)]
+        slices[key], scales[key], errors = parts[0], parts[1], np.concatenate(parts[2])
         found[key] = EncodingError(TokenErrors.of(errors[sinks]), TokenErrors.of(errors[~sinks]))
     return replace(shard, slices=slices, scales=scales), found
 
 
-def _measured(shard: Shard) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns which tokens of each sample are measured, bool (tokens,), and which of these are
-    sinks. They are MEASURED sinks and MEASURED others, evenly spaced, or all if there are fewer."""
-    are_sinks = np.concatenate(shard.positions) == 0
-    chosen = np.zeros(len(are_sinks), bool)
-    for kind in (are_sinks, ~are_sinks):
-        indices = np.flatnonzero(kind)
-        chosen[indices[:: max(-(-len(indices) // MEASURED), 1)]] = True
-    return np.split(chosen, shard.offsets[1:-1]), are_sinks[chosen]
+def _every_nth(mask: np.ndarray) -> np.ndarray:
+    """Returns a mask of every n-th element that is True, so that at most MEASURED are left."""
+    indices = np.flatnonzero(mask)
+    chosen = np.zeros(len(mask), bool)
+    chosen[indices[:: max(-(-len(indices) // MEASURED), 1)]] = True
+    return chosen

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,6 @@ from activation_extraction.store.statistics import Sums, hook_sums, pack_sums
 from activation_extraction.text.batch import Cursor
 
 SHARDS_AT_ONCE = 16  # most of them are being uploaded
-GROUP_BYTES = 32 * 2**20  # of activations, which a thread sums at a time
 OVERFLOW = (
     "float16 ends at 65504; start anew with --activation_dtype bfloat16 or float32 and --overwrite"
 )
@@ -313,7 +312,7 @@ def sum_shard(
 
     names: the hooks' full names by key.
     """
-    groups = [(key, group) for key in shard.slices for group in _groups(shard, key)]
+    groups = [(key, group) for key in shard.slices for group in shard.groups(key)]
 
     def sum_group(item: tuple[Key, slice]) -> Sums:
         key, group = item
@@ -330,13 +329,3 @@ def sum_samples(shard: Shard, key: Key, samples: slice, hook: str, identity: Ide
     scales = shard.scales[key][samples] if key in shard.scales else None
     positions = [row.positions for row in shard.samples[samples]]
     return hook_sums(identity, hook, shard.slices[key][samples], positions, scales)
-
-
-def _groups(shard: Shard, key: Key) -> Iterator[slice]:
-    """Yields groups of consecutive samples that have about GROUP_BYTES at one hook."""
-    begin = size = 0
-    for number, values in enumerate(shard.slices[key], 1):
-        size += values.nbytes
-        if size >= GROUP_BYTES or number == len(shard.samples):
-            yield slice(begin, number)
-            begin, size = number, 0
