@@ -114,10 +114,7 @@ def _fill(array: np.ndarray, version: Any, shape: Any, kind: Any, fortran: Any, 
     size = dtype.itemsize * math.prod(shape)
     if size != len(data):
         raise UnsafeError(f"refused: an array of {size} bytes, of which {len(data)} are there")
-    flat = shape if size else (0,)  # NumPy would allocate (10**9, 0) as if it were (10**9, 1)
-    array.__setstate__((version, flat, dtype, fortran, data))
-    if flat != shape:
-        array.resize(shape, refcheck=False)
+    array.__setstate__((version, shape, dtype, fortran, data))
 
 
 def _empty_array(kind: Any, shape: Any, _code: Any) -> np.ndarray:
