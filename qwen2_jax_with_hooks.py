@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from activation_extraction.common.encodings import ENCODINGS
+from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.model.capture import Buffers, Capture, Plan
 from activation_extraction.model.decoder import Decoder, Layers, Path, stage_length
 from activation_extraction.model.family import Families, ModelFamily
@@ -72,6 +72,11 @@ class HookedQwen2(nn.Module):
     kernels: Kernels = Kernels()
     layout: Layout = Layout()
     stages: int = 1
+
+    @property
+    def captured_dtype(self) -> Any:
+        """Returns the type of activations in the result; the store encodes them as float8."""
+        return self.dtype if self.activation_dtype == FLOAT8 else self.activation_dtype
 
     @property
     def num_layers(self) -> int:
@@ -133,8 +138,7 @@ class HookedQwen2(nn.Module):
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> dict[Form, Array]:
         """Returns {form: (hooks of that form, B, T, width)}. Inputs are (B, T) int32.
 
-        Activations have activation_dtype, or are packed rows of bytes (common/encodings.py) if that
-        names an encoding; hooks of one form are in the order of `hooks`.
+        Activations have captured_dtype; hooks of one form are in the order of `hooks`.
         """
         embed = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")
         norm, head = RMSNorm(self.config, self.dtype, name="norm"), embed
@@ -163,7 +167,7 @@ class HookedQwen2(nn.Module):
 
     def _capture(self, length: int) -> Capture:
         sizes = self.config.sizes_with(length)
-        return Capture(self.hooks, sizes, self.activation_dtype, self.layout)
+        return Capture(self.hooks, sizes, self.captured_dtype, self.layout)
 
     def _end(
         self,
@@ -182,7 +186,6 @@ class HookedQwen2(nn.Module):
         out: Out = {"resid_pre": x, "final": final}
         if self.predicts:
             kinds = [hook.kind for hook in self.hooks if _is_predicted(hook)]
-            encoded = str(self.activation_dtype) in ENCODINGS  # by `bits_of`, from `dtype`
             with jax.named_scope("predictions"):
                 out["predicted"] = predictions(
                     hidden,
@@ -191,7 +194,7 @@ class HookedQwen2(nn.Module):
                     positions,
                     {kind.value.rpartition(".")[2] for kind in kinds},
                     max(kind.count for kind in kinds),
-                    self.dtype if encoded else self.activation_dtype,
+                    self.captured_dtype,
                     self.layout,
                 )
         return capture.bits_of(capture.plan_end().kinds, out)
@@ -345,9 +348,9 @@ def create_model_with_hooks(
     """Creates the model that computes `hooks` and nothing more.
 
     dtype: the type of weights and matrix products (float32 or bfloat16; sums are float32).
-    activation_dtype: the type of activations in the result, by default `dtype`, or the name of an
-    encoding. layout: the mesh to run on, by default one device. Raises ValueError without hooks,
-    and InputError for a pipeline that cannot have equal stages.
+    activation_dtype: the type in which activations are stored, by default `dtype`. layout: the mesh
+    to run on, by default one device. Raises ValueError without hooks, and InputError for a pipeline
+    that cannot have equal stages.
     """
     if not hooks:
         raise ValueError("hooks: is empty; give at least one hook")

@@ -226,9 +226,6 @@ def absurd(file: str, **change: Any) -> Callable[[Path, np.random.Generator], st
 
 
 ATTACKS: dict[str, Callable[[Path, np.random.Generator], str]] = {
-    "a million tuples as a key": small_pickle(b"\x80\x04})" + b"\x85" * 10**6 + b"Ns."),
-    "19 million empty dicts": small_pickle(b"\x80\x04](" + b"}" * 19_000_000 + b"e."),
-    "19 million marks": small_pickle(b"\x80\x04" + b"(" * 19_000_000 + b"."),
     "bytes of 2**60": small_pickle(b"\x80\x04\x8e" + struct.pack("<Q", 2**60)),
     "shards: 10**11": absurd("metadata.json", shards=10**11),
     "total_machines: 10**11": absurd("metadata.json", total_machines=10**11),

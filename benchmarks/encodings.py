@@ -1,11 +1,11 @@
 """What a byte per value costs: `python -m benchmarks.encodings`.
 
-It prints, for float8 and int8 beside bfloat16,
+It prints, for float8 beside bfloat16,
 
 - the relative error of tokens that look like those of a residual stream: dimensions of very
   different sizes, a few that are always large, and now and then an attention sink, whose norm is
   100 times that of others and lies in two dimensions; and the bytes per token;
-- how many GB/s of float32 decoding gives, beside a copy in memory;
+- how many GB/s of activations are encoded, and are decoded, beside a copy in memory;
 - how well a top-k autoencoder (https://arxiv.org/abs/2406.04093) trained on what is read from the
   demo's run reconstructs tokens of other samples, which were stored as float32. All trainings have
   the same seeds, initial weights and batches. The loss is the share of the variance that is not
@@ -31,11 +31,17 @@ import numpy as np
 from jax import Array
 
 from activation_extraction import ActivationDataset
-from activation_extraction.common.encodings import ENCODINGS, decode, encode, unpack
+from activation_extraction.common.encodings import (
+    FLOAT8,
+    decode,
+    encode,
+    relative_errors,
+    token_bytes,
+)
 from benchmarks.processes import extract, machine
 
 TOKENS, WIDTH, SINK_EVERY = 16_384, 896, 256
-STORED = ("float32", "bfloat16", *ENCODINGS)
+STORED = ("float32", "bfloat16", FLOAT8)
 HOOK = "blocks.10.hook_resid_post"
 LATENTS, ACTIVE, BATCH, RATE = 1024, 16, 512, 1e-3
 
@@ -55,8 +61,7 @@ def tokens_like_a_stream(seed: int = 0) -> np.ndarray:
 
 def errors_of(x: np.ndarray, decoded: np.ndarray) -> dict[str, float]:
     """Returns the mean and the largest relative error of usual tokens, and the mean of sinks."""
-    apart = np.linalg.norm((x - decoded).astype(np.float64), axis=1)
-    errors = apart / np.linalg.norm(x.astype(np.float64), axis=1)
+    errors = relative_errors(x, decoded)
     sinks = np.arange(len(x)) % SINK_EVERY == 0
     found = errors[~sinks].mean(), errors[~sinks].max(), errors[sinks].mean()
     return dict(zip(("mean", "worst", "sinks"), map(float, found), strict=True))
@@ -65,15 +70,14 @@ def errors_of(x: np.ndarray, decoded: np.ndarray) -> dict[str, float]:
 def measure_errors() -> dict[str, Any]:
     """Returns the errors and the bytes per token of every way to store."""
     x = tokens_like_a_stream()
-    rounded = x.astype(ml_dtypes.bfloat16)
-    found: dict[str, Any] = {
-        "bfloat16": {**errors_of(x, rounded.astype(np.float32)), "bytes": 2 * WIDTH}
+    read = {
+        "bfloat16": x.astype(ml_dtypes.bfloat16).astype(np.float32),
+        FLOAT8: decode(*encode(x)),
     }
-    for name, encoding in ENCODINGS.items():
-        values, scales, _ = unpack(encode(x, encoding), encoding)
-        found[name] = errors_of(x, decode(values, scales))
-        found[name]["bytes"] = encoding.stored_bytes(WIDTH)
-    return found
+    return {
+        name: {**errors_of(x, values), "bytes": token_bytes(WIDTH, name)}
+        for name, values in read.items()
+    }
 
 
 def rate(work: Callable[[], Any], size: int, rounds: int = 7) -> float:
@@ -86,17 +90,16 @@ def rate(work: Callable[[], Any], size: int, rounds: int = 7) -> float:
     return size / 1e9 / statistics.median(seconds)
 
 
-def measure_decoding() -> dict[str, float]:
-    """Returns GB/s of decoded activations, beside a copy of as many bytes."""
+def measure_speed() -> dict[str, float]:
+    """Returns GB/s of activations that are encoded or decoded, beside a copy of as many bytes."""
     x = tokens_like_a_stream()
     target = np.empty_like(x)
     found = {"copy": rate(lambda: np.copyto(target, x), x.nbytes)}
-    for name, encoding in ENCODINGS.items():
-        parts = unpack(encode(x, encoding), encoding)[:2]
-        for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
-            size = x.size * np.dtype(dtype).itemsize
-            label = f"{name} to {np.dtype(dtype).name}"
-            found[label] = rate(partial(decode, *parts, dtype), size)
+    encoded = encode(x)
+    for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
+        values, name = x.astype(dtype), np.dtype(dtype).name
+        found[f"{name} to float8"] = rate(partial(encode, values), values.nbytes)
+        found[f"float8 to {name}"] = rate(partial(decode, *encoded, dtype), values.nbytes)
     return found
 
 
@@ -190,19 +193,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each (default: 3)")
     parser.add_argument("--steps", type=int, default=1500, help="of a training (default: 1500)")
     args = parser.parse_args()
-    errors, decoding = measure_errors(), measure_decoding()
+    errors, speeds = measure_errors(), measure_speed()
     for name, found in errors.items():
         print(
             f"{name}: relative error {found['mean']:.3%} on average, at most {found['worst']:.3%}, "
             f"of sinks {found['sinks']:.3%}; {found['bytes']} bytes per token"
         )
-    for name, speed in decoding.items():
+    for name, speed in speeds.items():
         print(f"{name}: {speed:.2f} GB/s")
     training = measure_training(args.max_samples, args.seeds, args.steps)
     for name, ratio in training["to_bfloat16"].items():
         each = ", ".join(f"{loss:.5f}" for loss in training["losses"][name])
         print(f"trained on {name}: held-out loss {each}; {ratio:.5f} of that of bfloat16")
-    figures = {"errors": errors, "decoding": decoding, "training": training, "machine": machine()}
+    figures = {"errors": errors, "speeds": speeds, "training": training, "machine": machine()}
     print(json.dumps(figures))
 
 

@@ -416,6 +416,13 @@ def test_bad_flags_end_with_one_line(model, write, tmp_path, capsys):
             ["--messages_column", "talk", "--chat_template_args", "tokenize=true"],
             "--chat_template_args tokenize: is no argument of a template",
         ),
+        *(
+            (
+                ["--messages_column", "talk", "--chat_template_args", f"enable_thinking={value}"],
+                f"--chat_template_args: {f'enable_thinking={value}'!r} is not NAME=VALUE with a",
+            )
+            for value in ("NaN", "-Infinity", '{"a": [1e999]}', r'"\ud800"', "\udcff")
+        ),
     ):
         assert main(*flags, *more) == 2
         (line,) = capsys.readouterr().err.splitlines()[-1:]

@@ -1,4 +1,4 @@
-"""Runs that encode activations on the device: `--activation_dtype float8` and `int8`."""
+"""Runs that encode activations: `--activation_dtype float8`."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from command_line import main
 from pods import first_documents
 
 from activation_extraction import ActivationDataset
-from activation_extraction.common.encodings import ENCODINGS, decode, encode, unpack
+from activation_extraction.common.encodings import decode, encode
 
 HOOKS = ["blocks.0.hook_attn_out", "blocks.1.mlp.hook_post", "blocks.3.hook_resid_post"]
 STREAM = HOOKS[2]
@@ -19,23 +19,11 @@ MESHES = {
     "pipeline": ["--mesh_shape", "2,4", "--mesh_axes", "pipeline,data"],
 }
 KEPT = ["--positions", "every:3"]
-RUNS = [  # each with the encoding, the format of the shards, and further flags
-    pytest.param("float8", "safetensors", MESHES["one"], id="float8"),
-    pytest.param("int8", "pickle", [*MESHES["one"], *KEPT], id="int8-kept"),
-    pytest.param("int8", "safetensors", MESHES["2d"], id="int8-2d", marks=pytest.mark.long),
-    pytest.param(
-        "float8", "pickle", [*MESHES["2d"], *KEPT], id="float8-2d-kept", marks=pytest.mark.long
-    ),
-    pytest.param(
-        "float8", "pickle", MESHES["pipeline"], id="float8-pipeline", marks=pytest.mark.long
-    ),
-    pytest.param(
-        "int8",
-        "pickle",
-        [*MESHES["pipeline"], *KEPT],
-        id="int8-pipeline-kept",
-        marks=pytest.mark.long,
-    ),
+RUNS = [  # each with the format of the shards, and further flags
+    pytest.param("safetensors", MESHES["one"], id="one"),
+    pytest.param("pickle", [*MESHES["one"], *KEPT], id="kept"),
+    pytest.param("pickle", [*MESHES["2d"], *KEPT], id="2d-kept", marks=pytest.mark.long),
+    pytest.param("safetensors", MESHES["pipeline"], id="pipeline", marks=pytest.mark.long),
 ]
 
 
@@ -78,12 +66,10 @@ def relative_errors(dataset, plain, hook):
     return np.concatenate(found), np.concatenate(first)
 
 
-@pytest.mark.parametrize("encoding,shard_format,flags", RUNS)
-def test_what_is_stored_is_what_numpy_makes_of_a_plain_run(
-    stored, capsys, encoding, shard_format, flags
-):
+@pytest.mark.parametrize("shard_format,flags", RUNS)
+def test_what_is_stored_is_what_numpy_makes_of_a_plain_run(stored, capsys, shard_format, flags):
     flags = ["--shard_format", shard_format, *flags]
-    out = stored(encoding, *flags)
+    out = stored("float8", *flags)
     dataset = ActivationDataset(out)
     plain = ActivationDataset(stored("float32", *flags))
     assert dataset.tokens == plain.tokens and len(dataset) == 24
@@ -92,13 +78,12 @@ def test_what_is_stored_is_what_numpy_makes_of_a_plain_run(
         np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
         np.testing.assert_array_equal(ours.position, theirs.position)
         for hook in HOOKS:
-            rows = unpack(encode(theirs[hook], ENCODINGS[encoding]), ENCODINGS[encoding])
-            others += int((decode(rows[0], rows[1]) != ours[hook]).sum())
+            others += int((decode(*encode(theirs[hook])) != ours[hook]).sum())
             values += ours[hook].size
     assert others <= values * 1e-4, (others, values)  # another program may round otherwise
     commits = [json.loads(path.read_text()) for path in out.glob("shard_*.json")]
     names = {hook["name"]: hook for commit in commits for hook in commit["hooks"]}
-    assert [hook["dtype"] for hook in names.values()] == [ENCODINGS[encoding].values.name] * 3
+    assert [hook["dtype"] for hook in names.values()] == ["float8_e4m3fn"] * 3
     recorded = json.loads((out / "metadata.json").read_text())["hooks"]
     capsys.readouterr()
     assert main("--status", "--json", "--output_dir", out) == 0
@@ -138,29 +123,29 @@ def test_a_plain_run_shows_no_errors(stored, tmp_path, capsys):
     assert "What storing as" not in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("encoding,shard_format,flags", RUNS[:2])
+@pytest.mark.parametrize("shard_format,flags", RUNS[:2])
 def test_repaired_shards_have_the_bytes_that_they_had(
-    stored, extract, tmp_path, encoding, shard_format, flags
+    stored, extract, tmp_path, shard_format, flags
 ):
     flags = ["--shard_format", shard_format, *flags]
-    whole = stored(encoding, *flags)
+    whole = stored("float8", *flags)
     out = shutil.copytree(whole, tmp_path / "out")
     files = sorted(path.name for path in out.glob("shard_0002*"))
     assert len(files) == 4
     for name in files:
         if not name.endswith(".json"):
             (out / name).unlink()
-    assert extract(out, "--activation_dtype", encoding, *flags, "--repair") == 0
+    assert extract(out, "--activation_dtype", "float8", *flags, "--repair") == 0
     for name in files:
         if not name.endswith(".json"):
             assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("encoding,shard_format,flags", RUNS[:2])
+@pytest.mark.parametrize("shard_format,flags", RUNS[:2])
 def test_verify_recomputes_encoded_samples(
-    stored, demo_inputs, tmp_path, capsys, encoding, shard_format, flags
+    stored, demo_inputs, tmp_path, capsys, shard_format, flags
 ):
-    out = stored(encoding, "--shard_format", shard_format, *flags)
+    out = stored("float8", "--shard_format", shard_format, *flags)
     model = ["--model_path", demo_inputs / "model", "--verify_samples", 24]
     capsys.readouterr()
     assert main("--verify", "--output_dir", out, *model) == 0
@@ -169,16 +154,15 @@ def test_verify_recomputes_encoded_samples(
 
 def test_list_hooks_and_the_log_say_how_many_bytes_are_stored(demo_inputs, capsys):
     model = ["--model_path", demo_inputs / "model", "--list_hooks"]
-    for encoding, size in (("float8", "132"), ("int8", "136")):
-        assert main(*model, "--activation_dtype", encoding) == 0
-        lines = capsys.readouterr().out.splitlines()
-        row = next(line.split() for line in lines if "hook_resid_post" in line)
-        assert row[2:5] == ["128", encoding, size]
+    assert main(*model, "--activation_dtype", "float8") == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line.split() for line in lines if "hook_resid_post" in line)
+    assert row[2:5] == ["128", "float8", "132"]
 
 
 def test_another_encoding_does_not_continue_a_run(stored, extract, tmp_path, capsys):
     flags = ["--shard_format", "safetensors", *MESHES["one"]]
     out = shutil.copytree(stored("float8", *flags), tmp_path / "out")
     capsys.readouterr()
-    assert extract(out, "--activation_dtype", "int8", *flags) == 2
-    assert "another activation_dtype: float8, now int8" in capsys.readouterr().err
+    assert extract(out, "--activation_dtype", "float16", *flags) == 2
+    assert "another activation_dtype: float8, now float16" in capsys.readouterr().err

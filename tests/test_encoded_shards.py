@@ -3,6 +3,7 @@
 import gzip
 import json
 import pickle
+import re
 import shutil
 from dataclasses import replace
 
@@ -19,9 +20,11 @@ from storages import open_storage
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
-from activation_extraction.common.encodings import ENCODINGS, decode, encode, unpack
+from activation_extraction.common.encodings import decode, encode, relative_errors
 from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.inspect.verify import verify
+from activation_extraction.store import encode_shard
+from activation_extraction.store import shard as shard_module
 from activation_extraction.store.commit import Commit, Outline
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
@@ -33,7 +36,6 @@ from activation_extraction.store.statistics import Statistics
 HOOKS = {3: "blocks.3.hook_resid_post", "wide": "blocks.4.mlp.hook_post", 5: "choices"}
 WIDTHS = {3: 33, "wide": 64}
 DTYPES = ("float32", "float16", "bfloat16")
-each_encoding = pytest.mark.parametrize("encoding", list(ENCODINGS))
 each_format = pytest.mark.parametrize("shard_format", SHARD_FORMATS)
 
 
@@ -45,17 +47,16 @@ def activation_of(index, key):
     return values
 
 
-def stored_of(index, key, encoding):
+def stored_of(index, key):
     """Returns that activation as it is read, decoded, and the relative error of each token."""
-    values, scales, errors = unpack(
-        encode(activation_of(index, key), ENCODINGS[encoding]), ENCODINGS[encoding]
-    )
-    return decode(values, scales), errors
+    x = activation_of(index, key)
+    decoded = decode(*encode(x))
+    return decoded, relative_errors(x, decoded)
 
 
-def store(root, encoding, shard_format="safetensors", packed=False, count=12, **options):
+def store(root, shard_format="safetensors", count=12, **options):
     """Writes a run with two encoded hooks and one of integers."""
-    identity = replace(identity_of(), activation_dtype=encoding, integer_hooks=("choices",))
+    identity = replace(identity_of(), activation_dtype="float8", integer_hooks=("choices",))
     identity = replace(identity, max_seq_length=32, shard_format=shard_format, shard_size_gb=5e-6)
     usual = {"shard_size_gb": 5e-6, "shard_format": shard_format, "identity": identity}
     model = {"hidden_size": 33, "vocab_size": 50}
@@ -68,7 +69,6 @@ def store(root, encoding, shard_format="safetensors", packed=False, count=12, **
                     values = np.full((tokens, 2), index, np.int32)
                 else:
                     values = activation_of(index, key)
-                    values = encode(values, ENCODINGS[encoding]) if packed else values
                 ids = np.arange(tokens, dtype=np.int32)
                 storage.add_activation(
                     key, values, index, "text", ids, f"id-{index}", {"row": index}
@@ -87,24 +87,18 @@ def tensors_of(path):
     return {name: as_numpy(tensor) for name, tensor in load_file(path).items()}
 
 
-def files_of(folder):
-    """The bytes of the shards and their other files, but not the JSONs."""
-    return {p.name: p.read_bytes() for p in folder.glob("shard_*") if p.suffix != ".json"}
-
-
 @each_format
-@each_encoding
-def test_what_is_read_is_what_was_decoded(tmp_path, encoding, shard_format):
-    dataset = ActivationDataset(store(tmp_path, encoding, shard_format))
+def test_what_is_read_is_what_was_decoded(tmp_path, shard_format):
+    dataset = ActivationDataset(store(tmp_path, shard_format))
     assert len(dataset) == 12 and dataset.dtype == np.float32
     assert list(dataset.dtypes.values()) == ["float32", "float32", "int32"]
     for sample in dataset:
         for key in WIDTHS:
-            expected, _ = stored_of(sample.sample_idx, key, encoding)
+            expected, _ = stored_of(sample.sample_idx, key)
             assert sample[HOOKS[key]].dtype == np.float32
             assert sample[HOOKS[key]].tobytes() == expected.tobytes()
         assert (sample["choices"] == sample.sample_idx).all()
-    every = {k: np.concatenate([stored_of(n, k, encoding)[0] for n in range(12)]) for k in WIDTHS}
+    every = {k: np.concatenate([stored_of(n, k)[0] for n in range(12)]) for k in WIDTHS}
     for dtype in (None, *DTYPES):
         batches = list(dataset.batches(50, dtype=dtype))
         for key in WIDTHS:
@@ -120,18 +114,16 @@ def test_what_is_read_is_what_was_decoded(tmp_path, encoding, shard_format):
 
 
 @each_format
-@each_encoding
-def test_shards_say_how_they_are_encoded(tmp_path, encoding, shard_format):
-    store(tmp_path, encoding, shard_format)
+def test_shards_say_how_they_are_encoded(tmp_path, shard_format):
+    store(tmp_path, shard_format)
     commits = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("shard_*.json"))]
     assert len(commits) > 2
     for commit in commits:
         indices = range(commit["samples"]["first"], commit["samples"]["last"] + 1)
         for key, hook in zip(WIDTHS, commit["hooks"], strict=False):
-            scale = {"float8": WIDTHS[key], "int8": 32}[encoding]
-            dtype = {"float8": "float8_e4m3fn", "int8": "int8"}[encoding]
-            assert (hook["dtype"], hook["scale"], hook["width"]) == (dtype, scale, WIDTHS[key])
-            errors = [stored_of(n, key, encoding)[1] for n in indices]
+            width = WIDTHS[key]
+            assert (hook["dtype"], hook["scale"], hook["width"]) == ("float8_e4m3fn", width, width)
+            errors = [stored_of(n, key)[1] for n in indices]
             for kind, of_kind in (
                 ("sinks", np.array([each[0] for each in errors])),
                 ("others", np.concatenate([each[1:] for each in errors])),
@@ -140,76 +132,56 @@ def test_shards_say_how_they_are_encoded(tmp_path, encoding, shard_format):
                 if len(of_kind):
                     assert hook["error"][kind]["mean"] == pytest.approx(of_kind.mean(), rel=1e-6)
                     assert hook["error"][kind]["worst"] == of_kind.max()
-            decoded = np.concatenate([stored_of(n, key, encoding)[0] for n in indices])
+            decoded = np.concatenate([stored_of(n, key)[0] for n in indices])
             expected = Statistics.from_array(decoded)
             assert hook["mean_norm"] == pytest.approx(expected.mean_norm)
             assert hook["variance"] == pytest.approx(expected.variance)
         assert (commit["hooks"][2]["dtype"], commit["hooks"][2]["scale"]) == ("int32", None)
         assert "error" not in commit["hooks"][2]
     error = ActivationDataset(tmp_path).statistics[HOOKS[3]].error
-    every = np.concatenate([stored_of(n, 3, encoding)[1][1:] for n in range(12)])
+    every = np.concatenate([stored_of(n, 3)[1][1:] for n in range(12)])
     assert error.others.tokens == len(every) and error.sinks.tokens == 12
     assert error.others.mean == pytest.approx(every.mean(), rel=1e-6)
     recorded = json.loads((tmp_path / "metadata.json").read_text())["hooks"][0]["error"]
     assert recorded == error.to_json() and error.others.worst == every.max()
 
 
-@each_encoding
-def test_what_a_reader_finds_without_this_program(tmp_path, encoding):
-    store(tmp_path / "s", encoding, shard_size_gb=1.0)
-    store(tmp_path / "p", encoding, "pickle", shard_size_gb=1.0)
+def test_what_a_reader_finds_without_this_program(tmp_path):
+    store(tmp_path / "s", shard_size_gb=1.0)
+    store(tmp_path / "p", "pickle", shard_size_gb=1.0)
     tensors = tensors_of(tmp_path / "s/shard_0001.safetensors")
     records = pickle.loads(gzip.open(tmp_path / "p/shard_0001.pkl.gz").read())
     names = list(tensors)
     for key in WIDTHS:
         values, scale = tensors[HOOKS[key]], tensors[f"{HOOKS[key]}.scale"]
         assert names.index(f"{HOOKS[key]}.scale") >= 0
-        assert values.dtype.name == {"float8": "float8_e4m3fn", "int8": "int8"}[encoding]
-        assert scale.dtype == {"float8": "float32", "int8": "float16"}[encoding]
+        assert values.dtype.name == "float8_e4m3fn" and scale.dtype == "float32"
         pickled = [record["activation"] for record in records[key]]
-        assert {each.dtype.name for each in pickled} == {{"float8": "uint8"}.get(encoding, "int8")}
+        assert {each.dtype.name for each in pickled} == {"uint8"}
         assert np.concatenate(pickled).tobytes() == values.tobytes()
         assert np.concatenate([r["scale"] for r in records[key]]).tobytes() == scale.tobytes()
-        per_scale = 32 if encoding == "int8" else WIDTHS[key]
-        factors = np.repeat(scale.astype(np.float32), per_scale, axis=1)[:, : WIDTHS[key]]
-        expected = np.concatenate([stored_of(n, key, encoding)[0] for n in range(12)])
-        np.testing.assert_array_equal(values.astype(np.float32) * factors, expected)
+        expected = np.concatenate([stored_of(n, key)[0] for n in range(12)])
+        np.testing.assert_array_equal(values.astype(np.float32) * scale, expected)
     assert "choices.scale" not in tensors and "scale" not in records[5][0]
 
 
-@each_format
-@each_encoding
-def test_packed_rows_are_stored_like_the_activations(tmp_path, encoding, shard_format):
-    plain = store(tmp_path / "plain", encoding, shard_format)
-    packed = store(tmp_path / "packed", encoding, shard_format, packed=True)
-    assert files_of(plain) == files_of(packed)
-    with pytest.raises(ValueError, match="6 bytes per token are no packed"):
-        with open_storage(
-            tmp_path / "x", {0: "h"}, identity=Identity(activation_dtype=encoding)
-        ) as s:
-            s.add_activation(0, np.zeros((2, 6), np.uint8), 0, "text", np.zeros(2, np.int32))
-
-
-@each_encoding
-def test_a_shard_has_as_many_stored_bytes_as_it_may(tmp_path, encoding):
-    """Nothing else counts: neither the bytes before encoding nor the errors in packed rows."""
-    sizes = {"float8": 33 + 4 + 64 + 4, "int8": 33 + 2 * 2 + 64 + 2 * 2}
-    most = 5000
-    store(tmp_path, encoding, count=60)
+def test_a_shard_has_as_many_stored_bytes_as_it_may(tmp_path):
+    """The bytes before encoding do not count."""
+    most, of_token = 5000, 33 + 4 + 64 + 4 + 8
+    store(tmp_path, count=60)
     taken = []
     for path in sorted(tmp_path.glob("shard_*.json")):
         samples = json.loads(path.read_text())["samples"]
         indices = range(samples["first"], samples["last"] + 2)
         tokens = [len(activation_of(index, 3)) for index in indices]
-        taken.append(sum(tokens[:-1]) * (sizes[encoding] + 8))
+        taken.append(sum(tokens[:-1]) * of_token)
         if samples["last"] < 59:
-            assert sum(tokens) * (sizes[encoding] + 8) > most
+            assert sum(tokens) * of_token > most
     assert max(taken) <= most and len(taken) > 2
 
 
-@each_encoding
-def test_exports_keep_the_encoding_or_decode(tmp_path, encoding, capsys):
-    source = store(tmp_path / "source", encoding, "pickle")
+def test_exports_keep_the_encoding_or_decode(tmp_path, capsys):
+    source = store(tmp_path / "source", "pickle")
     for form, back in (("safetensors", tmp_path / "s"), ("pickle", tmp_path / "p")):
         before = source if form == "safetensors" else tmp_path / "s"
         assert main("--export", form, "--export_dir", back, "--output_dir", before) == 0
@@ -226,7 +198,7 @@ def test_exports_keep_the_encoding_or_decode(tmp_path, encoding, capsys):
     target = tmp_path / "memmap"
     assert main("--export", "memmap", "--export_dir", target, "--output_dir", source) == 0
     values = np.fromfile(target / HOOKS[3] / "shard_0.memmap", np.float32).reshape(-1, 33)
-    expected = np.concatenate([stored_of(n, 3, encoding)[0] for n in range(12)])
+    expected = np.concatenate([stored_of(n, 3)[0] for n in range(12)])
     np.testing.assert_array_equal(values, expected)
     one = ["--hook_names", HOOKS[3], "--export_dir", tmp_path / "one", "--output_dir", source]
     assert main("--export", "safetensors", *one) == 0
@@ -234,7 +206,7 @@ def test_exports_keep_the_encoding_or_decode(tmp_path, encoding, capsys):
 
 
 def test_runs_with_and_without_an_encoding_are_joined(tmp_path):
-    store(tmp_path / "int8", "int8")
+    store(tmp_path / "float8")
     other = replace(identity_of(), max_seq_length=32, shard_format="safetensors")
     with open_storage(
         tmp_path / "f32", {7: "other"}, identity=other, shard_format="safetensors"
@@ -243,42 +215,33 @@ def test_runs_with_and_without_an_encoding_are_joined(tmp_path):
             values = activation_of(index, 3)
             ids = np.arange(len(values), dtype=np.int32)
             s.add_activation(7, values, index, "text", ids, f"id-{index}", {"row": index})
-    first = ActivationDataset(tmp_path / "int8", hooks=[HOOKS[3]])
+    first = ActivationDataset(tmp_path / "float8", hooks=[HOOKS[3]])
     both = first.join(tmp_path / "f32")
     batch = next(both.batches(1000, dtype="float32"))
     expected = [np.concatenate([activation_of(n, 3) for n in range(12)])]
-    expected.append(np.concatenate([stored_of(n, 3, "int8")[0] for n in range(12)]))
+    expected.append(np.concatenate([stored_of(n, 3)[0] for n in range(12)]))
     np.testing.assert_array_equal(batch["other"], expected[0])
     np.testing.assert_array_equal(batch[HOOKS[3]], expected[1])
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@each_encoding
-def test_nan_stops_the_run_and_names_the_sample(tmp_path, encoding, packed):
+def test_nan_stops_the_run_and_names_the_sample(tmp_path):
     bad = np.ones((3, 40), np.float32)
     bad[1, 35] = np.nan
-    bad = encode(bad, ENCODINGS[encoding]) if packed else bad
-    identity = Identity(activation_dtype=encoding)
-    with pytest.raises(StorageError, match="sample 1, hook 0: NaN or infinite") as error:
+    identity = Identity(activation_dtype="float8")
+    with pytest.raises(StorageError, match="sample 1, hook 0: NaN or infinite"):
         with open_storage(tmp_path, {0: "h"}, identity=identity) as storage:
             for index, values in enumerate((np.ones((3, 40), np.float32), bad)):
                 storage.add_activation(0, values, index, "text", np.zeros(3, np.int32))
-    assert ("int8 ends at 8.3 million" in error.value.remedy) == (encoding == "int8")
     assert not list(tmp_path.glob("shard_*.json"))
 
 
 @pytest.fixture
-def source(source, request):
+def source(source):
     """The identity of the run that is killed, which encodes its activations."""
-    return source._replace(identity=Identity(model_digest="tiny", activation_dtype=request.param))
+    return source._replace(identity=Identity(model_digest="tiny", activation_dtype="float8"))
 
 
-@pytest.mark.parametrize(
-    "shard_format,source",
-    [*zip(SHARD_FORMATS, ENCODINGS, strict=True)],
-    indirect=["source"],
-)
-def test_runs_that_were_killed_continue_with_the_same_bytes(run, tmp_path, shard_format):
+def test_runs_that_were_killed_continue_with_the_same_bytes(run, tmp_path):
     run(tmp_path / "whole", shard_size_gb=5e-7)
     whole = content(tmp_path / "whole")
     assert shards_of(whole) > 5
@@ -314,9 +277,8 @@ JSONS = {
 
 
 @pytest.mark.parametrize("change,message", JSONS.values(), ids=list(JSONS))
-@each_encoding
-def test_damaged_jsons_are_refused(tmp_path, encoding, change, message):
-    store(tmp_path, encoding)
+def test_damaged_jsons_are_refused(tmp_path, change, message):
+    store(tmp_path)
     change_json(tmp_path, change)
     with pytest.raises(ValueError, match=message):
         ActivationDataset(tmp_path)
@@ -325,7 +287,7 @@ def test_damaged_jsons_are_refused(tmp_path, encoding, change, message):
 VERIFIED = {
     "no scale": (
         lambda hook: hook.update(scale=None),
-        "its scale is for 32 values, its JSON says None",
+        "its scale is for 33 values, its JSON says None",
     ),
     "no error": (lambda hook: hook.pop("error"), "its JSON has no error of an encoding"),
     "an error of other tokens": (
@@ -341,7 +303,7 @@ VERIFIED = {
 
 @pytest.mark.parametrize("change,message", VERIFIED.values(), ids=list(VERIFIED))
 def test_verify_finds_what_cannot_be(tmp_path, capsys, change, message):
-    store(tmp_path, "int8")
+    store(tmp_path)
     assert verify(Folder(str(tmp_path)), None, 0) == 0
     change_json(tmp_path, change)
     problems = problems_of(tmp_path, capsys)
@@ -374,9 +336,8 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("change", TENSORS.values(), ids=list(TENSORS))
-@each_encoding
-def test_tensors_that_do_not_belong_together_are_refused(tmp_path, capsys, encoding, change):
-    store(tmp_path, encoding)
+def test_tensors_that_do_not_belong_together_are_refused(tmp_path, capsys, change):
+    store(tmp_path)
     change_tensors(tmp_path, lambda tensors: None)
     assert ActivationDataset(tmp_path)[0][HOOKS[3]].shape == (1, 33)
     assert verify(Folder(str(tmp_path)), None, 0) == 0
@@ -403,9 +364,8 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("change", RECORDS.values(), ids=list(RECORDS))
-@each_encoding
-def test_records_that_do_not_belong_together_are_refused(tmp_path, capsys, encoding, change):
-    store(tmp_path, encoding, "pickle")
+def test_records_that_do_not_belong_together_are_refused(tmp_path, capsys, change):
+    store(tmp_path, "pickle")
     records = pickle.loads(gzip.open(tmp_path / "shard_0001.pkl.gz").read())
     change(records[3][1])
     replace_shard(tmp_path, 1, gzip.compress(pickle.dumps(records, protocol=4), 1, mtime=0))
@@ -415,9 +375,8 @@ def test_records_that_do_not_belong_together_are_refused(tmp_path, capsys, encod
 
 
 @each_format
-@each_encoding
-def test_samples_that_keep_no_token(tmp_path, encoding, shard_format):
-    identity = replace(identity_of(), activation_dtype=encoding, positions="last")
+def test_samples_that_keep_no_token(tmp_path, shard_format):
+    identity = replace(identity_of(), activation_dtype="float8", positions="last")
     with open_storage(tmp_path, {0: "h"}, identity=identity, shard_format=shard_format) as storage:
         for index, tokens in enumerate((0, 2, 0)):
             values = np.full((tokens, 40), 2, np.float32)
@@ -430,7 +389,7 @@ def test_samples_that_keep_no_token(tmp_path, encoding, shard_format):
 
 
 def test_the_outline_of_a_run_in_a_bucket_has_the_errors(tmp_path):
-    store(tmp_path, "float8")
+    store(tmp_path)
     paths = sorted(tmp_path.glob("shard_*.json"))
     outline = Outline()
     for path in paths[:-1]:
@@ -450,14 +409,46 @@ def test_a_run_without_an_encoding_has_nothing_of_it(tmp_path):
     shutil.rmtree(tmp_path)
 
 
-def test_float8_of_numpy_is_not_taken_for_packed_rows(tmp_path):
-    """Numbers of any floating-point type are encoded."""
-    values = np.ones((2, 4)).astype(ml_dtypes.float8_e4m3fn)
-    identity = Identity(activation_dtype="int8")
-    with open_storage(tmp_path, {0: "h"}, identity=identity) as storage:
-        storage.add_activation(0, values, 0, "text", np.zeros(2, np.int32))
-    records = pickle.loads(gzip.open(tmp_path / "shard_0001.pkl.gz").read())
-    assert (records[0][0]["activation"] == 127).all()
+def test_some_tokens_are_measured_of_a_shard_that_has_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(encode_shard, "MEASURED", 5)
+    store(tmp_path, shard_size_gb=1.0)
+    hook = json.loads((tmp_path / "shard_0001.json").read_text())["hooks"][0]
+    errors = [stored_of(n, 3)[1] for n in range(12)]
+    for kind, of_kind in (
+        ("sinks", np.array([each[0] for each in errors])),
+        ("others", np.concatenate([each[1:] for each in errors])),
+    ):
+        some = of_kind[:: -(-len(of_kind) // 5)]
+        assert 3 < len(some) <= 5 and hook["error"][kind]["tokens"] == len(some)
+        assert hook["error"][kind]["mean"] == pytest.approx(some.mean())
+        assert hook["error"][kind]["worst"] == some.max()
+    assert verify(Folder(str(tmp_path)), None, 0) == 0
+
+
+def test_groups_that_threads_encode_change_nothing(tmp_path, monkeypatch):
+    store(tmp_path / "whole", shard_size_gb=1.0)
+    monkeypatch.setattr(shard_module, "GROUP_BYTES", 3000)
+    store(tmp_path / "groups", shard_size_gb=1.0)
+    folders = [tmp_path / name for name in ("whole", "groups")]
+    shards = [(folder / "shard_0001.safetensors").read_bytes() for folder in folders]
+    jsons = [json.loads((folder / "shard_0001.json").read_text()) for folder in folders]
+    assert shards[0] == shards[1] and jsons[0]["samples"]["count"] == 12
+    errors = [[hook.get("error") for hook in content["hooks"]] for content in jsons]
+    assert errors[0] == errors[1]
+
+
+def test_a_run_of_int8_is_refused_in_one_line(tmp_path, capsys):
+    """As earlier versions stored it: with a scale for every 32 values."""
+    store(tmp_path)
+    edit(tmp_path / "metadata.json", lambda c: c["identity"].update(activation_dtype="int8"))
+    change_json(tmp_path, lambda hook: hook.update(dtype="int8", scale=32))
+    why = f"{tmp_path}/metadata.json: its activations are stored as int8, which this version"
+    with pytest.raises(ValueError, match=re.escape(why)):
+        ActivationDataset(tmp_path)
+    for action in (["--status"], ["--verify"], ["--export", "memmap", "--export_dir", tmp_path]):
+        assert main(*action, "--output_dir", tmp_path) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {why}")
 
 
 def test_a_hook_may_be_called_as_the_scales_of_another_only_if_that_is_not_encoded(tmp_path):

@@ -258,9 +258,9 @@ if host == os.environ["HOST_ID"]:
             return original_own(*given) if len(given) > 1 else [Silent()]
         batch_size._own_devices = own
     if fault == "attention":
-        from activation_extraction.model import kernels
-        Choice = kernels.Choice
-        kernels.Choice = lambda name, attention: Choice("other", attention)
+        from activation_extraction.model import trial
+        Choice = trial.Choice
+        trial.Choice = lambda name, attention: Choice("other", attention)
     if fault == "compile":
         def broken(*_):
             raise ValueError("injected")

@@ -11,16 +11,15 @@ import pytest
 import tokamax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from rounding import assert_rounded_alike, assert_within_rounding
+from test_trial import trials_of_experts
 
 from activation_extraction.model.attention import dense_attention
 from activation_extraction.model.kernels import (
-    TOLERANCE,
     cudnn_attention,
-    largest_error_of_experts,
     splash_attention,
     tokamax_experts,
-    trial_rows,
 )
+from activation_extraction.model.trial import TOLERANCE, largest_error
 
 # T, S, first query, query heads, key/value heads, head size
 CASES = {
@@ -129,14 +128,14 @@ def test_what_cudnn_is_asked_for_is_attention(case, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:jax.experimental.pallas.dot was moved:DeprecationWarning")
 def test_tokamax_can_be_lowered_from_here():
-    arrays = trial_rows((8, 256, 128), jnp.dtype("bfloat16"))
+    ((_, arrays, _),) = trials_of_experts((8, 256, 128), jnp.dtype("bfloat16"))
     with tokamax.config.cross_compile(True), jax.numpy_dtype_promotion("standard"):
         text = program(tokamax_experts, arrays, "cuda")
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 3 and "chlo.ragged_dot" not in text
 
 
 def test_tokamax_gets_no_float32():
-    arrays = trial_rows((8, 256, 128), jnp.dtype("float32"))
+    ((_, arrays, _),) = trials_of_experts((8, 256, 128), jnp.dtype("float32"))
     text = program(tokamax_experts, arrays, "cuda")
     assert "triton" not in text and "mosaic" not in text and "[HIGHEST, HIGHEST]" in text
 
@@ -152,7 +151,7 @@ def test_what_tokamax_is_asked_for_are_experts(experts, monkeypatch):
             return answer(*arrays, implementation="xla", **how)
 
     monkeypatch.setattr(tokamax, "ragged_dot", ask)
-    sizes = experts, 72, 40
-    error = largest_error_of_experts(tokamax_experts, sizes, jnp.dtype("bfloat16"))
+    trials = trials_of_experts((experts, 72, 40), jnp.dtype("bfloat16"))
+    error = largest_error(tokamax_experts, trials)
     assert asked == [("mosaic", "triton")] * 3
     assert error < TOLERANCE["bfloat16"] / 2

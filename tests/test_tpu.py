@@ -19,7 +19,6 @@ from test_delta_kernel import shapes_of as delta_shapes
 from test_qwen3_5 import released
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.common.encodings import ENCODINGS
 from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.family import HookedModel
@@ -472,15 +471,6 @@ def test_kept_tokens_are_gathered_without_copies_of_the_others():
     assert not COLLECTIVE.search(compiled.as_text() or "")
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 1e6 < memory.output_size_in_bytes < 2e7
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_encoding_sends_nothing_and_halves_what_leaves_a_chip(encoding):
-    flags = [f"{SPLIT_2D} {EIGHT} --activation_dtype {dtype}" for dtype in (encoding, "bfloat16")]
-    encoded, plain = (compile_quickly(QWEN_7B, each, "v5e:8x8") for each in flags)
-    assert sorted(collectives(encoded)) == sorted(collectives(plain)) != []
-    assert encoded.memory.output_size_in_bytes < 0.54 * plain.memory.output_size_in_bytes
-    assert encoded.memory.temp_size_in_bytes < plain.memory.temp_size_in_bytes
 
 
 @rare

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 from functools import partial
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 from command_line import main
@@ -11,58 +13,74 @@ from pods import flags_for
 from test_qwen3_5 import TEXT, released
 
 from activation_extraction.common.errors import InputError, RunError
-from activation_extraction.model import kernels
+from activation_extraction.model import trial
 from activation_extraction.model.attention import blocked_attention, dense_attention
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.delta_net import gated_delta_rule
 from activation_extraction.model.experts import ragged_experts, tiled_experts
-from activation_extraction.model.kernels import (
+from activation_extraction.model.kernels import candidates_for, cudnn_attention
+from activation_extraction.model.mesh import Layout, build_layout, usable_devices
+from activation_extraction.model.trial import (
     TOLERANCE,
-    AttentionSizes,
-    candidates_for,
+    attention_trials,
     choose_kernel,
-    cudnn_attention,
-    delta_sizes,
-    expert_sizes,
+    delta_trials,
+    expert_trials,
     largest_error,
-    largest_error_of_delta_rule,
-    largest_error_of_experts,
     try_kernels,
 )
-from activation_extraction.model.mesh import Layout, build_layout, usable_devices
 from benchmarks.shapes import SHAPES
 from qwen2_jax_with_hooks import FAMILIES
 
 BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 
 
-def sizes_of(shape, length, model=1, **changes):
-    """The sizes of a trial for rows of this length, with an axis `model` of that many devices."""
+def run_of(shape, length, model=1, **changes):
+    """What the trials of a run are made from but for the dtype, with an axis `model` of that many
+    devices."""
     config = FAMILIES.parse_config(SHAPES[shape])[1]
     config = dataclasses.replace(config, **changes)
     devices = usable_devices(every=True)[:model]
-    layout = build_layout(devices, {"model": model}, config.num_key_value_heads)
-    return AttentionSizes.of_run(config, layout, length)
+    return config, build_layout(devices, {"model": model}, config.num_key_value_heads), length
 
 
 # On one device; with the heads and the queries split; a row shorter than a block.
-SIZES = {
-    "0.5B": sizes_of("0.5B", 2048),
-    "7B split": sizes_of("7B", 1000, model=8),
-    "short": AttentionSizes(20, 20, 4, 2, 32),
+RUNS = {
+    "0.5B": run_of("0.5B", 2048),
+    "7B split": run_of("7B", 1000, model=8),
+    "short": run_of("tiny", 20),
 }
+
+
+def trials_of_experts(sizes, dtype):
+    """Trials of so many experts, of tokens and experts of these widths."""
+    count, hidden, width = sizes
+    config = SimpleNamespace(experts=SimpleNamespace(count=count, width=width), hidden_size=hidden)
+    return expert_trials(config, Layout(), 64, dtype)
+
+
+def trials_of_delta(sizes, dtype):
+    """Trials of so many key heads, value heads of each, and of keys and values of these sizes."""
+    names = "key_heads", "values_per_key", "key_size", "value_size"
+    delta = SimpleNamespace(**dict(zip(names, sizes, strict=True)))
+    return delta_trials(SimpleNamespace(delta=delta), Layout(), 64, dtype)
+
+
+def shapes_of(trials):
+    """The shapes of the arguments of the first trial."""
+    return [each.shape for each in next(trials).arguments if isinstance(each, jax.Array)]
 
 
 def broken(*_):
     raise NotImplementedError("no such\ninstruction")
 
 
-def ignores_the_window(*arrays, window=None):
-    return dense_attention(*arrays)
+def ignores_the_window(*arrays):
+    return dense_attention(*arrays[:6])
 
 
-def sees_one_key_more_than_the_window(*arrays, window=None):
-    return dense_attention(*arrays, window and window + 1)
+def sees_one_key_more_than_the_window(*arrays):
+    return dense_attention(*arrays[:6], *(window + 1 for window in arrays[6:]))
 
 
 def all_in_one_segment(q, k, v, q_segments, k_segments, first):
@@ -99,64 +117,70 @@ WRONG += [wrong_in_one_head, not_a_number]
 
 
 def test_a_run_is_tried_at_its_own_sizes():
-    assert SIZES["0.5B"] == AttentionSizes(256, 256, 14, 2, 64)
-    assert sizes_of("0.5B", 2047).queries % 128 == 2047 % 128
-    assert SIZES["7B split"] == AttentionSizes(372, 744, 7, 1, 128)
-    assert sizes_of("0.5B", 20)[:2] == (20, 20)
+    """As many heads as a device has, and rows that are the run's or that kernels treat alike."""
+    q, k, v, *_ = shapes_of(attention_trials(*RUNS["0.5B"], BFLOAT16))
+    assert (q, k, v) == ((2, 256, 14, 64), (2, 256, 2, 64), (2, 256, 2, 64))
+    (_, length, *_), *_ = shapes_of(attention_trials(*run_of("0.5B", 2047), BFLOAT16))
+    assert 256 <= length < 384 and length % 128 == 2047 % 128
+    q, k, *_ = shapes_of(attention_trials(*RUNS["7B split"], BFLOAT16))
+    assert (q, k) == ((2, 372, 7, 128), (2, 744, 1, 128))
+    assert len(list(attention_trials(*RUNS["7B split"], BFLOAT16))) == 2
+    q, k, *_ = shapes_of(attention_trials(*run_of("0.5B", 20), BFLOAT16))
+    assert q[1] == k[1] == 20
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("attention", [dense_attention, blocked_attention])
-def test_right_attentions_stay_well_below_the_tolerance(attention, sizes):
-    assert 0 < largest_error(attention, SIZES[sizes], BFLOAT16) < TOLERANCE["bfloat16"] / 1.5
+def test_right_attentions_stay_well_below_the_tolerance(attention, run):
+    error = largest_error(attention, attention_trials(*RUNS[run], BFLOAT16))
+    assert 0 < error < TOLERANCE["bfloat16"] / 1.5
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sizes", ["0.5B", "short"])
+@pytest.mark.parametrize("run", ["0.5B", "short"])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_attentions_are_found_out(wrong, sizes):
-    assert not largest_error(wrong, SIZES[sizes], BFLOAT16) <= 1.5 * TOLERANCE["bfloat16"]
+def test_wrong_attentions_are_found_out(wrong, run):
+    error = largest_error(wrong, attention_trials(*RUNS[run], BFLOAT16))
+    assert not error <= 1.5 * TOLERANCE["bfloat16"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("length", [1000, 20])
 def test_a_window_is_tried_too(length):
-    sizes = sizes_of("0.5B", length, model=4, sliding_window=4096)
-    assert sizes.queries < sizes.keys
-    assert sizes.window == sizes.keys // 6
+    run = run_of("0.5B", length, model=4, sliding_window=4096)
+    trials, most = partial(attention_trials, *run, BFLOAT16), TOLERANCE["bfloat16"]
+    *whole, windowed = (each.arguments for each in trials())
+    assert windowed[0].shape[1] < windowed[1].shape[1]
+    assert len(whole[0]) == 6 and windowed[6] == windowed[1].shape[1] // 6
     for right in (dense_attention, blocked_attention):
-        assert largest_error(right, sizes, BFLOAT16) < TOLERANCE["bfloat16"] / 1.5
+        assert largest_error(right, trials()) < most / 1.5
     for wrong in (ignores_the_window, sees_one_key_more_than_the_window):
-        assert not largest_error(wrong, sizes, BFLOAT16) <= 1.5 * TOLERANCE["bfloat16"]
-        error_of = partial(largest_error, sizes=sizes, dtype=BFLOAT16)
-        assert (
-            choose_kernel("x", {"a": wrong, "b": dense_attention}, error_of, BFLOAT16).name == "b"
-        )
+        assert not largest_error(wrong, trials()) <= 1.5 * most
+        assert choose_kernel("x", {"a": wrong, "b": dense_attention}, trials, most).name == "b"
 
 
 @pytest.mark.long
 def test_float32_may_not_be_rounded():
-    assert largest_error(blocked_attention, SIZES["7B split"], FLOAT32) < TOLERANCE["float32"] / 4
-    assert largest_error(rounds_float32, SIZES["0.5B"], FLOAT32) > 10 * TOLERANCE["float32"]
+    most = TOLERANCE["float32"]
+    split = attention_trials(*RUNS["7B split"], FLOAT32)
+    assert largest_error(blocked_attention, split) < most / 4
+    assert largest_error(rounds_float32, attention_trials(*RUNS["0.5B"], FLOAT32)) > 10 * most
 
 
 def test_the_first_right_one_is_chosen_and_the_others_are_explained():
     candidates = {"broken": broken, "wrong": sees_the_next_token, "right": dense_attention}
-    error_of = partial(largest_error, sizes=SIZES["short"], dtype=BFLOAT16)
-    chosen = choose_kernel("attention", candidates | {"last": broken}, error_of, BFLOAT16)
+    trials, most = partial(attention_trials, *RUNS["short"], BFLOAT16), TOLERANCE["bfloat16"]
+    chosen = choose_kernel("attention", candidates | {"last": broken}, trials, most)
     assert (chosen.name, chosen.function) == ("right", dense_attention)
     assert list(chosen.passed_over) == ["broken", "wrong"]
     assert chosen.passed_over["broken"] == "it fails: no such instruction"
     assert chosen.passed_over["wrong"].startswith("it differs from the definition by ")
-    float32 = partial(largest_error, sizes=SIZES["short"], dtype=FLOAT32)
-    preferred = choose_kernel(
-        "attention", {"right": dense_attention} | candidates, float32, FLOAT32
-    )
+    preferred = choose_kernel("attention", {"right": dense_attention} | candidates, trials, most)
     assert (preferred.name, preferred.passed_over) == ("right", {})
-    message = "no kernel for attention is right on this device: broken: it fails"
+    message = "no kernel for attention is right on this device: broken: it fails: .*; wrong: it "
     with pytest.raises(RunError, match=message):
-        choose_kernel("attention", {"broken": broken}, error_of, BFLOAT16)
+        choose_kernel("attention", {"broken": broken, "wrong": not_a_number}, trials, most)
 
 
 def test_other_names_of_platforms():
@@ -178,7 +202,7 @@ def test_a_run_and_its_verification_use_the_choice_and_the_metadata_have_it(
         return {"attention": attention}
 
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "candidates_for", candidates)
+        patch.setattr(trial, "candidates_for", candidates)
         assert main(*flags, "--dtype", "bfloat16") == 0
         found = json.loads((out / "metadata.json").read_text())["attention"]
         assert found["name"] == "blocked" and list(found["passed_over"]) == ["cudnn", "wrong"]
@@ -210,22 +234,25 @@ def rounds_what_experts_get(x, sizes, *parameters):
 @pytest.mark.parametrize("grouped", [tiled_experts, ragged_experts])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
 def test_right_experts_stay_well_below_the_tolerance(grouped, sizes, dtype):
-    assert largest_error_of_experts(grouped, sizes, dtype) < TOLERANCE[dtype.name] / 2
+    assert largest_error(grouped, trials_of_experts(sizes, dtype)) < TOLERANCE[dtype.name] / 2
 
 
 def test_wrong_experts_are_found_out():
     for wrong in (takes_a_row_of_the_next_expert, forgets_the_gate):
-        assert largest_error_of_experts(wrong, EXPERTS[0], BFLOAT16) > 10 * TOLERANCE["bfloat16"]
-    error = largest_error_of_experts(rounds_what_experts_get, EXPERTS[0], FLOAT32)
+        error = largest_error(wrong, trials_of_experts(EXPERTS[0], BFLOAT16))
+        assert error > 10 * TOLERANCE["bfloat16"]
+    error = largest_error(rounds_what_experts_get, trials_of_experts(EXPERTS[0], FLOAT32))
     assert error > 10 * TOLERANCE["float32"]
 
 
 def test_experts_are_tried_at_the_sizes_of_one_device():
     _, config = FAMILIES.parse_config(SHAPES["qwen3-moe"])
-    assert expert_sizes(config, Layout()) == (8, 1024, 512)
+    gate = shapes_of(expert_trials(config, Layout(), 64, BFLOAT16))[2]
+    assert gate == (8, 1024, 512)
     layout = build_layout(usable_devices(every=True), {"expert": 4, "model": 2}, 8)
     few = dataclasses.replace(config, experts=dataclasses.replace(config.experts, count=12))
-    assert expert_sizes(few, layout) == (3, 1024, 256)
+    gate = shapes_of(expert_trials(few, layout, 64, BFLOAT16))[2]
+    assert gate == (3, 1024, 256)
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
@@ -235,7 +262,7 @@ def test_experts_are_tried_where_a_model_has_some(shape, monkeypatch):
         "attention": {"blocked": blocked_attention},
         "experts": {"absent": broken, "wrong": forgets_the_gate, "tiled": tiled_experts},
     }
-    monkeypatch.setattr(kernels, "candidates_for", lambda platform: candidates)
+    monkeypatch.setattr(trial, "candidates_for", lambda platform: candidates)
     chosen = try_kernels(config, Layout(), 64, FLOAT32)
     assert chosen["attention"].function is blocked_attention
     assert ("experts" in chosen) == (shape == "tiny-moe")
@@ -267,14 +294,14 @@ def rounds_the_values(q, k, v, *others):
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("rule", [gated_delta_rule, partial(pallas_delta_rule, interpret=True)])
 def test_right_delta_rules_stay_well_below_the_tolerance(rule, sizes, dtype):
-    assert 0 < largest_error_of_delta_rule(rule, sizes, dtype) < TOLERANCE[dtype.name] / 2
+    assert 0 < largest_error(rule, trials_of_delta(sizes, dtype)) < TOLERANCE[dtype.name] / 2
 
 
 def test_wrong_delta_rules_are_found_out():
     for wrong in (forgets_segments, forgets_nothing, reads_the_next_head):
-        error = largest_error_of_delta_rule(wrong, DELTA[0], BFLOAT16)
+        error = largest_error(wrong, trials_of_delta(DELTA[0], BFLOAT16))
         assert error > 10 * TOLERANCE["bfloat16"]
-    error = largest_error_of_delta_rule(rounds_the_values, DELTA[0], FLOAT32)
+    error = largest_error(rounds_the_values, trials_of_delta(DELTA[0], FLOAT32))
     assert error > 10 * TOLERANCE["float32"]
 
 
@@ -282,11 +309,14 @@ def test_delta_rules_are_tried_at_the_sizes_of_one_device_where_a_model_has_some
     """A kernel that fails, as one for TPUs does here, and one that is wrong are passed over."""
     config = FAMILIES.config(released("9B"))
     layout = build_layout(usable_devices(every=True), {"model": 8}, kv_heads=4)
-    assert delta_sizes(config, layout) == delta_sizes(config, Layout()) == (2, 2, 128, 128)
-    assert delta_sizes(FAMILIES.config(released("35B-A3B")), layout) == (2, 2, 128, 128)
+    for large in (config, FAMILIES.config(released("35B-A3B"))):
+        for each in (layout, Layout()):
+            q, _, v, *_ = shapes_of(delta_trials(large, each, 64, BFLOAT16))
+            assert (q[2:], v[2:]) == ((2, 128), (2, 2, 128))
     small = FAMILIES.config(TEXT)
     layout = build_layout(usable_devices(every=True)[:4], {"model": 4}, kv_heads=2)
-    assert delta_sizes(small, layout) == (1, 2, 16, 16)
+    q, _, v, *_ = shapes_of(delta_trials(small, layout, 64, BFLOAT16))
+    assert (q[2:], v[2:]) == ((1, 16), (1, 2, 16))
     candidates = {
         "attention": {"blocked": blocked_attention},
         "delta_rule": {
@@ -295,7 +325,7 @@ def test_delta_rules_are_tried_at_the_sizes_of_one_device_where_a_model_has_some
             "chunked": gated_delta_rule,
         },
     }
-    monkeypatch.setattr(kernels, "candidates_for", lambda platform: candidates)
+    monkeypatch.setattr(trial, "candidates_for", lambda platform: candidates)
     chosen = try_kernels(small, layout, 64, FLOAT32)["delta_rule"]
     assert chosen.function is gated_delta_rule
     assert list(chosen.passed_over) == ["pallas", "wrong"]

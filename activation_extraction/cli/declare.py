@@ -108,14 +108,24 @@ def dollars(typed: str) -> tuple[float, ...]:
 
 
 def argument(typed: str) -> tuple[str, Any]:
-    """Returns the name and the value of NAME=VALUE. The value is JSON, or else text."""
-    name, equals, value = typed.partition("=")
+    """Returns the name and the value of NAME=VALUE. The value is JSON, or else text.
+
+    Python reads NaN, 1e999 and half of a surrogate pair, which metadata.json cannot hold.
+    """
+    name, equals, text = typed.partition("=")
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{typed!r} is not NAME=VALUE")
     try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{typed!r} is not NAME=VALUE with a finite number, or with text in Unicode"
+        ) from error
+    return name, value
 
 
 def weighted(typed: str) -> tuple[str, float]:

@@ -397,11 +397,11 @@ class Config:
     )
     activation_dtype: str = flag(
         "the type of the stored activations; float8 takes half of bfloat16 plus 4 bytes per token "
-        "and hook, int8 0.53 of bfloat16; both are read as float32, float16 or bfloat16, and the "
-        "run measures their error",
+        "and hook, is read as float32, float16 or bfloat16, and its error is measured on some of "
+        "the tokens",
         "auto",
         default_is="auto = as --dtype",
-        choices=("auto", "float32", "float16", "bfloat16", "float8", "int8"),
+        choices=("auto", "float32", "float16", "bfloat16", "float8"),
     )
     shard_size_gb: float = flag(
         "activations per shard before compression, in units of 10^9 bytes",

@@ -422,11 +422,11 @@ def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> St
     if width is None:
         raise ValueError(f"the metadata does not record how wide {recorded['name']} is")
     identity, name = identity_of(metadata, METADATA), recorded["name"]
-    encoding, activations = identity.encoding_of(name), identity.has_activations(name)
+    encoded, activations = identity.is_encoded(name), identity.has_activations(name)
     dtype = _dtype(recorded.get("dtype", identity.dtype_of(name)))
-    if encoding is not None:
+    if encoded:
         dtype = np.dtype(np.float32)
-    return StoredHook(recorded["key"], width, dtype, activations, encoding)
+    return StoredHook(recorded["key"], width, dtype, activations, encoded)
 
 
 def _floating(dtype: Any) -> np.dtype:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.common.encodings import ENCODINGS
+from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.dataset.dataset import ActivationDataset
@@ -100,7 +100,7 @@ def _template() -> Any:
         loader=PackageLoader("activation_extraction.inspect", ""),
     )
     environment.globals |= {"charts": report_charts, "outlier": report_numbers.OUTLIER}
-    environment.globals |= {"counted": counted, "visible": visible, "encodings": ENCODINGS}
+    environment.globals |= {"counted": counted, "visible": visible, "float8": FLOAT8}
     return environment.get_template("report.jinja")
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.folders import HostFolder, expected_names, read_folders
@@ -147,13 +148,8 @@ COMPUTED = {
 # This is the error of rounding both to the stored dtype: 0.4 of a unit in the last place (the RMS
 # of two roundings), which is at most 2**-10 or 2**-7 of a value. Encoded activations are compared
 # with float32. A value of float8 has 4 significant bits, so it is off by at most 2**-4 of itself
-# (0.026 of a token's norm was measured). Each of the 32 values of a block of int8 is off by at most
-# half a step, 1/254 of the largest of them, and the norm of the block is no less than that one
-# (0.005 was measured).
-STORED = {
-    **{"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8},
-    **{"float8": 2.0**-4, "int8": 32**0.5 / 254},
-}
+# (0.026 of a token's norm was measured).
+STORED = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, FLOAT8: 2.0**-4}
 
 # How large a share of a sample's numbers of experts, or of predicted tokens, may differ at a hook,
 # by the dtype of the model: rounding decides between those that are nearly tied. On a CPU, with 8

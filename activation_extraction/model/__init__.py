@@ -3,8 +3,8 @@
 model_config.py and rope.py read config.json; checkpoint.py finds a model's files, weight_files.py
 reads tensors from them, and weights.py turns these into parameters; mesh.py spreads arrays over
 devices, and automatic_mesh.py chooses how; attention.py, experts.py and delta_net.py define what
-kernels.py and delta_kernel.py compute faster; hooks.py lists the hooks, predictions.py computes
-those that need the logits, and capture.py collects all values; forward.py assembles all that. The
-script passes the model families in.
+kernels.py and delta_kernel.py compute faster, and trial.py compares them; hooks.py lists the hooks,
+predictions.py computes those that need the logits, and capture.py collects all values; forward.py
+assembles all that. The script passes the model families in.
 This folder knows nothing of files of activations, of other hosts or of the loop.
 """

@@ -167,7 +167,7 @@ class StepSizes:
             whole = _numbers(layout, head, without="fsdp")
             held += whole - _numbers(layout, head) + 6 * TOKENS_AT_ONCE * head.shape[0] / parts
         sizes = config.sizes_with(self.length)
-        forms = [hook.kind.form(sizes, self.model.activation_dtype) for hook in self.model.hooks]
+        forms = [hook.kind.form(sizes, self.model.captured_dtype) for hook in self.model.hooks]
         captured = self.rows * self.length * sum(form.bytes for form in forms)
         # The next step's activations are there before the last one's have left.
         results = 2 * captured / _devices(layout)

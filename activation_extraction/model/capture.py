@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from activation_extraction.common.encodings import ENCODINGS, encode
 from activation_extraction.model.decoder import intermediate
 from activation_extraction.model.hooks import Form, Hook, HookKind
 from activation_extraction.model.mesh import Layout
@@ -35,8 +34,7 @@ class Capture:
     """The values of some hooks are captured as one array per form.
 
     hooks: in their order; sizes: letter -> size, from the model's configuration, and S, the tokens
-    of a row; dtype: the type in which activations are stored, or the name of an encoding. Encoded
-    activations are captured as packed rows of bytes (common/encodings.py).
+    of a row; dtype: of activations.
     """
 
     hooks: tuple[Hook, ...]
@@ -52,7 +50,7 @@ class Capture:
         return groups
 
     def form(self, kind: HookKind) -> Form:
-        """Returns the form in which values of this kind are stored."""
+        """Returns the form in which values of this kind are captured."""
         return kind.form(self.sizes, self.dtype)
 
     def plan(self, layers: range, within: range | None = None, first: int = 0) -> Plan:
@@ -101,7 +99,7 @@ class Capture:
         axes = ["slots", *["micro_batch"] * (len(shape) - 2), *CAPTURED]
         buffers = {}
         for form, length in lengths.items():
-            width, dtype = form.in_arrays
+            width, dtype = form
             sizes = [length, *shape, width]
             if stages > 1:
                 empty = _bits(jnp.zeros([stages, *sizes], dtype))
@@ -112,7 +110,7 @@ class Capture:
         return buffers
 
     def bits_of(self, kinds: Iterable[HookKind], out: dict[str, Any]) -> list[Array]:
-        """Returns the values of these kinds, (B, T, width or row), from a layer's intermediates.
+        """Returns the values of these kinds, (B, T, width), from a layer's intermediates.
 
         A kind that the layer's type lacks gives zeros, which are overwritten like any value that
         nobody asked for.
@@ -120,14 +118,10 @@ class Capture:
         shape = out["resid_pre"].shape[:2]
 
         def value(kind: HookKind) -> Array:
-            x, form = intermediate(out, kind.value), self.form(kind)
-            width, dtype = form.in_arrays
+            x, (width, dtype) = intermediate(out, kind.value), self.form(kind)
             if x is None:
                 return jnp.zeros((*shape, width), dtype)
-            x = x.reshape(*shape, -1)
-            if form.dtype in ENCODINGS:  # whole tokens, so that devices exchange nothing for it
-                return encode(self.layout.constrain(x, *CAPTURED), ENCODINGS[form.dtype], jnp)
-            return x.astype(dtype)
+            return x.reshape(*shape, -1).astype(dtype)
 
         return [_bits(value(kind)) for kind in kinds]
 
@@ -159,9 +153,9 @@ class Capture:
         return self.write(buffers, plan.kinds, values, slots)
 
     def result(self, buffers: Buffers) -> dict[Form, Array]:
-        """Turns full buffers into {form: (hooks of that form, B, T, width or row)}."""
+        """Turns full buffers into {form: (hooks of that form, B, T, width)}."""
         return {
-            form: lax.bitcast_convert_type(buffers[form][: len(hooks)], form.in_arrays[1])
+            form: lax.bitcast_convert_type(buffers[form][: len(hooks)], form.dtype)
             for form, hooks in self.by_form().items()
         }
 
@@ -187,7 +181,7 @@ class Capture:
             for value in (at_end[hook.kind] for hook in hooks if hook.kind.at_end):
                 value = self.layout.constrain(value, "batch", "leaving_sequence", "hidden")
                 pieces.append(value[None])
-            result[form] = lax.bitcast_convert_type(jnp.concatenate(pieces), form.in_arrays[1])
+            result[form] = lax.bitcast_convert_type(jnp.concatenate(pieces), form.dtype)
         return result
 
 

@@ -43,6 +43,9 @@ class HookedModel(Protocol):
     def kernels(self) -> Kernels: ...
 
     @property
+    def captured_dtype(self) -> Any: ...
+
+    @property
     def num_layers(self) -> int: ...
 
     @property

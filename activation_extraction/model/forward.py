@@ -19,7 +19,7 @@ from jax import Array
 from tqdm import tqdm
 
 from activation_extraction.common.choices import DEFAULT_LAYERS
-from activation_extraction.common.encodings import ENCODINGS
+from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.automatic_mesh import StepMemory, StepSizes
@@ -28,7 +28,7 @@ from activation_extraction.model.devices import compile_with_options, memory_of,
 from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
 from activation_extraction.model.hooks import Form, Hook, hook_table
 from activation_extraction.model.kept import KeptTokens, take_kept
-from activation_extraction.model.kernels import Choice, preferred_kernels, try_kernels
+from activation_extraction.model.kernels import preferred_kernels
 from activation_extraction.model.mesh import (
     HostRows,
     Layout,
@@ -41,6 +41,7 @@ from activation_extraction.model.mesh import (
     usable_devices,
 )
 from activation_extraction.model.model_config import HEAD, QwenConfig, as_stored
+from activation_extraction.model.trial import Choice, try_kernels
 from activation_extraction.model.weights import check_tensors, load_params
 from activation_extraction.text.batch import Batch
 
@@ -126,8 +127,8 @@ class Forward(Program):
         return self.model.config.sizes_with(self.shape[1])
 
     def form(self, hook: Hook) -> Form:
-        """Returns the form in which the hook's values are stored."""
-        return hook.kind.form(self.sizes, self.model.activation_dtype)
+        """Returns the form in which a step gives the hook's values."""
+        return hook.kind.form(self.sizes, self.model.captured_dtype)
 
     @property
     def keyed_by(self) -> str | list[str]:
@@ -140,8 +141,7 @@ class Forward(Program):
     def receive(self, activations: Activations) -> dict[Key, np.ndarray]:
         """Returns a step's activations for this host's rows, by key in the shards.
 
-        They are (B, T, width), or (tokens, width) of the kept tokens, row by row. Encoded ones are
-        packed rows of bytes in place of the width.
+        They are (B, T, width), or (tokens, width) of the kept tokens, row by row.
         """
         if isinstance(activations, KeptTokens):
             stacks = activations.receive()
@@ -257,14 +257,14 @@ def choose_layout(
 
 
 def choose_dtypes(request: ModelRequest, platform: str) -> tuple[Any, Any]:
-    """Returns the dtypes to compute in and to store, which may be the name of an encoding.
+    """Returns the dtypes to compute in and to store, which may be "float8".
 
     `auto` depends on the platform of the devices.
     """
     auto = "float32" if platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if request.dtype == "auto" else request.dtype)
     stored = request.activation_dtype
-    if stored in ENCODINGS:
+    if stored == FLOAT8:
         return dtype, stored
     return dtype, dtype if stored == "auto" else jnp.dtype(stored)
 

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from activation_extraction.common.choices import DEFAULT_TOP_LOGITS
-from activation_extraction.common.encodings import ENCODINGS, token_bytes
+from activation_extraction.common.encodings import FLOAT8, token_bytes
 from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, SPARSE, QwenConfig
 
@@ -43,25 +43,15 @@ ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp
 
 
 class Form(NamedTuple):
-    """The form in which a hook's values are stored. Hooks of one form share an array."""
+    """The form of a hook's values. Those of one form share an array while they are captured."""
 
     width: int  # numbers per token
-    dtype: str  # of NumPy's, or the name of an encoding
+    dtype: str  # of NumPy's, or "float8"
 
     @property
     def bytes(self) -> int:
-        """Returns how many bytes a token takes where it is stored."""
+        """Returns how many bytes a token takes."""
         return token_bytes(self.width, self.dtype)
-
-    @property
-    def in_arrays(self) -> tuple[int, str]:
-        """Returns how long a token is in an array, and the array's dtype.
-
-        Encoded activations are packed rows of bytes there.
-        """
-        if self.dtype in ENCODINGS:
-            return ENCODINGS[self.dtype].row_bytes(self.width), "uint8"
-        return self.width, self.dtype
 
 
 @dataclass(frozen=True)
@@ -94,9 +84,9 @@ class HookKind:
         return math.prod(sizes[letter] for letter in self.letters) * self.count
 
     def form(self, sizes: Mapping[str, int], dtype: Any) -> Form:
-        """Returns how the values are stored. sizes: as for `width`; dtype: of activations, which
-        may be the name of an encoding."""
-        own = dtype if str(dtype) in ENCODINGS else np.dtype(dtype).name
+        """Returns the form of the values. sizes: as for `width`; dtype: of activations, or "float8"
+        for how they are stored."""
+        own = FLOAT8 if str(dtype) == FLOAT8 else np.dtype(dtype).name
         return Form(self.width(sizes), self.dtype or own)
 
     def exists_in(self, type_: str) -> bool:

@@ -46,7 +46,7 @@ class KeptTokens(NamedTuple):
             for value in piece.values.values():
                 value.copy_to_host_async()
         shapes = self.shapes.items()
-        received = {form: np.empty(shape, form.in_arrays[1]) for form, shape in shapes}
+        received = {form: np.empty(shape, form.dtype) for form, shape in shapes}
         for piece in self.pieces:
             for form, value in piece.values.items():
                 _bits(received[form])[:, piece.indices] = _bits(np.asarray(value))[:, piece.rows]

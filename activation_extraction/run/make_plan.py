@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from tqdm import tqdm
 
 from activation_extraction.cli.flags import Config
-from activation_extraction.common.encodings import ENCODINGS
+from activation_extraction.common.encodings import FLOAT8, VALUES
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.automatic_mesh import Estimate, StepSizes, best_mesh
@@ -87,7 +87,7 @@ class PlannedRun:
     def hook_bytes(self, dtype: Any) -> list[int]:
         """Returns the bytes that each hook stores of a token.
 
-        dtype: of the activations, or the name of an encoding.
+        dtype: of the activations, or "float8".
         """
         model = self.sizes.model
         letters = model.config.sizes_with(self.sizes.length)
@@ -115,7 +115,7 @@ def make_plan(config: Config, families: Families) -> Plan:
         chosen=meshes[0],
         data=run.data,
         hook_bytes=run.hook_bytes(model.activation_dtype),
-        encoded={name: sum(run.hook_bytes(name)) for name in ENCODINGS},
+        encoded={name: sum(run.hook_bytes(name)) for name in (FLOAT8,)},
         flops_per_token=model.flops([length]) / length,
         price=price_of(config, kind),
         layers=(model.num_layers, model.config.num_hidden_layers),
@@ -226,8 +226,8 @@ def machine_of(
 
     topology: None for this machine.
     """
-    encoding = ENCODINGS.get(model.activation_dtype)
-    stored = np.dtype(model.activation_dtype) if encoding is None else encoding.values
+    encoded = model.activation_dtype == FLOAT8
+    stored = VALUES if encoded else np.dtype(model.activation_dtype)
     pack = pack_rate(stored, config.shard_format, config.compress_shards)
     cores = StorageOptions(threads=config.writer_threads).writer_threads
     if topology is None:

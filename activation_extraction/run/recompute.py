@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from activation_extraction.common.encodings import ENCODINGS
+from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect.verify import Recompute
 from activation_extraction.inspect.verify_shard import ChosenSample
@@ -52,7 +52,7 @@ def load_for_recomputing(
     InputError if the model is not the one that the stored activations came from.
     """
     identity = identity_of(metadata, METADATA)
-    encoded = identity.activation_dtype in ENCODINGS  # and decoded to float32
+    encoded = identity.activation_dtype == FLOAT8  # and decoded to float32
     request = replace(
         request,
         revision=request.revision or recorded_commit(request.model_path, metadata),

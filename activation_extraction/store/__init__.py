@@ -80,16 +80,13 @@ token out. No other stored value is NaN or infinite.
 In the identity of what another program stores, the model, the data set and `activation_dtype` may
 be empty. Its `sample_idx` may have gaps, and its pickles may lack `token_ids` (null).
 
-If the identity's `activation_dtype` is float8 or int8, all other hooks are encoded. The value that
-is read is the stored one times its scale, in float32, and statistics are over what is read.
-  float8    dtype float8_e4m3fn (F8_E4M3 in safetensors; its bits, uint8, in pickles); one float32
-            scale per token, so the JSON's `scale` is the width
-  int8      dtype int8; one float16 scale for every 32 consecutive values of a token, of which the
-            last ones may be fewer; `scale` is 32
-The scales of HOOK are (tokens, scales), scale s of a token for its values from s * `scale` on. In
+If the identity's `activation_dtype` is float8, all other hooks are encoded: their dtype is
+float8_e4m3fn (F8_E4M3 in safetensors; its bits, uint8, in pickles), and every token has a scale,
+float32, so the JSON's `scale` is the width. The value that is read is the stored one times its
+scale, in float32, and statistics are over what is read. The scales of HOOK are (tokens, 1). In
 safetensors they are the tensor HOOK.scale, which follows the tensor HOOK; in pickles they are the
-field `scale` of its records. `error` describes ||x - what is read|| / ||x|| of tokens x: `tokens`,
-`mean` and `worst` for `sinks` (position 0), and the same for `others`.
+field `scale` of its records. `error` describes ||x - what is read|| / ||x|| of some tokens x: how
+many `tokens` were measured, `mean` and `worst` for `sinks` (position 0), and the same for `others`.
 
 Readers ignore per-token tensors, and fields of a record or of the table, that they do not know:
 later versions may add some. Any other change gets a new `format_version`. In a bucket, a JSON that

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
-from activation_extraction.common.encodings import OF_DTYPE
+from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.visible import counted
-from activation_extraction.store.packed_rows import ENCODING_ERROR
+from activation_extraction.store.encode_shard import ENCODING_ERROR
 from activation_extraction.store.sealed_json import (
     COUNT,
     MAX_COUNT,
@@ -215,10 +215,7 @@ COMMIT = kinds_of(Commit)
 
 def _has_wrong_scale(hook: Mapping[str, Any]) -> bool:
     """Returns whether the scale of a hook is not the one of its encoding."""
-    encoding = OF_DTYPE.get(hook["dtype"])
-    if encoding is None or hook["scale"] is None:
-        return hook["scale"] is not None
-    return hook["scale"] != encoding.per_scale(hook["width"])
+    return hook["scale"] not in (None, hook["width"] if hook["dtype"] == VALUES.name else None)
 
 
 @dataclass

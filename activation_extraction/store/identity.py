@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any
 
-from activation_extraction.common.encodings import ENCODINGS, Encoding
+from activation_extraction.common.encodings import FLOAT8, VALUES
 from activation_extraction.common.host_memory import available_memory
 from activation_extraction.store.sealed_json import (
     COUNT,
@@ -61,7 +61,7 @@ class Identity:
     hooks' full names. integer_hooks, float32_hooks: those whose values are no activations; they
     are stored as int32 or float32, whatever `activation_dtype` is. Integers are numbers of experts
     or tokens, and have no statistics. keyed_by: the keys of the hooks in the shards: "layer", "hook
-    name", or a list of the requested names. activation_dtype: a dtype, or the name of an encoding.
+    name", or a list of the requested names. activation_dtype: a dtype, or "float8".
     positions, drop_token_ids, roles, mask_column, overlap: which tokens are kept. attention_mask:
     the column that says which token ids are no padding. num_hosts: the number of hosts of this
     machine. chat_template: digest of the template and its arguments.
@@ -138,13 +138,13 @@ class Identity:
         encoded."""
         if hook in self.integer_hooks:
             return "int32"
-        if (encoding := self.encoding_of(hook)) is not None:
-            return encoding.values.name
+        if self.is_encoded(hook):
+            return VALUES.name
         return "float32" if hook in self.float32_hooks else self.activation_dtype
 
-    def encoding_of(self, hook: str) -> Encoding | None:
-        """Returns how a hook is encoded; None if it is not."""
-        return ENCODINGS.get(self.activation_dtype) if self.has_activations(hook) else None
+    def is_encoded(self, hook: str) -> bool:
+        """Returns whether a hook's values are stored as float8, beside their scales."""
+        return self.activation_dtype == FLOAT8 and self.has_activations(hook)
 
     @property
     def shared(self) -> dict[str, Any]:

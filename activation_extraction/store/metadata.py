@@ -197,6 +197,7 @@ def own_files(names: Iterable[str]) -> list[str]:
 
 def read_stored(folder: Folder, brief: bool = False) -> Stored:
     """Reads the JSON files of a folder, many at a time; `Stored.damaged` names unreadable ones.
+    Raises InputError for a run of int8, which earlier versions stored.
 
     brief: skips, in a bucket, the JSON files that are covered by an outline. metadata.json is then
     read before the folder is listed, so the listing must have every file that the outline counts.
@@ -268,7 +269,11 @@ def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
     if missing := [key for key in REQUIRED if key not in content]:
         raise DamagedError(f"{where}: lacks {', '.join(missing)}")
     check_fields(content, FIELDS, where)
-    identity_of(content, where)
+    if identity_of(content, where).activation_dtype == "int8":
+        raise InputError(
+            f"{where}: its activations are stored as int8, which this version neither reads nor "
+            "continues"
+        )
     return content
 
 

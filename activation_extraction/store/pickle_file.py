@@ -15,27 +15,27 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 from isal import igzip
 
-from activation_extraction.common.encodings import FLOAT8, fits
+from activation_extraction.common.encodings import VALUES, fits
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.store.labels import LABELS, wrong_role
 from activation_extraction.store.safe_unpickler import unpickle
-from activation_extraction.store.sealed_json import MAX_COUNT, MAX_FIELDS, SCALARS
+from activation_extraction.store.sealed_json import MAX_COUNT, SCALARS
 from activation_extraction.store.shard import MAX_GZIP_RATIO, DocId, Key, SampleRow, Shard
 
-MAX_NUMBER_BITS = 14_000  # Python does not print longer numbers
+MALFORMED = (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError)
 
 
 class Record(TypedDict):
     """A sample at one hook.
 
-    An activation that is encoded (common/encodings.py) is int8, or uint8: the bits of e4m3, so that
+    An activation that is encoded (common/encodings.py) is uint8, the bits of e4m3, so that
     unpickling needs no more than NumPy.
     """
 
     sample_idx: int
     hook: str  # its full name, such as blocks.12.hook_mlp_out
     activation: np.ndarray  # (tokens, width)
-    scale: NotRequired[np.ndarray]  # (tokens, scales), of an encoded activation
+    scale: NotRequired[np.ndarray]  # (tokens, 1), of an encoded activation
     shape: tuple[int, ...]
     text_preview: str
     token_ids: np.ndarray | None  # int32 (tokens,)
@@ -46,19 +46,6 @@ class Record(TypedDict):
 
 
 Records = dict[Key, list[Record]]
-# The types of a record's fields. Any other field may be a scalar, a flat list, tuple or dict of
-# scalars, or an array.
-FIELDS: dict[str, tuple[type, ...]] = {
-    "sample_idx": (int,),
-    "hook": (str,),
-    "activation": (np.ndarray,),
-    "scale": (np.ndarray,),
-    "text_preview": (str,),
-    "token_ids": (np.ndarray, type(None)),
-    "doc_id": (str, int, float, type(None)),
-    "positions": (np.ndarray,),
-    **dict.fromkeys(LABELS, (np.ndarray,)),
-}
 
 
 class ContentError(RunError):
@@ -124,8 +111,7 @@ def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
         }
         if key in shard.scales:
             record["scale"] = shard.scales[key][number]
-            if activation.dtype == FLOAT8.values:
-                record["activation"] = activation.view(np.uint8)
+            record["activation"] = activation.view(np.uint8)
         if with_positions:
             record["positions"] = row.positions
         labels: Any = row.labels
@@ -156,49 +142,17 @@ def read_records(path: Path, limit: int) -> Records:
         size = os.fstat(file.fileno()).st_size
         stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if path.suffix == ".gz" else file
         try:
-            records = unpickle(stream, min(limit, MAX_GZIP_RATIO * max(size, 1)), size)
+            records = unpickle(stream, min(limit, MAX_GZIP_RATIO * max(size, 1)))
             if stream.read(1):  # reading to the end also makes gzip compare its checksum
                 raise RunError("is damaged: bytes follow the end of its pickle")
         except RunError as error:
             raise type(error)(f"{path.name}: {error}") from error
         except Exception as error:  # broken bytes may raise anything in gzip, pickle or NumPy
             raise RunError(f"{path.name}: cannot be read: {one_line(error):.200}") from error
-    if problem := _malformed(records):
-        raise RunError(f"{path.name}: is not a shard: {problem}")
+    lists = records.values() if type(records) is dict else [None]
+    if not all(type(each) is list and all(type(r) is dict for r in each) for each in lists):
+        raise RunError(f"{path.name}: is not a shard: expected a dict of lists of records")
     return records
-
-
-def _malformed(records: Any) -> str | None:
-    """Returns how the form of an unpickled object differs from a shard's; None if it does not.
-
-    No list and no record may occur twice, or a small file could stand for a huge shard.
-    """
-    lists: list[Any] = list(records.values()) if type(records) is dict else [None]
-    distinct = len({id(each) for each in lists}) == len(lists)
-    if not distinct or not all(type(each) is list for each in lists):
-        return "expected a dict of lists of records"
-    all_records = [record for each in lists for record in each]
-    if len({id(record) for record in all_records}) != len(all_records):
-        return "the same record occurs several times"
-    if not all(type(record) is dict and len(record) <= MAX_FIELDS for record in all_records):
-        return f"expected records, dicts of at most {MAX_FIELDS} fields"
-    for name, value in (item for record in all_records for item in record.items()):
-        kind = type(value)
-        allowed = kind in FIELDS.get(name, (kind,))
-        if not allowed or (kind is not np.ndarray and kind is not str and not _is_plain(value)):
-            return f"the field {name!r:.80} of a record is a {kind.__name__}"
-    return None
-
-
-def _is_plain(value: Any) -> bool:
-    """Returns whether a value of a record is a scalar, or a flat container of scalars."""
-    scalars = list(value) if type(value) in (tuple, list) else [value]
-    if type(value) is dict:
-        scalars = list(value.values())
-    return len(scalars) <= MAX_FIELDS and all(
-        type(each) in SCALARS and (type(each) is not int or each.bit_length() < MAX_NUMBER_BITS)
-        for each in scalars
-    )
 
 
 def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
@@ -207,9 +161,9 @@ def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
     Raises what `read_records` raises, and ContentError if its records contradict each other.
     """
     records = read_records(path, limit)
-    if list(records) != list(names):
-        raise ContentError([f"has hooks {list(records)}, its JSON says {list(names)}"])
     try:
+        if list(records) != list(names):
+            raise ContentError([f"has hooks {list(records)}, its JSON says {list(names)}"])
         for record in (record for of_hook in records.values() for record in of_hook):
             _check_record(record)
         samples = [  # from the records of the first hook; the others are compared with them
@@ -230,7 +184,7 @@ def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
             if any("scale" in record for record in of_hook)
         }
         problems = list(_contradictions(records, samples, names))
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+    except MALFORMED as error:
         raise ContentError([f"its records lack fields or are malformed: {error!r:.200}"]) from error
     if problems:
         raise ContentError(problems)
@@ -240,16 +194,18 @@ def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
 def _values_of(record: Record) -> np.ndarray:
     """Returns the activation of a record; in its own dtype if it is encoded."""
     values = record["activation"]
-    return values.view(FLOAT8.values) if "scale" in record and values.dtype == np.uint8 else values
+    return values.view(VALUES) if "scale" in record and values.dtype == np.uint8 else values
 
 
 def _check_record(record: Record) -> None:
-    """Raises ValueError for a sample number or an array that no sample can have."""
+    """Raises ValueError for a value that no sample can have."""
     shape, index = record["activation"].shape, record["sample_idx"]
     ids, positions = record["token_ids"], record.get("positions")
     problem = None
-    if not 0 <= index <= MAX_COUNT:
+    if type(index) is not int or not 0 <= index <= MAX_COUNT:
         problem = "no sample has this number"
+    elif type(record["text_preview"]) is not str or type(record["doc_id"]) not in SCALARS:
+        problem = "a text preview that is no text, or an id that is neither text nor a number"
     elif len(shape) != 2 or (shape[0] and not shape[1]):
         problem = f"an activation of shape {shape}"
     elif ids is not None and (ids.ndim != 1 or ids.dtype.kind != "i"):

@@ -3,7 +3,7 @@
 So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
 The file has `sample_idx` and `sample_offsets` (int64), `token_ids`, `position` and labels (int32),
 and a tensor (tokens, width) per hook under the hook's full name, in this order. The scales of an
-encoded HOOK, (tokens, scales), are the tensor HOOK.scale, which follows it. The bytes of the file
+encoded HOOK, (tokens, 1), are the tensor HOOK.scale, which follows it. The bytes of the file
 depend only on the content. https://huggingface.co/docs/safetensors describes such files: 8 bytes
 with the length of the header, the header as JSON, and the tensors.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from activation_extraction.common.encodings import FLOAT8, INT8, OF_DTYPE, fits
+from activation_extraction.common.encodings import VALUES, fits
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.labels import LABELS, wrong_role
 from activation_extraction.store.shard import Key, SampleRow, Shard, are_valid_offsets
@@ -31,8 +31,7 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
-    "F8_E4M3": FLOAT8.values,
-    "I8": INT8.values,
+    "F8_E4M3": VALUES,
 }
 SCALE = ".scale"  # follows the name of an encoded hook
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -216,7 +215,7 @@ class SafetensorsFile:
         hooks, encoded = [], {}
         for key, name in names.items():
             hooks.append(name)
-            if name in self.tensors and self.tensors[name].dtype.name in OF_DTYPE:
+            if name in self.tensors and self.tensors[name].dtype == VALUES:
                 encoded[key] = name + SCALE
                 hooks.append(name + SCALE)
         if hooks != [name for name, tensor in self.tensors.items() if len(tensor.shape) == 2]:

@@ -9,7 +9,7 @@ activations. Its bytes depend on the content and the version of zlib.
 import io
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import eq
 from typing import Annotated, Any
@@ -37,6 +37,7 @@ DocId = str | int | float | None
 COMPRESSION_LEVEL = 1
 MAX_GZIP_RATIO = 1032  # the most bytes that gzip can unpack from one byte
 GZIP = 31  # the `wbits` of zlib for a gzip header without a time, and a window of 32 KiB
+GROUP_BYTES = 32 * 2**20
 MAX_LINE_BYTES = 2**20
 UNREADABLE = (ValueError, TypeError, KeyError, RecursionError, OSError, EOFError, zlib.error)
 ID = Kind("a number, text or null", lambda value: type(value) in SCALARS)
@@ -97,7 +98,7 @@ class Shard:
 
     some_tokens: whether the run keeps only some tokens of its samples. scales: for the hooks whose
     slices are encoded (common/encodings.py), `scales[key][i]` has the scales of sample i, (tokens,
-    scales).
+    1).
     """
 
     samples: list[SampleRow]
@@ -109,6 +110,16 @@ class Shard:
         """Returns sample `number` at a hook: float32 if it is encoded, else as it is stored."""
         values = self.slices[key][number]
         return decode(values, self.scales[key][number]) if key in self.scales else values
+
+    def groups(self, key: Key) -> Iterator[slice]:
+        """Yields groups of consecutive samples that have about GROUP_BYTES at one hook, which a
+        thread handles at a time."""
+        begin = size = 0
+        for number, values in enumerate(self.slices[key], 1):
+            size += values.nbytes
+            if size >= GROUP_BYTES or number == len(self.samples):
+                yield slice(begin, number)
+                begin, size = number, 0
 
     @property
     def needs_positions(self) -> bool:

@@ -7,11 +7,11 @@ outside them, and refuses data that does not give the expected shards again.
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from activation_extraction.common.encodings import ERROR_BYTES, Encoding
+from activation_extraction.common.encodings import FLOAT8, token_bytes
 from activation_extraction.common.errors import StorageError
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.resume import ShardRange, StoragePlan
@@ -24,7 +24,7 @@ class ShardCutter:
     """Passes shards to a ShardWriter. A shard has at most `limit` bytes of activations, but at
     least one sample.
 
-    encodings: of the hooks whose activations are packed rows. where: names the output in messages.
+    encoded: the hooks whose activations are encoded later. where: names the output in messages.
     `cursor` is where a run continues after the added batches. `waiting` has the samples that wait
     for those before them, by `sample_idx`. Methods raise StorageError as soon as a shard could
     not be committed.
@@ -34,7 +34,7 @@ class ShardCutter:
         self,
         writer: ShardWriter,
         keys: Sequence[Key],
-        encodings: Mapping[Key, Encoding],
+        encoded: Collection[Key],
         limit: float,
         identity: Identity,
         plan: StoragePlan,
@@ -44,7 +44,7 @@ class ShardCutter:
         self._keys = keys
         self._limit = limit
         self._some_tokens = not identity.every_token
-        self._encodings = encodings
+        self._encoded = encoded
         self._worker = identity.worker
         self._where = where
         self._ranges = list(plan.ranges)
@@ -117,11 +117,11 @@ class ShardCutter:
 
         A sample without tokens counts as one token, so that a shard of such samples is cut, too.
         """
-        size = sum(
-            max(len(each), 1)
-            * (each.itemsize * each.shape[1] - ERROR_BYTES * (key in self._encodings))
-            for key, each in slices.items()
-        )
+        size = 0
+        for key, each in slices.items():
+            width = each.shape[1]
+            of_token = token_bytes(width, FLOAT8) if key in self._encoded else each.itemsize * width
+            size += max(len(each), 1) * of_token
         if self._pending.samples and self._bytes + size > self._limit:
             self._cut(partial=False)
         self._pending.samples.append(row)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.common.encodings import Encoding, decode, token_bytes
+from activation_extraction.common.encodings import FLOAT8, SCALES, VALUES, decode, token_bytes
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
@@ -33,27 +33,25 @@ class StoredHook:
 
     key: its name in pickles. dtype: the dtype that reading gives, unless another is asked for.
     activations: whether its values are activations, rather than integers, losses and the like,
-    which have a dtype of their own. encoding: how they are encoded; None if they are not.
+    which have a dtype of their own. encoded: whether they are stored as float8.
     """
 
     key: Any
     width: int
     dtype: np.dtype
     activations: bool = True
-    encoding: Encoding | None = None
+    encoded: bool = False
 
     @property
     def stored_bytes(self) -> int:
         """The bytes of a token where it is stored."""
-        dtype = self.dtype.name if self.encoding is None else self.encoding.name
-        return token_bytes(self.width, dtype)
+        return token_bytes(self.width, FLOAT8 if self.encoded else self.dtype.name)
 
     def arrays(self, name: str) -> dict[str, tuple[np.dtype, int]]:
         """Returns the dtype and the width of the arrays in which the hook is stored, by name."""
-        if (encoding := self.encoding) is None:
+        if not self.encoded:
             return {name: (self.dtype, self.width)}
-        scales = encoding.scales, encoding.scales_of(self.width)
-        return {name: (encoding.values, self.width), name + SCALE: scales}
+        return {name: (VALUES, self.width), name + SCALE: (SCALES, 1)}
 
 
 def read_by_ranges(commit: Commit) -> bool:
@@ -176,7 +174,7 @@ def read_rows(
     returned as they are stored.
     """
     values = reader.rows(name, *span)
-    if hook.encoding is None:
+    if not hook.encoded:
         return values
     return decode(values, reader.rows(name + SCALE, *span), dtype or hook.dtype)
 

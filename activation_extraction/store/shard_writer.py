@@ -11,20 +11,19 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from activation_extraction.common.encodings import INT8, Encoding
 from activation_extraction.common.errors import StorageError, for_the_user, one_line
 from activation_extraction.common.log import log
 from activation_extraction.store.commit import Commit
+from activation_extraction.store.encode_shard import EncodingError, encode_shard
 from activation_extraction.store.formats import ShardFormat, Threads
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.store.packed_rows import EncodingError, unpacked
 from activation_extraction.store.patience import reason_of
 from activation_extraction.store.run_record import RunRecord
 from activation_extraction.store.sealed_json import seal
@@ -33,13 +32,8 @@ from activation_extraction.store.statistics import Sums, hook_sums, pack_sums
 from activation_extraction.text.batch import Cursor
 
 SHARDS_AT_ONCE = 16  # most of them are being uploaded
-GROUP_BYTES = 32 * 2**20  # of activations, which a thread sums at a time
 OVERFLOW = (
     "float16 ends at 65504; start anew with --activation_dtype bfloat16 or float32 and --overwrite"
-)
-OVERFLOW_OF_INT8 = (
-    "int8 ends at 8.3 million; if these are larger, start anew with another --activation_dtype and "
-    "--overwrite"
 )
 NOT_FINITE = (
     "the model computes them, and would do so again; check its weights, or start anew with other "
@@ -61,8 +55,8 @@ class _Job:
 class ShardWriter:
     """Stores shards in the folders that this process owns, one folder after the other.
 
-    names: the hooks' full names by key. encodings: of the hooks whose activations come as packed
-    rows, which are split in the background. max_bytes: how many bytes may wait to be stored.
+    names: the hooks' full names by key. encoded: the hooks to encode, which is done in the
+    background. max_bytes: how many bytes may wait to be stored.
     threads: how many threads pack shards. record: counts what is committed; the files that the
     samples come from are recorded before a shard is committed. `made` lists the shards that this
     process has stored. `bytes_waiting` counts the bytes in memory that wait to be stored. `waited`
@@ -74,7 +68,7 @@ class ShardWriter:
         self,
         owners: Sequence[Ownership],
         names: Mapping[Key, str],
-        encodings: Mapping[Key, Encoding],
+        encoded: Collection[Key],
         shard_format: ShardFormat,
         identity: Identity,
         record: RunRecord,
@@ -90,16 +84,16 @@ class ShardWriter:
         self._format = shard_format
         self._run = identity.run
         self._identity = identity
-        self._encodings = encodings
+        self._encoded = encoded
         self._record = record
         self._threads = Threads(threads)
         self._packing = threading.Semaphore(threads)
         self._shards = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
         self._max_bytes = max_bytes
         # A compressed shard for a bucket is in memory beside its uncompressed arrays, and so are
-        # values and scales beside the packed rows that they were taken from.
+        # encoded values beside those that they were made from.
         buckets = [owner for owner in owners if not owner.folder.local]
-        self._copies = 1 + shard_format.compressed * len(buckets) + bool(encodings)
+        self._copies = 1 + shard_format.compressed * len(buckets) + bool(encoded)
         self.bytes_waiting = 0
         self._batches: list[int] = []  # the bytes of each batch that later shards may use
         self._jobs: deque[_Job] = deque()
@@ -218,7 +212,7 @@ class ShardWriter:
         try:
             with ExitStack() as stack:
                 with self._packing:
-                    shard, errors = unpacked(shard, self._encodings)
+                    shard, errors = encode_shard(shard, self._encoded, self._threads.in_order)
                     sums = self._sums(shard)
                     files = []
                     for owner in self._owners:
@@ -269,7 +263,6 @@ class ShardWriter:
         """Returns the sums by hook. Raises StorageError, naming the sample, for NaN or infinity."""
         sums = sum_shard(shard, self._threads, self._names, self._identity)
         for key in (key for key in sums if not sums[key].statistics.finite):
-            remedies = {"float16": OVERFLOW, INT8.values.name: OVERFLOW_OF_INT8}
             for number, row in enumerate(shard.samples):
                 dtype = shard.slices[key][number].dtype
                 one = slice(number, number + 1)
@@ -277,7 +270,7 @@ class ShardWriter:
                 if not sums_of_one.statistics.finite:
                     raise StorageError(
                         f"sample {row.sample_idx}, hook {key}: NaN or infinite {dtype} values",
-                        remedy=remedies.get(dtype.name, NOT_FINITE),
+                        remedy=OVERFLOW if dtype.name == "float16" else NOT_FINITE,
                     )
         return sums
 
@@ -285,7 +278,6 @@ class ShardWriter:
         self, shard: Shard, sums: Mapping[Key, Sums], errors: Mapping[Key, EncodingError]
     ) -> list[dict[str, Any]]:
         """Returns the `hooks` of a commit."""
-        encodings = self._encodings
         widths = {key: of_hook.sums.shape[1] for key, of_hook in sums.items()}
         return [
             {
@@ -293,7 +285,7 @@ class ShardWriter:
                 "name": self._names[key],
                 "width": width,
                 "dtype": shard.slices[key][0].dtype.name,
-                "scale": encodings[key].per_scale(width) if key in encodings else None,
+                "scale": width if key in self._encoded else None,
                 **replace(sums[key].statistics, error=errors.get(key)).to_json(),
             }
             for key, width in widths.items()
@@ -320,7 +312,7 @@ def sum_shard(
 
     names: the hooks' full names by key.
     """
-    groups = [(key, group) for key in shard.slices for group in _groups(shard, key)]
+    groups = [(key, group) for key in shard.slices for group in shard.groups(key)]
 
     def sum_group(item: tuple[Key, slice]) -> Sums:
         key, group = item
@@ -337,13 +329,3 @@ def sum_samples(shard: Shard, key: Key, samples: slice, hook: str, identity: Ide
     scales = shard.scales[key][samples] if key in shard.scales else None
     positions = [row.positions for row in shard.samples[samples]]
     return hook_sums(identity, hook, shard.slices[key][samples], positions, scales)
-
-
-def _groups(shard: Shard, key: Key) -> Iterator[slice]:
-    """Yields groups of consecutive samples that have about GROUP_BYTES at one hook."""
-    begin = size = 0
-    for number, values in enumerate(shard.slices[key], 1):
-        size += values.nbytes
-        if size >= GROUP_BYTES or number == len(shard.samples):
-            yield slice(begin, number)
-            begin, size = number, 0

@@ -18,8 +18,8 @@ import numpy as np
 
 from activation_extraction.common.encodings import decode
 from activation_extraction.common.errors import RunError
+from activation_extraction.store.encode_shard import EncodingError
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.packed_rows import EncodingError
 from activation_extraction.store.sealed_json import Count, Number, Positive, kinds_of
 
 BLOCK_BYTES = 4 * 2**20  # of float64 values, so that a block stays in a core's caches

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import InputError, RunError, StorageError
 from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.store.commit import Outline, Totals
@@ -30,7 +31,6 @@ from activation_extraction.store.local_files import check_output_dir
 from activation_extraction.store.metadata import check_own
 from activation_extraction.store.own_arrays import as_int32, own_array
 from activation_extraction.store.ownership import Ownership
-from activation_extraction.store.packed_rows import as_rows
 from activation_extraction.store.patience import reason_of
 from activation_extraction.store.resume import Planner, ResumePlanner, StoragePlan
 from activation_extraction.store.run_record import RunFacts, RunRecord
@@ -99,9 +99,8 @@ class ActivationStorage:
         facts = facts or RunFacts()
         self._names = dict(hooks)
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
-        encodings = {key: self._identity.encoding_of(name) for key, name in hooks.items()}
-        self._encodings = {key: each for key, each in encodings.items() if each is not None}
-        for name in (hooks[key] + SCALE for key in self._encodings):
+        self._encoded = [key for key, name in hooks.items() if self._identity.is_encoded(name)]
+        for name in (hooks[key] + SCALE for key in self._encoded):
             if name in hooks.values():
                 raise InputError(f"hook {name}: has the name of another hook's scales")
         self.format = chosen_format(options.shard_format, options.compress)
@@ -119,7 +118,7 @@ class ActivationStorage:
         self._writer = ShardWriter(
             owners if options.keep_local else owners[-1:],
             self._names,
-            self._encodings,
+            self._encoded,
             self.format,
             self._identity,
             self._record,
@@ -149,7 +148,7 @@ class ActivationStorage:
         self._cutter = ShardCutter(
             self._writer,
             list(self._names),
-            self._encodings,
+            self._encoded,
             self.options.shard_bytes,
             self._identity,
             plan,
@@ -243,15 +242,11 @@ class ActivationStorage:
         """Adds the samples of a batch that are not stored yet, and returns their number.
 
         activations: arrays (B, T, width), or (tokens, width) for the batch's kept tokens, by the
-        key of the hook; they are kept without a copy until their shard is written. A hook that the
-        run encodes may come as packed rows of bytes (common/encodings.py), and is encoded here
-        otherwise. A sample waits until all samples before it have come in batches. Raises
-        StorageError as soon as anything fails in the background.
+        key of the hook; they are kept without a copy until their shard is written. A sample waits
+        until all samples before it have come in batches. Raises StorageError as soon as anything
+        fails in the background.
         """
         self.open()
-        activations = {
-            key: as_rows(values, self._encodings.get(key)) for key, values in activations.items()
-        }
         self._writer.take(sum(values.nbytes for values in activations.values()))
         added = {}
         for placed, (where, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
@@ -321,10 +316,9 @@ class ActivationStorage:
         if len(activation) != len(sample.positions):
             expected = counted(len(sample.positions), "token")
             raise ValueError(f"{where}: {len(activation)}, expected {expected} as at other hooks")
-        rows = as_rows(activation, self._encodings.get(layer_idx))
-        self._check_form(where, layer_idx, rows)
+        self._check_form(where, layer_idx, activation)
         self._incomplete[sample.sample_idx] = sample, slices
-        slices[layer_idx] = rows
+        slices[layer_idx] = activation
         if len(slices) == len(self._names):
             del self._incomplete[sample.sample_idx]
             self._writer.take(sum(each.nbytes for each in slices.values()))
@@ -354,12 +348,12 @@ class ActivationStorage:
 
     def _check_form(self, where: str, key: Key, rows: np.ndarray) -> None:
         """Raises ValueError for values of a width or dtype that cannot follow, or be stored."""
-        encoding, width, dtype = self._encodings.get(key), rows.shape[1], rows.dtype.name
-        if encoding is not None:
-            width, dtype = encoding.width_of(width), encoding.values.name
-        elif dtype not in self.format.dtypes:
+        width, dtype = rows.shape[1], rows.dtype.name
+        if dtype not in self.format.dtypes:
             dtypes = ", ".join(sorted(self.format.dtypes))
             raise ValueError(f"{where}: dtype {dtype}, expected one of {dtypes}")
+        if self._identity.is_encoded(self._names[key]):  # it will be, whatever is given
+            dtype = VALUES.name
         due = self._identity.dtype_of(self._names[key]) or dtype
         expected = self._forms.get(key) or self._stored.forms.get(key, (width, due))
         if (width, dtype) != expected:

@@ -1,24 +1,26 @@
-"""Packed rows: the form in which encoded activations come to the store, and the errors in them.
+"""Encodes the activations of a shard that is stored as float8, and measures what that changes.
 
-common/encodings.py describes a row. The store writes its values and scales as separate arrays. Its
-third part, the relative error of the token, is not stored; the mean and the largest error of each
-hook are.
+common/encodings.py has the formula. The errors of some tokens are measured, and the shard's JSON
+records the mean and the largest error of each hook.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from activation_extraction.common.encodings import Encoding, encode, unpack
+from activation_extraction.common.encodings import decode, encode, relative_errors
 from activation_extraction.store.sealed_json import Count, Positive, kinds_of, object_of
 from activation_extraction.store.shard import Key, Shard
+
+MEASURED = 1024  # at most, of the sinks of a shard, and of its other tokens
 
 
 @dataclass(frozen=True)
 class TokenErrors:
-    """How many tokens were encoded, and the mean and the largest of their relative errors.
+    """How many tokens were measured, and the mean and the largest of their relative errors.
 
     The error of a token x is the Euclidean norm of x - decoded x, divided by that of x.
     """
@@ -68,33 +70,41 @@ _ERRORS = object_of(TOKEN_ERRORS, tuple(TOKEN_ERRORS))
 ENCODING_ERROR = object_of({"sinks": _ERRORS, "others": _ERRORS}, ("sinks", "others"))
 
 
-def as_rows(activations: np.ndarray, encoding: Encoding | None) -> np.ndarray:
-    """Returns activations (..., width) as the writer takes them.
-
-    If there is an encoding, the writer takes packed rows (..., row): bytes (uint8) are such rows
-    already, and other numbers are encoded here. Raises ValueError for bytes that are no such rows.
-    """
-    if encoding is None:
-        return activations
-    if activations.dtype != np.uint8:
-        return encode(activations, encoding)
-    encoding.width_of(activations.shape[-1])
-    return activations
-
-
-def unpacked(
-    shard: Shard, encodings: Mapping[Key, Encoding]
+def encode_shard(
+    shard: Shard, keys: Collection[Key], in_order: Callable[..., Iterable[Any]]
 ) -> tuple[Shard, dict[Key, EncodingError]]:
-    """Splits the packed rows of a shard; returns the shard with values and scales, and the errors.
+    """Returns the shard with these hooks encoded, and the errors by key.
 
-    encodings: by key, of the hooks that are encoded.
+    in_order: `map`, or a function that does the same in threads.
     """
+    if not keys:
+        return shard, {}
     slices, scales, found = dict(shard.slices), dict(shard.scales), {}
-    if encodings:
-        sinks = np.concatenate(shard.positions) == 0
-    for key, encoding in encodings.items():
-        parts = [unpack(rows, encoding) for rows in shard.slices[key]]
-        slices[key], scales[key] = [part[0] for part in parts], [part[1] for part in parts]
-        errors = np.concatenate([part[2] for part in parts])
+    offsets, positions = shard.offsets, np.concatenate(shard.positions)
+    measured = _every_nth(positions == 0) | _every_nth(positions != 0)
+    sinks = positions[measured] == 0
+
+    def encode_group(item: tuple[Key, slice]) -> tuple[list[np.ndarray], ...]:
+        key, group = item
+        x = np.concatenate(shard.slices[key][group])
+        values, scales = encode(x)
+        first, *starts, stop = offsets[group.start : group.stop + 1]
+        some = measured[first:stop]
+        errors = relative_errors(x[some], decode(values[some], scales[some]))
+        samples = np.array(starts, np.int64) - first
+        return np.split(values, samples), np.split(scales, samples), [errors]
+
+    for key in keys:
+        groups = in_order(encode_group, [(key, group) for group in shard.groups(key)])
+        parts = [list(chain.from_iterable(each)) for each in zip(*groups, strict=True)]
+        slices[key], scales[key], errors = parts[0], parts[1], np.concatenate(parts[2])
         found[key] = EncodingError(TokenErrors.of(errors[sinks]), TokenErrors.of(errors[~sinks]))
     return replace(shard, slices=slices, scales=scales), found
+
+
+def _every_nth(mask: np.ndarray) -> np.ndarray:
+    """Returns a mask of every n-th element that is True, so that at most MEASURED are left."""
+    indices = np.flatnonzero(mask)
+    chosen = np.zeros(len(mask), bool)
+    chosen[indices[:: max(-(-len(indices) // MEASURED), 1)]] = True
+    return chosen

@@ -1,0 +1,217 @@
+"""A trial decides which kernels a run uses.
+
+Before a run loads its weights, each candidate of the platform computes a few small trials, of the
+sizes that one device has in the run, and the run uses the first one whose numbers are those of the
+definition.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from activation_extraction.common.errors import RunError, one_line
+from activation_extraction.common.log import log
+from activation_extraction.model.attention import dense_attention
+from activation_extraction.model.delta_net import token_by_token
+from activation_extraction.model.kernels import candidates_for
+from activation_extraction.model.layers import einsum
+from activation_extraction.model.mesh import Layout
+
+# This bounds `largest_error`: of any token's value in any head, and of what an expert gives it.
+# bfloat16 rounds two factors by at most 2**-9 each, which adds up to less than 2**-7. float32 sums
+# of some hundred products are good to 2**-18; products of TF32 or bfloat16 are not good to 2**-14.
+# One key too many or too few among n changes a value by about 0.4 * n**-0.5, which is 2**-5 for the
+# segments of a trial.
+TOLERANCE = {"bfloat16": 2.0**-6, "float32": 2.0**-15}
+ALIGNMENT = 128  # kernels treat rows alike if their lengths are the same modulo this
+MOST_EXPERTS, MOST_KEY_HEADS = 8, 2  # in a trial
+DELTA_TOKENS = 300  # of each row of a delta rule: several chunks, the last one not whole
+
+
+class Trial(NamedTuple):
+    """A computation that a candidate does as its definition does.
+
+    arguments: those of both; the definition gets floating-point arrays in float32. Whole numbers
+    among them are known when compiling. counts: which rows of the result count, bool.
+    """
+
+    definition: Callable[..., Any]
+    arguments: Sequence[Any]
+    counts: Array
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that a run uses. passed_over: name -> why an earlier candidate is not used."""
+
+    name: str
+    function: Callable[..., Array]
+    passed_over: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        return {"name": self.name, "passed_over": self.passed_over}
+
+
+def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> dict[str, Choice]:
+    """Returns the kernels of the run by fields of `Kernels`; logs the outcome.
+
+    Every host tries them on a device of its own. length: tokens per row.
+    """
+    trials: dict[str, Callable[..., Iterator[Trial]]] = {"attention": attention_trials}
+    if config.experts is not None:
+        trials["experts"] = expert_trials
+    if config.delta is not None:
+        trials["delta_rule"] = delta_trials
+    candidates = candidates_for(jax.default_backend())
+    return {
+        kind: choose_kernel(
+            kind,
+            candidates[kind],
+            partial(of_kind, config, layout, length, dtype),
+            TOLERANCE[dtype.name],
+        )
+        for kind, of_kind in trials.items()
+    }
+
+
+def choose_kernel(
+    kind: str,
+    candidates: Mapping[str, Callable[..., Array]],
+    trials: Callable[[], Iterable[Trial]],
+    most: float,
+) -> Choice:
+    """Returns the first candidate whose error on this process's first device is at most `most`.
+
+    A single candidate, as on the CPU, is not tried. Raises RunError if none of several is right,
+    since the device then computes wrongly.
+    """
+    if len(candidates) == 1:
+        return Choice(*next(iter(candidates.items())))
+    passed_over: dict[str, str] = {}
+    for name, candidate in candidates.items():
+        try:
+            with jax.default_device(jax.local_devices()[0]):
+                error = largest_error(candidate, trials())
+        except Exception as failure:  # a kernel or its compiler may raise anything
+            passed_over[name] = f"it fails: {one_line(failure):.300}"
+        else:
+            if error <= most:
+                log.info("%s: %s, which agrees with its definition on this device", kind, name)
+                return Choice(name, candidate, passed_over)
+            passed_over[name] = (
+                f"it differs from the definition by {error:.2g} (allowed: {most:.2g})"
+            )
+        log.warning("%s: %s is not used: %s", kind, name, passed_over[name])
+    reasons = "; ".join(f"{name}: {why}" for name, why in passed_over.items())
+    raise RunError(f"no kernel for {kind} is right on this device: {reasons}")
+
+
+def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> float:
+    """Returns the largest error of any row that counts: the norm of its difference to the
+    definition in float32, over the norm of that."""
+    errors = []
+    for definition, arguments, counts in trials:
+        known = [number for number, each in enumerate(arguments) if isinstance(each, int)]
+        computed = jax.jit(candidate, static_argnums=known)(*arguments)
+        exact = definition(*map(_widened, arguments))
+        rows, right = (np.asarray(x)[np.asarray(counts)].astype(float) for x in (computed, exact))
+        norms = np.linalg.norm(right, axis=-1)
+        errors.append(np.max(np.linalg.norm(rows - right, axis=-1) / norms))
+    return float(np.max(errors))
+
+
+def _widened(x: Any) -> Any:
+    is_floating = isinstance(x, Array) and jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(jnp.float32) if is_floating else x
+
+
+def _normal(rng: np.random.Generator, dtype: Any, *shape: int, scale: float = 1) -> Array:
+    return jnp.asarray(scale * rng.standard_normal(shape, np.float32), dtype)
+
+
+def _segments(length: int) -> Array:
+    """Returns the segments of two rows of three samples, the second ending in padding: (2, T)."""
+    segments = np.ones((2, length), np.int32)
+    segments[:, length // 3 :], segments[:, length // 2 :] = 2, 3
+    segments[1, length - length // 5 :] = 0
+    return jnp.asarray(segments)
+
+
+def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> Iterator[Trial]:
+    """Yields trials for an `Attention`: every device's queries, where devices share those of a row;
+    with and without the window, if there is one.
+
+    Rows become shorter ones that kernels treat alike, and a window so short that it hides
+    something.
+    """
+    parts, model = layout.size("query"), layout.size("model")
+    queries = length // parts
+    if queries > 2 * ALIGNMENT:
+        queries = 2 * ALIGNMENT + queries % ALIGNMENT
+    keys, size = queries * parts, config.head_dim
+    normal, segments = partial(_normal, np.random.default_rng(0), dtype, 2, keys), _segments(keys)
+    # The scores spread so little that every key counts.
+    q = normal(config.num_attention_heads // model, size, scale=size**-0.5)
+    k, v = (normal(config.num_key_value_heads // model, size) for _ in range(2))
+    windows: list[tuple[int, ...]] = [()]
+    if config.sliding_window is not None:
+        windows.append((min(config.sliding_window, max(keys // 6, 1)),))
+    for window in windows:
+        for first in range(0, keys, queries):
+            own = slice(first, first + queries)
+            first_query = first if parts == 1 else jnp.int32(first)
+            arrays = q[:, own], k, v, segments[:, own], segments
+            yield Trial(dense_attention, (*arrays, first_query, *window), segments[:, own] > 0)
+
+
+def expert_trials(config: Any, layout: Layout, _length: int, dtype: jnp.dtype) -> Iterator[Trial]:
+    """Yields a trial for a `GroupedExperts`: one expert has no rows, the last rows no expert."""
+    sizes = config.experts.count, config.hidden_size, config.experts.width
+    experts, hidden, width = _on_device(layout, ("experts", "hidden", "mlp"), sizes)
+    normal = partial(_normal, np.random.default_rng(0), dtype)
+    experts = min(experts, MOST_EXPERTS)
+    counts = [0 if expert == 2 else (expert + 1) * 67 % 300 for expert in range(experts)]
+    x = normal(sum(counts) + 21, hidden)
+    gate, up = (normal(experts, hidden, width, scale=hidden**-0.5) for _ in range(2))
+    down = normal(experts, width, hidden, scale=width**-0.5)
+    arguments = x, jnp.asarray(counts, jnp.int32), gate, up, down
+    yield Trial(_one_expert_after_the_other, arguments, jnp.arange(len(x)) < sum(counts))
+
+
+def _one_expert_after_the_other(
+    x: Array, sizes: Array, gate: Array, up: Array, down: Array
+) -> Array:
+    """Computes `GroupedExperts` as it is defined; rows without an expert get zeros."""
+    found, ends = [], np.cumsum(sizes)
+    for expert, rows in enumerate(jnp.split(x, ends)[:-1]):
+        gated = jax.nn.silu(einsum("nD,DM->nM", rows, gate[expert]))
+        gated *= einsum("nD,DM->nM", rows, up[expert])
+        found.append(einsum("nM,MD->nD", gated, down[expert]))
+    return jnp.concatenate([*found, jnp.zeros_like(x[ends[-1] :])])
+
+
+def delta_trials(config: Any, layout: Layout, _length: int, dtype: jnp.dtype) -> Iterator[Trial]:
+    """Yields a trial for a `DeltaRule`: rows that end within chunks, heads that forget at different
+    speeds."""
+    delta = config.delta
+    (key_heads,) = _on_device(layout, ("key_heads",), (delta.key_heads,))
+    heads = min(key_heads, MOST_KEY_HEADS), delta.values_per_key
+    rng, segments = np.random.default_rng(0), _segments(DELTA_TOKENS)
+    normal, exact = (partial(_normal, rng, each, *segments.shape) for each in (dtype, jnp.float32))
+    q, k = (normal(heads[0], delta.key_size) for _ in range(2))
+    v = normal(*heads, delta.value_size)
+    slopes = np.geomspace(0.01, 1, math.prod(heads), dtype=np.float32).reshape(heads)
+    log_decay, beta = -slopes * jax.nn.softplus(exact(*heads)), jax.nn.sigmoid(exact(*heads))
+    yield Trial(token_by_token, (q, k, v, log_decay, beta, segments), segments > 0)
+
+
+def _on_device(layout: Layout, axes: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns which part of a weight of these sizes a device has."""
+    return sizes if layout.mesh is None else layout.sharding(axes, sizes).shard_shape(sizes)
