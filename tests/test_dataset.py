@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from cloud import REPOSITORY
-from extractions import edit, merge_all, shard_file
+from extractions import edit, merge_all, shard_file, statistics_of
 from runs_to_read import (
     DTYPES,
     FORMATS,
@@ -31,7 +31,6 @@ from storages import open_storage
 import activation_extraction
 from activation_extraction import ActivationDataset
 from activation_extraction.dataset import open_shards
-from activation_extraction.store.statistics import Statistics
 
 FIRST = next(iter(WIDTHS))
 KINDS = [(shard_format, dtype) for shard_format in FORMATS for dtype in DTYPES]
@@ -99,9 +98,7 @@ def test_statistics_and_metadata_are_those_of_the_json_files(run, monkeypatch):
     monkeypatch.setattr(open_shards, "open_shard", None)
     assert list(dataset.statistics) == list(WIDTHS)[1:]
     for hook, found in dataset.statistics.items():
-        parts = (
-            Statistics.from_array(activation_of(index, hook, run.dtype)) for index in run.indices
-        )
+        parts = (statistics_of(activation_of(index, hook, run.dtype)) for index in run.indices)
         for what, value in merge_all(parts).to_json().items():
             assert getattr(found, what) == pytest.approx(value, rel=1e-9)
     assert dataset.tokenizer_path == "some/model"

@@ -46,7 +46,7 @@ def paired(a: Any, b: Any) -> "PairedRuns":
 
     The order is that of `a`; `b` is read wherever its tokens lie. If `b` stores pickles, those that
     have samples of a shard of `a` are all unpacked for it, and up to six shards come on top of the
-    buffer. If its order is quite another one, copy it with `--export safetensors` first.
+    buffer. If its order is quite another one, this takes long.
 
     Raises ValueError when there is no such run, when a run has two samples of a row, or when no row
     is in both. Reading raises ValueError for a token whose id differs in the two runs, and OSError

@@ -12,13 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from isal import isal_zlib
 
 from activation_extraction.store.commit import SHARD_NUMBER, shard_name
-from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.pickle_file import pickle_pieces
 from activation_extraction.store.safetensors_file import safetensors_pieces
 from activation_extraction.store.shard import COMPRESSION_LEVEL, GZIP, Key, Shard
@@ -147,18 +145,6 @@ def format_of(file: str) -> ShardFormat | None:
     """Returns the format of a shard file, by its name; None for any other file."""
     match = SHARD_FILE.fullmatch(file)
     return next((each for each in FORMATS if match and each.suffix == match[1]), None)
-
-
-def write_shard(
-    path: Path, shard: Shard, names: Mapping[Key, str], shard_format: ShardFormat
-) -> Packed:
-    """Writes a shard to a local file, which appears once it is complete. Raises OSError."""
-    threads = Threads(2)
-    with AtomicFile(path) as file, threads.pool:
-        packed = shard_format.write(shard, names, threads, [file.write])
-        file.finish()
-        file.publish()
-    return packed
 
 
 def lines_of_dataset(url: str) -> tuple[str, ...]:
