@@ -268,7 +268,7 @@ def test_a_target_that_cannot_be_made_is_refused(run, tmp_path):
 
 
 def test_a_disk_with_too_little_room_is_refused(run, tmp_path, monkeypatch):
-    usage = namedtuple("usage", "free")(200 * 128 - 1)
+    usage = namedtuple("usage", "free")(200 * (128 + 32) - 1)
     monkeypatch.setattr(exporting.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(InputError, match="has 0.0 GB free, needs 0.0 GB$"):
         save(run, "memmap", tmp_path / "export")

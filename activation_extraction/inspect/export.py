@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,16 +53,9 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
         )
     token_bytes = sum(dataset.hooks[hook] * form.dtype_of(dataset, hook).itemsize for hook in hooks)
     chunk = max(CHUNK_BYTES // token_bytes // form.row, 1) * form.row
-    folder = _make_folder(target, dataset.tokens * token_bytes)
-    try:
+    # Beside activations, the files have up to 16 bytes per token and hook: token ids and masks.
+    with _new_folder(target, dataset.tokens * (token_bytes + 16 * len(hooks))) as folder:
         tokens = form.write(folder, dataset, hooks, _chunks(dataset, hooks, chunk))
-        os.sync()  # the files must be on the disk before their folder has its name
-        folder.rename(target)
-    except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise RunError(one_line(error), remedy="nothing is left of the export") from error
-        raise
     say(
         f"exported: {counted(tokens, 'token')}, {counted(len(hooks), 'hook')}, "
         f"{tokens * token_bytes / 1e9:,.3f} GB of activations in {target}"
@@ -100,9 +93,11 @@ def _choose_hooks(dataset: ActivationDataset, patterns: Sequence[str] | None) ->
     return [hook for hook in known if hook in chosen]
 
 
-def _make_folder(target: str, needed: int) -> Path:
-    """Makes the temporary folder of an export to `target`, and returns it. needed: the bytes of all
-    activations."""
+@contextmanager
+def _new_folder(target: str, needed: int) -> Iterator[Path]:
+    """Makes a temporary folder, which is renamed to `target` after the block. If the block fails,
+    the folder is deleted, and an OSError becomes a RunError. needed: the most bytes that its files
+    can have."""
     where, temporary = f"--export_dir {target}", Path(f"{target}.unfinished")
     if os.path.lexists(target):
         raise InputError(f"{where}: exists; expected the name of a new folder")
@@ -116,10 +111,18 @@ def _make_folder(target: str, needed: int) -> Path:
     except OSError as error:
         reason = error.strerror or one_line(error)
         raise InputError(f"{where}: cannot be written to: {reason}") from error
-    if needed > (free := shutil.disk_usage(temporary).free):
-        temporary.rmdir()
-        raise InputError(f"{where}: has {free / 1e9:,.1f} GB free, needs {needed / 1e9:,.1f} GB")
-    return temporary
+    try:
+        if needed > (free := shutil.disk_usage(temporary).free):
+            room = f"{free / 1e9:,.1f} GB free, needs {needed / 1e9:,.1f} GB"
+            raise InputError(f"{where}: has {room}")
+        yield temporary
+        os.sync()  # the files must be on the disk before their folder has its name
+        temporary.rename(target)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise RunError(one_line(error), remedy="nothing is left of the export") from error
+        raise
 
 
 def _chunks(dataset: ActivationDataset, hooks: Sequence[str], size: int) -> Iterator[TokenBatch]:

@@ -76,21 +76,22 @@ def write_memmap(
     for hook in hooks:
         (folder / hook).mkdir()
     scratch = folder / "tokens.bin"  # the ids of all tokens need not fit into memory
-    token_ids = torch.from_file(str(scratch), True, dataset.tokens, dtype=torch.int64)
     tokens, shards, starts, sample = 0, [], [], None
-    for number, batch in enumerate(chunks):
-        token_ids[tokens : tokens + len(batch)] = torch.from_numpy(batch.token_ids)
-        changes = np.flatnonzero(np.diff(batch.sample_idx)) + 1
-        first = [] if batch.sample_idx[0] == sample else [0]
-        starts.append(tokens + np.array([*first, *changes], np.int64))
-        for hook, values in batch.items():
-            meta = {"shape": list(values.shape), "dtype": f"torch.{values.dtype.name}"}
-            (folder / hook / f"shard_{number}.meta").write_text(json.dumps(meta))
-            values.tofile(folder / hook / f"shard_{number}.memmap")
-        tokens, sample = tokens + len(batch), batch.sample_idx[-1]
-        shards.append(len(batch))
-    starts.append(np.array([tokens]))
-    _save(folder, tokens=token_ids, sequence_ranges=torch.from_numpy(np.concatenate(starts)))
+    with open(scratch, "wb") as file:
+        for number, batch in enumerate(chunks):
+            batch.token_ids.astype(np.int64).tofile(file)
+            changes = np.flatnonzero(np.diff(batch.sample_idx)) + 1
+            first = [] if batch.sample_idx[0] == sample else [0]
+            starts.append(tokens + np.array([*first, *changes], np.int64))
+            for hook, values in batch.items():
+                meta = {"shape": list(values.shape), "dtype": f"torch.{values.dtype.name}"}
+                (folder / hook / f"shard_{number}.meta").write_text(json.dumps(meta))
+                values.tofile(folder / hook / f"shard_{number}.memmap")
+            tokens, sample = tokens + len(batch), batch.sample_idx[-1]
+            shards.append(len(batch))
+    token_ids = torch.from_file(str(scratch), False, tokens, dtype=torch.int64)
+    ranges = torch.from_numpy(np.concatenate([*starts, [tokens]]))
+    _save(folder, tokens=token_ids, sequence_ranges=ranges)
     scratch.unlink()
     for hook in hooks:
         config = {
