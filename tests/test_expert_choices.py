@@ -210,7 +210,7 @@ def test_the_report_names_integers_and_has_no_norms_of_them(extract, tmp_path, h
     assert extract(tmp_path / "out", "--max_samples", 6, *MESHES["one"], hooks=hooks) == 0
     assert main("--report", "--output_dir", tmp_path / "out") == 0
     page = (tmp_path / "out" / "report.html").read_text()
-    assert f"hold integers, which have no norms or directions: {', '.join(CHOICES)}." in page
+    assert f"hold integers, which have no norms: {', '.join(CHOICES)}." in page
     assert page.count("<h3>mlp.hook_expert_indices</h3>") == 0
     assert (page.count("<h3>hook_resid_post</h3>") > 0) == (STREAM in hooks)
 

@@ -506,8 +506,8 @@ class Config:
         metavar="N",
     )
     report: str | None = flag(
-        "write an HTML page about the activations: norms, leading directions, the largest "
-        "tokens, throughput; also works during a run",
+        "write an HTML page about the activations: norms by layer and position, outlier tokens and "
+        "dimensions, lengths of documents, throughput; also works during a run",
         default_is="report.html in --output_dir, or in the working directory for a bucket",
         parse=str,
         nargs="?",
