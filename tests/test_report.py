@@ -247,6 +247,33 @@ def test_hooks_without_a_layer_and_hooks_that_do_not_vary_are_shown(value, tmp_p
     assert "other hooks" in text and all(name in text for name in names.values())
 
 
+def test_an_outlier_dimension_is_named(tmp_path):
+    chance = np.random.default_rng(0)
+    with ActivationStorage(str(tmp_path / "run"), {0: "blocks.0.a", 1: "blocks.1.a"}) as storage:
+        for number in range(5):
+            values = chance.standard_normal((2, 7, 8)).astype(np.float32)
+            values[1, :, 3] = 200
+            for layer in range(2):
+                storage.add_activation(layer, values[layer], number, "", np.arange(7), None)
+    text = text_of(page_of(tmp_path / "run", tmp_path))
+    named = (
+        r"1 of 2 hooks has dimensions with .* at most \d\d\d times \(dimension 3 of blocks.1.a\)"
+    )
+    assert re.search(named, text) and re.search(r" 3 \(\d\d\d×\)", text)
+
+
+def test_samples_of_which_no_token_is_kept_are_not_among_the_documents(tmp_path):
+    with ActivationStorage(str(tmp_path), {0: "h"}) as storage:
+        for number in range(6):
+            count = 3 * (number % 2)
+            values, ids = np.ones((count, 4), np.float32), np.full(count, number, np.int32)
+            storage.add_activation(0, values, number, "", ids, f"id-{number}")
+    sample = read_sample(ActivationDataset(tmp_path), ["h"])
+    assert [document.doc_id for document in sample.documents] == ["id-1", "id-3", "id-5"]
+    assert sample.document.tolist() == [0] * 3 + [1] * 3 + [2] * 3
+    assert sample.token_ids.tolist() == [1] * 3 + [3] * 3 + [5] * 3
+
+
 def test_activations_whose_norms_are_no_usable_numbers_are_refused(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     change_shard(tmp_path / "run", 2, lambda shard: shard[3][0]["activation"].fill(1e30))

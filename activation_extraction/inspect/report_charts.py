@@ -58,7 +58,7 @@ def norms_by_position(axes: Axes, hooks: Sequence[HookReport], starts: Sequence[
     for color, hook in zip(colors, hooks, strict=True):
         named = hook.layer if hook in (hooks[0], hooks[-1]) else None
         axes.plot(hook.by_position, ".-", color=color, label=named)
-    axes.legend(title=_label(hooks))
+    axes.figure.legend(loc="outside upper center", ncols=2, title=_label(hooks))
     axes.set(xlabel="position in the document", ylabel="median norm")
     axes.set_xticks(range(len(starts)), [str(start) for start in starts])
     _norm_scale(axes, np.stack([hook.by_position for hook in hooks]))
@@ -75,7 +75,7 @@ def document_lengths(axes: Axes, lengths: Sequence[int], row: int, mean: float) 
 @_image
 def throughput_over_time(axes: Axes, edges: np.ndarray, rates: np.ndarray) -> None:
     """Draws the tokens per second of all hosts together."""
-    factor, unit = (3600, "hours") if edges[-1] >= 7200 else (60, "minutes")
+    factor, unit = (3600, "hours") if edges[-1] >= 7200 else (1, "seconds")
     axes.stairs(rates, edges / factor, color=BLUE, fill=True, alpha=0.3)
     axes.set(xlabel=f"{unit} of work", ylabel="tokens per second", xlim=(0, edges[-1] / factor))
 

@@ -20,7 +20,7 @@ from activation_extraction.store.statistics import HookStatistics, Sums
 
 READ_BYTES, BATCH_BYTES = 1e9, 2**24  # about how much is read of activations: in all, and at once
 TOKENS = 1000, 200_000  # are read at least, and at most
-SHARDS = 8  # how many shards the sample is taken from; pickles are read whole
+SHARD_BYTES, SHARDS = 8e9, 128  # of which the sample is taken, since pickles are read whole
 MAX_NORM = 1e16  # the squares of larger norms overflow
 
 OUTLIER = 10.0  # times the median over the tokens or dimensions of a hook
@@ -69,7 +69,9 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
     row_bytes = max(dataset.shards.row_bytes(hooks), 1)
     tokens = int(np.clip(READ_BYTES // row_bytes, *TOKENS))
     commits = [commit for _, commit in dataset.shards.shards]
-    shards = np.linspace(0, len(commits) - 1, min(SHARDS, len(commits)), dtype=int).tolist()
+    mean = max(sum(commit.unpacked for commit in commits) / len(commits), 1)
+    most = min(int(np.clip(SHARD_BYTES / mean, 1, SHARDS)), len(commits))
+    shards = np.linspace(0, len(commits) - 1, most, dtype=int).tolist()
     count = max(tokens * len(dataset) // dataset.tokens // len(shards), 1)
     firsts = np.cumsum([0, *(commit.count for commit in commits)])
     chosen, documents = np.zeros(len(dataset), bool), list[TableRow]()
