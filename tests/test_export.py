@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import extractions
+import fsspec
 import ml_dtypes
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from small_runs import Killed
 from test_killed import killed_at
 
+from activation_extraction import ActivationStorage
 from activation_extraction.cli.flags import FLAGS
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.dataset.dataset import ActivationDataset
@@ -338,6 +340,19 @@ def test_a_form_needs_its_library(form, library, run, tmp_path, monkeypatch):
     message = f"^--export {form}: needs {library}; run: pip install {library}$"
     with pytest.raises(InputError, match=message):
         save(run, form, tmp_path / "export")
+
+
+def test_a_run_without_tokens_is_refused(tmp_path):
+    with ActivationStorage(str(tmp_path / "run"), {3: FIRST}) as storage:
+        storage.add_activation(3, np.zeros((0, 2), np.float32), 0, "", np.zeros(0, np.int32))
+    with pytest.raises(InputError, match="run holds 0 tokens; expected at least 1$"):
+        save(tmp_path / "run", "memmap", tmp_path / "export")
+
+
+def test_a_run_is_exported_from_a_bucket(run, tmp_path):
+    url = f"memory:/{tmp_path}/bucket"
+    fsspec.filesystem("memory").put(f"{run}/", url, recursive=True)
+    equal(read_llamascopium(save(url, "llamascopium", tmp_path / "export")), stored(run))
 
 
 def started(root):
