@@ -31,7 +31,7 @@ def show_report(root: Folder, file: str) -> int:
     file: the path; "" means report.html, beside metadata.json if the run is local, or else in the
     working directory.
     """
-    name = "report.html"
+    folders, name = read_folders(root), "report.html"
     target = Path(file or (root.fetch(name, Path()) if root.local else name)).expanduser()
     for library in ("matplotlib", "jinja2"):
         if find_spec(library) is None:
@@ -39,7 +39,7 @@ def show_report(root: Folder, file: str) -> int:
             raise InputError(f"--report: needs {library}; {how}")
     if target.is_dir() or not target.parent.is_dir():
         raise InputError(f"--report {target}: expected a file in a folder that exists")
-    html = make_report(root, read_folders(root))
+    html = make_report(root, folders)
     try:
         write_bytes(target, html.encode())
     except OSError as error:
