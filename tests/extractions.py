@@ -16,9 +16,8 @@ from activation_extraction.store.commit import names_beside
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.local_files import write_atomically
 from activation_extraction.store.sealed_json import seal, unseal
-from activation_extraction.store.statistics import Statistics, Sums, pack_sums
+from activation_extraction.store.statistics import Statistics, Sums, pack_sums, sums_of
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample, Worker
 from activation_extraction.text.packing import pack
@@ -132,7 +131,8 @@ def write_records(path: Path, records: Any, compress: bool = True) -> str:
     """Writes a pickled shard of any records; returns its sha256."""
     data = pickle.dumps(records, protocol=4)
     data = gzip.compress(data, 1, mtime=0) if compress else data
-    return write_atomically(path, lambda file: file.write(data))
+    path.write_bytes(data)
+    return hashlib.sha256(data).hexdigest()
 
 
 def write_sums(folder: Path, number: int, shard: Any) -> None:
@@ -169,7 +169,7 @@ def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> 
             records = [record for shard in shards for record in shard[hook["key"]]]
             if hook.get("dtype") == "int32":
                 continue
-            hook |= merge_all(Statistics.from_array(r["activation"]) for r in records).to_json()
+            hook |= merge_all(statistics_of(r["activation"]) for r in records).to_json()
 
     edit(folder / f"shard_{number:04d}.json", lambda content: statistics(content, [shard]))
     write_sums(folder, number, shard)
@@ -187,6 +187,11 @@ def change_table(folder: Path, number: int, change: Callable[[list[dict]], objec
     told: dict[str, Any] = {"table": hashlib.sha256(data).hexdigest()}
     told |= {"cut_samples": len(cuts), "cut_tokens": sum(cuts)}
     edit(folder / f"shard_{number:04d}.json", lambda content: content.update(told))
+
+
+def statistics_of(activation: np.ndarray) -> Statistics:
+    """The statistics of an array (tokens, width)."""
+    return sums_of([activation], [np.ones(len(activation), np.int32)]).statistics
 
 
 def merge_all(parts: Iterable[Statistics]) -> Statistics:

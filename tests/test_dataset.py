@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from cloud import REPOSITORY
-from extractions import HOOKS, edit, extract, merge_all, shard_file
+from extractions import HOOKS, edit, extract, merge_all, shard_file, statistics_of
 from runs_to_read import (
     DTYPES,
     FORMATS,
@@ -32,7 +32,6 @@ import activation_extraction
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.parser import build_parser
 from activation_extraction.dataset import open_shards
-from activation_extraction.store.statistics import Statistics
 
 FIRST, HOOK = next(iter(WIDTHS)), HOOKS[3]
 FILES = [("pickle", True), ("pickle", False), ("safetensors", False)]
@@ -101,9 +100,7 @@ def test_statistics_and_metadata_are_those_of_the_json_files(run, monkeypatch):
     monkeypatch.setattr(open_shards, "open_shard", None)
     assert list(dataset.statistics) == list(WIDTHS)[1:]
     for hook, found in dataset.statistics.items():
-        parts = (
-            Statistics.from_array(activation_of(index, hook, run.dtype)) for index in run.indices
-        )
+        parts = (statistics_of(activation_of(index, hook, run.dtype)) for index in run.indices)
         for what, value in merge_all(parts).to_json().items():
             name = f"overall_{what}" if what in ("mean", "variance") else what
             assert getattr(found, name) == pytest.approx(value, rel=1e-9)

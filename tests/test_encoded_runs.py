@@ -108,10 +108,6 @@ def test_errors_are_shown(stored, tmp_path, capsys):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(STREAM)]
     for value in (error.others.mean, error.others.worst, error.sinks.mean, error.sinks.worst):
         assert f"{value:.2%}" in line
-    assert main("--report", tmp_path / "report.html", "--output_dir", out) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "What storing as float8 changed" in page
-    assert f"{error.others.mean:.3%}" in page and f"{error.sinks.worst:.3%}" in page
 
 
 def test_a_plain_run_shows_no_errors(stored, tmp_path, capsys):
@@ -119,8 +115,6 @@ def test_a_plain_run_shows_no_errors(stored, tmp_path, capsys):
     capsys.readouterr()
     assert main("--status", "--output_dir", out) == 0
     assert STREAM not in capsys.readouterr().out
-    assert main("--report", tmp_path / "report.html", "--output_dir", out) == 0
-    assert "What storing as" not in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("shard_format,flags", RUNS[:2])

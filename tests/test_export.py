@@ -1,13 +1,14 @@
 """--export: what trainers find in the files is what the run stored, whatever happened meanwhile."""
 
 import json
-import os
+import shutil
 import tracemalloc
 from collections import namedtuple
 from contextlib import suppress
 from pathlib import Path
 
 import extractions
+import fsspec
 import ml_dtypes
 import numpy as np
 import pytest
@@ -19,15 +20,14 @@ from safetensors.torch import load_file
 from small_runs import Killed
 from test_killed import killed_at
 
+from activation_extraction import ActivationStorage
+from activation_extraction.cli.flags import FLAGS
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.inspect import export as exporting
-from activation_extraction.inspect import export_tokens, trainer_files
 from activation_extraction.inspect.export import export
-from activation_extraction.inspect.torch_tensor import write_tensor
-from activation_extraction.inspect.trainer_files import SaeLens
+from activation_extraction.inspect.trainer_files import EXPORT_FORMS
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.local_files import lock_folder
 
 FIRST, SECOND = HOOKS.values()
 PER_CHUNK = 7  # tokens; samples have 10
@@ -38,8 +38,8 @@ Found = namedtuple("Found", "token_ids starts activations")
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(export_tokens, "CHUNK_BYTES", PER_CHUNK * 128)
-    monkeypatch.setattr(SaeLens, "TOGETHER", ROW)
+    monkeypatch.setattr(exporting, "CHUNK_BYTES", PER_CHUNK * 128)
+    monkeypatch.setitem(EXPORT_FORMS, "sae_lens", EXPORT_FORMS["sae_lens"]._replace(row=ROW))
 
 
 @pytest.fixture(scope="module")
@@ -167,73 +167,74 @@ def test_trainers_find_what_the_run_stored(form, dtype, tmp_path):
 def test_all_hosts_are_exported_and_nothing_else_is_left(form, run, tmp_path):
     target = save(run, form, tmp_path / "deep/export")
     equal(READ[form](target), stored(run, form))
-    assert not [name for name in files(target) if Path(name).name.startswith(".")]
+    beside = ["sequence_ranges.pt", "tokens.pt"] if form == "memmap" else []
+    assert sorted(path.name for path in target.iterdir()) == [FIRST, SECOND, *beside]
     lengths = {len(data) for name, data in files(target).items() if "/shard_0." in name}
     assert form != "memmap" or PER_CHUNK * 16 * 4 in lengths
 
 
 def test_hooks_are_chosen_by_glob(run, tmp_path):
     target = save(run, "llamascopium", tmp_path / "export", "blocks.5.*")
-    assert {Path(name).parent.name for name in files(target)} == {"", SECOND}
+    assert {Path(name).parent.name for name in files(target)} == {SECOND}
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_an_export_continues_after_it_was_killed_again_and_again(form, run, tmp_path, monkeypatch):
-    """The files are then those of an export that never stopped."""
+def test_a_killed_export_leaves_no_folder_of_its_name(form, run, tmp_path, monkeypatch):
+    """The next one names what is left and leaves it alone, since its process may be running."""
     expected = files(save(run, form, tmp_path / "expected"))
-    target, finished, attempts = tmp_path / "export", False, 0
+    target, left = tmp_path / "export", tmp_path / "export.unfinished"
+    event, finished = 0, False
     while not finished:
-        attempts += 1
-        with killed_at(attempts, target, monkeypatch), suppress(Killed):
+        event += 4
+        with killed_at(event, tmp_path, monkeypatch), suppress(Killed):
             save(run, form, target)
             finished = True
-    assert attempts > 10
+        if not finished:
+            assert not target.exists()
+        if left.exists():
+            before = files(left)
+            with pytest.raises(InputError, match=f"^--export_dir {target}: {left} exists, so"):
+                save(run, form, target)
+            assert files(left) == before
+            shutil.rmtree(left)
+    assert event > 10
     assert files(target) == expected
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_finished_export_is_left_alone(form, run, tmp_path, capsys):
-    target = save(run, form, tmp_path / "export")
-    first = capsys.readouterr().out
-    times = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
-    save(run, form, target)
-    count = 198 if form == "sae_lens" else 200
-    assert capsys.readouterr().out == first and first.startswith(f"exported: {count} tokens, 2")
+def test_the_summary_counts_what_is_left_out(form, run, tmp_path, capsys):
+    save(run, form, tmp_path / "export")
+    out = capsys.readouterr().out
+    assert out.startswith(f"exported: {198 if form == 'sae_lens' else 200} tokens, 2 hooks, ")
     left_out = "left out: the last 2 tokens of the run, too few for a row of 3\n"
-    assert (left_out in first) == (form == "sae_lens")
-    assert {path: path.stat().st_mtime_ns for path in target.rglob("*")} == times
+    assert (left_out in out) == (form == "sae_lens")
 
 
-def test_a_change_of_the_data_is_noticed(tmp_path):
-    """The run's own statistics tell what should have been exported."""
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_an_export_that_fails_leaves_nothing(form, error, run, tmp_path, monkeypatch):
+    chunks = exporting._chunks
+
+    def failing(*arguments):
+        yield next(chunks(*arguments))
+        raise error
+
+    monkeypatch.setattr(exporting, "_chunks", failing)
+    kind = RunError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(kind) as caught:
+        save(run, form, tmp_path / "export")
+    assert kind is KeyboardInterrupt or "No space left on device" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_shard_that_is_damaged_is_named(form, tmp_path):
     root = make(tmp_path / "run", "float32")
-    edit(root / "shard_0002.json", lambda content: content["hooks"][1].update(max_norm=99.0))
-    with pytest.raises(RunError, match=f"{SECOND}: the max_norm of what was exported is .* 99.0$"):
-        save(root, "memmap", tmp_path / "export")
-
-
-def test_a_file_that_the_disk_changed_is_noticed(run, tmp_path, monkeypatch):
-    write = trainer_files.write_atomically
-
-    def write_and_damage(path, content):
-        written = write(path, content)
-        if path.name == "shard_3.memmap":
-            path.write_bytes(path.read_bytes()[:-1] + b"\0")
-        return written
-
-    monkeypatch.setattr(trainer_files, "write_atomically", write_and_damage)
-    with pytest.raises(RunError, match="shard_3.memmap: the disk does not hold what was written"):
-        save(run, "memmap", tmp_path / "export")
-
-
-def test_a_full_disk_is_a_failure_that_continues(run, tmp_path, monkeypatch):
-    def full(path, content):
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(trainer_files, "write_atomically", full)
-    with pytest.raises(RunError, match="No space left on device") as caught:
-        save(run, "memmap", tmp_path / "export")
-    assert caught.value.remedy == "to continue, run the same command again"
+    path = root / "shard_0003.pkl.gz"
+    path.write_bytes(path.read_bytes()[:-9] + bytes(9))
+    with pytest.raises(RunError, match="shard_0003.pkl.gz"):
+        save(root, form, tmp_path / "export")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def other_files(run, target):
@@ -241,60 +242,32 @@ def other_files(run, target):
     (target / "notes.txt").write_text("mine")
 
 
-def other_format(run, target):
-    save(run, "llamascopium", target)
+def a_file(run, target):
+    target.write_text("mine")
 
 
-def other_hooks(run, target):
-    save(run, "memmap", target, FIRST)
+def a_link(run, target):
+    target.symlink_to(target.parent / "nowhere")
 
 
-def other_run(run, target):
-    save(make(target.parent / "other", "float32"), "memmap", target)
-
-
-def lost_chunk(run, target):
+def an_export(run, target):
     save(run, "memmap", target)
-    (target / FIRST / "shard_4.memmap").unlink()
 
 
-def damaged_state(run, target):
-    save(run, "memmap", target)
-    (target / "export.json").write_text("{}")
-
-
-def no_folder(run, target):
-    target.write_text("")
-
-
-@pytest.mark.parametrize(
-    "prepare, message",
-    [
-        (other_files, "export: holds other files; expected an empty folder$"),
-        (other_format, "export: holds another export, with form llamascopium, not memmap$"),
-        (other_hooks, "export: holds another export, with hooks .*"),
-        (other_run, "export: holds another export, with other shards$"),
-        (lost_chunk, "shard_4.memmap: is missing or has another size; delete .* export again$"),
-        (damaged_state, "export.json: is damaged; delete .* and export again$"),
-        (no_folder, "export: cannot be written to: File exists$"),
-    ],
-)
-def test_a_target_that_holds_anything_else_is_refused(prepare, message, run, tmp_path):
+@pytest.mark.parametrize("prepare", [other_files, a_file, a_link, an_export, Path.mkdir])
+def test_a_target_that_exists_is_refused(prepare, run, tmp_path):
     target = tmp_path / "export"
-    prepare(run, target)
-    before = files(target)
-    with pytest.raises(InputError, match=message):
-        save(run, "memmap", target)
-    assert files(target) == before
+    prepare(*([] if prepare is Path.mkdir else [run]), target)
+    before = files(tmp_path)
+    with pytest.raises(InputError, match="^--export_dir .*export: exists; expected the name of a"):
+        save(run, "memmap", f"{target}/")
+    assert files(tmp_path) == before
 
 
-def test_a_target_that_another_process_writes_to_is_refused(run, tmp_path):
-    target = tmp_path / "export"
-    target.mkdir()
-    lock = lock_folder(target)
-    with pytest.raises(RunError, match="^--export_dir .*: another process is writing to it$"):
-        save(run, "memmap", target)
-    os.close(lock)
+def test_a_target_that_cannot_be_made_is_refused(run, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="^--export_dir .*: cannot be written to: Not a directory"):
+        save(run, "memmap", tmp_path / "file/export")
 
 
 def test_a_disk_with_too_little_room_is_refused(run, tmp_path, monkeypatch):
@@ -302,6 +275,7 @@ def test_a_disk_with_too_little_room_is_refused(run, tmp_path, monkeypatch):
     monkeypatch.setattr(exporting.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(InputError, match="has 0.0 GB free, needs 0.0 GB$"):
         save(run, "memmap", tmp_path / "export")
+    assert not list(tmp_path.iterdir())
 
 
 def test_memory_is_bounded_by_the_chunks(tmp_path, monkeypatch):
@@ -310,7 +284,7 @@ def test_memory_is_bounded_by_the_chunks(tmp_path, monkeypatch):
     Activations are wide here, so that little else counts.
     """
     monkeypatch.setattr(extractions, "HIDDEN", 10 * extractions.HIDDEN)
-    monkeypatch.setattr(export_tokens, "CHUNK_BYTES", 640_000)
+    monkeypatch.setattr(exporting, "CHUNK_BYTES", 640_000)
     peaks = []
     for count in (200, 800):
         root = tmp_path / f"run{count}"
@@ -322,19 +296,6 @@ def test_memory_is_bounded_by_the_chunks(tmp_path, monkeypatch):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.5 * peaks[0]
-
-
-@pytest.mark.parametrize("dtype", ["int64", "float32"])
-@pytest.mark.parametrize("shape", [(0,), (1,), (2003,), (), (2, 3, 5)])
-def test_torch_reads_a_tensor_that_was_written_without_it(shape, dtype, tmp_path):
-    path = tmp_path / "tensor.pt"
-    array = np.arange(-3, np.prod(shape, dtype=int) - 3).astype(dtype)
-    with open(path, "wb") as file:
-        write_tensor(file, dtype, shape, np.array_split(array, 3))
-    for mmap in (False, True):
-        found = torch.load(path, weights_only=True, mmap=mmap)
-        assert found.dtype == getattr(torch, dtype) and found.is_contiguous()
-        np.testing.assert_array_equal(found, array.reshape(shape))
 
 
 def test_the_cache_of_dictionary_learning_has_statistics_of_every_dimension(run, tmp_path):
@@ -358,18 +319,40 @@ def test_the_cache_of_dictionary_learning_has_statistics_of_every_dimension(run,
 
 
 def test_rows_of_sae_lens_need_enough_tokens(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(SaeLens, "TOGETHER", 201)
+    form = EXPORT_FORMS["sae_lens"]
+    monkeypatch.setitem(EXPORT_FORMS, "sae_lens", form._replace(row=201))
     with pytest.raises(InputError, match=f"{run} holds 200 tokens; expected at least 201$"):
         save(run, "sae_lens", tmp_path / "export")
-    monkeypatch.setattr(SaeLens, "TOGETHER", 200)
+    monkeypatch.setitem(EXPORT_FORMS, "sae_lens", form._replace(row=200))
     save(run, "sae_lens", tmp_path / "export")
     assert len(load_from_disk(str(tmp_path / "export" / FIRST))) == 1
 
 
-def test_an_export_for_sae_lens_needs_pyarrow(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "find_spec", {"pyarrow": None}.get)
-    with pytest.raises(InputError, match="^--export sae_lens: needs pyarrow; run: pip install"):
-        save(run, "sae_lens", tmp_path / "export")
+def test_the_flag_offers_every_form():
+    assert FLAGS["export"].options["choices"] == tuple(EXPORT_FORMS) == FORMATS
+
+
+@pytest.mark.parametrize(
+    "form,library", [("sae_lens", "datasets"), ("memmap", "torch"), ("llamascopium", "safetensors")]
+)
+def test_a_form_needs_its_library(form, library, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "find_spec", {library: None}.get)
+    message = f"^--export {form}: needs {library}; run: pip install {library}$"
+    with pytest.raises(InputError, match=message):
+        save(run, form, tmp_path / "export")
+
+
+def test_a_run_without_tokens_is_refused(tmp_path):
+    with ActivationStorage(str(tmp_path / "run"), {3: FIRST}) as storage:
+        storage.add_activation(3, np.zeros((0, 2), np.float32), 0, "", np.zeros(0, np.int32))
+    with pytest.raises(InputError, match="run holds 0 tokens; expected at least 1$"):
+        save(tmp_path / "run", "memmap", tmp_path / "export")
+
+
+def test_a_run_is_exported_from_a_bucket(run, tmp_path):
+    url = f"memory:/{tmp_path}/bucket"
+    fsspec.filesystem("memory").put(f"{run}/", url, recursive=True)
+    equal(read_llamascopium(save(url, "llamascopium", tmp_path / "export")), stored(run))
 
 
 def started(root):
@@ -382,7 +365,7 @@ def started(root):
     [
         (["--export", "memmap"], "--export: needs --export_dir"),
         (["--export_dir", "x"], "--export_dir: needs --export"),
-        (["--export", "csv", "--export_dir", "x"], "invalid choice: 'csv'"),
+        (["--export", "safetensors", "--export_dir", "x"], "invalid choice: 'safetensors'"),
         (["--export", "memmap", "--export_dir", "gs://b/x"], "gs://b/x: is a URL"),
         (
             ["--export", "memmap", "--export_dir", "x", "--hook_names", "blocks.4.*"],

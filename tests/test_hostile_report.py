@@ -4,8 +4,6 @@ import json
 from base64 import b64decode
 from html.parser import HTMLParser
 
-import pytest
-from command_line import main
 from extractions import HIDDEN, HOOKS, change_shard, edit, extract
 
 from activation_extraction.dataset.folders import read_folders
@@ -92,13 +90,3 @@ def test_nothing_that_was_stored_becomes_a_part_of_the_page(tmp_path):
     for image in images:  # they show numbers alone
         start, _, data = image.partition(",")
         assert start == "data:image/svg+xml;base64" and b"evil" not in b64decode(data)
-
-
-@pytest.mark.parametrize("line", ['{"time": "x"}', '{"time": 1, "tokens": "y"}', "[" * 10**5])
-def test_metrics_that_are_no_numbers_are_left_out(line, tmp_path, capsys):
-    extract(tmp_path, hook_facts={key: {"width": HIDDEN} for key in HOOKS})
-    more = '{"time": 1, "model_flops_utilisation": "evil", "steps": [1]}'
-    (tmp_path / "metrics.jsonl").write_text(f"{line}\n{more}\n")
-    page_of(tmp_path)
-    assert main("--status", "--output_dir", tmp_path) == 0
-    assert "evil" not in capsys.readouterr().out

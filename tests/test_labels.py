@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import ROLES
-from activation_extraction.common.errors import RunError, StorageError
+from activation_extraction.common.errors import StorageError
 from activation_extraction.dataset.open_shards import OpenShards
-from activation_extraction.inspect.export import export
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.safetensors_file import header
 from activation_extraction.text.batch import Batch, Cursor, Placed, Sample, Worker
@@ -476,7 +475,7 @@ ONE = {
 
 
 @pytest.mark.parametrize("wrong", [*WRONG, *ONE])
-def test_wrong_labels_are_refused_by_every_reader(copy, wrong, check, tmp_path):
+def test_wrong_labels_are_refused_by_every_reader(copy, wrong, check):
     path = shard_file(copy / "machine_000_host_00", 1)
     if wrong in ONE and path.suffix == ".safetensors":
         return  # it has one array for all samples and hooks
@@ -487,8 +486,6 @@ def test_wrong_labels_are_refused_by_every_reader(copy, wrong, check, tmp_path):
             print(read())
     problems = check(copy)
     assert any(re.search(r"shard_0001.*(role|labels)", problem) for problem in problems)
-    with pytest.raises(RunError, match=r"shard_0001.*(role|labels|its arrays)"):
-        export(Folder(str(copy)), "safetensors", str(tmp_path / "export"), None)
 
 
 def test_shards_that_differ_in_their_labels(copy):
@@ -496,11 +493,3 @@ def test_shards_that_differ_in_their_labels(copy):
     rewrite(path, lambda labels: labels.pop("turn"))
     with pytest.raises(OSError, match="the shards of the run differ in the labels of their tokens"):
         list(ActivationDataset(copy).batches(8))
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_an_export_has_them(run, form, tmp_path, check):
-    export(Folder(str(run)), form, str(tmp_path / "export"), None)
-    check_documents(ActivationDataset(tmp_path / "export"))
-    assert check(tmp_path / "export") == []
-    export(Folder(str(run)), "memmap", str(tmp_path / "memmap"), None)  # without them

@@ -136,7 +136,6 @@ def test_the_bare_command_looks_at_runs_and_says_what_the_rest_needs(installed, 
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
     looks = [["--help"], ["--version"], ["--status"], ["--verify"]]
-    looks += [["--export", form, "--export_dir", form] for form in ("memmap", "safetensors")]
     for flags in looks:
         done = call(*flags, "--output_dir", "run")
         assert done.returncode == 0 and done.stdout and not done.stderr, done.stderr
@@ -146,6 +145,9 @@ def test_the_bare_command_looks_at_runs_and_says_what_the_rest_needs(installed, 
         done = call(flag, "--output_dir", "run")
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert done.stderr.startswith("error: ") and f"pip install -e '.{extra}'" in done.stderr
+    done = call("--export", "memmap", "--export_dir", "x", "--output_dir", "run")
+    assert done.returncode == 2
+    assert done.stderr == "error: --export memmap: needs torch; run: pip install torch\n"
 
 
 def test_hints_install_from_the_checkout_and_not_by_a_name_that_is_not_ours():

@@ -1,11 +1,13 @@
 """--report: its numbers against NumPy, what the page holds, and how Chromium shows it."""
 
+import gzip
 import html
-import json
+import pickle
 import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -18,48 +20,35 @@ from extractions import (
     HOOKS,
     TOKENS,
     VOCABULARY,
-    change_shard,
     change_table,
     edit,
     extract,
     load,
+    replace_shard,
 )
 from tokenizers import Tokenizer, decoders, models
 
 from activation_extraction import ActivationStorage
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.folders import read_folders
-from activation_extraction.inspect import report
+from activation_extraction.inspect import report, report_numbers
 from activation_extraction.inspect.report_numbers import (
-    SHARES,
+    HookReport,
     TokenSample,
-    analyse,
-    choose_samples,
-    intervals,
-    position_buckets,
     read_sample,
     throughput,
-    variance_shares,
 )
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.statistics import sums_of
 
-SECTIONS = ["glance", "run", "norms", "directions", "tokens", "speed"]
+SECTIONS = ["glance", "norms", "tokens", "speed"]
 WIDTHS = {key: {"width": HIDDEN} for key in HOOKS}
-LINES = [
-    {"time": 1010.0, "tokens": 100, "steps": 1, "tokens_per_second": 10.0},
-    {"time": 1020.0, "tokens": 300, "steps": 2, "tokens_per_second": 20.0},
-    {"time": 1050.0, "tokens": 100, "steps": 1, "tokens_per_second": 10.0},  # started again
-]
-
-
-METRICS = "\n".join([*map(json.dumps, LINES), '{"time": 10'])  # the last one is being written
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     extract(root, hook_facts=WIDTHS)
-    (root / "metrics.jsonl").write_text(METRICS)
     return root
 
 
@@ -81,11 +70,10 @@ def text_of(page):
 
 def test_the_numbers_are_those_that_numpy_gives(run):
     dataset = ActivationDataset(str(run))
-    sample = read_sample(dataset, commits_of(run), list(dataset.hooks))
-    buckets = position_buckets(sample.position)
-    assert list(buckets) == [0, 1, 2, 3, 4, 8]
+    sample = read_sample(dataset, list(dataset.hooks))
+    assert list(sample.buckets) == [0, 1, 2, 3, 4, 8]
     for number, (key, name) in enumerate(HOOKS.items()):
-        found = analyse(sample, number, name, buckets)
+        found = HookReport(sample, number, name)
         records = [record for number in range(1, 5) for record in load(run, number)[key]]
         every = np.concatenate([record["activation"] for record in records]).astype(np.float64)
         norms = np.linalg.norm(every, axis=1)
@@ -94,44 +82,53 @@ def test_the_numbers_are_those_that_numpy_gives(run):
         assert found.largest[0][0] == norms.argmax()
         fours = norms.reshape(-1, TOKENS)[:, 4:8]
         assert found.by_position[4] == pytest.approx(np.median(fours), rel=1e-5)
-        squares = np.linalg.svd(every - every.mean(axis=0), compute_uv=False) ** 2
-        np.testing.assert_allclose(found.shares, squares / squares.sum(), rtol=1e-3)
-        np.testing.assert_allclose(found.variance, every.var(axis=0), rtol=1e-3)
-        needed = [(np.cumsum(squares) < share * squares.sum()).sum() + 1 for share in SHARES]
-        assert found.directions.tolist() == needed
 
 
 def sample_of(vectors, token_ids=None, position=None):
     """A sample of one document whose activations are these, at the only hook `h`."""
     count = len(vectors)
+    position = np.arange(count, dtype=np.int32) if position is None else position
     return TokenSample(
         [],
         np.zeros(count, int),
         np.zeros(count, np.int32) if token_ids is None else token_ids,
-        np.arange(count, dtype=np.int32) if position is None else position,
+        position,
         {"h": np.linalg.norm(vectors.astype(np.float64), axis=1)},
-        np.arange(count),
-        {"h": vectors},
+        {"h": sums_of([vectors], [position])},
         1,
     )
 
 
-def test_outliers_do_not_hide_the_other_directions():
+@pytest.mark.parametrize("firsts", [False, True])
+def test_outliers_are_found_among_tokens_and_dimensions(firsts):
+    """First tokens of documents would hide the dimensions of others, unless there are no others."""
     vectors = np.random.default_rng(0).standard_normal((500, 8)).astype(np.float32)
-    vectors[:, 5] = 0
-    alone = variance_shares(np.delete(vectors, 3, axis=0))
-    vectors[3] = 1000
-    found = analyse(sample_of(vectors), 0, "h", {})
-    np.testing.assert_allclose(found.shares, alone, rtol=1e-4)
-    assert found.outlier.nonzero()[0].tolist() == [3]
-    assert (found.variance == 0).nonzero()[0].tolist() == [5]
-    assert not analyse(sample_of(np.ones((9, 4), np.float32)), 0, "h", {}).shares.size
+    vectors[:, 5] *= 20
+    vectors[:, 2] -= 50
+    vectors[:, 7] = 0
+    vectors[0, 4] = 1e5
+    vectors[9] *= 6  # no outlier
+    position = np.zeros(500, np.int32) if firsts else None
+    found = HookReport(sample_of(vectors, position=position), 0, "h")
+    assert found.outlier.nonzero()[0].tolist() == [0]
+    size = np.sqrt(np.square(vectors[0 if firsts else 1 :].astype(np.float64)).mean(axis=0))
+    order = [4, 2, 5] if firsts else [2, 5]
+    assert [number for number, _ in found.dimensions] == order
+    ratios = [ratio for _, ratio in found.dimensions]
+    np.testing.assert_allclose(ratios, (size / np.median(size))[order])
+
+
+def test_hooks_of_which_most_dimensions_are_zero_have_no_outliers():
+    vectors = np.zeros((9, 4), np.float32)
+    assert HookReport(sample_of(vectors), 0, "h").dimensions == []
+    vectors[:, 1] = 1
+    assert HookReport(sample_of(vectors), 0, "h").dimensions == []
 
 
 def test_the_largest_tokens_are_grouped_by_id_and_position():
     vectors = np.array([[9], [8], [7], [6], [5]], np.float32)
     sample = sample_of(vectors, np.array([4, 2, 4, 4, 2]), np.array([0, 1, 2, 0, 4]))
-    assert analyse(sample, 0, "h", {}).largest == [(0, 2), (1, 2), (2, 1)]
+    assert HookReport(sample, 0, "h").largest == [(0, 2), (1, 2), (2, 1)]
 
 
 def test_the_neighbours_of_a_token_end_with_its_document_and_where_a_token_was_not_kept():
@@ -141,29 +138,33 @@ def test_the_neighbours_of_a_token_end_with_its_document_and_where_a_token_was_n
     assert found == [slice(0, 3), slice(3, 5), slice(5, 9), slice(6, 9)]
 
 
-def test_a_sample_is_spread_over_shards_and_stays_within_its_budget(run):
-    chosen = choose_samples(commits_of(run), [0, 3], 4 * TOKENS)
-    assert len(chosen) == 3 and set(chosen[:2]) <= {0, 1, 2} and chosen[2] == 9
+def test_a_sample_is_spread_over_shards_and_stays_within_its_budget(run, monkeypatch):
+    """The run has 3, 3, 3 and 1 samples in its shards."""
+    dataset = ActivationDataset(str(run))
+    monkeypatch.setattr(report_numbers, "TOKENS", (2 * TOKENS, 2 * TOKENS))
+    monkeypatch.setattr(report_numbers, "SHARDS", 2)
+    sample = read_sample(dataset, list(dataset.hooks))
+    first, second = (document.sample_idx for document in sample.documents)
+    assert sample.shards == 2 and first in (0, 1, 2) and second == 9
+    for number, index in enumerate((first, second)):
+        tokens = sample.token_ids[sample.document == number]
+        np.testing.assert_array_equal(tokens, dataset[index].token_ids)
 
 
 def test_throughput_leaves_out_the_time_in_which_nothing_ran():
-    found = intervals(METRICS.encode())
-    assert found == [(1000, 1010, 100), (1010, 1020, 200), (1040, 1050, 100)]
-    edges, rates, pauses, paused = throughput(found * 2)
-    np.testing.assert_allclose(rates, [20, 40, 20])
-    np.testing.assert_allclose(edges, range(0, 40, 10))
-    assert (pauses.tolist(), paused) == ([20], 20)
-    assert throughput([]) is None
+    """Every shard took 10 s. The second half came a month later."""
 
+    def shards(tokens):
+        starts = [0.0] * 4 + [30 * 86400.0] * 4
+        return [
+            SimpleNamespace(began=start, committed=start + 10 * (1 + number % 4), tokens=each)
+            for number, (start, each) in enumerate(zip(starts, tokens, strict=True))
+        ]
 
-def test_a_pause_of_the_run_does_not_squeeze_the_throughput():
-    """A day of work before a pause of a month, and one after it."""
-    day, month = 86400.0, 30 * 86400.0
-    before = [(t, t + 3600, 3600.0) for t in np.arange(0, day, 3600)]
-    after = [(start + month, stop + month, tokens) for start, stop, tokens in before]
-    edges, rates, pauses, paused = throughput(before + after)
-    assert (edges[-1], len(rates), pauses.tolist(), paused) == (2 * day, 48, [day], month - day)
-    np.testing.assert_allclose(rates, 1)
+    hosts = [shards([100, 200, 100, 100, 10, 10, 10, 10]), shards([100] * 8)[:4], []]
+    edges, rates = throughput(hosts)
+    assert edges.tolist() == [0, 40, 80] and rates.tolist() == [22.5, 1]
+    assert throughput([[], []]) is None
 
 
 def test_the_page_is_one_file_with_every_section(run, capsys):
@@ -175,7 +176,7 @@ def test_the_page_is_one_file_with_every_section(run, capsys):
     assert re.findall(r'<section id="(\w+)"', page) == SECTIONS
     assert not re.search(r"<(script|link|iframe)|@import|url\(|href=", page)
     images = re.findall(r'src="([^"]*)', page)
-    assert len(images) == len(re.findall("src=", page)) == 6
+    assert len(images) == len(re.findall("src=", page)) == 4
     assert all(image.startswith("data:image/svg+xml;base64,") for image in images)
     assert "100 tokens of 10 documents in 4 of 4 shards" in text_of(page)
     assert main("--verify", "--output_dir", run) == 0  # the report is in nobody's way
@@ -202,27 +203,24 @@ def test_a_path_may_break_after_its_slashes_alone(run, tmp_path):
     assert "Activations of /models/Qwen2.5-0.5B" in text_of(page)
 
 
-@pytest.mark.parametrize("files", [["tokenizer.json"], ["vocab.json", "merges.txt"], []])
-def test_tokens_are_shown_as_text_with_either_form_of_a_tokenizer(run, tmp_path, files):
+@pytest.mark.parametrize("known", [True, False])
+def test_tokens_are_shown_as_text_with_the_tokenizer_of_the_model(run, tmp_path, known):
     model = tmp_path / "model"
     model.mkdir()
     letters = bytes(range(ord("!"), ord("!") + VOCABULARY)).decode()  # a token is one byte
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(model / "tokenizer.json"))
-    tokenizer.model.save(str(model))
-    for path in list(model.iterdir()):
-        if path.name not in files:
-            path.unlink()
+    if known:
+        tokenizer.save(str(model / "tokenizer.json"))
     root = with_model(run, tmp_path / "run", model)
     page = page_of(root, tmp_path)
     dataset = ActivationDataset(str(run))
     largest = max(dataset, key=lambda one: np.linalg.norm(one[HOOKS[3]], axis=1).max())
     token = int(np.linalg.norm(largest[HOOKS[3]], axis=1).argmax())
     own = int(largest.token_ids[token])
-    shown = letters[own] if files else str(own)
+    shown = letters[own] if known else str(own)
     assert f"<mark>{html.escape(shown, quote=True)}</mark>" in page.replace("&#34;", "&quot;")
-    assert ("The model's tokenizer is not on this machine" in page) is not (files != [])
+    assert ("The model's tokenizer is not on this machine" in page) is not known
 
 
 @pytest.mark.parametrize("positions", ["all", "last"])
@@ -238,7 +236,7 @@ def test_cut_documents_are_found_whatever_is_kept_of_them(run, tmp_path, positio
 
 
 @pytest.mark.parametrize("value", [0, 1, 1e-30])
-def test_hooks_without_a_layer_and_hooks_that_do_not_vary_have_a_page(value, tmp_path):
+def test_hooks_without_a_layer_and_hooks_that_do_not_vary_are_shown(value, tmp_path):
     chance = np.random.default_rng(0)
     names = {"still": "модель.слой.$x^{$", "varying": "my.layers.3.output"}
     with ActivationStorage(str(tmp_path / "run"), names) as storage:
@@ -249,13 +247,42 @@ def test_hooks_without_a_layer_and_hooks_that_do_not_vary_have_a_page(value, tmp
             values = chance.standard_normal((7, 4)).astype(np.float32)
             storage.add_activation("varying", values, number, "", token_ids, None)
     text = text_of(page_of(tmp_path / "run", tmp_path))
-    assert f"These hooks do not vary in the sample: {names['still']}." in text
-    assert "other hooks" in text and names["varying"] in text
+    assert "other hooks" in text and all(name in text for name in names.values())
 
 
-def test_activations_whose_norms_are_no_usable_numbers_are_refused(run, tmp_path, capsys):
+def test_an_outlier_dimension_is_named(tmp_path):
+    chance = np.random.default_rng(0)
+    with ActivationStorage(str(tmp_path / "run"), {0: "blocks.0.a", 1: "blocks.1.a"}) as storage:
+        for number in range(5):
+            values = chance.standard_normal((2, 7, 8)).astype(np.float32)
+            values[1, :, 3] = 200
+            for layer in range(2):
+                storage.add_activation(layer, values[layer], number, "", np.arange(7), None)
+    text = text_of(page_of(tmp_path / "run", tmp_path))
+    named = (
+        r"1 of 2 hooks has dimensions with .* at most \d\d\d times \(dimension 3 of blocks.1.a\)"
+    )
+    assert re.search(named, text) and re.search(r" 3 \(\d\d\d×\)", text)
+
+
+def test_samples_of_which_no_token_is_kept_are_not_among_the_documents(tmp_path):
+    with ActivationStorage(str(tmp_path), {0: "h"}) as storage:
+        for number in range(6):
+            count = 3 * (number % 2)
+            values, ids = np.ones((count, 4), np.float32), np.full(count, number, np.int32)
+            storage.add_activation(0, values, number, "", ids, f"id-{number}")
+    sample = read_sample(ActivationDataset(tmp_path), ["h"])
+    assert [document.doc_id for document in sample.documents] == ["id-1", "id-3", "id-5"]
+    assert sample.document.tolist() == [0] * 3 + [1] * 3 + [2] * 3
+    assert sample.token_ids.tolist() == [1] * 3 + [3] * 3 + [5] * 3
+
+
+@pytest.mark.parametrize("value", [1e30, np.nan])
+def test_activations_whose_norms_are_no_usable_numbers_are_refused(value, run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
-    change_shard(tmp_path / "run", 2, lambda shard: shard[3][0]["activation"].fill(1e30))
+    shard = load(tmp_path / "run", 2)
+    shard[3][0]["activation"].fill(value)
+    replace_shard(tmp_path / "run", 2, gzip.compress(pickle.dumps(shard, 4)))
     assert main("--report", "--output_dir", tmp_path / "run") == 1
     assert f"sample 3, {HOOKS[3]}: NaN or huge values" in capsys.readouterr().err
 

@@ -56,11 +56,6 @@ def test_a_sample_knows_its_row_and_rows_without_text_are_counted(
     assert all(json.loads(every[s.row["line"] - 1])["id"] == s.doc_id for s in dataset)
     assert {s.row["file"] for s in dataset} == {"rows.jsonl"}
     assert dataset.metadata["empty_rows"] == 3 and dataset.metadata["skipped_rows"] == 0
-    again = main(
-        "--export", "pickle", "--output_dir", tmp_path / "out", "--export_dir", tmp_path / "x"
-    )
-    assert again == 0
-    assert [s.row for s in ActivationDataset(tmp_path / "x")] == [s.row for s in dataset]
 
 
 def test_empty_rows_at_the_end_count_too_and_once(extract, tmp_path):

@@ -17,7 +17,7 @@ from storages import open_storage
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.formats import BLOCK_BYTES, Threads, blocks_of, gzipped
-from activation_extraction.store.local_files import write_atomically
+from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.pickle_file import pieces_of, read_records
 from activation_extraction.store.safe_unpickler import UnsafeError
 
@@ -38,12 +38,9 @@ def test_writing_is_atomic(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"before")
 
-    def fail(file):
+    with pytest.raises(OSError), AtomicFile(path) as file:
         file.write(b"half")
         raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError):
-        write_atomically(path, fail)
     assert path.read_bytes() == b"before" and os.listdir(tmp_path) == ["file"]
 
 

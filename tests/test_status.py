@@ -396,3 +396,12 @@ def test_durations():
         (90000, "1 d 1 h"),
     ):
         assert status_module._duration(seconds) == told
+
+
+@pytest.mark.parametrize("line", ['{"time": "x"}', '{"time": 1, "tokens": "y"}', "[" * 10**5])
+def test_metrics_that_are_no_numbers_are_left_out(line, tmp_path, capsys):
+    extract(tmp_path)
+    more = '{"time": 1, "model_flops_utilisation": "evil", "steps": [1]}'
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n{more}\n")
+    assert main("--status", "--output_dir", tmp_path) == 0
+    assert "evil" not in capsys.readouterr().out

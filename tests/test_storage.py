@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from extractions import merge_all
+from extractions import merge_all, statistics_of
 from storages import open_storage
 
 from activation_extraction import ActivationDataset
@@ -426,8 +426,8 @@ def test_an_existing_extraction_is_kept_unless_overwritten(tmp_path):
 def test_statistics_merge_to_those_of_the_whole():
     whole = np.random.default_rng(0).normal(3.0, 2.0, (997, 8)).astype(np.float32)
     parts = np.split(whole, [1, 5, 300, 301, 640])
-    merged = merge_all(Statistics.from_array(part) for part in parts)
-    direct = Statistics.from_array(whole)
+    merged = merge_all(statistics_of(part) for part in parts)
+    direct = statistics_of(whole)
     for field, value in direct.to_json().items():
         assert merged.to_json()[field] == pytest.approx(value, rel=1e-9), field
     norms = np.linalg.norm(whole.astype(np.float64), axis=1)

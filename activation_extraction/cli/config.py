@@ -116,10 +116,7 @@ def _refuse_conflicts(given: Given) -> None:
     modes = [f"--{mode}" for mode in MODES if mode in given and mode not in planning]
     if len(modes) > 1:
         raise InputError(f"{' and '.join(modes)} cannot be used together")
-    if given.get("compress_shards") and "safetensors" in (
-        given.get("shard_format"),
-        given.get("export"),
-    ):
+    if given.get("compress_shards") and given.get("shard_format") == "safetensors":
         raise InputError(
             "--compress_shards: safetensors are never compressed, so that ranges of them can be "
             "read; leave it out, or choose pickle"

@@ -518,8 +518,8 @@ class Config:
         metavar="N",
     )
     report: str | None = flag(
-        "write an HTML page about the activations: norms, leading directions, the largest "
-        "tokens, throughput; also works during a run",
+        "write an HTML page about the activations: norms by layer and position, outlier tokens and "
+        "dimensions, lengths of documents, throughput; also works during a run",
         default_is="report.html in --output_dir, or in the working directory for a bucket",
         parse=str,
         nargs="?",
@@ -527,16 +527,15 @@ class Config:
         metavar="FILE",
     )
     export: str | None = flag(
-        "copy a finished run to --export_dir: pickle and safetensors make a run of such "
-        "shards; memmap makes the files of jkminder's dictionary_learning (crosscoders), "
-        "llamascopium those of Llamascopium, sae_lens the cached activations of SAELens; the same "
-        "command continues an export that was stopped; --hook_names chooses hooks",
+        "copy a finished run to --export_dir: memmap makes the files of jkminder's "
+        "dictionary_learning (crosscoders), llamascopium those of Llamascopium, sae_lens the "
+        "cached activations of SAELens; --hook_names chooses hooks",
         default_is="all",
         needs="export_dir",
-        choices=(*SHARD_FORMATS, "memmap", "llamascopium", "sae_lens"),
+        choices=("memmap", "llamascopium", "sae_lens"),
     )
     export_dir: str | None = flag(
-        "the folder that --export writes to", needs="export", metavar="FOLDER"
+        "the folder that --export makes; it must not exist yet", needs="export", metavar="FOLDER"
     )
     demo: bool = switch(
         "make a tiny model and sample documents in --output_dir/demo_inputs and extract from them",

@@ -56,7 +56,7 @@ def paired(a: Any, b: Any) -> "PairedRuns":
 
     The order is that of `a`; `b` is read wherever its tokens lie. If `b` stores pickles, those that
     have samples of a shard of `a` are all unpacked for it, and up to six shards come on top of the
-    buffer. If its order is quite another one, copy it with `--export safetensors` first.
+    buffer. If its order is quite another one, this takes long.
 
     Raises ValueError when there is no such run, when a run has two samples of a row, when no row is
     in both, or when the metadata of the runs shows that their samples come from other data or were

@@ -25,8 +25,7 @@ def look(config: Config, load: Callable[[dict[str, Any]], Recompute] | None = No
         if config.report is not None:
             return show_report(root, config.report)
         if config.export is not None and config.export_dir is not None:
-            patterns, compress = config.hook_names, config.compress_shards
-            export(root, config.export, config.export_dir, patterns, compress)
+            export(root, config.export, config.export_dir, config.hook_names)
             return 0
         return verify(root, load, config.verify_samples)
     except FolderError as error:

@@ -142,24 +142,32 @@ class Pace(NamedTuple):
     seconds_per_shard: float
 
 
-def _pace(commits: list[Commit]) -> Pace | None:
-    """Returns the pace of the last shards; None if they do not show it.
+def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
+    """Yields the shards of a host, in order, each with the time that it took, if that is known.
 
     A shard's time starts at the previous commit, or at the start of its own run if that is later.
     So a pause between two runs does not count.
     """
-    seconds = tokens = samples = shards = 0.0
     before: Commit | None = None
-    for commit in commits[-RECENT - 1 :]:
+    for commit in commits:
         same_run = before is not None and before.began == commit.began
         since = before.committed if before is not None and same_run else commit.began
-        first = before is None and len(commits) > RECENT
+        if since is not None and commit.committed > since:
+            yield commit, commit.committed - since
         before = commit
-        if first or since is None or commit.committed <= since:
-            continue
-        seconds += commit.committed - since
-        tokens, samples, shards = tokens + commit.tokens, samples + commit.count, shards + 1
-    return Pace(tokens / seconds, samples / seconds, seconds / shards) if shards else None
+
+
+def _pace(commits: list[Commit]) -> Pace | None:
+    """Returns the pace of the last shards; None if they do not show it."""
+    timed = list(shard_seconds(commits[-RECENT - 1 :]))
+    if len(commits) > RECENT:  # nothing is known of the commit before the first of these
+        timed = [each for each in timed if each[0] is not commits[-RECENT - 1]]
+    if not timed:
+        return None
+    seconds = sum(each for _, each in timed)
+    tokens = sum(commit.tokens for commit, _ in timed)
+    samples = sum(commit.count for commit, _ in timed)
+    return Pace(tokens / seconds, samples / seconds, seconds / len(timed))
 
 
 def _state(stored: Stored, metadata: dict[str, Any], pace: Pace | None, last_sign: float) -> str:

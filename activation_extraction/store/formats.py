@@ -12,17 +12,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from isal import isal_zlib
 
 from activation_extraction.common.choices import SHARD_FORMATS
-from activation_extraction.common.encodings import OF_DTYPE
+from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import InputError
 from activation_extraction.store.commit import SHARD_NUMBER, shard_name
-from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.pickle_file import pickle_pieces
 from activation_extraction.store.safe_unpickler import NUMBER_TYPES
 from activation_extraction.store.safetensors_file import DTYPES, safetensors_pieces
@@ -135,7 +133,7 @@ class ShardFormat:
 
 
 PICKLE_DTYPES = {"bfloat16", *(np.dtype(code).name for code in NUMBER_TYPES)}
-SAFETENSORS_DTYPES = {dtype.name for dtype in DTYPES.values()} - OF_DTYPE.keys()
+SAFETENSORS_DTYPES = {dtype.name for dtype in DTYPES.values()} - {VALUES.name}
 PICKLE = ShardFormat(".pkl", pickle_pieces, PICKLE_DTYPES)
 GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, PICKLE_DTYPES, compressed=True)
 SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces, SAFETENSORS_DTYPES)
@@ -158,18 +156,6 @@ def format_of(file: str) -> ShardFormat | None:
     """Returns the format of a shard file, by its name; None for any other file."""
     match = SHARD_FILE.fullmatch(file)
     return next((each for each in FORMATS if match and each.suffix == match[1]), None)
-
-
-def write_shard(
-    path: Path, shard: Shard, names: Mapping[Key, str], shard_format: ShardFormat
-) -> Packed:
-    """Writes a shard to a local file, which appears once it is complete. Raises OSError."""
-    threads = Threads(2)
-    with AtomicFile(path) as file, threads.pool:
-        packed = shard_format.write(shard, names, threads, [file.write])
-        file.finish()
-        file.publish()
-    return packed
 
 
 def lines_of_dataset(url: str) -> tuple[str, ...]:

@@ -6,16 +6,14 @@ and it may point to a file elsewhere.
 
 import errno
 import fcntl
-import hashlib
 import os
 import platform
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.log import log
@@ -89,34 +87,12 @@ class AtomicFile:
                 self._temporary.unlink()
 
 
-class _Hashed:
-    """Passes what is written on to a file, and computes its SHA-256."""
-
-    def __init__(self, file: AtomicFile) -> None:
-        self._file = file
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: bytes | memoryview) -> int:
-        self.sha256.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        pass
-
-
-def write_atomically(path: Path, write: Callable[[Any], object]) -> str:
-    """Calls `write(file)` to write a file, and returns the file's SHA-256. Raises OSError."""
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a whole file atomically. Raises OSError."""
     with AtomicFile(path) as file:
-        hashed = _Hashed(file)
-        write(hashed)
+        file.write(data)
         file.finish()
         file.publish()
-    return hashed.sha256.hexdigest()
-
-
-def write_bytes(path: Path, data: bytes) -> str:
-    """Writes a whole file atomically, and returns its SHA-256. Raises OSError."""
-    return write_atomically(path, lambda file: file.write(data))
 
 
 def append_line(path: Path, line: str) -> None:

@@ -11,7 +11,6 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import eq
 from typing import Annotated, Any
 
 import numpy as np
@@ -150,31 +149,6 @@ def are_valid_offsets(offsets: np.ndarray, tokens: int) -> bool:
     if len(offsets) == 0 or [int(offsets[0]), int(offsets[-1])] != [0, tokens]:
         return False
     return bool((offsets[1:] >= offsets[:-1]).all())  # differences of int64 may overflow
-
-
-def same_content(one: Shard, other: Shard) -> bool:
-    """Returns whether two shards have the same samples, texts and values, bit by bit."""
-
-    def fields(row: SampleRow) -> tuple[Any, ...]:
-        scalars = row.sample_idx, row.text_preview, repr(row.doc_id), row.row, row.cut
-        labels = [(name, _bits(values)) for name, values in row.labels.items()]
-        return *scalars, repr(row.columns), _bits(row.token_ids), _bits(row.positions), labels
-
-    arrays = (one.slices, other.slices), (one.scales, other.scales)
-    return (
-        len(one.samples) == len(other.samples)
-        and all(list(ours) == list(theirs) for ours, theirs in arrays)
-        and all(map(eq, map(fields, one.samples), map(fields, other.samples)))
-        and all(
-            all(map(eq, map(_bits, ours[key]), map(_bits, theirs[key])))
-            for ours, theirs in arrays
-            for key in ours
-        )
-    )
-
-
-def _bits(array: np.ndarray | None) -> tuple[Any, ...] | None:
-    return None if array is None else (array.dtype, array.shape, array.tobytes())
 
 
 @dataclass(frozen=True)

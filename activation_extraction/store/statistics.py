@@ -213,12 +213,6 @@ class Statistics:
     max_norm: Positive = 0.0
     error: EncodingError | None = None
 
-    @classmethod
-    def from_array(cls, activation: np.ndarray) -> "Statistics":
-        """Returns the statistics of a (tokens, width) array, computed in float64."""
-        positions = [np.ones(len(activation), np.int32)]  # which do not matter here
-        return sums_of([activation], positions).statistics
-
     @property
     def finite(self) -> bool:
         """Whether no value was NaN or infinite."""
