@@ -213,7 +213,7 @@ def test_the_words(said):
         (("--plan", "v5e-4", "--batch_size", "3", "--mesh_type", "2d", "--mesh_shape", "4,1"), "3"),
         (
             ("--plan", "h100-8", "--mesh_shape", "2,4", "--mesh_axes", "pipeline,data"),
-            "--mesh_axes pipeline: --plan has no formula for a pipeline",
+            "--mesh_type, --mesh_axes: --plan has no formula for a pipeline",
         ),
     ],
 )
@@ -225,6 +225,13 @@ def test_bad_input(formulas, capsys, tmp_path, flags, named):
     last = err.splitlines()[-1]
     assert out == "" and last.startswith("error: ") and named in last
     assert not (tmp_path / "new").exists()
+
+
+def test_what_an_estimate_leaves_out_is_logged(formulas, tmp_path, capsys):
+    assert main("--plan", "v5e-4", "--demo", "--batch_size", "auto", "--json") == 0
+    logged = capsys.readouterr().err
+    assert "nothing is compiled: that needs libtpu" in logged
+    assert "a run may take more than these 8 rows" in logged
 
 
 @pytest.fixture

@@ -67,9 +67,9 @@ def test_chips_of_a_host(name, per_host, hosts):
         ("h100:2x4", "there are machines of v4, v5e"),
         ("", "there are machines of v4, v5e"),
         ("v5e:8x8\n", "there are machines of v4, v5e"),
-        ("h100-0", "it can have hosts of no number of chips"),
-        ("h100-12", "--chips_per_host 8: it can have hosts of 1, 2, 3, 4, 6, 12 chips"),
-        ("v5p:3x3x3", "--chips_per_host 4: it can have hosts of no number of chips"),
+        ("h100-0", "its chips divide among hosts of no number"),
+        ("h100-12", "--chips_per_host 8: its chips divide among hosts of 1, 2, 3, 4, 6, 12"),
+        ("v5p:3x3x3", "--chips_per_host 4: its chips divide among hosts of no number"),
     ],
 )
 def test_wrong_names_list_good_ones(name, words):
@@ -80,7 +80,9 @@ def test_wrong_names_list_good_ones(name, words):
 
 @pytest.mark.parametrize("name,per_host", [("v5e:8x8", 2), ("v5e:2x2", 8), ("v4-32", 8)])
 def test_hosts_that_there_are_not(name, per_host):
-    with pytest.raises(InputError, match=f"--chips_per_host {per_host}: it can have hosts of "):
+    with pytest.raises(
+        InputError, match=f"--chips_per_host {per_host}: its chips divide among hosts of "
+    ):
         topology_of(name, per_host)
 
 

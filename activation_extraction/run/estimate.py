@@ -121,8 +121,7 @@ def print_estimate(config: Config, families: Families) -> int:
             (least, most), (slow, fast) = run.tokens, best.tokens_per_second
             amounts["hours"] = least / fast / 3600, most / slow / 3600
             if run.prices:
-                prices = min(run.prices), max(run.prices)
-                spent = zip(amounts["hours"], prices, strict=True)
+                spent = zip(amounts["hours"], (min(run.prices), max(run.prices)), strict=True)
                 amounts["dollars"] = [run.topology.chips * time * price for time, price in spent]
     if config.json:
         say(json.dumps({"meshes": meshes, "best": best} | amounts, default=asdict))
@@ -135,8 +134,9 @@ def planned_run(config: Config, families: Families) -> PlannedRun:
     """Returns what the flags ask to estimate. Raises InputError."""
     topology = topology_of(config.plan or "", config.chips_per_host)
     jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
-    raw = read_config(config)
-    request = model_request(config, topology.described())
+    raw, request = read_config(config), model_request(config, topology.described())
+    if config.batch_size == "auto":
+        log.info("--batch_size auto: a run may take more than these %d rows", request.rows)
     model = program_of(families, request, raw).model
     letters = model.config.sizes_with(request.length)
     forms = [hook.kind.form(letters, model.activation_dtype) for hook in model.hooks]
@@ -171,7 +171,7 @@ def program_of(families: Families, request: ModelRequest, raw: Mapping[str, Any]
     family, config = families.parse_config(raw, request.model_path)
     model, rows = build_model(family, request, config)
     if model.layout.size("pipeline") > 1:
-        raise InputError("--mesh_axes pipeline: --plan has no formula for a pipeline")
+        raise InputError("--mesh_type, --mesh_axes: --plan has no formula for a pipeline")
     return Program(model, family.weight_table(model), rows, (request.rows, request.length))
 
 
@@ -182,7 +182,9 @@ def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> M
     step = StepSizes(program.model, program.weights, rows, request.length)
     found, room = step.estimate(layout, devices), USABLE * (memory_of(devices[0]) or 0)
     tokens, fits, compiled = rows * request.length, found.memory <= room, None
-    if run.topology.is_tpu and find_spec("libtpu") is not None:
+    if run.topology.is_tpu and find_spec("libtpu") is None:
+        log.info("nothing is compiled: that needs libtpu, the TPU compiler (pip install '.[plan]')")
+    elif run.topology.is_tpu:
         log.info("compiling the program for the mesh %s", in_words(layout.shape))
         said = compile_elsewhere(run, request)
         if isinstance(said, str):
@@ -252,9 +254,8 @@ def pack_rate(config: Config, dtype: Any) -> Range:
 
 
 def data_size(config: Config) -> tuple[Range | None, float]:
-    """Returns how many tokens the run computes in all, at least and at most, and the share of them
-    that is stored. None: nothing says how much data there is.
-    """
+    """Returns how many tokens the run computes in all, at least and at most, None if nothing says
+    how much data there is; and the share of them that is stored."""
     length, overlap = config.max_seq_length, config.overlap
     step = length - overlap if config.long_documents == "split" else max(DOCUMENTS)
     pieces = [(x, start) for x in DOCUMENTS for start in range(0, max(x - overlap, 1), step)]
@@ -299,8 +300,9 @@ def lines_of(run: PlannedRun, meshes: list[MeshEstimate], amounts: dict) -> Iter
     prices = short(*sorted(run.prices)) if run.prices else "unknown"
     yield (
         f"assumed: these shares of the peak speeds: {shares}; {1 - FILLED:.0%} padding; documents "
-        "as long as FineWeb-Edu's; no token dropped by its role, mask or id; dollars for a chip "
-        f"and an hour: {prices} (without --chip_hour_dollars, Google Cloud's of {PRICES_OF})"
+        "as long as FineWeb-Edu's; no token dropped by its role, mask or id; one machine, if there "
+        f"are --total_machines; dollars for a chip and an hour: {prices} (without "
+        f"--chip_hour_dollars, Google Cloud's of {PRICES_OF})"
     )
     yield "this is an estimate: a run with --max_samples 200 has the real numbers, see --status"
 

@@ -17,7 +17,6 @@ FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 CUBES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16"
 HOSTS = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4)}  # chips of a TPU host -> their arrangement
 USUAL = 4  # chips of a TPU host, always so with CUBES
-GPU_MEMORY = 0.75  # the share of a GPU's memory that JAX takes by default
 
 
 class Kind(NamedTuple):
@@ -63,10 +62,9 @@ class Device:
     process_index: int
 
     def memory_stats(self) -> dict[str, float]:
-        """Returns what a GPU would report; the kind of a TPU says how much memory it has."""
-        if self.platform != "gpu":
-            return {}
-        return {"bytes_limit": GPU_MEMORY * CHIPS[self.device_kind].memory}
+        """Returns what a GPU would report: by default, JAX takes three quarters of its memory."""
+        gpu = self.platform == "gpu"
+        return {"bytes_limit": 0.75 * CHIPS[self.device_kind].memory} if gpu else {}
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
         usual, hosts = min(chips, 8), [n for n in range(1, chips + 1) if chips % n == 0]
     per_host = usual if chips_per_host is None else chips_per_host
     if per_host not in hosts:
-        known = f"it can have hosts of {', '.join(map(str, hosts)) or 'no number of'} chips"
+        known = f"its chips divide among hosts of {', '.join(map(str, hosts)) or 'no number'}"
         raise InputError(f"--plan {name} --chips_per_host {per_host}: {known}")
     return Topology(known_as, kind, chips // per_host, chips)
 
