@@ -77,17 +77,53 @@ def test_known_truths(planned):
     assert given["shape"] == {"data": 64} and not given["fits"]
 
 
-def test_the_step_takes_the_products_of_an_independent_count(planned):
-    """They are two for every weight of the 24 layers that run, and those of causal attention."""
-    hidden, mlp, kv, length = 3584, 18944, 512, 2048
-    weights = hidden * (2 * hidden + 2 * kv + 3 * mlp)
-    flops = 24 * (2 * weights + 2 * 2 * hidden * length / 2)
-    (found,) = planned("v5p-32", "Qwen/Qwen2.5-7B")["meshes"]
-    tokens = 4 * 8 * 2048
-    expected = 1e3 * tokens * flops / (16 * CHIPS["TPU v5"].flops)
-    assert found["binds"] == "products" and found["step_ms"] == pytest.approx(expected, rel=0.02)
-    low, high = (0.99 * tokens / expected * 1e3 * share for share in BINDS["products"][1])
-    assert found["tokens_per_second"] == pytest.approx([low, high], rel=0.02)
+# Of Qwen2.5-7B: the weights of a layer, and the layers that run.
+HIDDEN, LAYERS = 3584, 24
+WEIGHTS = HIDDEN * (2 * HIDDEN + 2 * 512 + 3 * 18944)
+LINKS, CHIP = 2 * 45e9, CHIPS["TPU v5e"]
+
+
+def products(tokens, length):
+    """Two for every weight, and those of causal attention."""
+    flops = LAYERS * (2 * WEIGHTS + 2 * 2 * HIDDEN * length / 2)
+    return tokens * flops / CHIP.flops
+
+
+@pytest.mark.parametrize(
+    "mesh,length,bound,seconds,shares",
+    [
+        ("4 --mesh_axes data", 2048, "products", products(2 * 2048, 2048), (0.4, 0.7)),
+        # Every weight is read once, those of the embedding, too.
+        (
+            *("4 --mesh_axes data", 16, "hbm"),
+            *(2 * (LAYERS * WEIGHTS + 152064 * HIDDEN) / CHIP.bandwidth, (0.6, 0.9)),
+        ),
+        # A chip receives the weights that it does not hold, beside the products.
+        (
+            *("4 --mesh_axes fsdp", 128, "gathers"),
+            *(3 / 4 * 2 * LAYERS * WEIGHTS / LINKS, (0.6, 0.9)),
+        ),
+    ],
+)
+def test_a_step_takes_what_an_independent_count_says(planned, mesh, length, bound, seconds, shares):
+    flags = f"--mesh_shape {mesh} --max_seq_length {length}".split()
+    *_, found = planned("v5e-4", "Qwen/Qwen2.5-7B", *flags)["meshes"]
+    assert found["binds"] == bound and found["step_ms"] == pytest.approx(1e3 * seconds, rel=0.03)
+    speeds = [0.99 * 8 * length / seconds * share for share in shares]
+    assert found["tokens_per_second"] == pytest.approx(speeds, rel=0.03)
+
+
+def test_nothing_runs_beside_exchanges(planned):
+    """Devices along `model` add up the residual stream twice in a layer, and gather it twice."""
+    flags = "--mesh_shape 1,4 --mesh_axes data,model".split()
+    *_, found = planned("v5e-4", "Qwen/Qwen2.5-7B", *flags)["meshes"]
+    tokens = 8 * 2048
+    sent = 4 * LAYERS * 2 * tokens * HIDDEN * 3 / 4 / LINKS
+    both = products(tokens / 4, 2048), sent
+    assert found["step_ms"] == pytest.approx(1e3 * sum(both), rel=0.02)
+    slow, fast = (both[0] / a + both[1] / b for a, b in ((0.4, 0.6), (0.7, 0.9)))
+    speeds = [0.99 * tokens / slow, 0.99 * tokens / fast]
+    assert found["tokens_per_second"] == pytest.approx(speeds, rel=0.02)
 
 
 def test_the_host_binds_if_it_gets_more_than_it_can_store(planned, monkeypatch):
