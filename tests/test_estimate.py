@@ -143,6 +143,8 @@ def test_the_host_binds_if_it_gets_more_than_it_can_store(planned, monkeypatch):
     assert fourteen["tokens_per_second"] == pytest.approx(expected)
     (threads,) = planned(*run, "--writer_threads", cores // 2)["meshes"]
     assert threads["tokens_per_second"] == pytest.approx([x / 2 for x in expected])
+    (some,) = planned(*run, "--positions", "every:8")["meshes"]
+    assert some["binds"] == "products"
     (upload,) = planned(*run, "--upload_to_gcs", "--gcs_bucket", "b")["meshes"]
     seconds = 0.8 * 14 * 3584 * 2 * tokens / (4 * 1e8)
     expected = [0.99 * 16 * tokens / seconds * share for share in BINDS["upload"][1]]
