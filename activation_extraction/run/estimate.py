@@ -300,9 +300,9 @@ def lines_of(run: PlannedRun, meshes: list[MeshEstimate], amounts: dict) -> Iter
     prices = short(*sorted(run.prices)) if run.prices else "unknown"
     yield (
         f"assumed: these shares of the peak speeds: {shares}; {1 - FILLED:.0%} padding; documents "
-        "as long as FineWeb-Edu's; no token dropped by its role, mask or id; one machine, if there "
-        f"are --total_machines; dollars for a chip and an hour: {prices} (without "
-        f"--chip_hour_dollars, Google Cloud's of {PRICES_OF})"
+        "as long as FineWeb-Edu's; no token dropped by its role, mask or id; no time for sorting "
+        "tokens by expert, which may be most of it; one of --total_machines; dollars of a chip and "
+        f"an hour: {prices} (without --chip_hour_dollars, Google Cloud's of {PRICES_OF})"
     )
     yield "this is an estimate: a run with --max_samples 200 has the real numbers, see --status"
 
