@@ -46,6 +46,7 @@ from activation_extraction.model.devices import (
 from activation_extraction.model.forward import Activations, Step, choose_dtypes, compile_step
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.run.demo import MODEL_CONFIG
+from activation_extraction.run.estimate import print_estimate
 from activation_extraction.run.hosts import (
     Host,
     Lockstep,
@@ -57,9 +58,6 @@ from activation_extraction.run.hosts import (
     one_step_behind,
     raise_together,
 )
-from activation_extraction.run.kept_plan import keep_plan
-from activation_extraction.run.make_plan import make_plan
-from activation_extraction.run.plan_view import show_plan
 from activation_extraction.run.prepare import Job, model_request, prepare_together
 from activation_extraction.run.recompute import load_for_recomputing
 from activation_extraction.run.summary import (
@@ -86,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.list_hooks:
             return show_hooks(config)
         if config.plan is not None:
-            return plan_run(config)
+            return print_estimate(config, FAMILIES)
         return inspect_output(config) if config.looking else run(config)
 
     return exit_status(begin)
@@ -254,22 +252,6 @@ def show_hooks(config: Config) -> int:
     rule, length = config.positions, config.max_seq_length
     table = hook_table(model, config.top_logits)
     say(*list_hooks(table, model, stored, rule, length))
-    return 0
-
-
-def plan_run(config: Config) -> int:
-    """Prints, draws and keeps the plan of a run with these flags (--plan); returns the status."""
-    from activation_extraction.run.plan_picture import check_picture, draw_plan
-
-    if config.plan_png is not None:
-        check_picture(config.plan_png)
-    plan = make_plan(config, FAMILIES)
-    show_plan(plan, config.json)
-    if config.plan_png is not None:
-        draw_plan(plan, config.plan_png)
-        log.info("picture: %s", config.plan_png)
-    if (kept := plan.to_keep()) is not None:
-        keep_plan(config, kept)
     return 0
 
 

@@ -280,9 +280,11 @@ def weight_table(model: nn.Module, tensors: Iterable[str] = ()) -> dict[Path, We
     """
     fused = any(name.endswith("experts.gate_up_proj") for name in tensors)
     renamed = _renamed(model.config, fused)
+    # The weights are the same on devices that are not here, whose kernels cannot run.
+    plain = model.clone(kernels=Kernels(), layout=Layout(), parent=None)
     return {
         path: _weight(path, boxed.value.shape, boxed.names, model, renamed)
-        for path, boxed in declared(model.clone(layout=Layout(), parent=None)).items()
+        for path, boxed in declared(plain).items()
     }
 
 

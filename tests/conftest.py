@@ -83,13 +83,10 @@ from tokenizers import Tokenizer
 from activation_extraction.common.choices import DEFAULT_TOP_LOGITS
 from activation_extraction.common.log import take_over_gcsfs_log
 from activation_extraction.inspect.verify import verify
-from activation_extraction.model import topologies
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.hooks import hook_table
-from activation_extraction.model.step_plan import by_formula
-from activation_extraction.run import demo, make_plan
+from activation_extraction.run import demo
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.pack_rate import PackRate
 from activation_extraction.text.samples import load_tokenizer
 from qwen2_jax_with_hooks import FAMILIES
 
@@ -405,11 +402,3 @@ def check(capsys: pytest.CaptureFixture[str]) -> Callable[[Path | str], list[str
         return problems
 
     return run
-
-
-@pytest.fixture
-def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are made by formula: nothing is compiled or measured, and libtpu is not needed."""
-    monkeypatch.setattr(make_plan, "plan_step_on", lambda run, mesh: by_formula(run.sizes, mesh))
-    monkeypatch.setattr(make_plan, "pack_rate", lambda *_: PackRate(1e9, 0.8))
-    monkeypatch.setattr(topologies, "find_spec", lambda name: True)

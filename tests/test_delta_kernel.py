@@ -22,9 +22,9 @@ from activation_extraction.model import delta_kernel
 from activation_extraction.model.delta_kernel import CHUNK, pallas_delta_rule
 from activation_extraction.model.delta_net import token_by_token
 from activation_extraction.model.hooks import hook_table
-from activation_extraction.model.kernel_flops import padded_flops
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import einsum
+from benchmarks.step_plan import padded_flops
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")

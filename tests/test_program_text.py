@@ -2,7 +2,7 @@
 
 import pytest
 
-from activation_extraction.model.program_text import Move, ProgramText, groups
+from benchmarks.program_text import Move, ProgramText, groups
 
 # Two turns of a loop gather a weight while a product runs, then send a sum without anything beside.
 # A turn runs one of two branches; the first moves 4,096 bytes, the second 8,192.

@@ -6,9 +6,8 @@ from collections import Counter
 import pytest
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model import topologies
 from activation_extraction.model.released import SIZES, released_config
-from activation_extraction.model.topologies import CUBES, FLAT, TPUS, topology_of
+from activation_extraction.run.topologies import KINDS, topology_of
 from qwen2_jax_with_hooks import FAMILIES
 
 
@@ -44,7 +43,7 @@ def test_names(name, known_as, hosts, chips, devices):
 
 @pytest.mark.parametrize(
     "name,per_host,hosts",
-    [("v5e:8x8", 8, 8), ("v5e:8x8", 16, 4), ("v5e:2x4", 4, 2), ("h100-8", 4, 2)],
+    [("v5e:8x8", 8, 8), ("v5e:8x8", 16, 4), ("v5e:2x4", 4, 2), ("h100-8", 4, 2), ("h100-12", 6, 2)],
 )
 def test_chips_of_a_host(name, per_host, hosts):
     assert topology_of(name, per_host).hosts == hosts
@@ -53,22 +52,24 @@ def test_chips_of_a_host(name, per_host, hosts):
 @pytest.mark.parametrize(
     "name,words",
     [
-        ("v5e", "examples: v5e:8x8 (or v5litepod-64)"),
-        ("tpu7-16", "did you mean tpu7x?; examples: "),
-        ("v5e:64", "examples: "),
-        ("v5e-8x8", "examples: "),
-        ("v5e-63", "there are v5e-1, v5e-4, v5e-8, v5e-16, v5e-32"),
-        ("v4-63", "there are v4-8, v4-16, v4-32"),
-        ("v5e:8x8x8", "there are v5e:1x1, v5e:2x2"),
-        ("v4:2x2", "there are v4:2x2x1, v4:2x2x2"),
-        ("v5e:0x8", "there are v5e:1x1"),
-        ("v5e:99999x99999", "there are v5e:1x1"),
-        ("h100:8", "examples: "),
-        ("h100-0", "do not divide among hosts"),
-        ("h100-12", "do not divide among hosts of 8"),
-        ("", "examples: "),
-        ("v5e:8x8\n", "examples: "),
-        ("v5p:3x3x3", "these numbers would do: none"),
+        ("v5e", "there are v5e-1 (v5e:1x1), v5e-4 (v5e:2x2)"),
+        ("v5litepod", "there are v5e-1 (v5e:1x1)"),
+        ("v5e-63", "v5e-16 (v5e:4x4), v5e-32 (v5e:4x8)"),
+        ("v4-63", "there are v4-8 (v4:2x2x1), v4-16 (v4:2x2x2)"),
+        ("v5e:8x8x8", "there are v5e-1 (v5e:1x1)"),
+        ("v4:2x2", "there are v4-8 (v4:2x2x1)"),
+        ("v5e:0x8", "there are v5e-1"),
+        ("v5e:99999x99999", "there are v5e-1"),
+        ("tpu7-16", "v6e, tpu7x, a100, h100, h200, such as v5e:8x8, v5litepod-64, v4-32 or h100-8"),
+        ("here", "there are machines of v4, v5e"),
+        ("v5e:64", "there are machines of v4, v5e"),
+        ("v5e-8x8", "there are machines of v4, v5e"),
+        ("h100:2x4", "there are machines of v4, v5e"),
+        ("", "there are machines of v4, v5e"),
+        ("v5e:8x8\n", "there are machines of v4, v5e"),
+        ("h100-0", "its chips divide among hosts of no number"),
+        ("h100-12", "--chips_per_host 8: its chips divide among hosts of 1, 2, 3, 4, 6, 12"),
+        ("v5p:3x3x3", "--chips_per_host 4: its chips divide among hosts of no number"),
     ],
 )
 def test_wrong_names_list_good_ones(name, words):
@@ -79,7 +80,9 @@ def test_wrong_names_list_good_ones(name, words):
 
 @pytest.mark.parametrize("name,per_host", [("v5e:8x8", 2), ("v5e:2x2", 8), ("v4-32", 8)])
 def test_hosts_that_there_are_not(name, per_host):
-    with pytest.raises(InputError, match="the chips do not divide among such hosts; these numbers"):
+    with pytest.raises(
+        InputError, match=f"--chips_per_host {per_host}: its chips divide among hosts of "
+    ):
         topology_of(name, per_host)
 
 
@@ -87,23 +90,16 @@ def test_hosts_that_there_are_not(name, per_host):
 def test_the_compiler_knows_every_machine_alike():
     """Devices, hosts and kinds are those that libtpu gives; the largest machines are left out."""
     pytest.importorskip("libtpu")
-    for kind, tpu in TPUS.items():
-        for chips, arrangement in tpu.arrangements.items():
-            if chips <= 256:
-                topology = topology_of(f"{kind}:{arrangement}")
+    for key, kind in KINDS.items():
+        for shape in kind.shapes.split():
+            topology = topology_of(f"{key}:{shape}")
+            if topology.chips <= 256:
                 real, described = topology.compilable(), topology.described()
                 assert [device.process_index for device in real] == (
                     [device.process_index for device in described]
                 )
                 assert {device.platform for device in real} == {"tpu"}
-                assert all(tpu.chip in device.device_kind for device in real)
-    assert FLAT.keys() & CUBES.keys() >= {4, 8, 16}
-
-
-def test_without_the_compiler(monkeypatch):
-    monkeypatch.setattr(topologies, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="--plan v5e:8x8: needs the TPU compiler.*pip install -e"):
-        topologies.check_compiler("v5e:8x8")
+                assert all(kind.chip in device.device_kind for device in real)
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -111,7 +111,7 @@ def _refuse_conflicts(given: Given) -> None:
             raise InputError("--verify_samples: needs --model_path")
         if "model_revision" in given and _looking(given):
             raise InputError("--model_revision: needs --model_path here")
-    # The run that is planned may begin anew.
+    # The run that is estimated may begin anew.
     planning = {"overwrite"} if "plan" in given else set()
     modes = [f"--{mode}" for mode in MODES if mode in given and mode not in planning]
     if len(modes) > 1:
@@ -121,8 +121,6 @@ def _refuse_conflicts(given: Given) -> None:
             "--compress_shards: safetensors are never compressed, so that ranges of them can be "
             "read; leave it out, or choose pickle"
         )
-    if "chips_per_host" in given and given["plan"] == "here":
-        raise InputError("--chips_per_host: says nothing of --plan here, this machine")
     if "mesh_shape" in given and not given.get("use_data_parallel", True):
         raise InputError("--mesh_shape and --no_data_parallel cannot be used together")
 

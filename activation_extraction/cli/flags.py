@@ -61,10 +61,10 @@ GROUPS = {
         "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account",
     ),
     "plan": (
-        "planning",
-        "give these beside the flags of a run, which then does not start. A plan needs neither "
-        "weights nor data nor, for another machine, its accelerator: it reads the model's "
-        "config.json, and does without it for a released Qwen model if the hub cannot be reached",
+        "before a machine is rented",
+        "give these beside the flags of a run, which then does not start. The estimate needs "
+        "neither weights nor data nor an accelerator: it reads the model's config.json, and does "
+        "without it for a released Qwen model if the hub cannot be reached",
     ),
     "status": (
         "looking at an extraction",
@@ -468,10 +468,10 @@ class Config:
         "how long to keep retrying a failing upload before the run stops", 300
     )
     plan: str | None = flag(
-        "estimate what the run would take on a machine: whether it fits, the best mesh, hours, "
-        "dollars and bytes. Names of machines: v5e:8x8, v5litepod-64 or v4-32 for TPUs, h100 or "
-        "h100-8 for GPUs, here for this machine. A plan for TPUs needs the package libtpu, but no "
-        "TPU",
+        "estimate what the run would take on a machine, on the mesh of auto and on the one that "
+        "is asked for: whether it fits, what a step is bound by, hours, dollars and bytes. Names "
+        "of machines: v5e:8x8, v5litepod-64 or v4-32 for TPUs, h100 or h100-8 for GPUs. If the "
+        "package libtpu is installed, the TPU compiler also says whether the program fits",
         metavar="TOPOLOGY",
     )
     chips_per_host: int | None = flag(
@@ -483,15 +483,10 @@ class Config:
     )
     chip_hour_dollars: tuple[float, ...] | None = flag(
         "with --plan: what a chip costs per hour, on demand and, after a comma, on a spot machine",
-        default_is="from a table of Google Cloud's prices, whose date the plan gives",
+        default_is="from a small table of Google Cloud's prices, whose date is printed",
         parse=dollars,
         needs="plan",
         metavar="X[,Y]",
-    )
-    plan_png: str | None = flag(
-        "with --plan: also draw the memory and the times of every mesh, as a PNG image",
-        needs="plan",
-        metavar="FILE",
     )
     status: bool = switch(
         "show what all machines and hosts have stored, how fast they are and when they will be "
@@ -502,7 +497,9 @@ class Config:
         "with --status: also write it there as aggregated_metadata.json", needs="status"
     )
     json: bool = switch(
-        "with --status or --plan: print all of it as one JSON object instead of a table",
+        "with --status or --plan: print one JSON object. That of --plan has meshes, best (the "
+        "fastest mesh that fits), hours and dollars as [least, most], with the prices of spot "
+        "machines and of those on demand, and terabytes before compression; null is unknown",
         needs="status or plan",
     )
     verify: bool = switch(

@@ -41,17 +41,6 @@ ALIKE = 1.01  # steps that differ by less are taken as equally long
 UNKNOWN = CHIPS["TPU v5e"]
 
 
-class Sent(NamedTuple):
-    """The bytes that a device sends along these mesh axes in a step.
-
-    hidden: those of them that are sent while products run.
-    """
-
-    axes: tuple[str, ...]
-    bytes: float
-    hidden: float
-
-
 class StepMemory(NamedTuple):
     """The bytes that a run takes on each device.
 
@@ -65,11 +54,15 @@ class StepMemory(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What a step on a mesh needs of each device: bytes of memory, and times in seconds."""
+    """What a step on a mesh needs of each device: bytes of memory, and times in seconds.
+
+    hbm: to read and write its memory, which no choice depends on.
+    """
 
     layout: Layout
     memory: float
     products: float
+    hbm: float
     gathers: float
     exchanges: float
 
@@ -99,12 +92,21 @@ class StepSizes:
     ) -> tuple[dict[str, int], str]:
         """Returns mesh axis -> size, and in one line why this mesh was chosen.
 
-        devices: ordered by host; limit: the bytes of memory of each, None if they are unknown.
-        Raises InputError if no mesh divides the rows and widths.
+        If nothing fits by the estimate, it is the mesh that takes least memory. devices: ordered by
+        host; limit: the bytes of memory of each, None if they are unknown. Raises InputError if no
+        mesh divides the rows and widths.
         """
-        return best_mesh(self.estimates(devices), limit)
+        estimates = self._estimates(devices)
+        fitting = [each for each in estimates if each.fits(limit)]
+        if not fitting:
+            best = min(estimates, key=lambda each: each.memory)
+            return best.layout.shape, f"{_memory(best, limit)}; no mesh fits by this estimate"
+        shortest = min(each.seconds for each in fitting)
+        alike = [each for each in fitting if each.seconds <= ALIKE * shortest]
+        best = min(alike, key=_splits)
+        return best.layout.shape, _why(best, limit)
 
-    def estimates(self, devices: Sequence[Any]) -> list[Estimate]:
+    def _estimates(self, devices: Sequence[Any]) -> list[Estimate]:
         """Returns the estimate of every mesh over these devices that can split the step.
 
         devices: ordered by host. Raises InputError if no mesh can.
@@ -143,7 +145,8 @@ class StepSizes:
         exchanges = self._sent_by_model(layout) / speed["model"]
         exchanges += self._sent_by_experts(layout) / speed["expert"]
         gathers = self._gathered(layout) / speed["fsdp"]
-        return Estimate(layout, sum(self.memory(layout)), products, gathers, exchanges)
+        hbm, memory = self._moved(layout) / chip.bandwidth, sum(self.memory(layout))
+        return Estimate(layout, memory, products, hbm, gathers, exchanges)
 
     @cached_property
     def _flops(self) -> float:
@@ -174,17 +177,7 @@ class StepSizes:
         working = item * (held + self._tokens(layout) * widths) + results / 4
         return StepMemory(item * weights, working, results)
 
-    def sent(self, layout: Layout) -> tuple[Sent, ...]:
-        """Returns what each device sends in a step, by formula."""
-        gathered = self._gathered(layout)
-        found = (
-            Sent(("fsdp",), gathered, gathered),
-            Sent(("model",), self._sent_by_model(layout), 0.0),
-            Sent(("expert",), self._sent_by_experts(layout), 0.0),
-        )
-        return tuple(each for each in found if each.bytes)
-
-    def moved(self, layout: Layout) -> float:
+    def _moved(self, layout: Layout) -> float:
         """Returns the bytes of memory that one device reads and writes in a step, by formula.
 
         They are those of the weights, once, and of what goes into the products and comes out of
@@ -240,22 +233,6 @@ class StepSizes:
     def _tokens(self, layout: Layout) -> float:
         """Returns how many tokens of a step the devices along one `model` axis compute."""
         return self.rows * self.length / layout.size(*RULES["batch"])
-
-
-def best_mesh(estimates: Sequence[Estimate], limit: float | None) -> tuple[dict[str, int], str]:
-    """Returns axis -> size of the mesh that `auto` takes of these, and in one line why.
-
-    limit: the bytes of memory of each device, None if they are unknown. If nothing fits by the
-    estimate, it is the mesh that takes least memory.
-    """
-    fitting = [each for each in estimates if each.fits(limit)]
-    if not fitting:
-        best = min(estimates, key=lambda each: each.memory)
-        return best.layout.shape, f"{_memory(best, limit)}; no mesh fits by this estimate"
-    shortest = min(each.seconds for each in fitting)
-    alike = [each for each in fitting if each.seconds <= ALIKE * shortest]
-    best = min(alike, key=_splits)
-    return best.layout.shape, _why(best, limit)
 
 
 def _devices(layout: Layout) -> int:

@@ -41,7 +41,6 @@ from activation_extraction.run.digests import (
 )
 from activation_extraction.run.host_text import HostText, Prefetch, load_text_files, row_form
 from activation_extraction.run.hosts import Host, Watchdog, gather, together
-from activation_extraction.run.kept_plan import kept_plan
 from activation_extraction.run.open_data import open_dataset
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.run_folders import RunFolders, check_siblings, find_metadata
@@ -65,7 +64,7 @@ class Job:
     """A checked request: the model, the text, and where the result goes.
 
     batches: those that were not stored yet when the text was opened; documents: what the batches
-    are made from. repair: None without --repair. planned: see `kept_plan`.
+    are made from. repair: None without --repair.
     """
 
     host: Host
@@ -76,7 +75,6 @@ class Job:
     documents: Documents
     batches: Prefetch[Batch]
     repair: RepairPlanner | None
-    planned: Mapping[str, Any] | None
 
     @property
     def where(self) -> str:
@@ -95,8 +93,7 @@ class Output:
 
     remote: this host's folder in the bucket. earlier: the metadata of an earlier run in each root
     that holds one; own: the metadata of this host. Both are empty when this run starts anew.
-    commit: the hub model's, as this host sees it (see choose_commit). planned: see `kept_plan`, on
-    the first host alone.
+    commit: the hub model's, as this host sees it (see choose_commit).
     """
 
     folders: RunFolders
@@ -104,7 +101,6 @@ class Output:
     earlier: Sequence[dict[str, Any]]
     own: Sequence[dict[str, Any]]
     commit: tuple[str, str] | None
-    planned: Mapping[str, Any] | None
 
 
 def prepare_together(config: Config, host: Host, families: Families, watchdog: Watchdog) -> Job:
@@ -181,8 +177,7 @@ def prepare_output(config: Config, host: Host, on_progress: Callable[[], None]) 
     if not config.demo:
         where, metadata = earlier[0] if earlier else ("", {})
         commit = choose_commit(config.model_path, config.model_revision, where, metadata)
-    planned = kept_plan(config, folders.roots[-1]) if host.id == 0 else None
-    return Output(folders, remote, [metadata for _, metadata in earlier], own, commit, planned)
+    return Output(folders, remote, [metadata for _, metadata in earlier], own, commit)
 
 
 def choose_commit(
@@ -284,13 +279,13 @@ def prepare(
         for root in folders.roots:
             check_siblings(root, identity)
     text = HostText(config, dataset, rows, tokenizer, worker, forward.shape)
-    facts, repair = {**describe_run(config, forward), "plan": output.planned, **facts}, None
+    facts, repair = {**describe_run(config, forward), **facts}, None
     if config.repair:
         local = Folder(str(folders.folder))
         repair = RepairPlanner(local, output.remote, identity, facts)
     storage = open_storage(text, forward, output, identity, facts, repair)
     documents, batches = text.open(storage, watchdog)
-    job = Job(host, forward, folders, storage, text, documents, batches, repair, output.planned)
+    job = Job(host, forward, folders, storage, text, documents, batches, repair)
     return job, fingerprint(forward, identity, dataset.files.files)
 
 

@@ -12,7 +12,6 @@ from activation_extraction.common.visible import counted, say
 from activation_extraction.inspect.status import ranges
 from activation_extraction.model.devices import peak_flops
 from activation_extraction.model.hooks import HookTable
-from activation_extraction.model.mesh import in_words
 from activation_extraction.run.host_text import HostText
 from activation_extraction.run.hosts import any_host, gather
 from activation_extraction.run.prepare import Job
@@ -84,8 +83,6 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         return
     if new := totals.tokens - before.tokens:
         say(_where_the_time_went(job, clock, new))
-        if job.planned is not None:
-            say(_beside_the_plan(job, new / clock.elapsed))
     if totals.shards:
         say("read it with:", *(f"  {line}" for line in _how_to_read(job)))
 
@@ -125,19 +122,6 @@ def _where_the_time_went(job: Job, clock: Clock, tokens: int) -> str:
         f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} {unit}/s; waiting for {times} "
         f"s; of store, until there was room in memory (--waiting_shards_gb): {waits} s; shards "
         f"took {totals.pack_seconds:.1f} s to pack and {totals.write_seconds:.1f} s to write"
-    )
-
-
-def _beside_the_plan(job: Job, speed: float) -> str:
-    """Returns a line with the planned and the real speed. speed: this host's, in tokens/s."""
-    assert job.planned is not None
-    planned, hosts = job.planned, job.host.count
-    low, high = planned["tokens_per_second"]
-    mesh, own = in_words(planned["mesh"]), in_words(job.forward.layout.shape)
-    times = f" ({hosts} times this host's)" if hosts > 1 else ""
-    return (
-        f"planned: {low:,.0f} to {high:,.0f} tokens/s on {planned['machine']}, mesh {mesh}, bound "
-        f"by {planned['bound_by']}; this run: {hosts * speed:,.0f} tokens/s{times}, mesh {own}"
     )
 
 

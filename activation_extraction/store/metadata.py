@@ -39,7 +39,6 @@ from activation_extraction.store.sealed_json import (
     MAX_WIDTH,
     NUMBER,
     OBJECT,
-    RANGE,
     TEXT,
     DamagedError,
     check_fields,
@@ -60,14 +59,6 @@ EMPTY_TOTALS = {"shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
 REQUIRED = ("identity", "status", "max_samples", "written")  # fields of metadata.json
 MODEL = {"hidden_size": integer(1, MAX_WIDTH), "vocab_size": integer(1, MAX_WIDTH)}
 ROWS = {"rows": integer(1, MAX_WIDTH), "device": TEXT, "devices": COUNT, "mesh": OBJECT}
-# What a run shows of its plan.
-PLANNED = {
-    "machine": TEXT,
-    "mesh": OBJECT,
-    "tokens_per_second": RANGE,
-    "bound_by": TEXT,
-}
-PLAN = object_of(PLANNED, tuple(PLANNED))
 DATA_FILE = {"name": TEXT, "bytes": COUNT, "digest": TEXT}
 FIELDS = {
     "status": TEXT,
@@ -82,7 +73,6 @@ FIELDS = {
     "data_files": list_of(object_of(DATA_FILE, tuple(DATA_FILE))),
     "configuration": object_of({"batch_size": integer(1, MAX_WIDTH)}),
     "auto_batch_size": optional(object_of(ROWS, tuple(ROWS))),
-    "plan": optional(PLAN),
     "model": object_of(MODEL),
     "backend": TEXT,
     "mesh": optional(OBJECT),

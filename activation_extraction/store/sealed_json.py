@@ -108,10 +108,6 @@ def object_of(fields: Mapping[str, Kind], needed: Collection[str] = ()) -> Kind:
 
 COUNT = integer(0, MAX_COUNT)
 NUMBER = Kind("a number", lambda value: type(value) in (int, float) and abs(value) <= MAX_NUMBER)
-RANGE = Kind(
-    "two numbers",
-    lambda value: type(value) is list and len(value) == 2 and all(map(NUMBER.fits, value)),
-)
 TEXT = Kind("text", lambda value: type(value) is str)
 OBJECT = object_of({})
 # The types of fields of dataclasses.

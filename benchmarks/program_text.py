@@ -2,7 +2,7 @@
 
 `ProgramText` knows the text of programs that XLA compiled for TPUs. Every instruction's reads and
 writes of HBM count with the padding of their layout; what stays in a chip's fast memory counts
-nothing. step_plan.py compiles the programs and says what the bytes mean.
+nothing. step_plan.py says what the bytes mean.
 """
 
 import math
