@@ -327,7 +327,9 @@ def test_a_column_of_json_that_is_no_json_makes_a_bad_row(texts_of, tmp_path):
     texts = pyarrow.array([json.dumps(talk()), '{"cut', "[" * 100_000])
     table = pyarrow.table({"messages": pyarrow.ExtensionArray.from_storage(JSON, texts)})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(RunError, match=r"row 1 \(both from 0\): not JSON: Unterminated string"):
+    with pytest.raises(
+        RunError, match=r"row 1 \(both from 0\): column messages: not JSON: Unterminated string"
+    ):
         texts_of(tmp_path / "a.parquet", QWEN3)
     assert len(texts_of(tmp_path / "a.parquet", QWEN3, skip=True)) == 1
 
@@ -368,7 +370,7 @@ def test_arguments_as_json_text_are_objects_for_every_template(source, texts_of,
     assert source == QWEN3_5 or '{"city": "Lima", "é": [1, null]}' in whole
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Li', "[1]", '"x"', "plain"])
+@pytest.mark.parametrize("arguments", ['{"city": "Li', "[1]", '"x"', "plain", None])
 def test_other_arguments_are_what_transformers_renders(arguments, texts_of, tokenizer, tmp_path):
     messages = talk("find", arguments)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))

@@ -172,7 +172,7 @@ class IdsColumn:
     """Reads token ids from a column, and from another one which of them may be kept.
 
     mask: the name of that column, "" for none; if it is ATTENTION_MASK, it says which of the token
-    ids are no padding, and there are no others. vocabulary: how many token ids the model has.
+    ids are not padding, and there are no others. vocabulary: how many token ids the model has.
     """
 
     doing: ClassVar = "reading"
@@ -188,14 +188,7 @@ class IdsColumn:
         given = column_of(row, self.name, "--ids_column")
         if given is None or (isinstance(given, list) and not given):
             return None
-        ids = self._integers(given, self.name, "--ids_column")
-        if ids.min() < 0 or ids.max() >= self.vocabulary:
-            wrong = int(ids.min() if ids.min() < 0 else ids.max())
-            raise UnusableRowError(
-                f"--ids_column {self.name}: token id {wrong}; the model has token ids 0 to "
-                f"{self.vocabulary - 1}"
-            )
-        mask = None
+        ids, mask = self._integers(given, self.name, "--ids_column"), None
         if self.mask:
             flags = column_of(row, self.mask, "--mask_column")
             numbers = self._integers(flags, self.mask, "--mask_column")
@@ -211,7 +204,13 @@ class IdsColumn:
                     f"--mask_column {self.mask}: each of its {len(mask)} values is 0, which says "
                     "that all is padding; expected a 1 for each token"
                 )
-            ids, mask = ids[mask], None
+            ids, mask = ids[mask], None  # padding may have any id
+        if ids.min() < 0 or ids.max() >= self.vocabulary:
+            wrong = int(ids.min() if ids.min() < 0 else ids.max())
+            raise UnusableRowError(
+                f"--ids_column {self.name}: token id {wrong}; the model has token ids 0 to "
+                f"{self.vocabulary - 1}"
+            )
         return Content(token_ids=ids.astype(np.int32), mask=mask)
 
     def _integers(self, given: Any, name: str, flag: str) -> np.ndarray:
