@@ -307,7 +307,8 @@ def test_columns_of_json_are_decoded(texts_of, tokenizer, tmp_path):
 
 
 def test_the_hub_decodes_columns_of_json(tokenizer, texts_of, tmp_path):
-    row = {"messages": talk("find", {"city": "Lima"}), "tools": [tool("find", days={})]}
+    tools = [tool("find", days={"type": "integer", "default": None})]
+    row = {"messages": talk("find", {"city": "Lima", "street": None}), "tools": tools}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     message = {key: datasets.Value("string") for key in ("role", "content")}
     message["tool_calls"] = datasets.List(datasets.Json())

@@ -34,11 +34,19 @@ class Struct(dict[str, Any]):
     """An object out of Arrow: it has every key that any object beside it has, null if need be."""
 
 
-def as_structs(value: Any) -> Any:
-    """Returns a value out of Arrow with its objects as Structs."""
+def as_structs(value: Any, feature: Any = None) -> Any:
+    """Returns a value of a hub data set with its objects out of Arrow as Structs.
+
+    feature: its type in `datasets`, if that is known. One that is Json was text in Arrow, and the
+    nulls in it are its own.
+    """
+    if type(feature).__name__ == "Json":
+        return value
     if isinstance(value, dict):
-        return Struct({key: as_structs(each) for key, each in value.items()})
-    return [as_structs(each) for each in value] if isinstance(value, list) else value
+        of = feature if isinstance(feature, Mapping) else {}
+        return Struct({key: as_structs(each, of.get(key)) for key, each in value.items()})
+    inner = getattr(feature, "feature", None)
+    return [as_structs(each, inner) for each in value] if isinstance(value, list) else value
 
 
 def without_nulls(value: Any) -> Any:
