@@ -85,7 +85,7 @@ def test_the_run_s_command_goes_on_in_the_copy(source, form, tmp_path):
     save(tmp_path / "run", form, tmp_path / "copy", compress=True)
     identity = {"shard_format": form, "compress_shards": form == "pickle"}
     assert open_part(tmp_path / "copy", identity=identity, shard_format=form).complete
-    with pytest.raises(InputError, match=f"another shard_format: {form}"):
+    with pytest.raises(InputError, match=f"differs in shard_format: {form}"):
         open_part(tmp_path / "copy", identity={"shard_format": source})
 
 
