@@ -157,7 +157,7 @@ def test_files_that_are_left_out_do_not_count(extract, tmp_path, capsys):
     (tmp_path / "data/f.ndjson").write_text(rows_of([0]))
     capsys.readouterr()
     assert extract("out") == 2
-    assert "f.ndjson was not read when the run began; take it out, give a glob" in (
+    assert "f.ndjson was not read when the run began; take it out, or give a glob" in (
         capsys.readouterr().err
     )
     assert extract("out", data=tmp_path / "data/*.jsonl") == 0

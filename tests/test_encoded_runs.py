@@ -159,4 +159,4 @@ def test_another_encoding_does_not_continue_a_run(stored, extract, tmp_path, cap
     out = shutil.copytree(stored("float8", *flags), tmp_path / "out")
     capsys.readouterr()
     assert extract(out, "--activation_dtype", "float16", *flags) == 2
-    assert "another activation_dtype: float8, now float16" in capsys.readouterr().err
+    assert "differs in activation_dtype: float8, now float16" in capsys.readouterr().err

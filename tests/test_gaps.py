@@ -256,7 +256,7 @@ def test_refusals(run, whole, tmp_path):
     assert not (tmp_path / "nothing").exists()
     DAMAGE["file"](folder, 2)
     before = content(folder)
-    with pytest.raises(InputError, match="another model_digest: tiny, now other"):
+    with pytest.raises(InputError, match="differs in model_digest: tiny, now other"):
         run(folder, True, identity=replace(IDENTITY, model_digest="other"))
     (folder / "metadata.json").unlink()
     with pytest.raises(InputError, match="belongs to another run"):

@@ -202,7 +202,7 @@ def test_a_run_stores_hooks_of_any_width_under_the_names_that_were_asked_for(
     assert "3 samples recomputed; 0 problems" in capsys.readouterr().out
     other = [flags[0], "blocks.1.ln2.hook_out", *flags[2:]]
     assert main(*model, *data, *other) == 2
-    assert "another keyed_by" in capsys.readouterr().err
+    assert "differs in keyed_by" in capsys.readouterr().err
 
 
 def test_list_hooks_needs_nothing_but_the_configuration(demo_inputs, tmp_path, capsys):

@@ -214,7 +214,7 @@ def test_such_a_run_is_verified_continued_and_shown(whole, demo_inputs, tmp_path
     capsys.readouterr()
     other = flags_for(demo_inputs, tmp_path / "some", *flags, hooks=[*RUN[:-1], 5])
     assert main(*other) == 2
-    assert "another top_logits: 4, now 5" in capsys.readouterr().err
+    assert "differs in top_logits: 4, now 5" in capsys.readouterr().err
 
 
 def test_hosts_of_a_pod_store_those_of_one_device(demo_inputs, tmp_path):

@@ -26,7 +26,7 @@ from storages import open_storage
 from activation_extraction.common.errors import InputError, RunError, StorageError
 from activation_extraction.store import pickle_file
 from activation_extraction.store.identity import Identity
-from activation_extraction.text import packing, sources
+from activation_extraction.text import file_forms, packing, sources
 
 
 @pytest.fixture(params=[5, packing.WINDOW])
@@ -173,11 +173,9 @@ def test_only_the_current_piece_of_the_data_is_read_again(run, tmp_path, monkeyp
     for n in range(4):
         (pieces / f"{n}.jsonl").write_text("".join(lines[10 * n : 10 * n + 10]))
     opened = []
-    original = sources.fsspec.open
+    original = file_forms.open_file
     monkeypatch.setattr(
-        sources.fsspec,
-        "open",
-        lambda url, *a, **k: opened.append(Path(url).name) or original(url, *a, **k),
+        file_forms, "open_file", lambda url: opened.append(Path(url).name) or original(url)
     )
     stream = stream_of(pieces)
     state = None
@@ -239,7 +237,7 @@ def test_what_cannot_be_continued_is_refused_and_left_alone(run, whole, tmp_path
 @pytest.mark.long
 def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
     """The batch in which it failed is not packed differently for that."""
-    original = sources.json_lines
+    original = sources.json_rows
     for bad in range(1, DOCUMENTS):
         folder = tmp_path / f"bad_{bad}"
 
@@ -250,7 +248,7 @@ def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
                 yield row
 
         with monkeypatch.context() as patch:
-            patch.setattr(sources, "json_lines", fails)
+            patch.setattr(sources, "json_rows", fails)
             with pytest.raises(RunError, match="gone"):
                 run(folder)
         assert status(folder) == "interrupted"

@@ -192,7 +192,7 @@ def test_the_exit_status_says_whether_somebody_has_to_do_something(as_json, tmp_
     kill(begin(tmp_path / "killed"))
     with pytest.raises(StorageError), begin(tmp_path / "failed") as storage:
         for key in HOOKS:
-            storage.add_activation(key, np.full((3, HIDDEN), np.nan), 99, "")
+            storage.add_activation(key, np.full((3, HIDDEN), np.nan, np.float32), 99, "")
     extract(tmp_path / "damaged")
     (tmp_path / "damaged/shard_0001.pkl.gz").unlink()
     assert [status(name) for name in ("killed", "failed", "damaged")] == [1] * 3
