@@ -98,7 +98,7 @@ JSONS = {
     "width": ("shard_0004.json", lambda content: content["hooks"][0].update(width=HUGE)),
     "unpacked": ("shard_0004.json", lambda content: content.update(unpacked=2**60)),
 }
-REFUSED = ("machines", "hosts", "count", "tokens")  # the others are sizes of nothing
+REFUSED = ("machines", "hosts", "count", "tokens")  # nothing is allocated by the others
 
 
 LOOK = """

@@ -1,7 +1,7 @@
 """--verify: checks everything that a run has stored.
 
 It compares the files with their JSON files, checks that every sample number is stored exactly once,
-and recomputes a few samples. It lists all problems instead of stopping at the first.
+and recomputes a few samples. It lists the first problem of every shard, and all others.
 """
 
 import random
