@@ -17,7 +17,7 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.sealed_json import seal, unseal
-from activation_extraction.store.statistics import Statistics, Sums, pack_sums, sums_of
+from activation_extraction.store.statistics import Statistics, sums_of
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample, Worker
 from activation_extraction.text.packing import pack
@@ -135,45 +135,11 @@ def write_records(path: Path, records: Any, compress: bool = True) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def write_sums(folder: Path, number: int, shard: Any) -> None:
-    """The statistics of every dimension that belong to these records, to which the JSON agrees."""
-    path = folder / f"shard_{number:04d}.json"
-    content = unseal(path.read_bytes(), str(path))
-    sums = {}
-    for hook in content["hooks"]:
-        records = shard[hook["key"]]
-        of_hook = sums[hook["name"]] = Sums.zeros(records[0]["activation"].shape[1])
-        for record in records if hook["dtype"] != "int32" else ():  # see Identity
-            each = record["activation"]
-            positions = record.get("positions", np.arange(len(each)))
-            if each.shape[1] == of_hook.sums.shape[1] and len(positions) == len(each):
-                of_hook.add([each], [positions])
-    data = pack_sums(sums)
-    (folder / names_beside(number)[0]).write_bytes(data)
-    digest = hashlib.sha256(data).hexdigest()
-    edit(path, lambda content: content.update(statistics=digest))
-
-
 def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> None:
-    """Changes the records of a shard; its JSON and the metadata agree, statistics included."""
+    """Changes the records of a shard; the sizes and the sha256 in its JSON agree."""
     shard = load(folder, number)
     change(shard)
-    written = folder / "changed.pkl.gz"
-    write_records(written, shard)
-    replace_shard(folder, number, written.read_bytes())
-    written.unlink()
-    every = [load(folder, n) for n in range(1, 1 + len(list(folder.glob("shard_*.json"))))]
-
-    def statistics(content: dict, shards: list) -> None:
-        for hook in content["hooks"]:
-            records = [record for shard in shards for record in shard[hook["key"]]]
-            if hook.get("dtype") == "int32":
-                continue
-            hook |= merge_all(statistics_of(r["activation"]) for r in records).to_json()
-
-    edit(folder / f"shard_{number:04d}.json", lambda content: statistics(content, [shard]))
-    write_sums(folder, number, shard)
-    edit(folder / "metadata.json", lambda content: statistics(content, every))
+    replace_shard(folder, number, gzip.compress(pickle.dumps(shard, protocol=4), 1, mtime=0))
 
 
 def change_table(folder: Path, number: int, change: Callable[[list[dict]], object]) -> None:

@@ -116,6 +116,17 @@ def test_larger_shards_are_refused(each, tmp_path):
 
 
 @pytest.mark.parametrize("each", FORMATS, ids=lambda each: each.suffix)
+def test_a_changed_value_is_found_when_the_whole_shard_is_read(each, tmp_path):
+    commit = store(tmp_path, shard_of(), each)
+    path = tmp_path / commit.file
+    data = bytearray(path.read_bytes())
+    data[-9 if each is SAFETENSORS else len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RunError, match="is damaged: its sha256|cannot be read|refused"):
+        read(tmp_path, commit)
+
+
+@pytest.mark.parametrize("each", FORMATS, ids=lambda each: each.suffix)
 def test_files_are_known_by_their_names(each):
     name = each.file_name(12345)
     assert name == f"shard_12345{each.suffix}" and format_of(name) is each
