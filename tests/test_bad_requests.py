@@ -140,7 +140,7 @@ BAD_REQUESTS = """\
 --output_dir ~nobody.known/out | --output_dir ~nobody.known/out: no home folder is known
 --compilation_cache ~nobody.known | --compilation_cache ~nobody.known: no home folder is known
 --report ~nobody.known/x --output_dir {}/o | --report ~nobody.known/x: no home folder is known
---export pickle --export_dir ~nobody.known/x --output_dir {}/o | \
+--export memmap --export_dir ~nobody.known/x --output_dir {}/o | \
  --export_dir ~nobody.known/x: no home folder is known
 --upload_to_gcs --gcs_bucket s3://b --output_dir {}/o | --gcs_bucket s3://b: Install s3fs
 --upload_to_gcs --gcs_bucket nope://b | --gcs_bucket nope://b: Protocol not known: nope

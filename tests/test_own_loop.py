@@ -162,14 +162,6 @@ def test_verify_compares_what_is_recorded(tmp_path, capsys, shard_format):
     assert f"{path.name}: " in capsys.readouterr().out
 
 
-def test_an_own_run_is_copied_to_the_other_format(tmp_path, check):
-    loop(tmp_path / "run")
-    copy = ["--export", "safetensors", "--export_dir", tmp_path / "copy"]
-    assert main(*copy, "--output_dir", tmp_path / "run") == 0
-    check_whole(tmp_path / "copy")
-    assert check(tmp_path / "copy") == []
-
-
 def test_verify_finds_what_an_own_loop_cannot_have_stored(tmp_path, check):
     loop(tmp_path)
     whole = contents(tmp_path)

@@ -187,7 +187,7 @@ def _depending(given: Given) -> Given:
         and given.get("shard_format", Config.shard_format) == "pickle",
         "drop_token_ids": tuple(sorted(set(given.get("drop_token_ids", ())), key=_ids_first)),
     }
-    for name in ("output_dir", "export_dir", "compilation_cache", "plan_png", "report"):
+    for name in ("output_dir", "export_dir", "compilation_cache", "report"):
         if name in given:
             values[name] = expand_home(name, given[name])
     for name in ("keep_columns", "roles"):
