@@ -8,7 +8,6 @@ import datasets
 import fsspec
 import pytest
 from command_line import main
-from extractions import change_table
 from pods import Pod, flags_for
 from small_runs import content
 
@@ -232,15 +231,6 @@ def test_a_bucket_tells_the_checksum_of_a_file(bucket):
     assert list_files("gs://bucket/data")[0].version.startswith("md5Hash ")
 
 
-def test_damaged_records_are_refused():
-    """By the same table as everywhere: "5" is no number."""
-    whole = {"name": "a", "bytes": 5, "digest": ""}
-    changes = {"bytes": "x"}, {"bytes": "5"}, {"bytes": 5.5}, {"bytes": -1}, {"digest": 1}
-    for broken in (5, ["a"], [{"name": "a"}], *([whole | change] for change in changes)):
-        with pytest.raises(InputError, match="metadata.json: data_files is "):
-            DataFiles.as_recorded([TextFile("a", "a", 1)], [{"data_files": broken}])
-
-
 def test_names_that_are_not_utf8_can_be_recorded(extract, tmp_path):
     path = os.fsencode(tmp_path / "data") + b"/\xff.jsonl"
     with open(path, "w") as file:
@@ -281,18 +271,3 @@ def test_machines_that_read_the_same_file_differently(extract, tmp_path, check, 
         kept.rename(tmp_path / f"both/machine_00{machine}")
     told = check(tmp_path / "both")
     assert "machine_001: has read a file a.jsonl with other content than others have" in told
-
-
-def test_a_row_that_is_stored_twice_is_a_problem_and_an_id_a_note(extract, tmp_path, check, capsys):
-    path = tmp_path / "data/a.jsonl"
-    path.write_text(rows_of([1, 2, 1, 3]))
-    assert extract("out") == 0
-    assert check(tmp_path / "out") == []
-    capsys.readouterr()
-    assert main("--verify", "--output_dir", tmp_path / "out") == 0
-    told = capsys.readouterr().out
-    assert "note: 1 sample with the doc_id of an earlier one, such as samples 0 and 2" in told
-
-    change_table(tmp_path / "out", 1, lambda rows: rows[1].update(row=rows[0]["row"]))
-    told = "samples 0 and 1: come from the same row of the data set, which is stored twice"
-    assert check(tmp_path / "out") == [told]

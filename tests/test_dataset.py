@@ -361,17 +361,15 @@ def test_flipped_bytes_in_the_tables_of_a_safetensors_shard_raise(tmp_path):
 
 
 def test_a_shard_of_another_run_with_a_json_that_agrees(tmp_path):
-    """Other hooks, widths or dtypes are refused before anything is read."""
-    for shard_format in FORMATS:
-        root = tmp_path / shard_format
-        make_run(root, shard_format, "bfloat16", count=4)
-        ours, theirs = shard_file(root, 1), tmp_path / "theirs"
-        make_run(theirs, shard_format, "float16", count=4)
-        shutil.copy(shard_file(theirs, 1), ours)
-        agree(ours)
-        with pytest.raises(OSError, match="found .*float16.*expected .*bfloat16"):
-            ActivationDataset(root)[0]
-        shutil.rmtree(theirs)
+    """Other hooks, widths or dtypes are refused before any range is read."""
+    root = tmp_path / "ours"
+    make_run(root, "safetensors", "bfloat16", count=4)
+    ours, theirs = shard_file(root, 1), tmp_path / "theirs"
+    make_run(theirs, "safetensors", "float16", count=4)
+    shutil.copy(shard_file(theirs, 1), ours)
+    agree(ours)
+    with pytest.raises(OSError, match="found .*float16.*expected .*bfloat16"):
+        ActivationDataset(root)[0]
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path):

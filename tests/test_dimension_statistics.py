@@ -1,12 +1,9 @@
 """Statistics of every dimension: those of the stored tokens, with and without attention sinks."""
 
-import json
-import shutil
-
 import fsspec
 import numpy as np
 import pytest
-from extractions import edit, extract
+from extractions import extract
 from runs_to_read import DTYPES, FORMATS, WIDTHS, activation_of, make_run, store, stored_tokens
 
 from activation_extraction import ActivationDataset
@@ -88,10 +85,9 @@ def test_sums_of_two_halves_add_up():
     first.merge(second)
     for name in ("counts", "sums", "squares", "largest"):
         np.testing.assert_array_equal(getattr(first, name), getattr(whole, name))
-    assert first.close_to(whole) and first.counts.argmax() == 20 < BUCKETS
+    np.testing.assert_allclose(first.norms, whole.norms, rtol=1e-12)
+    assert first.counts.argmax() == 20 < BUCKETS
     np.testing.assert_array_equal(whole.sums[0], values[0])
-    first.sums[1, 2] += 1
-    assert not first.close_to(whole)
 
 
 DAMAGE = {
@@ -100,19 +96,7 @@ DAMAGE = {
         lambda path: path.write_bytes(path.read_bytes().replace(b"hook", b"Hook", 1)),
         "shard_0002.npz: is damaged: its sha256",
     ),
-    "wrong": (
-        lambda path: replace_sums(path),
-        "hook 3: its statistics of every dimension are not those of its activations",
-    ),
 }
-
-
-def replace_sums(path):
-    """Those of another shard, to which the JSON agrees."""
-    other = path.with_name("shard_0001.npz")
-    shutil.copy(other, path)
-    digest = json.loads(other.with_suffix(".json").read_text())["statistics"]
-    edit(path.with_suffix(".json"), lambda content: content.update(statistics=digest))
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -123,11 +107,10 @@ def test_verify_finds_what_is_damaged(kind, tmp_path, check):
     found = check(tmp_path)
     assert all(problem.startswith("shard_0002.pkl.gz: ") for problem in found)
     assert told in found[0]
-    if kind != "wrong":
-        dataset = ActivationDataset(tmp_path)
-        assert len(dataset[5].token_ids) == 10
-        with pytest.raises(OSError, match=told):
-            print(dataset.statistics["blocks.3.hook_resid_post"].all_tokens)
+    dataset = ActivationDataset(tmp_path)
+    assert len(dataset[5].token_ids) == 10
+    with pytest.raises(OSError, match=told):
+        print(dataset.statistics["blocks.3.hook_resid_post"].all_tokens)
 
 
 def test_the_json_files_stay_small(tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import main
-from extractions import edit, replace_shard, statistics_of
+from extractions import edit, statistics_of
 from runs_to_read import agree, identity_of
 from safetensors.torch import load_file
 from small_runs import Killed, content, shards_of
@@ -235,61 +235,8 @@ def test_runs_that_were_killed_continue_with_the_same_bytes(run, tmp_path):
         assert content(out) == whole
 
 
-def problems_of(folder, capsys):
-    """What --verify prints of a run that is not in order."""
-    capsys.readouterr()
-    assert verify(Folder(str(folder)), None, 0) == 1
-    return capsys.readouterr().out
-
-
 def change_json(folder, change):
     edit(folder / "shard_0001.json", lambda commit: change(commit["hooks"][0]))
-
-
-JSONS = {
-    "another scale": (lambda hook: hook.update(scale=7), "its scale is 7, which does not fit"),
-    "a scale that is text": (lambda hook: hook.update(scale="x"), "hooks is"),
-    "a scale of a type without": (lambda hook: hook.update(dtype="int32"), "does not fit int32"),
-    "an error of nothing": (lambda hook: hook.update(error={}), "hooks is"),
-    "an endless error": (
-        lambda hook: hook["error"]["others"].update(mean=1e200),
-        "hooks is",
-    ),
-}
-
-
-@pytest.mark.parametrize("change,message", JSONS.values(), ids=list(JSONS))
-def test_damaged_jsons_are_refused(tmp_path, change, message):
-    store(tmp_path)
-    change_json(tmp_path, change)
-    with pytest.raises(ValueError, match=message):
-        ActivationDataset(tmp_path)
-
-
-VERIFIED = {
-    "no scale": (
-        lambda hook: hook.update(scale=None),
-        "its scale is for 33 values, its JSON says None",
-    ),
-    "no error": (lambda hook: hook.pop("error"), "its JSON has no error of an encoding"),
-    "an error of other tokens": (
-        lambda hook: hook["error"]["sinks"].update(tokens=99),
-        "its JSON has an impossible error of sinks",
-    ),
-    "a mean above the worst": (
-        lambda hook: hook["error"]["others"].update(mean=0.5),
-        "its JSON has an impossible error of others",
-    ),
-}
-
-
-@pytest.mark.parametrize("change,message", VERIFIED.values(), ids=list(VERIFIED))
-def test_verify_finds_what_cannot_be(tmp_path, capsys, change, message):
-    store(tmp_path)
-    assert verify(Folder(str(tmp_path)), None, 0) == 0
-    change_json(tmp_path, change)
-    problems = problems_of(tmp_path, capsys)
-    assert f"shard_0001.safetensors: hook 3: {message}" in problems
 
 
 def change_tensors(folder, change):
@@ -322,38 +269,12 @@ def test_tensors_that_do_not_belong_together_are_refused(tmp_path, capsys, chang
     store(tmp_path)
     change_tensors(tmp_path, lambda tensors: None)
     assert ActivationDataset(tmp_path)[0][HOOKS[3]].shape == (1, 33)
-    assert verify(Folder(str(tmp_path)), None, 0) == 0
     change_tensors(tmp_path, change)
     with pytest.raises((OSError, ValueError), match=HOOKS[3]):
         ActivationDataset(tmp_path)[0]
-    assert verify(Folder(str(tmp_path)), None, 0) == 1
     target = tmp_path / "copy"
     assert main("--export", "memmap", "--export_dir", target, "--output_dir", tmp_path) != 0
     assert "Traceback" not in capsys.readouterr().err
-
-
-RECORDS = {
-    "missing": lambda record: record.pop("scale"),
-    "no array": lambda record: record.update(scale=3.0),
-    "flat": lambda record: record.update(scale=record["scale"].reshape(-1)),
-    "narrow": lambda record: record.update(scale=record["scale"][:, :0]),
-    "float64": lambda record: record.update(scale=record["scale"].astype(np.float64)),
-    "plain values": lambda record: record.update(
-        activation=record["activation"].astype(np.float32)
-    ),
-    "few tokens": lambda record: record.update(scale=record["scale"][:-1]),
-}
-
-
-@pytest.mark.parametrize("change", RECORDS.values(), ids=list(RECORDS))
-def test_records_that_do_not_belong_together_are_refused(tmp_path, capsys, change):
-    store(tmp_path, "pickle")
-    records = pickle.loads(gzip.open(tmp_path / "shard_0001.pkl.gz").read())
-    change(records[3][1])
-    replace_shard(tmp_path, 1, gzip.compress(pickle.dumps(records, protocol=4), 1, mtime=0))
-    with pytest.raises(OSError):
-        ActivationDataset(tmp_path)[0]
-    assert "shard_0001.pkl.gz" in problems_of(tmp_path, capsys)
 
 
 @each_format

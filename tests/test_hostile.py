@@ -3,7 +3,6 @@ with a limit on its memory: what ends it, or takes more, is seen here and ends n
 
 import gzip
 import json
-import pickle
 import re
 import shutil
 import struct
@@ -14,7 +13,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from command_line import main
-from extractions import HOOKS, edit, extract, load, replace_shard
+from extractions import HOOKS, edit, extract
 from runs_to_read import FORMATS
 from storages import open_storage
 from test_shards import ARRAY, EMPTY, FLOAT32
@@ -97,23 +96,9 @@ JSONS = {
     "count": ("shard_0004.json", lambda content: content["samples"].update(count=HUGE)),
     "tokens": ("shard_0004.json", lambda content: content.update(tokens=HUGE)),
     "width": ("shard_0004.json", lambda content: content["hooks"][0].update(width=HUGE)),
-    "width in the metadata": ("metadata.json", lambda c: c["hooks"][0].update(width=HUGE)),
     "unpacked": ("shard_0004.json", lambda content: content.update(unpacked=2**60)),
-    "a number as text": ("shard_0004.json", lambda content: content.update(tokens="7")),
-    "a negative count": ("shard_0004.json", lambda c: c["samples"].update(count=-1)),
-    "no hooks": ("shard_0004.json", lambda content: content.update(hooks=[{}])),
-    "a cursor of what": ("shard_0004.json", lambda content: content.update(cursor={"x": 1})),
-    "more taken than a window has": (
-        "shard_0004.json",
-        lambda content: content["cursor"].update(taken=[*range(11, 76)]),
-    ),
-    "taken as text": ("shard_0004.json", lambda c: c["cursor"].update(taken="12")),
-    "a status of what": ("metadata.json", lambda content: content.update(status=[1])),
-    "hooks as text": ("metadata.json", lambda content: content.update(hooks="x")),
-    "written as text": ("metadata.json", lambda content: content.update(written="now")),
-    "rows of no chip": ("metadata.json", lambda c: c.update(auto_batch_size={"rows": 8})),
-    "rows of 0": ("metadata.json", lambda c: c.update(configuration={"batch_size": 0})),
 }
+REFUSED = ("machines", "hosts", "count", "tokens")  # the others are sizes of nothing
 
 
 LOOK = """
@@ -145,9 +130,9 @@ def test_a_number_takes_no_memory_before_it_is_checked(tmp_path):
     told = look_at(*(tmp_path / name for name in JSONS))
     for name in JSONS:
         assert re.search(f"^{name} --status [01]$", told, re.M)
-        assert f"{name} --verify 1\n" in told or name == "unpacked"
-        if name not in ("last", "unpacked"):
-            with pytest.raises(ValueError, match=r"shard_0004|metadata|shard 5 is missing"):
+        assert f"{name} --verify 1\n" in told or name not in REFUSED
+        if name in REFUSED:
+            with pytest.raises(ValueError, match=r"shard_0004.json|metadata.json"):
                 ActivationDataset(tmp_path / name)
 
 
@@ -178,7 +163,6 @@ OUTLINES = {
     "shards of the outline": lambda outline: outline.update(shards=HUGE),
     "bytes of the outline": lambda outline: outline.update(json_bytes=HUGE),
     "tokens of the outline": lambda outline: outline.update(tokens=HUGE),
-    "a width of the outline": lambda outline: outline["hooks"][0].update(width=HUGE),
     "recent shards of what": lambda outline: outline.update(recent=[{"file": [1]}]),
     "a partial shard of what": lambda outline: outline.update(partial={"file": "x"}),
     "metrics of what": lambda outline: outline.update(metrics={"samples": [1]}),
@@ -206,7 +190,7 @@ def test_nor_does_it_in_a_bucket_where_the_outline_is_read_first(bucket, tmp_pat
         assert f"{name} --status 0\n" in told and f"{name} --verify 0\n" in told
     for name in JSONS:
         assert re.search(f"^{name} --status [01]$", told, re.M)
-        assert f"{name} --verify 1\n" in told
+        assert f"{name} --verify 1\n" in told or name not in REFUSED
 
 
 @pytest.mark.parametrize("number", ["in the metadata", "in a name"])
@@ -243,70 +227,6 @@ def test_a_shard_with_a_huge_number_in_its_name_is_no_reason_to_count(tmp_path):
     )
     with pytest.raises(ValueError, match="shard 5 is missing"):
         ActivationDataset(tmp_path)
-
-
-@pytest.mark.parametrize("field", ["sample_idx", "activation", "token_ids", "text_preview"])
-@pytest.mark.parametrize("value", ["x", (1, 2), {"a": 1}, np.zeros(()), None, 2**70])
-def test_a_record_of_other_types_raises_oserror(field, value, tmp_path):
-    extract(tmp_path, hook_facts={key: {"width": 16} for key in HOOKS})
-    shard = load(tmp_path, 1)
-    shard[3][0][field] = value
-    if field == "token_ids" and value is None:
-        return
-    replace_shard(tmp_path, 1, gzip.compress(pickle.dumps(shard, 4)))
-    if (field, type(value)) == ("text_preview", str):  # the table's is shown
-        assert ActivationDataset(tmp_path)[0].text_preview == "text 0 ä"
-    else:
-        with pytest.raises(OSError, match="shard_0001"):
-            ActivationDataset(tmp_path)[0]
-
-
-def set_arrays(**arrays):
-    """Gives the first records of both hooks other arrays."""
-
-    def change(shard):
-        for key in HOOKS:
-            for record, *values in zip(shard[key], *arrays.values(), strict=False):
-                record |= dict(zip(arrays, values, strict=True))
-
-    return change
-
-
-def cut_differently(shard):
-    ids = np.concatenate([record["token_ids"] for record in shard[3]])
-    parts = np.split(ids, [5, 20])
-    return set_arrays(token_ids=parts)(shard)
-
-
-RECORDS_THAT_DISAGREE = {
-    "ids cut differently": cut_differently,
-    "positions with two dimensions": set_arrays(positions=[np.zeros((10, 2), np.int32)] * 3),
-    "positions without dimensions": set_arrays(positions=[np.zeros((), np.int32)] * 3),
-    "positions that would wrap": set_arrays(positions=[np.arange(10) + 2**32] * 3),
-    "ids without dimensions": set_arrays(token_ids=[np.zeros((), np.int32)] * 3),
-    "ids that are no integers": set_arrays(token_ids=[np.zeros(10, np.float32)] * 3),
-    "a huge number": lambda shard: [shard[key][2].update(sample_idx=2**70) for key in HOOKS],
-    "no width": set_arrays(activation=[np.zeros((5 * 10**8, 0))], shape=[(5 * 10**8, 0)]),
-    "the same record": lambda shard: shard.update({key: shard[key][:1] * 3 for key in HOOKS}),
-    "no record": lambda shard: shard.update({key: [] for key in HOOKS}),
-}
-
-
-@pytest.mark.parametrize("name", RECORDS_THAT_DISAGREE)
-def test_records_that_disagree_are_refused_by_every_reader(name, tmp_path, check, capsys):
-    extract(tmp_path / "run", hook_facts={key: {"width": 16} for key in HOOKS})
-    shard = load(tmp_path / "run", 1)
-    RECORDS_THAT_DISAGREE[name](shard)
-    replace_shard(tmp_path / "run", 1, gzip.compress(pickle.dumps(shard, 4)))
-    dataset = ActivationDataset(tmp_path / "run")
-    for read in (lambda: dataset[0], lambda: next(dataset.batches(10))):
-        with pytest.raises(OSError, match="shard_0001.pkl.gz"):
-            print(read())
-    assert check(tmp_path / "run")
-    target = ["--export_dir", str(tmp_path / "copy"), "--output_dir", str(tmp_path / "run")]
-    assert main("--export", "memmap", *target) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "shard_0001." in error and not (tmp_path / "copy").exists()
 
 
 @pytest.mark.parametrize(
@@ -348,7 +268,7 @@ def test_statistics_whose_header_claims_more_than_is_there_take_no_memory():
     for width in (8, 99999999, 10**12):
         with pytest.raises(RunError, match="cannot be read"):
             unpack_sums(huge, [("h", width)], "shard_0001.npz")
-    assert unpack_sums(data, [("h", 8)], "")["h"].close_to(hook["h"])
+    assert (unpack_sums(data, [("h", 8)], "")["h"].sums == hook["h"].sums).all()
 
 
 @pytest.mark.parametrize("offsets", [[-8, 0], [0.0, 8], ["0", 8], [True, 9], [0]])

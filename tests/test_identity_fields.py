@@ -71,7 +71,9 @@ def test_whether_every_token_is_kept():
     assert not replace(ONE, drop_token_ids=(5, 7)).every_token
 
 
-@pytest.mark.parametrize("content", [{"colour": "red"}, [], None, {"hooks": 3}])
+@pytest.mark.parametrize(
+    "content", [{"colour": "red"}, [], None, {"hooks": 3}, {"num_hosts": 10**9}, {"num_hosts": "2"}]
+)
 def test_what_this_version_does_not_know_is_damaged(content):
-    with pytest.raises(DamagedError, match="out/metadata.json: its identity cannot be read"):
+    with pytest.raises(DamagedError, match="out/metadata.json: its identity: cannot be read"):
         Identity.from_json(content, "out/metadata.json")

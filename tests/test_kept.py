@@ -196,37 +196,23 @@ def edited(few, tmp_path, change):
 CHANGES = {
     "shifted positions": (
         lambda r: r.update(positions=r["positions"] + np.int32(1)),
-        "",
         "the data set now gives other tokens than those that are stored",
     ),
     "other values": (
         lambda r: r.update(activation=r["activation"] * np.float32(1.1)),
-        "",
         "recomputed, it differs by 0.0",
-    ),
-    "positions that do not ascend": (
-        lambda r: r.update(positions=r["positions"][::-1] * 0),
-        "its positions do not ascend from 0 to 95",
-        "",
-    ),
-    "too few positions": (
-        lambda r: r.update(positions=r["positions"][:-1]),
-        "token ids, ",
-        "",
     ),
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CHANGES)
-def test_verify_finds_what_is_wrong_with_kept_tokens(name, few, demo_inputs, tmp_path, capsys):
-    change, by_format, by_recomputing = CHANGES[name]
+def test_recomputing_finds_what_is_wrong_with_kept_tokens(name, few, demo_inputs, tmp_path, capsys):
+    change, problem = CHANGES[name]
     out = edited(few, tmp_path, change)
-    assert main("--verify", "--output_dir", out) == (1 if by_format else 0)
-    assert by_format in capsys.readouterr().out
-    if by_recomputing:
-        assert verify(out, demo_inputs) == 1
-        assert by_recomputing in capsys.readouterr().out
+    assert main("--verify", "--output_dir", out) == 0
+    assert verify(out, demo_inputs) == 1
+    assert problem in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -296,7 +282,7 @@ def test_a_run_of_which_no_token_is_kept(flags, tmp_path, capsys):
 def test_a_shard_that_is_read_and_written_again_keeps_its_positions(few, whole, tmp_path):
     names = {hook: hook for hook in HOOKS}
     for folder in (few, whole):
-        shard = read_pickle(folder / "shard_0001.pkl.gz", names, 10**9)
+        shard = read_pickle(folder / "shard_0001.pkl.gz", 10**9)
         assert not shard.some_tokens
         with open(tmp_path / "again.pkl", "wb") as file:
             file.writelines(pickle_pieces(shard, names))

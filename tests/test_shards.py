@@ -12,9 +12,10 @@ from collections import deque
 import ml_dtypes
 import numpy as np
 import pytest
-from extractions import HOOKS, extract, load, replace_shard, write_records
+from extractions import HOOKS, extract, replace_shard, write_records
 from storages import open_storage
 
+from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.formats import BLOCK_BYTES, Threads, blocks_of, gzipped
 from activation_extraction.store.local_files import AtomicFile
@@ -172,17 +173,6 @@ def test_pickles_that_run_code_are_refused_and_do_not_run(name, protocol, tmp_pa
     assert not ran.exists()
 
 
-def test_verify_refuses_them_too(tmp_path, check):
-    """Under a JSON and metadata that agree with them."""
-    extract(tmp_path)
-    shard = load(tmp_path, 2)
-    shard[5][1]["text_preview"] = gadgets(tmp_path / "ran")["os.system"]
-    replace_shard(tmp_path, 2, gzip.compress(pickle.dumps(shard, protocol=4)))
-    (found,) = check(tmp_path)
-    assert found.startswith("shard_0002.pkl.gz: refused: ")
-    assert not (tmp_path / "ran").exists()
-
-
 def name_of(module, name):
     return b"".join(b"\x8c" + bytes([len(part)]) + part for part in (module, name)) + b"\x93"
 
@@ -262,7 +252,7 @@ def test_huge_claims_take_little_memory(name, compress, tmp_path):
     assert peak_of(refused) < 6 * 10**6
 
 
-def test_a_decompression_bomb_takes_little_memory(tmp_path, check):
+def test_a_decompression_bomb_takes_little_memory(tmp_path):
     extract(tmp_path)
     size = 25 * 2**20
     bomb = b"\x80\x04\x8e" + struct.pack("<Q", size) + bytes(size) + b"."
@@ -270,7 +260,8 @@ def test_a_decompression_bomb_takes_little_memory(tmp_path, check):
     for data in (bomb, many):
         replace_shard(tmp_path, 2, gzip.compress(data, 1), unpacked=9000)
         assert peak_of(lambda: read_records_fails(tmp_path)) < 10**7
-        assert check(tmp_path) == ["shard_0002.pkl.gz: unpacks to more than 9000 bytes"]
+        with pytest.raises(OSError, match="shard_0002.pkl.gz: unpacks to more than 9000 bytes"):
+            ActivationDataset(tmp_path)[3]
 
 
 def read_records_fails(folder):

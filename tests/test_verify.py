@@ -11,10 +11,20 @@ import fsspec
 import numpy as np
 import pytest
 from command_line import main
-from extractions import HIDDEN, HOOKS, change_shard, edit, extract, folder_name, open_part
+from extractions import (
+    HIDDEN,
+    HOOKS,
+    change_shard,
+    change_table,
+    edit,
+    extract,
+    folder_name,
+    open_part,
+)
 from safetensors.numpy import load_file, save_file
 from small_runs import both_formats, shard_name
 
+from activation_extraction import ActivationDataset
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect import verify as verify_module
@@ -113,6 +123,98 @@ def test_a_json_of_something_else_is_damaged(content, tmp_path, check):
     assert "shard_0002.json: is damaged" in check(tmp_path)[0]
 
 
+COUNTS = {
+    "shards": ("metadata.json", {"shards": 5}, "metadata.json: has 5 shards, there are 4"),
+    "samples": ("metadata.json", {"samples": 11}, "metadata.json: has 11 samples, there are 10"),
+    "tokens": ("metadata.json", {"tokens": 99}, "metadata.json: has 99 tokens, there are 100"),
+    "bytes": ("metadata.json", {"bytes": 1}, "metadata.json: has 1 byte, there are "),
+    "tokens of a shard": (
+        "shard_0002.json",
+        {"tokens": 31},
+        "shard_0002.pkl.gz: has 30 tokens, its JSON says 31",
+    ),
+    "samples of a shard": (
+        "shard_0002.json",
+        {"samples": {"first": 3, "last": 5, "count": 4}},
+        "shard_0002.samples.jsonl.gz: cannot be read: it has 3 lines, expected 4",
+    ),
+    "sha256": ("shard_0002.json", {"sha256": "0" * 64}, "its sha256 is not the one in its JSON"),
+    "size": ("shard_0002.json", {"bytes": 70}, "bytes, its JSON says 70"),
+    "version": ("metadata.json", {"format_version": 1}, "written by another version"),
+    "version of a shard": ("shard_0001.json", {"format_version": 1}, "by another version"),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_and_checksums_are_compared(name, tmp_path, check):
+    file, changes, problem = COUNTS[name]
+    extract(tmp_path)
+    edit(tmp_path / file, lambda content: content.update(changes))
+    assert problem in "\n".join(check(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "file,field",
+    [
+        ("metadata.json", "identity"),
+        ("metadata.json", "samples"),
+        ("shard_0002.json", "samples"),
+        ("shard_0002.json", "sha256"),
+        ("shard_0002.json", "run"),
+    ],
+)
+def test_a_json_that_lacks_a_field_is_one_line(file, field, tmp_path, check, capsys):
+    extract(tmp_path)
+    edit(tmp_path / file, lambda content: content.pop(field))
+    (problem,) = (each for each in check(tmp_path) if f"/{file}: " in each)
+    assert field in problem
+    with pytest.raises(ValueError, match=f"{file}: .*{field}"):
+        ActivationDataset(tmp_path)
+    assert main("--status", "--output_dir", tmp_path) in (0, 1)
+    with pytest.raises(InputError, match=f"{file}: .*{field}"):
+        open_part(tmp_path)
+
+
+def test_unknown_fields_are_ignored(tmp_path, check):
+    """A later version may add some."""
+    extract(tmp_path)
+    for name in ("metadata.json", "shard_0002.json"):
+        edit(tmp_path / name, lambda content: content.update(more={"a": [1]}))
+    change_table(tmp_path, 2, lambda rows: rows[0].update(more=1))
+    assert check(tmp_path) == []
+    assert ActivationDataset(tmp_path).samples["sample_idx"].to_pylist() == [*range(10)]
+    assert open_part(tmp_path).complete
+
+
+NUMBERS = {
+    "twice": ([3, 3, 5], ["1 sample number stored more than once, such as 3"], "4 is missing"),
+    "missing": ([3, 4, 99], [], "5 is missing"),
+    "of another host": ([3, 4, -1], [], "-1 belongs to another host"),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_sample_numbers_are_unique_and_have_no_gaps(name, tmp_path, check):
+    numbers, twice, last = NUMBERS[name]
+    extract(tmp_path)
+    change_table(
+        tmp_path,
+        2,
+        lambda rows: [r.update(sample_idx=n) for r, n in zip(rows, numbers, strict=True)],
+    )
+    assert check(tmp_path) == [*twice, f"the output itself: sample {last}"]
+
+
+def test_sample_numbers_are_unique_over_all_hosts(tmp_path, check):
+    three_by_two(tmp_path)
+    folder = tmp_path / "machine_002_host_01"
+    change_table(folder, 1, lambda rows: rows[1].update(sample_idx=0))
+    assert check(tmp_path) == [
+        "1 sample number stored more than once, such as 0",
+        "machine_002_host_01: sample 0 belongs to another host",
+    ]
+
+
 @pytest.mark.parametrize("name", ["shard_0002.pkl.gz", "metadata.json"])
 def test_a_file_is_missing(name, tmp_path, check):
     extract(tmp_path)
@@ -137,7 +239,7 @@ def test_a_json_is_missing_alone_or_with_its_shard(number, lost, tmp_path, check
 
 def copy_shard(source, number, target, to):
     """A shard under another number, with a JSON that says so."""
-    for end in ("json", "pkl.gz"):
+    for end in ("json", "pkl.gz", "npz", "samples.jsonl.gz"):
         shutil.copy(source / f"shard_{number:04d}.{end}", target / f"shard_{to:04d}.{end}")
     edit(target / f"shard_{to:04d}.json", lambda c: c.update(file=f"shard_{to:04d}.pkl.gz"))
 
@@ -159,9 +261,8 @@ def count_again(folder):
 def test_a_duplicated_shard(tmp_path, check):
     extract(tmp_path, count=9)
     copy_shard(tmp_path, 2, tmp_path, 4)
-    edit(tmp_path / "shard_0003.json", lambda c: c.update(partial=False))
     count_again(tmp_path)
-    assert "shard_0004.json: sample 3 is stored twice" in check(tmp_path)
+    assert check(tmp_path) == ["3 sample numbers stored more than once, such as 3"]
 
 
 def test_a_json_under_another_name(tmp_path, check):
@@ -177,12 +278,18 @@ def test_a_machine_too_many(tmp_path, check):
     extract(tmp_path / "one")
     extract(tmp_path / "again")
     (tmp_path / "again").rename(tmp_path / "one/machine_000")
-    assert check(tmp_path / "one") == ["machine_000: holds shards that are not part of this run"]
+    assert check(tmp_path / "one") == [
+        "machine_000: holds shards that are not part of this run",
+        "10 sample numbers stored more than once, such as 0",
+    ]
     for machine in range(2):
         extract(tmp_path / "two", machine, 0, 2, 1)
     extract(tmp_path / "x", 2, 0, 2, 1)
     (tmp_path / "x" / "machine_002").rename(tmp_path / "two/machine_002")
-    assert check(tmp_path / "two") == ["machine_002: holds shards that are not part of this run"]
+    assert check(tmp_path / "two") == [
+        "machine_002: holds shards that are not part of this run",
+        "9 sample numbers stored more than once, such as 2",
+    ]
 
 
 def test_a_shard_of_another_run(tmp_path, check):
@@ -198,7 +305,7 @@ def test_a_shard_of_another_machine(tmp_path, check):
     copy_shard(tmp_path / "machine_001", 2, tmp_path / "machine_000", 2)
     found = check(tmp_path)
     assert "machine_000/shard_0002.json: belongs to another run" in found
-    assert "machine_000/shard_0002.json: sample 6 is missing" in found
+    assert "machine_000: sample 6 is missing" in found
 
 
 def test_machines_are_missing_or_swapped_or_of_other_runs(tmp_path, check):
@@ -206,7 +313,10 @@ def test_machines_are_missing_or_swapped_or_of_other_runs(tmp_path, check):
     shutil.rmtree(tmp_path / "machine_001_host_01")
     assert check(tmp_path) == ["machine_001_host_01: is missing"]
     shutil.copytree(tmp_path / "machine_001_host_00", tmp_path / "machine_001_host_01")
-    assert check(tmp_path) == ["machine_001_host_01: holds the shards of machine_001_host_00"]
+    assert check(tmp_path) == [
+        "machine_001_host_01: holds the shards of machine_001_host_00",
+        "7 sample numbers stored more than once, such as 1",
+    ]
     shutil.rmtree(tmp_path / "machine_001_host_01")
     extract(tmp_path, 1, 1, 3, 2, count=7, identity={"data_revision": "3" * 64})
     assert check(tmp_path) == [

@@ -80,12 +80,6 @@ def relative_errors(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:
     return np.linalg.norm(exact - decoded, axis=1) / np.where(norms == 0, 1, norms)
 
 
-def fits(values: np.ndarray, scales: np.ndarray) -> bool:
-    """Returns whether values (tokens, width) and scales have an encoding's dtypes and shapes."""
-    dtypes = values.dtype, scales.dtype
-    return dtypes == (VALUES, SCALES) and scales.shape == (len(values), 1)
-
-
 def decode(values: np.ndarray, scales: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
     """Returns activations (tokens, width): each value times its scale, rounded to float32 and then
     to `dtype`."""

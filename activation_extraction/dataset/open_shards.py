@@ -16,7 +16,6 @@ from activation_extraction.common.visible import counted
 from activation_extraction.dataset.token_batch import ByHook
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.sealed_json import MAX_FIELDS
 from activation_extraction.store.shard import MAX_GZIP_RATIO, TableRow
 from activation_extraction.store.shard_reader import (
     ShardReader,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
 OPEN_SHARDS = 128  # where a shard is read by ranges; one pickle stays in memory
 TABLE_ROWS = 100_000  # of tables of samples that stay in memory, and at least one table
+MAX_PATHS = 64  # in the values of a column; one with more becomes texts
 READERS = 16  # small files read at the same time
 
 T = TypeVar("T")
@@ -194,7 +194,7 @@ def _column(values: Sequence[Any]) -> Any:
     parts: set[tuple[Any, ...]] = set()
     for value in values:
         _add_parts(value, (), parts)
-    kinds = (None, pyarrow.uint64()) if len(parts) <= MAX_FIELDS else ()
+    kinds = (None, pyarrow.uint64()) if len(parts) <= MAX_PATHS else ()
     for kind in kinds:
         with suppress(pyarrow.ArrowException, ValueError, OverflowError):
             return pyarrow.array(values, kind)
@@ -204,7 +204,7 @@ def _column(values: Sequence[Any]) -> Any:
 def _add_parts(value: Any, path: tuple[Any, ...], parts: set[tuple[Any, ...]]) -> None:
     """Adds the paths of all that is in a value, until they are too many: pyarrow has room for each
     of them in every row."""
-    if isinstance(value, dict | list) and len(parts) <= MAX_FIELDS:
+    if isinstance(value, dict | list) and len(parts) <= MAX_PATHS:
         for name, part in (
             value.items() if isinstance(value, dict) else ((0, each) for each in value)
         ):

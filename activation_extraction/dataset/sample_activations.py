@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.dataset.token_batch import ByHook
-from activation_extraction.store.sealed_json import COUNT
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,8 @@ def pieces_of(
         """Returns the number and the start of a piece, and its row without these."""
         row = dict(row_of(index) or {})
         piece, start = row.pop("piece", None), row.pop("start", None)
-        return (piece, start, row) if COUNT.fits(piece) and COUNT.fits(start) else None
+        counted = type(piece) is type(start) is int and piece >= 0
+        return (piece, start, row) if counted else None
 
     if (own := piece_of(index)) is None:
         return index, []

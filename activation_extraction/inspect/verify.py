@@ -1,11 +1,11 @@
 """--verify: checks everything that a run has stored.
 
-It compares the files with their JSON files, checks that every sample is stored exactly once, and
-recomputes a few samples. It lists all problems instead of stopping at the first.
+It compares the files with their JSON files, checks that every sample number is stored exactly once,
+and recomputes a few samples. It lists all problems instead of stopping at the first.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -17,25 +17,21 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.folders import HostFolder, expected_names, read_folders
 from activation_extraction.inspect.verify_shard import (
-    NO_ORIGINS,
     CheckedShard,
     ChosenSample,
-    Origins,
     check_shard,
-    equal_pairs,
     file_path,
-    statistics_problems,
 )
 from activation_extraction.store.commit import METADATA, Commit, Totals, commit_name
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SHARD_FILE
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import Stored, gaps, identity_of
+from activation_extraction.store.metadata import COUNTED, Stored, gaps, identity_of
 from activation_extraction.store.patience import scratch_folder
-from activation_extraction.store.statistics import Statistics, defined_tokens
+from activation_extraction.store.statistics import defined_tokens
 
-WORKERS = 4  # how many shards are read at the same time; each is unpacked in memory
-SHOWN = 5  # how many pairs of samples with the same row are listed
+WORKERS = 4  # shards read at the same time; one with chosen samples is unpacked in memory
+NO_NUMBERS = np.zeros(0, np.int64)
 
 
 class Recompute(NamedTuple):
@@ -72,9 +68,7 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     problems = list(check_folders(folders))
     checked = list(check_shards(root, folders, count if recompute is not None else 0))
     problems += [problem for shard in checked for problem in shard.problems]
-    per_shard = [shard.origins for shard in checked if shard.origins is not None]
-    origins = Origins(*map(np.concatenate, zip(NO_ORIGINS, *per_shard, strict=True)))
-    problems += rows_stored_twice(origins)
+    problems += check_numbers(folders, checked)
     hint = "no model is recorded" if without_model else "give --model_path"
     recomputed = f"nothing recomputed ({hint})"
     if recompute is not None:
@@ -85,7 +79,6 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     gigabytes = sum(shard.commit.bytes for shard in checked) / 1e9
     say(
         *problems,
-        *ids_that_recur(origins),
         f"{'FAILED' if problems else 'in order'}: {counted(len(folders), 'folder')}, "
         f"{counted(len(checked), 'shard')}, {counted(samples, 'sample')}, {gigabytes:,.3f} GB; "
         f"{recomputed}; {counted(len(problems), 'problem')}",
@@ -205,27 +198,27 @@ def _compare(
                 )
 
 
-def rows_stored_twice(origins: Origins) -> Iterator[str]:
-    """Yields a line for each of the first few pairs of samples of the same row, and the number of
-    pairs."""
-    pairs = equal_pairs(origins.sample_idx, origins.rows)
-    for one, other in pairs[:SHOWN]:
-        yield (
-            f"samples {one} and {other}: come from the same row of the data set, which is stored "
-            "twice"
-        )
-    if len(pairs) > SHOWN:
-        yield f"{len(pairs):,} rows of the data set are stored twice in all"
-
-
-def ids_that_recur(origins: Origins) -> Iterator[str]:
-    """Yields a line about document ids that occur in several samples, if there are any."""
-    pairs = equal_pairs(origins.sample_idx, origins.ids)
-    for one, other in pairs[:1]:
-        yield (
-            f"note: {counted(len(pairs), 'sample')} with the doc_id of an earlier one, such as "
-            f"samples {one} and {other}; the data set itself may hold them twice"
-        )
+def check_numbers(folders: dict[str, Stored], checked: Sequence[CheckedShard]) -> Iterator[str]:
+    """Yields whether sample numbers are stored more than once, and the first number that a folder
+    lacks. Of shards that have problems of their own, the numbers are not known."""
+    found: dict[str, list[np.ndarray]] = {name: [] for name in folders}
+    for shard in checked:
+        if shard.sample_idx is not None:
+            found[shard.folder].append(shard.sample_idx)
+    known = [each for of_folder in found.values() for each in of_folder]
+    numbers, times = np.unique(np.concatenate([NO_NUMBERS, *known]), return_counts=True)
+    if (twice := numbers[times > 1]).size:
+        yield f"{counted(len(twice), 'sample number')} stored more than once, such as {twice[0]}"
+    for name, stored in folders.items():
+        identity, last = stored.identity, max(stored.commits, default=0)
+        if identity is None or not identity.without_gaps or not 0 < last == len(found[name]):
+            continue
+        numbers = np.unique(np.concatenate(found[name]))
+        worker = identity.worker
+        expected = worker.sample_idx(0) + worker.stride * np.arange(len(numbers))
+        for i in np.flatnonzero(numbers != expected)[:1]:
+            problem = "is missing" if numbers[i] > expected[i] else "belongs to another host"
+            yield f"{name or 'the output itself'}: sample {min(numbers[i], expected[i])} {problem}"
 
 
 def check_folders(folders: dict[str, Stored]) -> Iterator[str]:
@@ -242,11 +235,8 @@ def check_folders(folders: dict[str, Stored]) -> Iterator[str]:
             if METADATA not in stored.damaged:
                 yield f"{file_path(name, METADATA)}: is missing"
             continue
-        try:
-            yield from _check_folder(name, stored, stored.metadata)
-            readable.append(name)
-        except (KeyError, TypeError, IndexError) as error:
-            yield f"{file_path(name, METADATA)}: lacks what every run records: {error!r}"
+        yield from _check_folder(name, stored, stored.metadata)
+        readable.append(name)
     yield from _check_one_run(folders, readable)
 
 
@@ -272,7 +262,7 @@ def _check_one_run(folders: dict[str, Stored], names: Iterable[str]) -> Iterator
 
 
 def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterator[str]:
-    """Yields all problems of one folder. Raises KeyError if its metadata lacks a field."""
+    """Yields all problems of one folder."""
     identity = stored.identity
     assert identity is not None
     where = file_path(name, METADATA)
@@ -281,17 +271,11 @@ def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterat
         yield f"{name}: holds the shards of {expected}"
     if metadata["status"] != "complete":
         yield f"{where}: the run is not complete: {metadata['status']}"
-    yield from _check_sequence(name, stored, identity)
-    yield from _check_forms(name, stored)
-    for commit in stored.in_order[:-1]:
-        if commit.partial:
-            yield f"{file_path(name, commit.name)}: is partial, and not the last one"
+    for commit in stored.in_order:
+        if commit.run != stored.run:
+            yield f"{file_path(name, commit.name)}: belongs to another run"
     if metadata["status"] == "complete":
         yield from (f"{where}: {problem}" for problem in total_problems(stored.in_order, metadata))
-        for hook in metadata["hooks"]:
-            statistics = stored.totals.statistics.get(hook["key"], Statistics())
-            for problem in statistics_problems(statistics, hook):
-                yield f"{where}: hook {hook['key']}: {problem}"
     committed = {commit.file for commit in stored.in_order}
     for file in stored.files:
         if SHARD_FILE.fullmatch(file) and file not in committed:
@@ -306,52 +290,11 @@ def _gaps(name: str, stored: Stored) -> Iterator[str]:
         yield f"{first} to {last}: are missing" if several else f"{first}: is missing"
 
 
-def _check_sequence(name: str, stored: Stored, identity: Identity) -> Iterator[str]:
-    """Yields where samples are missing or stored twice between one shard and the next."""
-    worker = identity.worker
-    upcoming = worker.sample_idx(0)
-    position = 0  # how many samples come before the cursor
-    for number, commit in enumerate(stored.in_order, start=1):
-        where = file_path(name, commit.name)
-        if commit.number != number:
-            break
-        if commit.run != stored.run:
-            yield f"{where}: belongs to another run"
-        if commit.first < upcoming or (commit.first > upcoming and identity.without_gaps):
-            word = "is missing" if commit.first > upcoming else "is stored twice"
-            yield f"{where}: sample {min(upcoming, commit.first)} {word}"
-        room = (commit.last - commit.first) / worker.stride + 1
-        if commit.count > room or (commit.count != room and identity.without_gaps):
-            span = f"from {commit.first} to {commit.last}"
-            yield f"{where}: {counted(commit.count, 'sample')} cannot go {span}"
-        upcoming = commit.last + worker.stride
-        if commit.cursor is not None:
-            before, position = position, commit.cursor["samples"]
-            end = upcoming // worker.stride  # how many samples of the host are stored up to here
-            taken = [position, *commit.cursor.get("taken", ()), end]
-            ascending = len(taken) == 2 or taken == sorted({*taken})
-            if not (before <= position <= end and ascending):
-                yield f"{where}: its cursor does not follow from the one before"
-
-
-def _check_forms(name: str, stored: Stored) -> Iterator[str]:
-    """Yields where a hook has another width or dtype than in the first shard."""
-    first: dict[Any, tuple[int, str]] = {}
-    for commit in stored.in_order:
-        for hook in commit.hooks:
-            form = hook["width"], hook["dtype"]
-            if form != (expected := first.setdefault(hook["key"], form)):
-                yield (
-                    f"{file_path(name, commit.name)}: hook {hook['key']}: width {form[0]}, dtype "
-                    f"{form[1]}, in the first shard {expected[0]}, {expected[1]}"
-                )
-
-
 def total_problems(commits: Iterable[Commit], metadata: dict[str, Any]) -> Iterator[str]:
     """Yields the totals in the metadata of a finished host that differ from those of its shards."""
     totals = Totals()
     for commit in commits:
         totals.add(commit)
-    for field in ("shards", "samples", "tokens", "bytes"):
+    for field in COUNTED:
         if metadata[field] != (total := getattr(totals, field)):
             yield f"has {counted(metadata[field], field.removesuffix('s'))}, there are {total}"

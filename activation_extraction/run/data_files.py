@@ -17,9 +17,6 @@ from typing import Any
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.log import log
 from activation_extraction.run.digests import file_digests, reading, same_beginning
-from activation_extraction.store.commit import METADATA
-from activation_extraction.store.metadata import FIELDS
-from activation_extraction.store.sealed_json import DamagedError, check_fields
 from activation_extraction.text.file_list import JSON_LINES, TextFile, modified
 
 RECORD = "data_files"  # the field in metadata.json
@@ -148,11 +145,7 @@ def _merged(earlier: Iterable[Mapping[str, Any]]) -> list[Recorded]:
 
 
 def _recorded_in(metadata: Mapping[str, Any]) -> list[Recorded]:
-    """Returns the files that metadata.json lists. Raises InputError if they have the wrong form."""
-    try:
-        check_fields(metadata, {RECORD: FIELDS[RECORD]}, METADATA)
-    except DamagedError as error:
-        raise InputError(str(error)) from error
+    """Returns the files that metadata.json lists."""
     return [Recorded(f["name"], f["bytes"], f["digest"]) for f in metadata.get(RECORD, ())]
 
 

@@ -6,39 +6,16 @@ readers need not open all of their JSONs. An outline is valid only while it agre
 the folder. The JSONs alone decide what is stored.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
-from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.visible import counted
-from activation_extraction.store.encode_shard import ENCODING_ERROR
-from activation_extraction.store.sealed_json import (
-    COUNT,
-    MAX_COUNT,
-    MAX_FIELDS,
-    MAX_WIDTH,
-    NUMBER,
-    OBJECT,
-    TEXT,
-    Count,
-    DamagedError,
-    Flag,
-    Kind,
-    Number,
-    Text,
-    any_of,
-    check_fields,
-    integer,
-    kinds_of,
-    list_of,
-    object_of,
-    optional,
-    seal,
-)
+from activation_extraction.store.sealed_json import DamagedError, reading, seal
 from activation_extraction.store.shard import MAX_GZIP_RATIO, Key
-from activation_extraction.store.statistics import STATISTICS, Statistics
+from activation_extraction.store.statistics import Statistics
 from activation_extraction.text.batch import Cursor
 
 METADATA = "metadata.json"
@@ -48,26 +25,6 @@ OTHER_VERSION = "was written by another version of this program"
 CLAIM = "claimed_by"  # the only field of a JSON that reserves its name and commits nothing
 # A shard's number as this program writes it in file names; it never writes shard_00001.
 SHARD_NUMBER = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
-TAKEN = list_of(COUNT)
-CURSOR = {
-    **dict.fromkeys(("samples", "skip", "skipped_rows", "empty_rows", "tokens"), COUNT),
-    "stream": OBJECT,
-    "taken": Kind(
-        f"a list of at most {MAX_FIELDS} counts",
-        lambda value: TAKEN.fits(value) and len(value) <= MAX_FIELDS,
-    ),
-}
-HOOK = {
-    "key": any_of(TEXT, integer(-MAX_COUNT, MAX_COUNT)),
-    "name": TEXT,
-    "aliases": list_of(TEXT),
-    "width": integer(1, MAX_WIDTH),
-    "dtype": TEXT,
-    "scale": optional(integer(1, MAX_WIDTH)),
-    **STATISTICS,
-    "error": ENCODING_ERROR,
-}
-HOOKS = list_of(object_of(HOOK, ("key", "name", "width", "dtype", "scale", *STATISTICS)))
 RECENT = 21  # how many commits the current speed of a host is computed from
 
 
@@ -93,7 +50,11 @@ def number_of(name: str) -> int:
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers in a line of metrics.jsonl, without its other values."""
-    return {name: value for name, value in metrics.items() if NUMBER.fits(value)}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if type(value) in (int, float) and abs(value) < math.inf
+    }
 
 
 def claim_of(owner: str) -> bytes:
@@ -120,25 +81,25 @@ class Commit:
     of samples.
     """
 
-    file: Text
-    sha256: Text
-    bytes: Count
-    first: Count
-    last: Count
-    count: Count
-    tokens: Count
-    partial: Flag
-    cursor: Annotated[dict[str, Any] | None, optional(object_of(CURSOR, ("samples",)))]
-    hooks: Annotated[list[dict[str, Any]], HOOKS]
-    run: Text
-    committed: Number
-    began: Number
-    unpacked: Count
-    statistics: Text
-    table: Text
-    cut_samples: Count = 0
-    cut_tokens: Count = 0
-    empty_samples: Count = 0
+    file: str
+    sha256: str
+    bytes: int
+    first: int
+    last: int
+    count: int
+    tokens: int
+    partial: bool
+    cursor: dict[str, Any] | None
+    hooks: list[dict[str, Any]]
+    run: str
+    committed: float
+    began: float
+    unpacked: int
+    statistics: str
+    table: str
+    cut_samples: int = 0
+    cut_tokens: int = 0
+    empty_samples: int = 0
 
     @property
     def number(self) -> int:
@@ -184,38 +145,20 @@ class Commit:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "Commit":
-        """Reads what `to_json` returned. Raises DamagedError for missing, unknown or impossible
-        fields."""
-        content = dict(content)
-        try:
-            if content.pop("format_version") != FORMAT_VERSION:
+        """Reads what `to_json` returned, and ignores unknown fields. Raises DamagedError if fields
+        are missing, or if there are fewer bytes than so many samples and tokens need."""
+        with reading(where):
+            if content["format_version"] != FORMAT_VERSION:
                 raise DamagedError(f"{where}: {OTHER_VERSION}")
-            content |= content.pop("samples")
-            commit = cls(**content)
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedError(f"{where}: fields are missing or unknown: {error}") from error
-        check_fields(content, COMMIT, where)
-        for hook in filter(_has_wrong_scale, commit.hooks):
-            scale, dtype = hook["scale"], f"{hook['dtype']:.40}"
-            raise DamagedError(
-                f"{where}: hook {hook['name']:.80}: its scale is {scale}, which does not fit "
-                f"{dtype} of width {hook['width']}"
+            found = {**content, **content["samples"]}
+            commit = cls(
+                **{each.name: found[each.name] for each in fields(cls) if each.name in found}
             )
-        width = max((hook["width"] for hook in commit.hooks), default=1)
-        if max(commit.count, commit.tokens * width) > MAX_GZIP_RATIO * commit.bytes:
-            raise DamagedError(
-                f"{where}: {counted(commit.count, 'sample')} and {counted(commit.tokens, 'token')} "
-                f"cannot be in {commit.bytes} bytes"
-            )
+            width = max((hook["width"] for hook in commit.hooks), default=1)
+            if max(commit.count, commit.tokens * width) > MAX_GZIP_RATIO * commit.bytes:
+                samples, tokens = counted(commit.count, "sample"), counted(commit.tokens, "token")
+                raise ValueError(f"{samples} and {tokens} cannot be in {commit.bytes} bytes")
         return commit
-
-
-COMMIT = kinds_of(Commit)
-
-
-def _has_wrong_scale(hook: Mapping[str, Any]) -> bool:
-    """Returns whether the scale of a hook is not the one of its encoding."""
-    return hook["scale"] not in (None, hook["width"] if hook["dtype"] == VALUES.name else None)
 
 
 @dataclass
@@ -226,15 +169,15 @@ class Totals:
     empty_samples: how many samples keep no token.
     """
 
-    shards: Count = 0
-    samples: Count = 0
-    tokens: Count = 0
-    bytes: Count = 0
-    skipped_rows: Count = 0
-    empty_rows: Count = 0
-    cut_samples: Count = 0
-    cut_tokens: Count = 0
-    empty_samples: Count = 0
+    shards: int = 0
+    samples: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    skipped_rows: int = 0
+    empty_rows: int = 0
+    cut_samples: int = 0
+    cut_tokens: int = 0
+    empty_samples: int = 0
     pack_seconds: float = 0.0
     write_seconds: float = 0.0
     statistics: dict[Key, Statistics] = field(default_factory=dict)
@@ -273,15 +216,7 @@ class Totals:
         return {name: getattr(self, name) for name in COUNTS}
 
 
-COUNTS = kinds_of(Totals)
-OUTLINE = {
-    **COUNTS,
-    "json_bytes": COUNT,
-    "hooks": list_of(object_of(HOOK, ("key", *STATISTICS))),
-    "recent": list_of(OBJECT),
-    "partial": optional(OBJECT),
-    "metrics": OBJECT,
-}
+COUNTS = [each.name for each in fields(Totals) if each.type is int]
 
 
 @dataclass
@@ -359,15 +294,15 @@ class Outline:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "Outline":
-        """Reads what `to_json` returned. Raises DamagedError or KeyError."""
-        check_fields(content, OUTLINE, where)
-        totals = Totals(**{name: content.get(name, 0) for name in COUNTS})
-        totals.add_statistics(content["hooks"])
-        partial = content["partial"]
-        return cls(
-            totals,
-            content["json_bytes"],
-            tuple(Commit.from_json(commit, where) for commit in content["recent"]),
-            None if partial is None else Commit.from_json(partial, where),
-            numbers_of(content["metrics"]),
-        )
+        """Reads what `to_json` returned. Raises DamagedError if fields are missing."""
+        with reading(where):
+            totals = Totals(**{name: content.get(name, 0) for name in COUNTS})
+            totals.add_statistics(content["hooks"])
+            partial = content["partial"]
+            return cls(
+                totals,
+                content["json_bytes"],
+                tuple(Commit.from_json(commit, where) for commit in content["recent"]),
+                None if partial is None else Commit.from_json(partial, where),
+                numbers_of(content["metrics"]),
+            )

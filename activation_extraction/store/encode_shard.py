@@ -5,14 +5,13 @@ records the mean and the largest error of each hook.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from activation_extraction.common.encodings import decode, encode, relative_errors
-from activation_extraction.store.sealed_json import Count, Positive, kinds_of, object_of
 from activation_extraction.store.shard import Key, Shard
 
 MEASURED = 1024  # at most, of the sinks of a shard, and of its other tokens
@@ -25,9 +24,9 @@ class TokenErrors:
     The error of a token x is the Euclidean norm of x - decoded x, divided by that of x.
     """
 
-    tokens: Count = 0
-    mean: Positive = 0.0
-    worst: Positive = 0.0
+    tokens: int = 0
+    mean: float = 0.0
+    worst: float = 0.0
 
     @classmethod
     def of(cls, errors: np.ndarray) -> "TokenErrors":
@@ -61,13 +60,9 @@ class EncodingError:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "EncodingError":
         """Reads what `to_json` returned."""
+        names = [each.name for each in fields(TokenErrors)]
         kinds = (content["sinks"], content["others"])
-        return cls(*(TokenErrors(**{name: each[name] for name in TOKEN_ERRORS}) for each in kinds))
-
-
-TOKEN_ERRORS = kinds_of(TokenErrors)
-_ERRORS = object_of(TOKEN_ERRORS, tuple(TOKEN_ERRORS))
-ENCODING_ERROR = object_of({"sinks": _ERRORS, "others": _ERRORS}, ("sinks", "others"))
+        return cls(*(TokenErrors(*(each[name] for name in names)) for each in kinds))
 
 
 def encode_shard(

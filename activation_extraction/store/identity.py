@@ -8,26 +8,11 @@ change.
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Any
 
 from activation_extraction.common.encodings import FLOAT8, VALUES
 from activation_extraction.common.host_memory import available_memory
-from activation_extraction.store.sealed_json import (
-    COUNT,
-    MAX_WIDTH,
-    TEXT,
-    Count,
-    DamagedError,
-    Flag,
-    Positive,
-    Text,
-    any_of,
-    check_fields,
-    digest_of,
-    integer,
-    kinds_of,
-    list_of,
-)
+from activation_extraction.store.sealed_json import digest_of, reading
 from activation_extraction.text.batch import Worker
 
 MAX_MACHINES, MAX_HOSTS = 100_000, 10_000  # --status and --verify name all of them
@@ -69,40 +54,40 @@ class Identity:
     are stored, 0 if none are.
     """
 
-    model_digest: Text = ""
-    tokenizer_digest: Text = ""
-    data: Text = ""
-    data_revision: Text = ""
-    text_column: Text = "text"
-    skip_bad_rows: Flag = False
-    max_seq_length: Annotated[int, integer(0, MAX_WIDTH)] = 0  # 0: not recorded
-    hooks: Annotated[tuple[str, ...], list_of(TEXT)] = ()
-    integer_hooks: Annotated[tuple[str, ...], list_of(TEXT)] = ()
-    float32_hooks: Annotated[tuple[str, ...], list_of(TEXT)] = ()
-    keyed_by: Annotated[str | list[str], any_of(TEXT, list_of(TEXT))] = "layer"
-    dtype: Text = ""
-    activation_dtype: Text = ""
-    shard_size_gb: Positive = 1.0
-    shard_format: Text = "pickle"
-    compress_shards: Flag = True
-    positions: Text = "all"
-    drop_token_ids: Annotated[tuple[int, ...], list_of(COUNT)] = ()
-    total_machines: Annotated[int, integer(1, MAX_MACHINES)] = 1
-    num_hosts: Annotated[int, integer(1, MAX_HOSTS)] = 1
-    machine: Annotated[int, integer(0, MAX_MACHINES - 1)] = 0
-    host: Annotated[int, integer(0, MAX_HOSTS - 1)] = 0
-    id_column: Text = ""
-    keep_columns: Annotated[tuple[str, ...], list_of(TEXT)] = ()
-    messages_column: Text = ""
-    chat_template: Text = ""
-    ids_column: Text = ""
-    mask_column: Text = ""
-    long_documents: Text = "cut"
-    overlap: Count = 0
-    shuffle_documents: Text = ""
-    roles: Annotated[tuple[str, ...], list_of(TEXT)] = ()
-    top_logits: Count = 0
-    attention_mask: Text = ""
+    model_digest: str = ""
+    tokenizer_digest: str = ""
+    data: str = ""
+    data_revision: str = ""
+    text_column: str = "text"
+    skip_bad_rows: bool = False
+    max_seq_length: int = 0  # 0: not recorded
+    hooks: tuple[str, ...] = ()
+    integer_hooks: tuple[str, ...] = ()
+    float32_hooks: tuple[str, ...] = ()
+    keyed_by: str | list[str] = "layer"
+    dtype: str = ""
+    activation_dtype: str = ""
+    shard_size_gb: float = 1.0
+    shard_format: str = "pickle"
+    compress_shards: bool = True
+    positions: str = "all"
+    drop_token_ids: tuple[int, ...] = ()
+    total_machines: int = 1
+    num_hosts: int = 1
+    machine: int = 0
+    host: int = 0
+    id_column: str = ""
+    keep_columns: tuple[str, ...] = ()
+    messages_column: str = ""
+    chat_template: str = ""
+    ids_column: str = ""
+    mask_column: str = ""
+    long_documents: str = "cut"
+    overlap: int = 0
+    shuffle_documents: str = ""
+    roles: tuple[str, ...] = ()
+    top_logits: int = 0
+    attention_mask: str = ""
 
     @property
     def run(self) -> str:
@@ -163,15 +148,17 @@ class Identity:
     def from_json(cls, content: Any, where: str) -> "Identity":
         """Reads what `to_json` returned; a field that is not recorded gets its default.
 
-        where: names the file in messages. Raises DamagedError for an unknown field or a bad value.
+        where: names the file in messages. Raises DamagedError for an unknown field, which a later
+        version may have added, and for more machines or hosts than a run can have.
         """
-        try:
+        with reading(f"{where}: its identity"):
             names = [each.name for each in fields(cls) if each.default == ()]
             tuples = {name: tuple(content.get(name, ())) for name in names}
             identity = cls(**{**content, **tuples})
-        except (TypeError, AttributeError) as error:
-            raise DamagedError(f"{where}: its identity cannot be read: {error}") from error
-        check_fields(vars(identity), kinds_of(cls), f"{where}: its identity")
+            for name, most in (("total_machines", MAX_MACHINES), ("num_hosts", MAX_HOSTS)):
+                if not 1 <= getattr(identity, name) <= most:
+                    found = getattr(identity, name)
+                    raise ValueError(f"{name} is {found}, expected a number from 1 to {most}")
         return identity
 
     def compare(self, stored: "Identity") -> Difference | None:

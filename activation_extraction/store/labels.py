@@ -33,14 +33,7 @@ def check_labels(labels: Mapping[str, np.ndarray], tokens: int, due: Sequence[st
         if (values.dtype, values.shape) != (np.int32, (tokens,)):
             found = f"dtype {values.dtype}, shape {values.shape}"
             raise ValueError(f"{name} of {found}: expected int32, ({tokens},)")
-    if problem := wrong_role(labels):
-        raise ValueError(problem)
-
-
-def wrong_role(labels: Mapping[str, np.ndarray]) -> str | None:
-    """Returns what is wrong with the roles of tokens; None if all is well."""
     roles = labels.get("role", np.zeros(0, np.int32))
-    if not roles.size or (roles.min() >= 0 and roles.max() < len(ROLES)):
-        return None
-    wrong = roles.min() if roles.min() < 0 else roles.max()
-    return f"role {wrong}: expected 0 to {len(ROLES) - 1}"
+    if roles.size and (roles.min() < 0 or roles.max() >= len(ROLES)):
+        wrong = roles.min() if roles.min() < 0 else roles.max()
+        raise ValueError(f"role {wrong}: expected 0 to {len(ROLES) - 1}")

@@ -16,9 +16,7 @@ from typing import Any
 from activation_extraction.common.errors import InputError
 from activation_extraction.store.commit import (
     CLAIM,
-    COUNTS,
     FORMAT_VERSION,
-    HOOK,
     METADATA,
     METRICS,
     OTHER_VERSION,
@@ -34,21 +32,9 @@ from activation_extraction.store.commit import (
 from activation_extraction.store.folder import Folder, local_path
 from activation_extraction.store.formats import SUFFIXES
 from activation_extraction.store.identity import Identity, run_of
-from activation_extraction.store.sealed_json import (
-    COUNT,
-    MAX_WIDTH,
-    NUMBER,
-    OBJECT,
-    TEXT,
-    DamagedError,
-    check_fields,
-    integer,
-    list_of,
-    object_of,
-    optional,
-    unseal,
-)
+from activation_extraction.store.sealed_json import DamagedError, unseal
 
+COUNTED = ("shards", "samples", "tokens", "bytes")
 AGGREGATE = "aggregated_metadata.json"
 OWN_FILES = re.compile(
     r"\.?(metadata\.json|metrics\.jsonl"
@@ -56,29 +42,8 @@ OWN_FILES = re.compile(
 )
 # The totals in the metadata.json of a folder that has no shards yet.
 EMPTY_TOTALS = {"shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
-REQUIRED = ("identity", "status", "max_samples", "written")  # fields of metadata.json
-MODEL = {"hidden_size": integer(1, MAX_WIDTH), "vocab_size": integer(1, MAX_WIDTH)}
-ROWS = {"rows": integer(1, MAX_WIDTH), "device": TEXT, "devices": COUNT, "mesh": OBJECT}
-DATA_FILE = {"name": TEXT, "bytes": COUNT, "digest": TEXT}
-FIELDS = {
-    "status": TEXT,
-    **COUNTS,
-    "max_samples": optional(COUNT),
-    "max_tokens": optional(COUNT),
-    "seconds": NUMBER,
-    "written": NUMBER,
-    "remote": optional(TEXT),
-    "hooks": list_of(object_of(HOOK, ("key", "name"))),
-    "identity": OBJECT,
-    "data_files": list_of(object_of(DATA_FILE, tuple(DATA_FILE))),
-    "configuration": object_of({"batch_size": integer(1, MAX_WIDTH)}),
-    "auto_batch_size": optional(object_of(ROWS, tuple(ROWS))),
-    "model": object_of(MODEL),
-    "backend": TEXT,
-    "mesh": optional(OBJECT),
-    "attention": optional(OBJECT),
-    "versions": optional(OBJECT),
-}
+# Fields of metadata.json that every run records.
+REQUIRED = ("identity", "status", "max_samples", "written", *COUNTED)
 METRICS_TAIL = 4096  # bytes at the end of metrics.jsonl, more than a line has
 READERS = 32  # how many small files are read at the same time
 
@@ -240,9 +205,10 @@ def _valid_outline(
 ) -> tuple[dict[str, Any] | None, Outline]:
     """Returns the metadata and its outline; None and an empty outline if they are missing or
     damaged, or if they disagree with the files."""
-    with suppress(DamagedError, KeyError, TypeError, AttributeError):
+    with suppress(DamagedError):
         metadata = None if data is None else _read_metadata(data, where)
-        outline = Outline() if metadata is None else Outline.from_json(metadata["outline"], where)
+        recorded = {} if metadata is None else metadata.get("outline", {})
+        outline = Outline() if metadata is None else Outline.from_json(recorded, where)
         if outline.fits(files):
             return metadata, outline
     return None, Outline()
@@ -258,7 +224,6 @@ def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
         raise DamagedError(f"{where}: {OTHER_VERSION}")
     if missing := [key for key in REQUIRED if key not in content]:
         raise DamagedError(f"{where}: lacks {', '.join(missing)}")
-    check_fields(content, FIELDS, where)
     if identity_of(content, where).activation_dtype == "int8":
         raise InputError(
             f"{where}: its activations are stored as int8, which this version neither reads nor "

@@ -7,7 +7,7 @@ Always read a compressed file to its end, where its checksum is; `pickle.load` s
 
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import PickleBuffer
 from typing import Any, NotRequired, TypedDict
@@ -15,14 +15,13 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 from isal import igzip
 
-from activation_extraction.common.encodings import VALUES, fits
+from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import RunError, one_line
-from activation_extraction.store.labels import LABELS, wrong_role
+from activation_extraction.store.labels import LABELS
 from activation_extraction.store.safe_unpickler import unpickle
-from activation_extraction.store.sealed_json import MAX_COUNT, SCALARS
 from activation_extraction.store.shard import MAX_GZIP_RATIO, DocId, Key, SampleRow, Shard
 
-MALFORMED = (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError)
+MALFORMED = (KeyError, TypeError, AttributeError, ValueError, OverflowError)
 
 
 class Record(TypedDict):
@@ -46,14 +45,6 @@ class Record(TypedDict):
 
 
 Records = dict[Key, list[Record]]
-
-
-class ContentError(RunError):
-    """The records of a shard contradict each other, or the names of its hooks."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
 
 
 class _Pickler(pickle.Pickler):
@@ -155,18 +146,14 @@ def read_records(path: Path, limit: int) -> Records:
     return records
 
 
-def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
-    """Reads a pickled shard. names: the full names by key of the hooks that it should have.
+def read_pickle(path: Path, limit: int) -> Shard:
+    """Reads a pickled shard, whose samples are those of its first hook.
 
-    Raises what `read_records` raises, and ContentError if its records contradict each other.
+    Raises what `read_records` raises, and RunError for records that lack fields.
     """
     records = read_records(path, limit)
     try:
-        if list(records) != list(names):
-            raise ContentError([f"has hooks {list(records)}, its JSON says {list(names)}"])
-        for record in (record for of_hook in records.values() for record in of_hook):
-            _check_record(record)
-        samples = [  # from the records of the first hook; the others are compared with them
+        samples = [
             SampleRow(
                 sample_idx=record["sample_idx"],
                 token_ids=record["token_ids"],
@@ -183,11 +170,8 @@ def read_pickle(path: Path, names: Mapping[Key, str], limit: int) -> Shard:
             for key, of_hook in records.items()
             if any("scale" in record for record in of_hook)
         }
-        problems = list(_contradictions(records, samples, names))
     except MALFORMED as error:
-        raise ContentError([f"its records lack fields or are malformed: {error!r:.200}"]) from error
-    if problems:
-        raise ContentError(problems)
+        raise RunError(f"{path.name}: its records cannot be read: {error!r:.200}") from error
     return Shard(samples, slices, scales=scales)
 
 
@@ -195,67 +179,3 @@ def _values_of(record: Record) -> np.ndarray:
     """Returns the activation of a record; in its own dtype if it is encoded."""
     values = record["activation"]
     return values.view(VALUES) if "scale" in record and values.dtype == np.uint8 else values
-
-
-def _check_record(record: Record) -> None:
-    """Raises ValueError for a value that no sample can have."""
-    shape, index = record["activation"].shape, record["sample_idx"]
-    ids, positions = record["token_ids"], record.get("positions")
-    problem = None
-    if type(index) is not int or not 0 <= index <= MAX_COUNT:
-        problem = "no sample has this number"
-    elif type(record["text_preview"]) is not str or type(record["doc_id"]) not in SCALARS:
-        problem = "a text preview that is no text, or an id that is neither text nor a number"
-    elif len(shape) != 2 or (shape[0] and not shape[1]):
-        problem = f"an activation of shape {shape}"
-    elif ids is not None and (ids.ndim != 1 or ids.dtype.kind != "i"):
-        problem = f"token ids of dtype {ids.dtype}, shape {ids.shape}"
-    elif positions is not None and (positions.ndim != 1 or positions.dtype != np.int32):
-        problem = f"positions of dtype {positions.dtype}, shape {positions.shape}"
-    elif "scale" in record and not fits(values := _values_of(record), record["scale"]):
-        scale = record["scale"]
-        problem = f"a scale of {scale.dtype}, shape {scale.shape}, for {values.dtype}, {shape}"
-    for name, values in (labels := _labels_of(record)).items():
-        if values.ndim != 1 or values.dtype != np.int32:
-            problem = f"{name} of dtype {values.dtype}, shape {values.shape}"
-    problem = problem or wrong_role(labels)
-    if problem is not None:
-        raise ValueError(f"sample {index!r:.40}: {problem}")
-
-
-def _contradictions(
-    records: Records, samples: list[SampleRow], names: Mapping[Key, str]
-) -> Iterator[str]:
-    """Yields where records disagree with the samples, or with the names of the hooks."""
-    indices = [row.sample_idx for row in samples]
-    of_first_hook = next(iter(records.values()), [])
-    if any(list(row.labels) != list(samples[0].labels) for row in samples):
-        yield "its samples differ in the labels of their tokens"
-    for key, of_hook in records.items():
-        if [record["sample_idx"] for record in of_hook] != indices:
-            yield f"hook {key}: its samples are not those of the first hook"
-            continue
-        for record, row, first in zip(of_hook, samples, of_first_hook, strict=True):
-            shape, recorded = record["activation"].shape, tuple(record["shape"])
-            where = f"hook {key}, sample {row.sample_idx}"
-            if record.get("hook", names[key]) != names[key]:
-                yield f"{where}: names hook {record['hook']!r:.80}, expected {names[key]}"
-            if recorded != shape:
-                yield f"{where}: shape {shape}, its record says {recorded}"
-            if record["token_ids"] is not row.token_ids and not np.array_equal(
-                np.asarray(record["token_ids"]), np.asarray(row.token_ids)
-            ):
-                yield f"{where}: its token ids are not those of the first hook"
-            positions = record.get("positions")
-            if positions is not first.get("positions"):
-                same = np.array_equal(positions_of(record), row.positions)
-            else:
-                same = positions is not None or len(row.positions) == shape[0]
-            if not same:
-                yield f"{where}: its positions are not those of the first hook"
-            labels = _labels_of(record)
-            if list(labels) != list(row.labels) or not all(
-                labels[name] is values or np.array_equal(labels[name], values)
-                for name, values in row.labels.items()
-            ):
-                yield f"{where}: the labels of its tokens are not those of the first hook"

@@ -19,10 +19,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from activation_extraction.common.encodings import VALUES, fits
+from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import RunError
-from activation_extraction.store.labels import LABELS, wrong_role
-from activation_extraction.store.shard import Key, SampleRow, Shard, are_valid_offsets
+from activation_extraction.store.labels import LABELS
+from activation_extraction.store.shard import Key, SampleRow, Shard
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -190,10 +190,7 @@ class SafetensorsFile:
         return self.rows("token_ids", start, stop), self.rows("position", start, stop)
 
     def labels(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        labels = {name: self.rows(name, start, stop) for name in _labels(self.tensors)}
-        if problem := wrong_role(labels):
-            raise RunError(f"{self._where}: {problem}")
-        return labels
+        return {name: self.rows(name, start, stop) for name in _labels(self.tensors)}
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
         """Returns the rows of a tensor from `start` to `stop`."""
@@ -209,33 +206,21 @@ class SafetensorsFile:
     def shard(self, names: Mapping[Key, str]) -> Shard:
         """Returns the whole shard, without the content of its table of samples.
 
-        names: the full names by key of the hooks that it should have. Raises RunError for a file
-        that has others, or whose content is not sound; an encoded hook needs its scales.
+        names: the full names of its hooks by key. Raises RunError for a file that lacks one.
         """
-        hooks, encoded = [], {}
-        for key, name in names.items():
-            hooks.append(name)
-            if name in self.tensors and self.tensors[name].dtype == VALUES:
-                encoded[key] = name + SCALE
-                hooks.append(name + SCALE)
-        if hooks != [name for name, tensor in self.tensors.items() if len(tensor.shape) == 2]:
-            raise RunError(f"{self._where}: has not the hooks that its JSON names, {hooks}")
-        if not are_valid_offsets(self.offsets, self.tensors["position"].shape[0]):
-            raise RunError(f"{self._where}: is damaged: its samples do not follow each other")
-        labels = self.labels(0, self.tensors["position"].shape[0])
-        whole = {name: self.whole(name) for name in ("token_ids", "position", *hooks)}
-        parts = {
-            name: np.split(each, self.offsets[1:-1]) for name, each in (whole | labels).items()
+        if missing := [name for name in names.values() if name not in self.tensors]:
+            raise RunError(f"{self._where}: has no hook {missing[0]}")
+        encoded = {
+            key: name + SCALE for key, name in names.items() if self.tensors[name].dtype == VALUES
         }
+        labels = _labels(self.tensors)
+        tensors = ("token_ids", "position", *labels, *names.values(), *encoded.values())
+        parts = {name: np.split(self.whole(name), self.offsets[1:-1]) for name in tensors}
         columns = self.sample_idx.tolist(), parts["token_ids"], parts["position"]
         rows = [
             SampleRow(*values, labels={name: parts[name][number] for name in labels})
             for number, values in enumerate(zip(*columns, strict=True))
         ]
-        for key, scale in encoded.items():
-            if not fits(whole[names[key]], whole[scale]):
-                name = names[key]
-                raise RunError(f"{self._where}: {name}: its scales do not belong to its values")
         slices, scales = (
             {key: parts[name] for key, name in each.items()} for each in (names, encoded)
         )

@@ -10,8 +10,8 @@ import io
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 from isal import igzip
@@ -19,17 +19,6 @@ from isal import igzip
 from activation_extraction.common.choices import MAX_COLUMNS
 from activation_extraction.common.encodings import decode
 from activation_extraction.common.errors import RunError, StorageError, one_line
-from activation_extraction.common.visible import counted
-from activation_extraction.store.sealed_json import (
-    MAX_FIELDS,
-    SCALARS,
-    Count,
-    Kind,
-    Text,
-    check_fields,
-    kinds_of,
-    optional,
-)
 
 Key = int | str  # a hook's name in a shard: its layer number, or the name the user asked for
 DocId = str | int | float | None
@@ -39,33 +28,8 @@ GZIP = 31  # the `wbits` of zlib for a gzip header without a time, and a window 
 GROUP_BYTES = 32 * 2**20
 MAX_LINE_BYTES = 2**20
 UNREADABLE = (ValueError, TypeError, KeyError, RecursionError, OSError, EOFError, zlib.error)
-ID = Kind("a number, text or null", lambda value: type(value) in SCALARS)
-FLAT = Kind(
-    f"an object of at most {MAX_FIELDS} plain values",
-    lambda value: (
-        type(value) is dict
-        and len(value) <= MAX_FIELDS
-        and all(type(each) in SCALARS for each in value.values())
-    ),
-)
-
-
-def _is_json(value: Any, levels: int = MAX_FIELDS) -> bool:
-    """Returns whether this is a JSON value of at most so many levels."""
-    if type(value) in SCALARS:
-        return True
-    if not levels or type(value) not in (dict, list, tuple):
-        return False
-    if type(value) is dict and not all(type(name) is str for name in value):
-        return False
-    parts = value.values() if type(value) is dict else value
-    return all(_is_json(each, levels - 1) for each in parts)
-
-
-COLUMNS = Kind(
-    f"an object of at most {MAX_COLUMNS} JSON values",
-    lambda value: type(value) is dict and len(value) <= MAX_COLUMNS and _is_json(value),
-)
+SCALARS: tuple[type, ...] = (type(None), bool, int, float, str)
+MAX_FIELDS = 64  # of the `row` of a sample
 
 
 @dataclass(frozen=True)
@@ -144,27 +108,17 @@ class Shard:
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def are_valid_offsets(offsets: np.ndarray, tokens: int) -> bool:
-    """Returns whether offsets, of any integer type, begin at 0, ascend, and end at `tokens`."""
-    if len(offsets) == 0 or [int(offsets[0]), int(offsets[-1])] != [0, tokens]:
-        return False
-    return bool((offsets[1:] >= offsets[:-1]).all())  # differences of int64 may overflow
-
-
 @dataclass(frozen=True)
 class TableRow:
     """A row of the table. tokens: how many are stored. The other fields are those of SampleRow."""
 
-    sample_idx: Count
-    tokens: Count
-    doc_id: Annotated[DocId, ID]
-    row: Annotated[Mapping[str, Any] | None, optional(FLAT)]
-    cut: Count
-    text_preview: Text
-    columns: Annotated[Mapping[str, Any], COLUMNS] = field(default_factory=dict)
-
-
-TABLE_ROW = kinds_of(TableRow)
+    sample_idx: int
+    tokens: int
+    doc_id: DocId
+    row: Mapping[str, Any] | None
+    cut: int
+    text_preview: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 def pack_table(samples: Sequence[SampleRow]) -> bytes:
@@ -184,13 +138,13 @@ def _line(sample: SampleRow) -> bytes:
     }
     if sample.columns:
         content["columns"] = sample.columns
-    for name, kind in TABLE_ROW.items():
-        if name in content and not kind.fits(content[name]):
-            value = f"{type(content[name]).__name__} {ascii(content[name]):.80}"
-            raise StorageError(
-                f"sample {sample.sample_idx}: its {name} is {value}, expected {kind.words}"
-            )
-    line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
+    _check_line(content)
+    try:
+        line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StorageError(
+            f"sample {sample.sample_idx}: its columns are no JSON values: {one_line(error)}"
+        ) from error
     if len(line) > MAX_LINE_BYTES:
         columns, fewer = (", columns", " or keep fewer columns") if sample.columns else ("", "")
         raise StorageError(
@@ -201,44 +155,48 @@ def _line(sample: SampleRow) -> bytes:
     return line
 
 
+def _check_line(content: Mapping[str, Any]) -> None:
+    """Raises StorageError for values that another program gave, and that the table cannot have."""
+    row, columns = content["row"], content.get("columns", {})
+    flat = type(row) is dict and {*map(type, row.values())} <= {*SCALARS}
+    for name, fits, expected in (
+        ("doc_id", type(content["doc_id"]) in SCALARS, "a number, text or null"),
+        (
+            "row",
+            row is None or (flat and len(row) <= MAX_FIELDS),
+            f"an object of at most {MAX_FIELDS} plain values, or null",
+        ),
+        ("cut", type(content["cut"]) is int and content["cut"] >= 0, "a whole number, 0 or larger"),
+        ("text_preview", type(content["text_preview"]) is str, "text"),
+        (
+            "columns",
+            type(columns) is dict and len(columns) <= MAX_COLUMNS,
+            f"an object of at most {MAX_COLUMNS} JSON values",
+        ),
+    ):
+        if not fits:
+            value = f"{type(content[name]).__name__} {ascii(content[name]):.80}"
+            raise StorageError(
+                f"sample {content['sample_idx']}: its {name} is {value}, expected {expected}"
+            )
+
+
 def unpack_table(data: bytes, count: int, where: str) -> list[TableRow]:
     """Reads what `pack_table` returned, for `count` samples. It ignores unknown fields.
 
     where: names the file in messages. Raises RunError if the data is damaged.
     """
     rows: list[TableRow] = []
+    names = [each.name for each in fields(TableRow)]
     try:
         with igzip.IGzipFile(fileobj=io.BytesIO(data)) as file:
             while line := file.readline(MAX_LINE_BYTES + 1):
                 if len(rows) == count or len(line) > MAX_LINE_BYTES:
                     raise ValueError(f"more than {count} lines, or one that is too long")
-                content = json.loads(line)
-                if type(content) is not dict:
-                    raise ValueError("a line that is not an object")
-                content.setdefault("columns", {})
-                check_fields(content, TABLE_ROW, f"{where}: line {len(rows) + 1}")
-                rows.append(TableRow(**{name: content[name] for name in TABLE_ROW}))
+                content = {"columns": {}, **json.loads(line)}
+                rows.append(TableRow(*(content[name] for name in names)))
         if len(rows) < count:
             raise ValueError(f"it has {len(rows)} lines, expected {count}")
     except UNREADABLE as error:
         raise RunError(f"{where}: cannot be read: {one_line(error):.200}") from error
     return rows
-
-
-def with_table(shard: Shard, table: Sequence[TableRow], where: str) -> Shard:
-    """Returns the shard with the values in its table. Raises RunError if they do not match.
-
-    where: names the table's file in messages.
-    """
-    if len(shard.samples) != len(table):
-        raise RunError(f"{where}: lists {counted(len(table), 'sample')}, not {len(shard.samples)}")
-    samples = []
-    for sample, row in zip(shard.samples, table, strict=True):
-        same = (sample.sample_idx, len(sample.positions)) == (row.sample_idx, row.tokens)
-        texts = [(each.text_preview, repr(each.doc_id)) for each in (sample, row)]
-        if not same or (sample.text_preview is not None and texts[0] != texts[1]):
-            raise RunError(f"{where}: disagrees with the shard about sample {sample.sample_idx}")
-        names = "text_preview", "doc_id", "row", "cut", "columns"
-        values = {name: getattr(row, name) for name in names}
-        samples.append(replace(sample, **values))
-    return replace(shard, samples=samples)

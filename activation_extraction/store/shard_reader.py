@@ -6,10 +6,10 @@ pickled code.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SAFETENSORS, format_of
 from activation_extraction.store.patience import scratch_folder
-from activation_extraction.store.pickle_file import ContentError, read_pickle
+from activation_extraction.store.pickle_file import read_pickle
 from activation_extraction.store.safetensors_file import SCALE, SafetensorsFile
-from activation_extraction.store.shard import Shard, TableRow, are_valid_offsets, unpack_table
+from activation_extraction.store.shard import Shard, TableRow, unpack_table
 from activation_extraction.store.statistics import Sums, unpack_sums
 
 
@@ -76,10 +76,7 @@ def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) 
             _expect(where, name, found[name][1], (length,))
     else:
         with scratch_folder() as scratch:
-            try:
-                shard = _unpickle(folder.fetch(commit.file, scratch), commit, where)
-            except ContentError as error:
-                raise RunError(f"{where}: {error}") from error
+            shard = _unpickle(folder.fetch(commit.file, scratch), commit, where)
         reader = PickledShard(shard, hooks, where)
     _check_samples(where, reader, commit)
     return reader
@@ -94,8 +91,8 @@ def _check_samples(where: str, reader: "ShardReader", commit: Commit) -> None:
     first_and_last = [int(index) for index in indices[[0, -1]]]
     _expect(where, "first and last sample", first_and_last, [commit.first, commit.last])
     _expect(where, "tokens", int(offsets[-1]), commit.tokens)
-    ascending = bool((indices[1:] > indices[:-1]).all())  # differences may overflow
-    if not ascending or not are_valid_offsets(offsets, commit.tokens):
+    ascend = (indices[1:] > indices[:-1]).all() and (offsets[1:] >= offsets[:-1]).all()
+    if offsets[0] != 0 or not ascend:  # differences may overflow
         raise RunError(f"{where}: is damaged: its samples are not in ascending order")
 
 
@@ -112,30 +109,24 @@ class PickledShard:
     """
 
     def __init__(self, shard: Shard, hooks: Mapping[str, StoredHook], where: str) -> None:
-        self._slices = {}
         if not shard.samples:
             raise RunError(f"{where}: has no sample")
+        self._slices = {}
         for name, hook in hooks.items():
             if hook.key not in shard.slices:
                 raise RunError(f"{where}: has no hook {name}; it has {list(shard.slices)}")
-            parts = zip((shard.slices, shard.scales), hook.arrays(name).items(), strict=False)
-            for part, (array, (dtype, width)) in parts:
-                self._slices[array] = arrays = part.get(hook.key, [])
-                _expect(where, f"samples with {array}", len(arrays), len(shard.samples))
-                for row, values in zip(shard.samples, arrays, strict=True):
-                    expected = dtype, (len(row.positions), width)
-                    _expect(where, array, (values.dtype, values.shape), expected)
+            parts = (shard.slices, shard.scales) if hook.encoded else (shard.slices,)
+            for array, part in zip(hook.arrays(name), parts, strict=True):
+                self._slices[array] = part[hook.key]
         token_ids: list[np.ndarray] = []
         labels: dict[str, list[np.ndarray]] = {name: [] for name in shard.samples[0].labels}
         for row in shard.samples:
-            at, ids = f"{where}: sample {row.sample_idx}", row.token_ids
-            if ids is None:
-                raise RunError(f"{at}: has no token ids, which reading needs")
-            of_tokens = np.dtype(np.int32), (len(row.positions),)
-            _expect(at, "token ids", (ids.dtype, ids.shape), of_tokens)
-            token_ids.append(ids)
+            if row.token_ids is None:
+                raise RunError(
+                    f"{where}: sample {row.sample_idx}: has no token ids, which reading needs"
+                )
+            token_ids.append(row.token_ids)
             for name, values in row.labels.items():
-                _expect(at, name, (values.dtype, values.shape), of_tokens)
                 labels[name].append(values)
         self.sample_idx = np.array([row.sample_idx for row in shard.samples], np.int64)
         self.offsets = shard.offsets
@@ -184,19 +175,34 @@ def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
+def check_shard_file(folder: Folder, commit: Commit, scratch: Path) -> None:
+    """Raises RunError if the sha256 of a shard's file is not the one in its JSON, or OSError.
+
+    scratch: a folder for downloads.
+    """
+    with _fetched(folder, commit, scratch) as path:
+        _check_digest(path, commit, commit.file)
+
+
 def read_shard(folder: Folder, commit: Commit, scratch: Path) -> Shard:
     """Returns a whole shard, without the values in its table of samples.
 
-    scratch: a folder for downloads. Raises RunError if the shard does not match its JSON, or
-    OSError.
+    scratch: a folder for downloads. Raises RunError if its file is damaged, or OSError.
     """
-    path = folder.fetch(commit.file, scratch)
-    try:
+    with _fetched(folder, commit, scratch) as path:
         if not read_by_ranges(commit):
             return _unpickle(path, commit, commit.file)
         _check_digest(path, commit, commit.file)
         file = SafetensorsFile(_mapped(path, commit, commit.file), commit.bytes, commit.file)
         return file.shard(commit.names)
+
+
+@contextmanager
+def _fetched(folder: Folder, commit: Commit, scratch: Path) -> Iterator[Path]:
+    """The path of a shard's file on this machine; a download is deleted afterwards."""
+    path = folder.fetch(commit.file, scratch)
+    try:
+        yield path
     finally:
         if not folder.local:
             path.unlink(missing_ok=True)
@@ -231,7 +237,7 @@ def _unpickle(path: Path, commit: Commit, where: str) -> Shard:
     _check_size(path, commit, where)
     with ThreadPoolExecutor(1) as pool:
         digest = pool.submit(_check_digest, path, commit, where)
-        shard = read_pickle(path, commit.names, commit.unpacked)
+        shard = read_pickle(path, commit.unpacked)
         digest.result()
     return shard
 
@@ -254,14 +260,7 @@ def _check_size(path: Path, commit: Commit, where: str) -> None:
 def read_table(folder: Folder, commit: Commit) -> list[TableRow]:
     """Returns the table of a shard's samples. Raises RunError if it is missing or damaged."""
     data, where = _read_beside(folder, commit.table_file, commit.table)
-    rows = unpack_table(data, commit.count, where)
-    indices = [row.sample_idx for row in rows]
-    cuts = [row.cut for row in rows if row.cut]
-    found = indices[:1], indices[-1:], sum(row.tokens for row in rows), len(cuts), sum(cuts)
-    expected = [commit.first], [commit.last], commit.tokens, commit.cut_samples, commit.cut_tokens
-    if found != expected or any(a >= b for a, b in pairwise(indices)):
-        raise RunError(f"{where}: is not the table of the shard that its JSON describes")
-    return rows
+    return unpack_table(data, commit.count, where)
 
 
 def read_sums(folder: Folder, commit: Commit, hooks: Mapping[str, int]) -> dict[str, Sums]:

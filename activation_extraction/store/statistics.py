@@ -20,7 +20,6 @@ from activation_extraction.common.encodings import decode
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.encode_shard import EncodingError
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.sealed_json import Count, Number, Positive, kinds_of
 
 BLOCK_BYTES = 4 * 2**20  # of float64 values, so that a block stays in a core's caches
 BUCKETS = 32  # the number of position buckets
@@ -99,18 +98,6 @@ class Sums:
         for name in ("counts", "norms", "sums", "squares"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.largest = np.maximum(self.largest, other.largest)
-
-    def close_to(self, other: "Sums") -> bool:
-        """Returns whether both are equal except for rounding."""
-        return bool((self.counts == other.counts).all()) and all(
-            np.allclose(one, two, rtol=1e-6, atol=1e-6 * np.abs(two).max())
-            for one, two in (
-                (self.norms, other.norms),
-                *zip(self.sums, other.sums, strict=True),
-                *zip(self.squares, other.squares, strict=True),
-                (self.largest, other.largest),
-            )
-        )
 
     @property
     def statistics(self) -> "Statistics":
@@ -205,12 +192,12 @@ class Statistics:
     error: what encoding changed; None for activations that are not encoded.
     """
 
-    tokens: Count = 0
-    values: Count = 0
-    mean: Number = 0.0
-    variance: Positive = 0.0
-    mean_norm: Positive = 0.0
-    max_norm: Positive = 0.0
+    tokens: int = 0
+    values: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    mean_norm: float = 0.0
+    max_norm: float = 0.0
     error: EncodingError | None = None
 
     @property
@@ -249,7 +236,7 @@ class Statistics:
         return cls(**{name: content[name] for name in STATISTICS}, error=error)
 
 
-STATISTICS = kinds_of(Statistics)
+STATISTICS = [each.name for each in fields(Statistics) if each.name != "error"]
 
 
 @dataclass(frozen=True, eq=False)
