@@ -4,7 +4,7 @@
 it, and config.py fills it in and checks whether flags fit together.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from activation_extraction.cli.declare import (
@@ -32,7 +32,7 @@ from activation_extraction.common.choices import (
     ROLES,
     SHARD_FORMATS,
 )
-from activation_extraction.common.positions import positions
+from activation_extraction.common.positions import Positions, parse_positions
 from activation_extraction.common.visible import plain_url
 
 DATASET = ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")  # name, config, split
@@ -139,13 +139,13 @@ class Config:
         "list the model's hooks with all their names, widths, dtypes and bytes per token, then "
         "exit; reads only config.json"
     )
-    positions: str = flag(
+    positions: Positions = flag(
         "all, last, first:N, last:N, every:N (0, N, 2N, ...), a slice as in Python, such as 4:-1, "
         "random:P, which keeps every token with probability P (or random:P:SEED, instead of SEED "
         "0), or last_of_turn, the last token of every turn of a conversation. "
         "Records then say the positions of their tokens",
-        "all",
-        parse=positions,
+        Positions(),
+        parse=parse_positions,
         metavar="RULE",
     )
     roles: tuple[str, ...] = flag(
@@ -572,9 +572,10 @@ class Config:
         """Returns the configuration as metadata.json records it: URLs are without secrets."""
         content = {
             name: plain_url(value) if isinstance(value, str) else value
-            for name, value in {**asdict(self), "bucket_url": self.bucket_url}.items()
+            for name, value in {**vars(self), "bucket_url": self.bucket_url}.items()
         }
-        return {**content, "mix": [(plain_url(source), weight) for source, weight in self.mix]}
+        mix = [(plain_url(source), weight) for source, weight in self.mix]
+        return {**content, "mix": mix, "positions": str(self.positions)}
 
 
 FLAGS: dict[str, Flag] = {

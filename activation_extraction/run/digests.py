@@ -84,7 +84,7 @@ def identity_of(
         shard_size_gb=config.shard_size_gb,
         compress_shards=config.compress_shards,
         shard_format=config.shard_format,
-        positions=config.positions,
+        positions=str(config.positions),
         drop_token_ids=config.drop_token_ids,
         roles=config.roles,
         id_column=config.id_column or "",

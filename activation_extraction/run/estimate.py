@@ -25,7 +25,6 @@ from activation_extraction.cli.flags import DATASET, Config
 from activation_extraction.common.encodings import FLOAT8, token_bytes
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.log import log
-from activation_extraction.common.positions import parse_positions
 from activation_extraction.common.visible import counted, say
 from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.checkpoint import Checkpoint
@@ -269,7 +268,7 @@ def data_size(config: Config) -> tuple[Range | None, float]:
     total, mean = sum(samples), sum(samples) / len(samples)
     # A piece of a document repeats tokens of the one before, which are not stored again.
     repeated = overlap * (len(samples) - len(DOCUMENTS)) / total
-    kept = sum(map(parse_positions(config.positions).expected, samples)) / total * (1 - repeated)
+    kept = sum(map(config.positions.expected, samples)) / total * (1 - repeated)
     documents = KNOWN.get((config.dataset_name or "", config.dataset_config or ""))
     low = high = (documents or math.inf) / config.total_machines * total / len(DOCUMENTS)
     if config.max_samples is not None:

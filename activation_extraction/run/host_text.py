@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.positions import Positions
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run.open_data import Dataset
 from activation_extraction.store.identity import Identity
@@ -127,9 +128,9 @@ def row_form(asked: Mapping[str, Any], template: ChatTemplate | None, vocabulary
     return RowForm(reader, asked.get("id_column"), tuple(asked.get("keep_columns", ())))
 
 
-def sample_form(asked: Config | Identity) -> SampleForm:
+def sample_form(asked: Config | Identity, positions: Positions) -> SampleForm:
     """Returns how a configuration, or the identity of a run, makes samples of documents."""
-    choice = TokenChoice(asked.positions, asked.drop_token_ids, asked.roles)
+    choice = TokenChoice(positions, asked.drop_token_ids, asked.roles)
     return SampleForm(asked.max_seq_length, asked.long_documents == "split", asked.overlap, choice)
 
 
@@ -149,7 +150,7 @@ class HostText:
 
     @property
     def form(self) -> SampleForm:
-        return sample_form(self.config)
+        return sample_form(self.config, self.config.positions)
 
     @property
     def choice(self) -> TokenChoice:

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.common.log import log
-from activation_extraction.common.positions import parse_positions
 from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import memory_of, use_compilation_cache
@@ -347,7 +346,7 @@ def check_roles(config: Config, template: ChatTemplate | None) -> None:
     if template is None or template.has_roles:
         return
     needed = f"--roles {' '.join(config.roles)}" if config.roles else ""
-    if parse_positions(config.positions).last_of_turn:
+    if config.positions.last_of_turn:
         needed = f"--positions {config.positions}"
     if needed:
         raise InputError(

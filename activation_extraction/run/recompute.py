@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
+from activation_extraction.common.positions import parse_positions
 from activation_extraction.inspect.verify import Recompute
 from activation_extraction.inspect.verify_shard import ChosenSample
 from activation_extraction.model.checkpoint import Checkpoint
@@ -134,7 +135,7 @@ class _Texts:
         identity, wanted = self.identity, {sample.row.sample_idx: sample.row for sample in group}
         worker, start = group[0].worker, group[0].start
         documents = self.dataset.documents(self.rows, worker, identity.skip_bad_rows, self.shuffle)
-        token_ids, form = {}, sample_form(identity)
+        token_ids, form = {}, sample_form(identity, parse_positions(identity.positions))
         for sample in samples(documents, self.tokenizer, form, start=start, **self.limits):
             if (row := wanted.get(sample.sample_idx)) is not None:
                 positions = sample.kept_positions

@@ -7,7 +7,7 @@ subject of inspect/status.py.
 from typing import Any
 
 from activation_extraction.cli.console import Clock, Progress
-from activation_extraction.common.positions import ALL, parse_positions
+from activation_extraction.common.positions import Positions
 from activation_extraction.common.visible import counted, say
 from activation_extraction.inspect.status import ranges
 from activation_extraction.model.devices import peak_flops
@@ -149,7 +149,9 @@ def how_to_continue(hosts: int, overwrite: bool) -> str:
     return f"to continue, run the same command again{flags}"
 
 
-def list_hooks(table: HookTable, config: Any, dtype: Any, rule: str, length: int) -> list[str]:
+def list_hooks(
+    table: HookTable, config: Any, dtype: Any, rule: Positions, length: int
+) -> list[str]:
     """Returns lines with a model's hooks, all their names, and how much each of them stores.
 
     config: the model's; dtype: of stored activations; rule: --positions; length: of the longest
@@ -174,7 +176,7 @@ def list_hooks(table: HookTable, config: Any, dtype: Any, rule: str, length: int
         for row in rows
     ]
     lines.append(f"K is the layer, from 0 to {depth - 1}")
-    if rule != ALL:
-        kept = parse_positions(rule).expected(length)
+    if rule != Positions():
+        kept = rule.expected(length)
         lines.append(f"--positions {rule} keeps about {kept:,.0f} of a sample's {length:,} tokens")
     return [line.rstrip() for line in lines]
