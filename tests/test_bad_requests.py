@@ -52,6 +52,9 @@ BAD_REQUESTS = """\
 --messages_column m --roles user,tool | put spaces between values: user tool (see --help)
 --drop_token_ids '<|im_end|>' --ids_column ids | \
  --drop_token_ids <|im_end|>: with --ids_column no tokenizer is read
+--drop_token_ids '<|endoftext|>,a' | \
+ no token of this name; put spaces between values: <|endoftext|> a
+--version=1,2 | argument --version: ignored explicit argument '1,2'
 --drop_token_ids '<endoftext>' | \
  --drop_token_ids <endoftext>: the tokenizer has no token of this name; did you mean <|endoftext|>?
 --hook_names blocks.3.hook_resid_pots | \
@@ -92,7 +95,7 @@ BAD_REQUESTS = """\
 --dataset_path {}/none | none: no such file or folder
 --dataset_path {}/notes | has no files that end in .jsonl
 --dataset_path {}/x.txt | \
- no files that end in .jsonl, .ndjson, .json, .csv, .parquet, .arrow (JSON and CSV also packed: .gz, .bz2, .xz, .zst)
+ x.txt: does not end in .jsonl, .ndjson, .json, .csv, .parquet, .arrow (JSON and CSV also packed: .gz, .bz2, .xz, .zst)
 --dataset_path {}/several | both CSV and JSON; choose one of them,\
  for example with a glob such as FOLDER/*.csv
 --dataset_path {}/gap.csv | column 1

@@ -90,7 +90,11 @@ def test_help_tells_defaults_and_units(capsys):
     for part in ("model:", "text:", "computing:", "output:", "default: 2048", "10^9 bytes", "GLOB"):
         assert part in text
     (roles,) = re.findall("--roles (.*?) --drop_token_ids", text.split("which tokens to keep")[1])
-    for word in ("A turn is one message", "<|im_end|> has its role", "</think> is thinking"):
+    for word in (
+        "A turn is one message",
+        "<|im_end|> has the message's role",
+        "</think> is thinking",
+    ):
         assert word in roles
     for action in build_parser()._actions:
         assert action.help, action.option_strings

@@ -220,6 +220,12 @@ def test_two_colons_in_a_local_path_are_part_of_a_name(tmp_path, name):
     assert [document.content.text for document in stream_of(folder / "c::d.parquet")] == ["x"]
 
 
+def test_a_glob_of_folders_alone_says_so(tmp_path, model, capsys):
+    (tmp_path / "out/part.jsonl").mkdir(parents=True)
+    told = f"--dataset_path {tmp_path}/out/*.jsonl: matches only folders; add /* to it"
+    assert_refused(capsys, tmp_path, [*model, "--dataset_path", tmp_path / "out/*.jsonl"], told)
+
+
 def test_a_file_at_the_top_has_a_name():
     put("memory://", "top.jsonl")
     try:

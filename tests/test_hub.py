@@ -185,6 +185,24 @@ def test_a_revision_is_read_with_the_token_and_then_offline(hub, tmp_path, demo_
     assert (tmp_path / "out/shard_0001.pkl.gz").read_bytes() == shard
 
 
+def test_a_cache_that_another_program_has_filled_is_read_offline(hub, tmp_path):
+    """It does not say which files the model lacks; one that is needed is named."""
+    tiny, texts = tmp_path / "hub/models/org/tiny", tmp_path / "a.jsonl"
+    texts.write_text(json.dumps({"messages": [{"role": "user", "content": "a question"}]}))
+    (tiny / "chat_template.jinja").write_text("{{ messages | map(attribute='content') | join }}")
+    download = "import huggingface_hub; huggingface_hub.snapshot_download('org/tiny')"
+    environment = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
+    subprocess.run([sys.executable, "-c", download], env=os.environ | environment, check=True)
+    flags = ["--model_path", "org/tiny", "--dataset_path", str(texts)]
+    done = run(hub, tmp_path, *flags, "--messages_column", "messages", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    for path in (tmp_path / "home").rglob(SINGLE_FILE):
+        path.unlink()
+    done = run(hub, tmp_path, *flags, "--overwrite", HF_HUB_OFFLINE="1")
+    told = "--model_path org/tiny: the hub cannot be reached, and its cache here has no model.safe"
+    assert done.returncode == 2 and told in done.stderr
+
+
 def test_the_hubs_templates_are_there_at_the_first_start(hub, tmp_path):
     """Also that for conversations with tools, which is in a folder of the repository."""
     tiny = tmp_path / "hub/models/org/tiny"

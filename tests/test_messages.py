@@ -307,7 +307,8 @@ def test_columns_of_json_are_decoded(texts_of, tokenizer, tmp_path):
 
 
 def test_the_hub_decodes_columns_of_json(tokenizer, texts_of, tmp_path):
-    row = {"messages": talk("find", {"city": "Lima"}), "tools": [tool("find", days={})]}
+    tools = [tool("find", days={"type": "integer", "default": None})]
+    row = {"messages": talk("find", {"city": "Lima", "street": None}), "tools": tools}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     message = {key: datasets.Value("string") for key in ("role", "content")}
     message["tool_calls"] = datasets.List(datasets.Json())
@@ -327,7 +328,9 @@ def test_a_column_of_json_that_is_no_json_makes_a_bad_row(texts_of, tmp_path):
     texts = pyarrow.array([json.dumps(talk()), '{"cut', "[" * 100_000])
     table = pyarrow.table({"messages": pyarrow.ExtensionArray.from_storage(JSON, texts)})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(RunError, match=r"row 1 \(both from 0\): not JSON: Unterminated string"):
+    with pytest.raises(
+        RunError, match=r"row 1 \(both from 0\): column messages: not JSON: Unterminated string"
+    ):
         texts_of(tmp_path / "a.parquet", QWEN3)
     assert len(texts_of(tmp_path / "a.parquet", QWEN3, skip=True)) == 1
 
@@ -368,7 +371,7 @@ def test_arguments_as_json_text_are_objects_for_every_template(source, texts_of,
     assert source == QWEN3_5 or '{"city": "Lima", "é": [1, null]}' in whole
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Li', "[1]", '"x"', "plain"])
+@pytest.mark.parametrize("arguments", ['{"city": "Li', "[1]", '"x"', "plain", None])
 def test_other_arguments_are_what_transformers_renders(arguments, texts_of, tokenizer, tmp_path):
     messages = talk("find", arguments)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))

@@ -259,8 +259,8 @@ def test_what_only_one_run_has_is_said_once(tmp_path, caplog):
         list(pickle.loads(pickle.dumps(pair)).batches(8))
     lost = [sum(len(tokens_of(row)[0]) for row in rows) for rows in (range(3), range(20, 25))]
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/0: 3 samples ({lost[0]} tokens) are left out: not all runs have them",
-        f"{tmp_path}/1: 5 samples ({lost[1]} tokens) are left out: not all runs have them",
+        f"{tmp_path}/0: 3 samples ({lost[0]} tokens) left out: not all runs have them",
+        f"{tmp_path}/1: 5 samples ({lost[1]} tokens) left out: not all runs have them",
     ]
     assert (pair.unpaired_samples, pair.unpaired_tokens) == ((3, 5), tuple(lost))
     caplog.clear()
@@ -303,7 +303,7 @@ def test_runs_over_other_data_are_refused(name, tmp_path):
     other = Run([1, 2], 1, hooks=OTHER_HOOKS, identity={name: OTHER_SAMPLES[name]})
     two = ActivationDataset(other.store(tmp_path / "two"))
     before, now = (
-        f"digest {value[:12]}" if len(value) == 64 else value
+        f"digest {value[:12]}" if len(value) == 64 else value or "nothing"
         for value in (str(run.metadata["identity"][name]) for run in (one, two))
     )
     told = f"/one and .*/two: their samples are not those of the same data: {name} is {before} in "

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
@@ -30,6 +31,13 @@ from activation_extraction.text.sources import list_files, open_files
 # somebody else's, a lone surrogate (a file name that is not UTF-8).
 HOSTILE = "ä漢\x1b[2J\x1b]0;x\x07\x9b1m\u202e\u200b\nforged\r\x7f\udcff"
 SHOWN = r"ä漢\x1b[2J\x1b]0;x\x07\x9b1m\u202e\u200b\nforged\r\x7f\udcff"
+
+
+SAY_MUCH = """
+from activation_extraction.common.visible import make_streams_safe
+make_streams_safe()
+print("x" * 2**20)
+"""
 
 
 def test_control_characters_are_shown_and_letters_stay(capsys):
@@ -150,7 +158,7 @@ def test_another_signature_is_the_same_data(signed_files):
     first = f"{url}/a.jsonl.gz?X-Amz-Signature=one"
     assert [row.read() for row in open_files(first, Columns(("text",)))] == rows
     described = [(file.name, file.size) for file in list_files(first)]
-    again = list_files(f"{url}/a.jsonl.gz?X-Amz-Signature=two")
+    again = list_files(f"{url}/a.jsonl.gz?X-Amz-Credential=AK/2026/s3")
     assert described == [(file.name, file.size) for file in again]
     assert described[0][0] == "a.jsonl.gz"
 
@@ -215,6 +223,19 @@ def test_no_stream_of_a_host_stops_the_others(demo_inputs, tmp_path):
     pod = Pod(tmp_path, 2, 1, *flags, PYTHONIOENCODING="ascii")
     assert pod.wait() == [0, 0], [pod.text(host) for host in range(2)]
     assert "gr\\xf6\\xdfe" in pod.text(0)
+
+
+def test_a_stream_that_does_not_block_is_waited_for():
+    """As where another program has made it so, and reads slowly."""
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    command = [sys.executable, "-c", SAY_MUCH]
+    with subprocess.Popen(command, stdout=writes, stderr=subprocess.PIPE) as process:
+        os.close(writes)
+        time.sleep(1)
+        with open(reads, "rb") as file:
+            assert len(file.read()) == 2**20 + 1
+        assert process.wait(60) == 0 and process.stderr.read() == b""
 
 
 def test_a_full_disk_under_stdout_is_named(tmp_path):

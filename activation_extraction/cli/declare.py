@@ -48,7 +48,7 @@ rows.__name__ = "integer or auto"  # in messages of argparse
 
 def token(typed: str) -> int | str:
     """Returns the id or the name of a token."""
-    numbers = re.fullmatch(r"[-+]?\d+(,\d+)*", typed)
+    numbers = re.fullmatch("[-+]?[0-9]+(,[0-9]+)*", typed)
     return integer(0)(typed) if numbers else text(typed)
 
 

@@ -153,8 +153,8 @@ class Config:
     )
     roles: tuple[str, ...] = flag(
         "keep only the tokens of these roles of a conversation; --positions then counts only these "
-        "tokens. A turn is one message, from its header on; the message's <|im_end|> has its role, "
-        "</think> is thinking, and template is the headers and what is between turns",
+        "tokens. A turn is one message with its header. Its <|im_end|> has the message's role, and "
+        "</think> is thinking. The role template is that of headers and of text between turns",
         (),
         default_is="all",
         needs="messages_column",
@@ -284,15 +284,15 @@ class Config:
         "also be added when a run is continued (default: such a row ends the run)"
     )
     max_samples: int | None = flag(
-        "store at most N samples on this machine. Its hosts have equal shares of N; one whose rows "
-        "end before stores fewer, and the end of the run names it",
+        "store at most N samples on this machine. Its hosts have equal shares of N; a host that "
+        "runs out of rows stores fewer, and is named at the end",
         default_is="all",
         parse=integer(1),
         metavar="N",
     )
     max_tokens: int | None = flag(
         "store at most N tokens on this machine, shared like --max_samples; the last sample is "
-        "cut, so that a share is exact unless its rows end before",
+        "cut, so that a share is exact unless the host runs out of rows",
         default_is="all",
         parse=integer(1),
         metavar="N",

@@ -19,7 +19,8 @@ class _Parser(argparse.ArgumentParser):
         if message.endswith("argument"):  # one that begins with "-" looks like a flag
             message += "; a value that begins with - follows a =, such as --text_column=-x"
         argument = re.match(r"argument --(\w+): .*'([^',\s]+(?:,[^',\s]+)+)'", message)
-        if argument and FLAGS[argument[1]].options.get("nargs") == "+":
+        flag = FLAGS.get(argument[1]) if argument else None
+        if argument and flag and flag.options.get("nargs") == "+":
             message += f"; put spaces between values: {argument[2].replace(',', ' ')}"
         if message.startswith("unrecognized"):
             known = re.findall(r"--\w+", self.format_usage())

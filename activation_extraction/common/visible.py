@@ -8,6 +8,7 @@ secrets. No stream that is closed, full or not in UTF-8 makes the program fail.
 import io
 import os
 import re
+import select
 import sys
 from typing import Any
 
@@ -99,7 +100,9 @@ class _SafeFile(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         try:
-            return super().write(data)
+            while (written := super().write(data)) is None:  # it does not block, and is full
+                select.select([], [self], [])
+            return written
         except BrokenPipeError:  # the reader has seen enough, as `head` has
             return len(data)
         except OSError as error:

@@ -95,7 +95,7 @@ class AlignedRuns:
         for run, left_out, in_all in zip(runs, self.unpaired_samples, common, strict=True):
             if left_out:
                 what = counted(left_out, "sample"), counted(run.tokens - in_all.sum(), "token")
-                log.warning("%s: %s (%s) are left out: not all runs have them", run.url, *what)
+                log.warning("%s: %s (%s) left out: not all runs have them", run.url, *what)
         if len(set(map(_choice, runs))) > 1 or any((each != common[0]).any() for each in common):
             log.warning(
                 "%s: store different tokens of the same samples; only those that all have are read",
@@ -283,6 +283,8 @@ def _refuse_other_data(one: ActivationDataset, other: ActivationDataset) -> None
                 f"{one.url} and {other.url}: their samples are not those of the same data: "
                 f"{each.name} is {shown(each.before)} in one and {shown(each.now)} in the other"
             )
+            if each.name.startswith("data file"):
+                told += "; if lines were added to it, continue the older run first"
             raise ValueError(without_secrets(told))
 
 

@@ -104,7 +104,8 @@ class Checkpoint:
         if path is None and name == "config.json" and self.find(ADAPTER_FILE):
             raise self._holds_adapter()
         if path is None:
-            raise InputError(f"--model_path {self.model_path}: has no {name}")
+            who = "the hub cannot be reached, and its cache here " if self._offline else ""
+            raise InputError(f"--model_path {self.model_path}: {who}has no {name}")
         return path
 
     def find(self, name: str) -> Path | None:
@@ -152,8 +153,12 @@ class Checkpoint:
             return Path(path)
         except LocalEntryNotFoundError as error:
             # This EntryNotFoundError means that the network is missing, not the file.
-            known = try_to_load_from_cache(self.model_path, name, revision=self._revision)
-            if known is _CACHED_NO_EXIST:
+            known, config = (
+                try_to_load_from_cache(self.model_path, each, revision=self._revision)
+                for each in (name, "config.json")
+            )
+            # A cache that another program has filled does not say which files the model lacks.
+            if known is _CACHED_NO_EXIST or (constants.HF_HUB_OFFLINE and isinstance(config, str)):
                 return None
             reason = f"cannot be reached for {name} (no network, or HF_HUB_OFFLINE)"
             if name_unknown(unreachable or error):

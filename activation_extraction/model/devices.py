@@ -100,6 +100,7 @@ def leave_out_absent_tpu() -> None:
     for_gpu = find_spec("jax_plugins") is not None
     chosen = jax.config.values["jax_platforms"]
     if find_spec("libtpu") is not None and not (has_tpu or for_gpu or chosen):
+        log.info("libtpu is installed, but this machine shows no TPU: the CPU computes")
         jax.config.update("jax_platforms", "cpu")
 
 

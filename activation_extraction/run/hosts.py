@@ -295,14 +295,17 @@ class Watchdog:
                     f"{self._seconds:g} s (--stall_timeout)",
                 )
             elif busy and resident - before > host_memory() * MOST_OF_A_ROW:
-                self._end(busy, f"it has taken {(resident - before) / 1e9:.1f} GB of memory so far")
+                self._end(
+                    busy,
+                    f"meanwhile the process has taken {(resident - before) / 1e9:.1f} GB of memory",
+                )
 
     def _end(self, busy: str, why: str) -> None:
         """Ends the process. busy: what its threads do, or ""."""
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         remedy = "to continue, start the run again without --overwrite"
         if busy:
-            remedy = f"{remedy}, once the row or what reads it has changed"
+            remedy = "change or leave out the row, or the template, and start anew with --overwrite"
         _end_process(
             f"error: {f'{busy}: ' if busy else ''}{why}; the stack of every thread is above; "
             f"committed shards are safe; {remedy}"

@@ -307,10 +307,14 @@ def dropped_ids(tokens: Sequence[int | str], tokenizer: Tokenizer | None) -> tup
     for name in (token for token in tokens if isinstance(token, str)):
         assert tokenizer is not None  # cli/config.py refuses names where there is none
         if (found := tokenizer.token_to_id(name)) is None:
-            added = (str(each.content) for each in tokenizer.get_added_tokens_decoder().values())
+            added = [str(each.content) for each in tokenizer.get_added_tokens_decoder().values()]
+            bytes_name = name.replace(" ", "Ġ")  # as byte-level vocabularies write it
+            known = [bytes_name] if tokenizer.token_to_id(bytes_name) is not None else added
+            hint, several = near_miss(name, known), name.split(",")
+            if len(several) > 1 and None not in map(tokenizer.token_to_id, several):
+                hint = f"; put spaces between values: {' '.join(several)}"
             raise InputError(
-                f"--drop_token_ids {name}: the tokenizer has no token of this name"
-                f"{near_miss(name, added)}"
+                f"--drop_token_ids {name}: the tokenizer has no token of this name{hint}"
             )
         token_ids.add(found)
     return tuple(sorted(token_ids))

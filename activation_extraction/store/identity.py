@@ -63,7 +63,7 @@ class Identity:
     or tokens, and have no statistics. keyed_by: the keys of the hooks in the shards: "layer", "hook
     name", or a list of the requested names. activation_dtype: a dtype, or "float8".
     positions, drop_token_ids, roles, mask_column, overlap: which tokens are kept. attention_mask:
-    the column that says which token ids are no padding. num_hosts: the number of hosts of this
+    the column that says which token ids are not padding. num_hosts: the number of hosts of this
     machine. chat_template: digest of the template and its arguments.
     shuffle_documents: the seed, "" for none. top_logits: how many of the most likely next tokens
     are stored, 0 if none are.

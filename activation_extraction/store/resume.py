@@ -271,6 +271,11 @@ def refuse_difference(where: str, difference: Difference | None) -> None:
             f"{where}: already holds an extraction by another version, which does not store "
             f"{hook} as this one does, in integers; {VERSION_REMEDY}"
         )
+    if difference is not None and difference.before == "attention_mask":
+        raise InputError(
+            f"{where}: already holds an extraction by another version, whose model read the tokens "
+            f"with 0 in --mask_column attention_mask; {VERSION_REMEDY}"
+        )
     if difference is not None:
         raise InputError(
             f"{where}: already holds an extraction that differs in {difference.name}: "
@@ -281,4 +286,6 @@ def refuse_difference(where: str, difference: Difference | None) -> None:
 def shown(value: Any) -> str:
     """Returns a field of an identity as messages show it."""
     text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return f"digest {text[:12]}" if re.fullmatch("[0-9a-f]{64}", text) else f"{text:.100}"
+    return (
+        f"digest {text[:12]}" if re.fullmatch("[0-9a-f]{64}", text) else f"{text or 'nothing':.100}"
+    )

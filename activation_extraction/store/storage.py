@@ -59,8 +59,9 @@ class ActivationStorage:
     ascending order.
 
     A stored extraction with the same `identity` is continued. A program gives the same samples
-    again, and those that are stored already are skipped; or, if it numbers them from 0 without
-    gaps, it begins with sample `totals.samples`. `cursor` says where the samples of batches
+    again, and those that are in full shards are skipped; or, if it numbers them from 0 without
+    gaps, it begins with sample `totals.samples`. A last shard that is not full is made again, so
+    all of its samples must be given again. `cursor` says where the samples of batches
     continue. A `planner` may decide otherwise, for a repair. The constructor only reads. Nothing is
     written before `open`, which is called on entering the context, or by the first sample.
 

@@ -171,9 +171,12 @@ class ChatTemplate:
             _check_thinking(messages)
         text = self._render(messages, tools)
         if not self.has_roles:
-            # Some templates put the system's text first, wherever its message is.
-            ordered = sorted(messages, key=lambda message: message["role"] != "system")
-            self._require(ordered, text, 0, len(text))
+            try:
+                self._require(messages, text, 0, len(text))
+            except UnusableRowError:
+                # Some templates put the system's text first, wherever its message is.
+                ordered = sorted(messages, key=lambda message: message["role"] != "system")
+                self._require(ordered, text, 0, len(text))
             return Content(text)
         if START not in text:
             raise UnusableRowError(f"the template writes no turns that begin with {START}")
@@ -291,15 +294,15 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns a message with the arguments of its tool calls converted, and no key of a call null.
+    """Returns a message with the arguments of its tool calls converted.
 
-    A call has them itself, or in its `function`.
+    A call has them itself, or in its `function`. No other key of it stays null.
     """
 
     def converted(call: Any) -> Any:
         if not isinstance(call, dict):
             return call
-        given = {key: value for key, value in call.items() if value is not None}
+        given = {k: value for k, value in call.items() if k == "arguments" or value is not None}
         if "arguments" in given:
             given["arguments"] = convert(given["arguments"])
         if "function" in given:

@@ -188,7 +188,7 @@ class DocumentStream:
             own_id = f", id {row['id']!r:.80}" if "id" in row else ""
             whose = "the data set" if self.worker == Worker() else "the rows that this host reads"
             where = f"row {number} (from 0) of {whose}{own_id}"
-            row = FileRow(where, {"row": number}, partial(as_structs, row))
+            row = FileRow(where, {"row": number}, partial(as_structs, row, self._dataset.features))
         if "file" in row.row:
             self._reads(row.row["file"])
         elif self._share:

@@ -73,11 +73,13 @@ def list_files(path: str) -> list[TextFile]:
     with refusing(path), ThreadPoolExecutor(READERS) as pool:
         fs, root = _located(path)
         if fs.isfile(root):
-            found, base = [root], root.rpartition("/")[0]
+            found, base = [root], plain_url(root).rpartition("/")[0]  # a query may have a /
         elif any(c in root for c in "*?[") and not fs.exists(root):
             matches = fs.glob(root, detail=True)
             found = sorted(name for name in matches if matches[name]["type"] != "directory")
             base = re.split(r"[*?[]", root)[0].rpartition("/")[0]
+            if matches and not found:
+                raise InputError(f"--dataset_path {path}: matches only folders; add /* to it")
         else:
             found, base = sorted(fs.find(root)), root
             if found == [root] and _is_local(fs):
@@ -90,8 +92,10 @@ def list_files(path: str) -> list[TextFile]:
         if not known:
             ends = ", ".join(end for ends in KINDS.values() for end in ends)
             packed = f" (JSON and CSV also packed: {', '.join(PACKINGS)})"
-            exists = found or fs.isdir(root)
-            why = f"has no files that end in {ends}{packed}" if exists else "no such file or folder"
+            why = "no such file or folder"
+            if found or fs.isdir(root):
+                what = "does not end in" if found == [root] else "has no files that end in"
+                why = f"{what} {ends}{packed}"
             raise InputError(
                 f"--dataset_path {path}: {why}{f'; left out: {others}' if others else ''}"
             )
@@ -122,7 +126,7 @@ def refuse_repeated(files: Iterable[TextFile]) -> None:
             alias = f", also as {seen[itself]}" if seen[itself] != file.url else ""
             raise InputError(
                 f"--dataset_path {file.url}: is given twice{alias}; each of its rows would be "
-                "stored twice"
+                "stored twice; leave one of them out, for example with a glob"
             )
         seen[itself] = file.url
 

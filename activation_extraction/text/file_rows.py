@@ -362,6 +362,8 @@ def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
             row[name] = _value(column[0].as_py(), column.type)
         except UnicodeDecodeError as error:
             raise UnusableRowError(f"not UTF-8: {error}") from error
+        except UnusableRowError as error:
+            raise UnusableRowError(f"column {name}: {error}") from error
         except (OverflowError, ValueError) as error:  # such as a date after the year 9999
             raise UnusableRowError(f"column {name}: {one_line(error)}") from error
     return row

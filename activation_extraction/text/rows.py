@@ -34,11 +34,19 @@ class Struct(dict[str, Any]):
     """An object out of Arrow: it has every key that any object beside it has, null if need be."""
 
 
-def as_structs(value: Any) -> Any:
-    """Returns a value out of Arrow with its objects as Structs."""
+def as_structs(value: Any, feature: Any = None) -> Any:
+    """Returns a value of a hub data set with its objects out of Arrow as Structs.
+
+    feature: its type in `datasets`, if that is known. One that is Json was text in Arrow, and the
+    nulls in it are its own.
+    """
+    if type(feature).__name__ == "Json":
+        return value
     if isinstance(value, dict):
-        return Struct({key: as_structs(each) for key, each in value.items()})
-    return [as_structs(each) for each in value] if isinstance(value, list) else value
+        of = feature if isinstance(feature, Mapping) else {}
+        return Struct({key: as_structs(each, of.get(key)) for key, each in value.items()})
+    inner = getattr(feature, "feature", None)
+    return [as_structs(each, inner) for each in value] if isinstance(value, list) else value
 
 
 def without_nulls(value: Any) -> Any:
@@ -172,7 +180,7 @@ class IdsColumn:
     """Reads token ids from a column, and from another one which of them may be kept.
 
     mask: the name of that column, "" for none; if it is ATTENTION_MASK, it says which of the token
-    ids are no padding, and there are no others. vocabulary: how many token ids the model has.
+    ids are not padding, and there are no others. vocabulary: how many token ids the model has.
     """
 
     doing: ClassVar = "reading"
@@ -188,14 +196,7 @@ class IdsColumn:
         given = column_of(row, self.name, "--ids_column")
         if given is None or (isinstance(given, list) and not given):
             return None
-        ids = self._integers(given, self.name, "--ids_column")
-        if ids.min() < 0 or ids.max() >= self.vocabulary:
-            wrong = int(ids.min() if ids.min() < 0 else ids.max())
-            raise UnusableRowError(
-                f"--ids_column {self.name}: token id {wrong}; the model has token ids 0 to "
-                f"{self.vocabulary - 1}"
-            )
-        mask = None
+        ids, mask = self._integers(given, self.name, "--ids_column"), None
         if self.mask:
             flags = column_of(row, self.mask, "--mask_column")
             numbers = self._integers(flags, self.mask, "--mask_column")
@@ -211,7 +212,13 @@ class IdsColumn:
                     f"--mask_column {self.mask}: each of its {len(mask)} values is 0, which says "
                     "that all is padding; expected a 1 for each token"
                 )
-            ids, mask = ids[mask], None
+            ids, mask = ids[mask], None  # padding may have any id
+        if ids.min() < 0 or ids.max() >= self.vocabulary:
+            wrong = int(ids.min() if ids.min() < 0 else ids.max())
+            raise UnusableRowError(
+                f"--ids_column {self.name}: token id {wrong}; the model has token ids 0 to "
+                f"{self.vocabulary - 1}"
+            )
         return Content(token_ids=ids.astype(np.int32), mask=mask)
 
     def _integers(self, given: Any, name: str, flag: str) -> np.ndarray:
