@@ -55,9 +55,14 @@ def test_a_new_field_of_the_identity_leaves_earlier_runs_as_they_were():
     assert {each.name for each in fields(Identity)} - ADDED == first
 
 
+def test_what_names_an_input_is_asked_for():
+    asked = {each.name for part in (ModelRequest, TextRequest) for each in fields(part)}
+    for each in INPUTS:
+        assert {*each.flags} <= asked & FLAGS.keys() and {*each.paths} <= {*each.flags}
+
+
 def test_hosts_compare_what_they_are_asked_but_for_the_paths_of_inputs():
     compared, paths = settings_of(parse_args([])), {path for each in INPUTS for path in each.paths}
-    assert paths <= {flag for each in INPUTS for flag in each.flags} <= {*FLAGS}
     assert {path for path in paths if f"--{path}" in compared} == {"mix"}  # its weights
     for each in INPUTS:
         assert all(f"--{flag}" in compared for flag in each.flags if flag not in paths)
