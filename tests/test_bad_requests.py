@@ -241,7 +241,7 @@ def test_layers_are_numbers_ranges_or_all():
 
 def test_a_slice_is_no_flag():
     for typed in ("-8:", "-8:-1", "-8::2", ":-1"):
-        assert parse_args(["--positions", typed]).positions == parse_positions(typed).__str__()
+        assert parse_args(["--positions", typed]).positions == parse_positions(typed)
     with pytest.raises(InputError, match="--layers_to_extract: -1 is less than 0"):
         parse_args(["--layers_to_extract", "-1"])
 
