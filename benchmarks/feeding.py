@@ -12,6 +12,7 @@ import json
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import pyarrow
 import pyarrow.parquet
 from tokenizers import AddedToken, Tokenizer
 
+from activation_extraction.cli.config import parse_args
 from activation_extraction.run import demo
 from activation_extraction.run.host_text import row_form
-from activation_extraction.run.open_data import open_dataset
+from activation_extraction.run.open_data import TextRequest, open_dataset
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.chat import END, START, ChatTemplate
 from activation_extraction.text.packing import pack, samples_of
@@ -37,13 +39,6 @@ MEDIAN_WORDS, SPREAD = 450, 1.0  # of documents, which then have FineWeb-Edu's l
 LENGTH, ROWS = 2048, 8
 PADDED, SHAPES = 20_000, ((8, 2048), (32, 2048), (4, 512))  # documents; rows and length of batches
 MEDIAN_TOKENS = 620
-ASKED = {
-    "dataset_path": None,
-    "text_column": "text",
-    "messages_column": None,
-    "chat_template": None,
-    "chat_template_args": (),
-}
 
 
 def demo_text() -> str:
@@ -80,12 +75,12 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
 
 
-def measure(asked: dict[str, Any], tokenizer: Tokenizer, template: Any, split: bool) -> float:
+def measure(asked: TextRequest, tokenizer: Tokenizer, template: Any, split: bool) -> float:
     """Tokens per second."""
     form = row_form(asked, template, 2**20)
     data = open_dataset(asked, form.columns, [])
     began, tokens = time.perf_counter(), 0
-    documents = data.documents(form, Worker(), False, asked.get("shuffle_documents"))
+    documents = data.documents(form, Worker(), False, asked.shuffle_documents)
     for batch in pack(samples(documents, tokenizer, SampleForm(LENGTH, split)), ROWS, LENGTH):
         tokens += batch.num_tokens
     return tokens / (time.perf_counter() - began)
@@ -115,13 +110,13 @@ def main() -> None:
         tokenizer = load_tokenizer(files, str(own), 2**20)
         name = "tokenizer.json" if (own / "tokenizer.json").exists() else "vocab.json"
         template = ChatTemplate(pretrained(own / name), TEMPLATE, "", {})
-        text = {**ASKED, "dataset_path": str(folder / "*.parquet")}
-        both = [(str(folder / "0.parquet"), 0.7), (str(folder / "1.parquet"), 0.3)]
-        kinds: dict[str, tuple[dict[str, Any], Any, bool]] = {
+        text = parse_args(["--dataset_path", str(folder / "*.parquet")]).part(TextRequest)
+        both = ((str(folder / "0.parquet"), 0.7), (str(folder / "1.parquet"), 0.3))
+        kinds: dict[str, tuple[TextRequest, Any, bool]] = {
             "text": (text, None, False),
-            "chat": ({**text, "messages_column": "messages"}, template, False),
-            "mixture": ({**text, "dataset_path": None, "mix": both}, None, False),
-            "shuffled": ({**text, "shuffle_documents": 1}, None, False),
+            "chat": (replace(text, messages_column="messages"), template, False),
+            "mixture": (replace(text, dataset_path=None, mix=both), None, False),
+            "shuffled": (replace(text, shuffle_documents=1), None, False),
             "split": (text, None, True),
         }
         found: dict[str, list[float]] = {kind: [] for kind in kinds}

@@ -82,8 +82,7 @@ def compile_for(
     request = model_request(config, chips(topology, chips_per_host))
     family = FAMILIES.by_model_type(qwen.model_type)
     model, rows = build_model(family, request, qwen)
-    shape = request.rows, request.length
-    program = Program(model, family.weight_table(model), rows, shape)
+    program = Program(model, family.weight_table(model), rows, request.shape)
     compiled = compile_unloaded(program, exec_time_optimization_effort=effort)
     step, text = read_step(program, compiled), text_of(program, compiled)
     return Compiled(program, step, text, compiled.memory_analysis())

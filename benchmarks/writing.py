@@ -92,7 +92,7 @@ def shard_of(values: np.ndarray) -> Shard:
 
 def options_for(name: str) -> StorageOptions:
     """name: of the format."""
-    return StorageOptions(SHARD_GB, name, overwrite=True, waiting_gb=8 * SHARD_GB)
+    return StorageOptions(SHARD_GB, name, overwrite=True, waiting_shards_gb=8 * SHARD_GB)
 
 
 def store(

@@ -140,7 +140,7 @@ BAD_REQUESTS = """\
 --output_dir ~nobody.known/out | --output_dir ~nobody.known/out: no home folder is known
 --compilation_cache ~nobody.known | --compilation_cache ~nobody.known: no home folder is known
 --report ~nobody.known/x --output_dir {}/o | --report ~nobody.known/x: no home folder is known
---export pickle --export_dir ~nobody.known/x --output_dir {}/o | \
+--export memmap --export_dir ~nobody.known/x --output_dir {}/o | \
  --export_dir ~nobody.known/x: no home folder is known
 --upload_to_gcs --gcs_bucket s3://b --output_dir {}/o | --gcs_bucket s3://b: Install s3fs
 --upload_to_gcs --gcs_bucket nope://b | --gcs_bucket nope://b: Protocol not known: nope
@@ -241,7 +241,7 @@ def test_layers_are_numbers_ranges_or_all():
 
 def test_a_slice_is_no_flag():
     for typed in ("-8:", "-8:-1", "-8::2", ":-1"):
-        assert parse_args(["--positions", typed]).positions == parse_positions(typed).__str__()
+        assert parse_args(["--positions", typed]).positions == parse_positions(typed)
     with pytest.raises(InputError, match="--layers_to_extract: -1 is less than 0"):
         parse_args(["--layers_to_extract", "-1"])
 

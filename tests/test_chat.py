@@ -13,6 +13,7 @@ from small_runs import stream_of
 
 from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import RunError
+from activation_extraction.common.positions import parse_positions
 from activation_extraction.run import demo
 from activation_extraction.text.chat import ChatTemplate
 from activation_extraction.text.messages import MessagesColumn
@@ -335,7 +336,7 @@ def test_positions_count_among_the_tokens_of_the_roles(write, tokenizers):
     whole = samples_of(write, tokenizers, QWEN2_5, rows)
 
     def kept(positions, *roles):
-        choice = TokenChoice(positions, (), roles)
+        choice = TokenChoice(parse_positions(positions), (), roles)
         return [s.kept for s in samples_of(write, tokenizers, QWEN2_5, rows, choice=choice)]
 
     for sample, first, last, ends in zip(

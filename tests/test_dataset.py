@@ -305,7 +305,7 @@ def test_flipped_bytes_in_a_pickle_raise(tmp_path):
 @pytest.mark.parametrize("shard_format,compress", FILES)
 def test_what_reading_checks_and_what_only_verify_does(tmp_path, check, shard_format, compress):
     """A bit of an activation: pickles are read whole, and of safetensors only what is asked for."""
-    extract(tmp_path, shard_format=shard_format, compress=compress)
+    extract(tmp_path, shard_format=shard_format, compress_shards=compress)
     expected = ActivationDataset(tmp_path)[0][HOOK]
     path = shard_file(tmp_path, 1)
     data = bytearray(path.read_bytes())
@@ -373,7 +373,7 @@ def test_a_shard_of_another_run_with_a_json_that_agrees(tmp_path):
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path):
-    make_run(tmp_path, "pickle", count=4, compress=False)
+    make_run(tmp_path, "pickle", count=4, compress_shards=False)
     path = shard_file(tmp_path, 1)
     path.write_bytes(pickle.dumps({3: [os.system]}))
     agree(path)

@@ -50,7 +50,8 @@ def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
     phases |= {"prepare_forward": 2, "step_of": 2, "prepare": 3}
     for defect, phase in phases.items():
         told.clear()
-        monkeypatch.setattr(prepare, "prepare_output", lambda *_: SimpleNamespace(commit=None))
+        output = SimpleNamespace(commit=None, own=[], earlier=[])
+        monkeypatch.setattr(prepare, "prepare_output", lambda *_, output=output: output)
         monkeypatch.setattr(prepare, "agree_on_commit", lambda *_: None)
         monkeypatch.setattr(prepare, "prepare_forward", lambda config, *_: (config, None, None))
         monkeypatch.setattr(prepare, "own_memory", lambda _: 1e9)

@@ -12,8 +12,9 @@ import pytest
 from command_line import assert_refused
 from small_runs import stream_of
 
+from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
-from activation_extraction.run.open_data import open_dataset
+from activation_extraction.run.open_data import TextRequest, open_dataset
 from activation_extraction.text.file_list import list_files
 from activation_extraction.text.rows import Columns
 
@@ -198,9 +199,9 @@ def test_one_file_in_two_sources_of_a_mixture_is_refused(
 
 def test_one_object_under_two_urls_is_refused(bucket):
     put("gs://bucket/data", "a.jsonl")
-    mixed = {"mix": [("gs://bucket/data", 1.0), ("gcs://bucket/data/a.jsonl", 1.0)]}
+    mixed = parse_args(["--mix", "gs://bucket/data=1", "gcs://bucket/data/a.jsonl=1"])
     with pytest.raises(InputError, match=r"--mix gs://bucket/data/a.jsonl: is given twice;"):
-        open_dataset(mixed, Columns(("text",)), [])
+        open_dataset(mixed.part(TextRequest), Columns(("text",)), [])
 
 
 @pytest.mark.parametrize("name", ["a::b.jsonl", "zip::a.jsonl", "a[1]::x.jsonl", "::.csv.gz"])

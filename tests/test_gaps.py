@@ -19,7 +19,7 @@ from activation_extraction.inspect.verify import verify
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.run.host_text import HostText
 from activation_extraction.run.hosts import Watchdog
-from activation_extraction.run.open_data import Dataset, Source
+from activation_extraction.run.open_data import Dataset, Source, TextRequest
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
@@ -51,7 +51,8 @@ def run(byte_tokenizer, rows, shard_format):
     def run(folder, repairing=False, *, stop_after=None, identity=IDENTITY, **options):
         path = str(options.pop("data", rows))
         files = DataFiles(list_files(path))
-        asked = replace(parse_args([]), max_samples=options.get("max_samples"), max_seq_length=32)
+        asked = parse_args(["--max_seq_length", "32"]).part(TextRequest)
+        asked = replace(asked, max_samples=options.get("max_samples"))
         dataset = Dataset((Source(open_files(path, TEXT.columns)),), "files", "", files)
         text = HostText(asked, dataset, TEXT, byte_tokenizer, Worker(), (2, 32))
         named = replace(identity, hooks=tuple(HOOKS.values()))
@@ -162,7 +163,7 @@ def test_a_repair_that_was_killed_is_repaired(run, tmp_path, monkeypatch, place)
             damaged.rename(folder)
         else:
             memory.put(f"{damaged}/", f"{url}/", recursive=True)
-            options |= {"remote": Folder(url), "keep_local": place != "bucket"}
+            options |= {"remote": Folder(url), "delete_local_after_upload": place == "bucket"}
         with killed_at(event, folder, monkeypatch) as events:
             try:
                 run(folder, True, **options)

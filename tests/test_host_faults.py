@@ -22,10 +22,12 @@ pytestmark = pytest.mark.long
 
 def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path):
     flags = flags_for(demo_inputs, tmp_path / "out")
-    pod = Pod(tmp_path, 2, 2, flags, [*flags, "--log_every", 60])
+    dropped = tuple(range(20, 60))
+    pod = Pod(tmp_path, 2, 2, flags, [*flags, "--drop_token_ids", *dropped])
     assert pod.wait() == [2, 2]
     for host in range(2):
-        assert "error: hosts differ in --log_every: 30 on 0; 60 on 1; it must" in pod.text(host)
+        told = f"error: hosts differ in --drop_token_ids: () on 0; {dropped} on 1; it must be the"
+        assert told in pod.text(host)
     model = tmp_path / "model"
     shutil.copytree(demo_inputs / "model", model)
     weights = bytearray((model / "model.safetensors").read_bytes())
@@ -33,7 +35,8 @@ def test_hosts_that_disagree_all_end_with_the_field_named(demo_inputs, tmp_path)
     (model / "model.safetensors").write_bytes(weights)
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--model_path", model])
     assert pod.wait() == [2, 2]
-    assert "error: hosts differ in model_digest: digest" in pod.text(0)
+    told = r"hosts differ in model_digest \(--model_path\): \w{64} on 0; \w{64} on 1; it must be"
+    assert re.search(told, pod.text(0))
     fewer = first_documents(demo_inputs, tmp_path / "fewer.parquet", 200)
     pod = Pod(tmp_path, 2, 2, flags, [*flags, "--dataset_path", fewer])
     assert pod.wait() == [2, 2]
@@ -126,7 +129,10 @@ def test_hosts_may_have_the_same_files_at_other_paths(demo_inputs, tmp_path):
     with open(tmp_path / "disk_1/template.jinja", "a") as template:
         template.write("the end")
     pod = Pod(tmp_path, 2, 2, *([*each, "--overwrite"] for each in flags))
-    assert pod.wait() == [2, 2] and "error: hosts differ in chat_template: " in pod.text(0)
+    assert pod.wait() == [
+        2,
+        2,
+    ] and "error: hosts differ in chat_template (--chat_template): " in pod.text(0)
 
 
 def test_a_port_that_is_taken_is_named_by_host_0(demo_inputs, tmp_path):
@@ -242,10 +248,10 @@ if host == os.environ["HOST_ID"]:
         StepSizes.choose_mesh = lambda *_: ({"data": 2, "model": 2}, "")
     if fault == "versions":
         from activation_extraction.common.errors import RunError
-        from activation_extraction.run import digests
+        from activation_extraction.run import inputs
         def broken(*_):
             raise RunError("injected")
-        digests.version = broken
+        inputs.version = broken
     if fault == "memory":
         from activation_extraction.common.errors import RunError
         from activation_extraction.run import batch_size

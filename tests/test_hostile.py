@@ -172,7 +172,7 @@ OUTLINES = {
 def test_nor_does_it_in_a_bucket_where_the_outline_is_read_first(bucket, tmp_path):
     facts = {key: {"width": 16} for key in HOOKS}
     place = Folder("gs://bucket/whole/machine_000")
-    extract(tmp_path, hook_facts=facts, remote=place, keep_local=True)
+    extract(tmp_path, hook_facts=facts, remote=place, delete_local_after_upload=False)
     found = bucket.objects()
 
     def put(run, file, change):

@@ -20,9 +20,10 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import StorageError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.run import demo, digests
+from activation_extraction.run import demo
+from activation_extraction.run import inputs as run_inputs
 from activation_extraction.run.host_text import HostText, load_text_files, row_form
-from activation_extraction.run.open_data import open_dataset
+from activation_extraction.run.open_data import TextRequest, open_dataset
 from activation_extraction.store.identity import Identity
 from activation_extraction.text import rows as text_rows
 from activation_extraction.text import samples as text_samples
@@ -119,11 +120,11 @@ def flags_of(case, data):
 def text_of(case, data, worker=None, **changes):
     """What a run with these flags reads."""
     config = parse_args([*flags_of(case, data), *(f"--{k}={v}" for k, v in changes.items())])
-    checkpoint = Checkpoint(config.model_path)
-    tokenizer, template = load_text_files(vars(config), checkpoint, VOCABULARY)
-    rows = row_form(vars(config), template, VOCABULARY)
-    dataset = open_dataset(vars(config), rows.columns, [])
-    return HostText(config, dataset, rows, tokenizer, worker or Worker(), (8, LENGTH))
+    request, checkpoint = config.part(TextRequest), Checkpoint(config.model_path)
+    tokenizer, template = load_text_files(request, checkpoint, VOCABULARY)
+    rows = row_form(request, template, VOCABULARY)
+    dataset = open_dataset(request, rows.columns, [])
+    return HostText(request, dataset, rows, tokenizer, worker or Worker(), (8, LENGTH))
 
 
 def read(text, start=None):
@@ -178,13 +179,13 @@ def case():
 def source(case, data):
     """What `run` of small_runs reads."""
     text = text_of(case, data)
-    config = text.config
+    request = text.request
     identity = Identity(
         "tiny",
-        positions=config.positions,
-        roles=config.roles,
-        mask_column=config.mask_column or "",
-        overlap=config.overlap,
+        positions=str(request.positions),
+        roles=request.roles,
+        mask_column=request.mask_column or "",
+        overlap=request.overlap,
     )
     source = Source(text._documents, text.tokenizer, text.form, identity)
     return with_predictions(source) if case == "everything" else source
@@ -495,7 +496,7 @@ def test_a_run_whose_model_read_the_padding_is_not_continued(
     """As an earlier version stored it."""
     rows = [([0, 5, 6, 7], [0, 1, 1, 1])] * 3
     with monkeypatch.context() as before:
-        for module in (digests, text_rows):
+        for module in (run_inputs, text_rows):
             before.setattr(module, "ATTENTION_MASK", "")
         assert masked("out", "attention_mask", rows, "--max_samples", 2)[0] == 0
     status, said = masked("out", "attention_mask", rows)

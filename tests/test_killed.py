@@ -86,7 +86,9 @@ def killed_at(event: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def options_of(place: str, url: str) -> dict:
-    return {} if place == "local" else {"remote": Folder(url), "keep_local": place != "bucket"}
+    if place == "local":
+        return {}
+    return {"remote": Folder(url), "delete_local_after_upload": place == "bucket"}
 
 
 def result(place: str, folder: Path, url: str) -> Path:

@@ -104,7 +104,7 @@ def test_a_flipped_bit_never_gives_other_activations(source, tmp_path, monkeypat
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # open() without close
 def test_a_shard_that_is_not_compressed_is_read_as_a_run_says(tmp_path):
-    extract(tmp_path, compress=False)
+    extract(tmp_path, compress_shards=False)
     path = tmp_path / "shard_0001.pkl"
     for in_bucket in (False, True):
         equal(run("\n".join(how_to_read(str(path), in_bucket))), read_records(path, 10**9))
@@ -125,7 +125,7 @@ def test_the_checksum_at_the_end_of_a_large_shard_is_checked(position, tmp_path)
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_what_follows_the_end_is_damage(compress, tmp_path):
-    extract(tmp_path, compress=compress)
+    extract(tmp_path, compress_shards=compress)
     (path,) = tmp_path.glob("shard_0001.pkl*")
     with open(path, "ab") as file:
         file.write(b"more")

@@ -76,14 +76,14 @@ def test_the_bucket_is_what_counts(run, whole, tmp_path):
         assert in_bucket() == whole
 
 
-@pytest.mark.parametrize("keep_local", [False, True])
-def test_a_shard_that_is_lost_in_the_bucket_is_for_repair(run, whole, tmp_path, keep_local):
+@pytest.mark.parametrize("delete", [True, False])
+def test_a_shard_that_is_lost_in_the_bucket_is_for_repair(run, whole, tmp_path, delete):
     """The files on this disk are no reason to believe that it is there."""
     memory, folder, url = fsspec.filesystem("memory"), tmp_path / "local", f"memory://{tmp_path}/b"
-    options = {"remote": Folder(url), "keep_local": keep_local}
+    options = {"remote": Folder(url), "delete_local_after_upload": delete}
     run(folder, **options)
     assert content(copied(url, tmp_path / "copy")) == whole
-    assert content(folder) == (whole if keep_local else {})
+    assert content(folder) == ({} if delete else whole)
     for lost, told in (
         ("shard_0003.json", "shard 3 is missing, but shard 4 is there; --repair computes"),
         ("shard_0002.pkl.gz", "shard 2 has a JSON, but its file is missing .* --repair computes"),
@@ -99,34 +99,44 @@ def test_with_a_bucket_nothing_is_overwritten_that_is_nowhere_else(run, whole, t
     run(tmp_path / "local only", interrupt_after=20)
     before = content(tmp_path / "local only")
     told = rf"holds {shards_of(before)} shards not in the bucket; continue without"
-    for keep_local in (False, True):
+    for delete in (True, False):
         with pytest.raises(InputError, match=told):
-            run(tmp_path / "local only", remote=Folder(url), keep_local=keep_local)
+            run(tmp_path / "local only", remote=Folder(url), delete_local_after_upload=delete)
     assert content(tmp_path / "local only") == before and not Folder(url).files()
     fsspec.filesystem("memory").put(f"{tmp_path}/local only/", f"{url} copy", recursive=True)
     run(tmp_path / "another", remote=Folder(f"{url} copy"))  # as the refusal says
     assert content(copied(f"{url} copy", tmp_path / "copy")) == whole
-    for keep_local in (False, True):
-        run(folder, interrupt_after=20, remote=Folder(url), keep_local=keep_local, overwrite=True)
+    for delete in (True, False):
+        run(
+            folder,
+            interrupt_after=20,
+            remote=Folder(url),
+            delete_local_after_upload=delete,
+            overwrite=True,
+        )
         with pytest.raises(InputError, match="were uploaded to memory://.*give --upload_to_gcs"):
             run(folder)
         with pytest.raises(InputError, match="were uploaded to memory://.*/bucket, not to .*other"):
-            run(folder, remote=Folder(f"memory://{tmp_path}/other"), keep_local=keep_local)
-        run(folder, remote=Folder(url), keep_local=keep_local)
+            run(
+                folder,
+                remote=Folder(f"memory://{tmp_path}/other"),
+                delete_local_after_upload=delete,
+            )
+        run(folder, remote=Folder(url), delete_local_after_upload=delete)
         assert content(copied(url, tmp_path / "copy")) == whole
 
 
-@pytest.mark.parametrize("keep_local", [False, True])
+@pytest.mark.parametrize("delete", [True, False])
 @pytest.mark.parametrize("large", [1, 1.5e-6])  # the only shard, and the last one of some
-def test_a_part_of_a_shard_is_replaced_by_the_whole(run, tmp_path, large, keep_local):
+def test_a_part_of_a_shard_is_replaced_by_the_whole(run, tmp_path, large, delete):
     folder, url = tmp_path / "local", f"memory://{tmp_path}/bucket"
     run(tmp_path / "whole", shard_size_gb=large)
-    options = {"shard_size_gb": large, "remote": Folder(url), "keep_local": keep_local}
+    options = {"shard_size_gb": large, "remote": Folder(url), "delete_local_after_upload": delete}
     for number in (3, 5, 31):
         part = run(folder, interrupt_after=number, **options)
         assert part.made[-1].partial
     run(folder, **options)
-    for place in (copied(url, tmp_path / "copy"), *([folder] if keep_local else [])):
+    for place in (copied(url, tmp_path / "copy"), *([] if delete else [folder])):
         assert content(place) == content(tmp_path / "whole") and status(place) == "complete"
 
 

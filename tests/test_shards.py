@@ -105,7 +105,7 @@ def test_arrays_of_any_layout_in_memory_are_stored(shape, tmp_path):
 @pytest.mark.parametrize("doc_id", ["<urn:ä𝄞>", 7, -(2**70), 0.5, None, "x" * 70_000])
 def test_what_we_write_is_read_back(dtype, doc_id, compress, tmp_path):
     values = np.random.default_rng(0).standard_normal((300, 64)).astype(dtype)
-    with open_storage(tmp_path, HOOKS, compress=compress) as storage:
+    with open_storage(tmp_path, HOOKS, compress_shards=compress) as storage:
         for sample, tokens in ((0, 300), (2**40, 1)):
             for key in HOOKS:
                 token_ids = np.arange(tokens, dtype=np.int32)

@@ -167,7 +167,7 @@ from storages import open_storage
 from activation_extraction.store.identity import Identity
 from activation_extraction.common.errors import StorageError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-storage = open_storage({str(tmp_path)!r}, {{0: "h"}}, shard_size_gb=1e-5, compress=False)
+storage = open_storage({str(tmp_path)!r}, {{0: "h"}}, shard_size_gb=1e-5, compress_shards=False)
 try:
     with storage:
         storage.add_activation(0, np.ones((100, 16), np.float32), 0, "")

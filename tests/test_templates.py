@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,24 +12,21 @@ from command_line import assert_refused, main
 from conftest import inputs_with
 
 from activation_extraction import ActivationDataset
+from activation_extraction.cli.config import parse_args
 from activation_extraction.common.activity import activity
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo, hosts
 from activation_extraction.run.host_text import load_text_files, row_form
 from activation_extraction.run.hosts import Watchdog
+from activation_extraction.run.open_data import TextRequest
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text.chat import ChatTemplate
 from activation_extraction.text.rows import UnusableRowError
 
 VOCABULARY = 2064
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-ASKED = {
-    "text_column": "text",
-    "messages_column": "messages",
-    "chat_template": None,
-    "chat_template_args": (),
-}
+ASKED = parse_args(["--messages_column", "messages"]).part(TextRequest)
 PLAIN = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
@@ -105,7 +103,7 @@ def test_templates_of_a_model_at_a_url(model, tmp_path, monkeypatch):
 
 def test_a_file_with_a_template_is_for_all_rows(model, tmp_path):
     (tmp_path / "own.jinja").write_text(QWEN3)
-    asked = {**ASKED, "chat_template": str(tmp_path / "own.jinja")}
+    asked = replace(ASKED, chat_template=str(tmp_path / "own.jinja"))
     _, template = load_text_files(asked, Checkpoint(str(model(NAMED))), VOCABULARY)
     expected = template.tokenizer.apply_chat_template(
         talk(), tools=TOOLS, chat_template=QWEN3, tokenize=False
@@ -134,7 +132,7 @@ def test_a_run_keeps_its_template_for_tools(model, tmp_path, capsys):
     assert main("--model_path", folder, *flags) == 2
     assert "chat_template" in capsys.readouterr().err
     assert main(*verify, "--model_path", folder) == 2
-    assert "is not the template that the run used" in capsys.readouterr().err
+    assert "the chat template is not the one that the stored activations" in capsys.readouterr().err
 
 
 def test_templates_with_and_without_blocks_do_not_go_together(model):

@@ -528,7 +528,7 @@ def test_the_plan_says_which_step_of_auto_rows_fits():
         request = replace(request, devices=chips("v5e:2x2"))
         model, host_rows = build_model(QWEN2, request, QWEN_HALF_B)
         weights = QWEN2.weight_table(model)
-        return bytes_of_step(Program(model, weights, host_rows, (rows, request.length)))
+        return bytes_of_step(Program(model, weights, host_rows, request.shape))
 
     weights = 4.94e8 * 2
     a_row = 2048 * QWEN_HALF_B.hidden_size * 2

@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
         identity=identity,
         metadata={"model": {"hidden_size": WIDTH, "vocab_size": TOKENS}, "backend": "cpu"},
         shard_size_gb=5e-3,
-        compress=False,
+        compress_shards=False,
         hook_facts={key: {"width": WIDTH} for key in HOOKS},
     ) as storage:
         for batch in pack(samples, ROWS, TOKENS):

@@ -308,13 +308,13 @@ class SlowStore(Folder):
 
 
 def open_slow(tmp_path, store, folder="out", **options):
-    usual = {"shard_size_gb": SHARD / 1e9, "compress": False, "waiting_gb": 1}
+    usual = {"shard_size_gb": SHARD / 1e9, "compress_shards": False, "waiting_shards_gb": 1}
     return open_storage(tmp_path / folder, HOOKS, remote=store, **usual | options)
 
 
 def test_adding_stops_at_the_ceiling_of_memory_and_goes_on_when_there_is_room(tmp_path):
     store = SlowStore(f"memory://{tmp_path}/slow")
-    storage = open_slow(tmp_path, store, waiting_gb=5.25 * SHARD / 1e9)
+    storage = open_slow(tmp_path, store, waiting_shards_gb=5.25 * SHARD / 1e9)
     added = []
 
     def work():
@@ -397,8 +397,8 @@ remote = Folder(sys.argv[1])
 # With what has to be imported for it.
 remote.create("first", [memoryview(b"1")], 1, google_crc32c.value(b"1"))
 storage = open_storage(
-    sys.argv[2], {0: "h"}, shard_size_gb=shard / 1e9, shard_format=sys.argv[3], threads=2,
-    waiting_gb=ceiling / 1e9, remote=remote,
+    sys.argv[2], {0: "h"}, shard_size_gb=shard / 1e9, shard_format=sys.argv[3], writer_threads=2,
+    waiting_shards_gb=ceiling / 1e9, remote=remote,
 )
 storage.open()
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins now

@@ -53,7 +53,7 @@ def test_what_was_written_is_in_order(tmp_path, check):
     assert check(tmp_path / "machines") == []
     three_by_two(tmp_path / "hosts")
     assert check(tmp_path / "hosts") == []
-    extract(tmp_path / "plain", compress=False)
+    extract(tmp_path / "plain", compress_shards=False)
     assert check(tmp_path / "plain") == []
 
 
@@ -409,7 +409,7 @@ def test_another_model_is_refused_before_the_shards_are_read(
     arguments = ["--verify", "--model_path", tmp_path / "model", "--output_dir", extracted]
     assert main(*arguments) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "is not the model that the stored activations came from" in error
+    assert "the model is not the one that the stored activations came from" in error
 
 
 @pytest.mark.parametrize(

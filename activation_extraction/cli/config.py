@@ -25,7 +25,6 @@ from activation_extraction.cli.parser import build_parser
 from activation_extraction.common.choices import MAX_COLUMNS, SAMPLE_COLUMNS
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.home import expand_home
-from activation_extraction.common.positions import parse_positions
 from activation_extraction.common.visible import counted, make_streams_safe, plain_url, say_error
 
 HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
@@ -187,7 +186,7 @@ def _depending(given: Given) -> Given:
         and given.get("shard_format", Config.shard_format) == "pickle",
         "drop_token_ids": tuple(sorted(set(given.get("drop_token_ids", ())), key=_ids_first)),
     }
-    for name in ("output_dir", "export_dir", "compilation_cache", "plan_png", "report"):
+    for name in ("output_dir", "export_dir", "compilation_cache", "report"):
         if name in given:
             values[name] = expand_home(name, given[name])
     for name in ("keep_columns", "roles"):
@@ -242,8 +241,7 @@ def _check_values(config: Config) -> None:
             f"--output_dir {config.output_dir}: is a URL, expected a local folder; to store shards "
             "in a bucket, use --upload_to_gcs with --gcs_bucket and --gcs_prefix"
         )
-    rule = parse_positions(config.positions)
-    if rule.last_of_turn and config.messages_column is None:
+    if config.positions.last_of_turn and config.messages_column is None:
         raise InputError("--positions last_of_turn: needs --messages_column")
     names = [token for token in config.drop_token_ids if isinstance(token, str)]
     if names and config.ids_column is not None:
@@ -273,7 +271,7 @@ def _check_values(config: Config) -> None:
     for source in sources:
         if sources.count(source) > 1:
             raise InputError(f"--mix: names {source} twice")
-    if not rule.may_keep(config.max_seq_length):
+    if not config.positions.may_keep(config.max_seq_length):
         raise InputError(
             f"--positions {config.positions}: keeps no token of any sample; samples have at most "
             f"{counted(config.max_seq_length, 'token')} (--max_seq_length), with positions from 0"

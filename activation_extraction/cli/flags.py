@@ -1,11 +1,13 @@
 """The table of flags: what each is called, means and is when nobody gives it.
 
 `Config` is that table: one field for every flag. parser.py makes the command line and --help from
-it, and config.py fills it in and checks whether flags fit together.
+it, and config.py fills it in and checks whether flags fit together. Each room that flags are for
+declares a dataclass of those that it takes, and gets it from `Config.part`.
 """
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, cast
 
 from activation_extraction.cli.declare import (
     Flag,
@@ -32,9 +34,10 @@ from activation_extraction.common.choices import (
     ROLES,
     SHARD_FORMATS,
 )
-from activation_extraction.common.positions import positions
+from activation_extraction.common.positions import ALL, Positions, parse_positions
 from activation_extraction.common.visible import plain_url
 
+T = TypeVar("T")
 DATASET = ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")  # name, config, split
 DEMO_MAX_SEQ_LENGTH = 256
 LOOKING = ("status", "verify", "report", "export")
@@ -139,13 +142,13 @@ class Config:
         "list the model's hooks with all their names, widths, dtypes and bytes per token, then "
         "exit; reads only config.json"
     )
-    positions: str = flag(
+    positions: Positions = flag(
         "all, last, first:N, last:N, every:N (0, N, 2N, ...), a slice as in Python, such as 4:-1, "
         "random:P, which keeps every token with probability P (or random:P:SEED, instead of SEED "
         "0), or last_of_turn, the last token of every turn of a conversation. "
         "Records then say the positions of their tokens",
-        "all",
-        parse=positions,
+        Positions(),
+        parse=parse_positions,
         metavar="RULE",
     )
     roles: tuple[str, ...] = flag(
@@ -568,13 +571,34 @@ class Config:
         """Where the output of all machines and hosts is, for flags that look at it."""
         return self.bucket_url or self.output_dir
 
+    def part(self, kind: type[T]) -> T:
+        """Returns the flags that one user takes. kind: the user's dataclass, whose fields have the
+        names of flags; other fields keep their defaults."""
+        names = [each.name for each in fields(cast(Any, kind)) if each.name in FLAGS]
+        return kind(**{name: getattr(self, name) for name in names})
+
     def to_json(self) -> dict[str, Any]:
         """Returns the configuration as metadata.json records it: URLs are without secrets."""
         content = {
             name: plain_url(value) if isinstance(value, str) else value
-            for name, value in {**asdict(self), "bucket_url": self.bucket_url}.items()
+            for name, value in {**vars(self), "bucket_url": self.bucket_url}.items()
         }
-        return {**content, "mix": [(plain_url(source), weight) for source, weight in self.mix]}
+        mix = [(plain_url(source), weight) for source, weight in self.mix]
+        return {**content, "mix": mix, "positions": str(self.positions)}
+
+    @classmethod
+    def from_json(cls, recorded: Mapping[str, Any]) -> "Config":
+        """Reads what `to_json` returned. Another version may have had other flags: one that is not
+        recorded has its default, and one that is unknown now is left out."""
+        known = {name: _as_tuple(recorded[name]) for name in FLAGS if name in recorded}
+        return cls(**{**known, "positions": parse_positions(recorded.get("positions", ALL))})
+
+
+def _as_tuple(value: Any) -> Any:
+    """Returns a list of values, or of pairs, as the tuple that it was before it became JSON."""
+    if not isinstance(value, list):
+        return value
+    return tuple(tuple(each) if isinstance(each, list) else each for each in value)
 
 
 FLAGS: dict[str, Flag] = {

@@ -101,8 +101,3 @@ def _checked(typed: str, digits: str, least: int = -LARGEST) -> int:
     if not least <= number <= LARGEST:
         raise argparse.ArgumentTypeError(f"{typed}: expected numbers from {least} to {LARGEST}")
     return number
-
-
-def positions(typed: str) -> str:
-    """Returns a rule in its canonical spelling, for argparse."""
-    return str(parse_positions(typed))

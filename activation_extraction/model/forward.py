@@ -57,30 +57,36 @@ Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """Holds what the flags of the same names ask of the model; rows and length are of a step.
+    """Holds what the flags of the same names ask of the model.
 
-    every_device: False for one device of every host. keep_weights: whether the hub's cache on this
-    machine is to keep the weights. memory: the bytes of each device, the least of all hosts; None
-    for those of this host. devices: those of a machine that is only planned; None for this one's.
+    batch_size: the rows that every host feeds in a step. multihost: the hub's cache on this machine
+    does not keep the weights then, of which a host of a pod may need only some. memory: the bytes
+    of each device, the least of all hosts; None for those of this host. devices: those of a machine
+    that is only planned; None for this one's.
     """
 
     model_path: str
-    revision: str | None
+    model_revision: str | None
     dtype: str
     activation_dtype: str
     hook_names: tuple[str, ...] | None
-    layers: tuple[int, ...] | str | None
+    layers_to_extract: tuple[int, ...] | str | None
     activation_type: str
     top_logits: int
-    rows: int
-    length: int
+    batch_size: int
+    max_seq_length: int
     mesh_type: str | None
     mesh_shape: tuple[int, ...] | None
     mesh_axes: tuple[str, ...] | None
-    every_device: bool
-    keep_weights: bool
+    use_data_parallel: bool
+    multihost: bool
     memory: float | None = None
     devices: Sequence[Any] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Returns the rows of a step and the tokens of a row."""
+        return self.batch_size, self.max_seq_length
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ def prepare_model(
     same mesh, the kernels are not tried again.
     """
     if before is None:
-        checkpoint = Checkpoint(request.model_path, request.revision, request.keep_weights)
+        checkpoint = Checkpoint(request.model_path, request.model_revision, not request.multihost)
     else:
         checkpoint = before.checkpoint
     family, config = families.read_config(checkpoint.file("config.json"))
@@ -173,14 +179,13 @@ def prepare_model(
     if before is not None and before.layout == model.layout:
         chosen = before.kernels
     else:
-        chosen = try_kernels(config, model.layout, request.length, jnp.dtype(model.dtype))
+        chosen = try_kernels(config, model.layout, request.max_seq_length, jnp.dtype(model.dtype))
     functions = {name: choice.function for name, choice in chosen.items()}
     model = model.clone(kernels=model.kernels._replace(**functions))
     weights = family.weight_table(model, checkpoint.tensors)
     known = family.tensor_names(config, checkpoint.tensors)
     check_tensors(checkpoint, weights.values(), known, family.ignored)
-    shape = request.rows, request.length
-    return Forward(model, weights, rows, shape, checkpoint, hooks, chosen)
+    return Forward(model, weights, rows, request.shape, checkpoint, hooks, chosen)
 
 
 def build_model(
@@ -190,7 +195,7 @@ def build_model(
 
     Its kernels are those that its platform prefers; `try_kernels` has the last word.
     """
-    devices = usable_devices(request.every_device, request.devices)
+    devices = usable_devices(request.use_data_parallel, request.devices)
     platform = devices[0].platform
     unsharded = model_without_mesh(family, request, config, platform)
     rows = host_rows(devices)
@@ -206,13 +211,14 @@ def model_without_mesh(
 
     platform: of the devices that it will run on.
     """
-    if request.length > config.longest_row:
+    if request.max_seq_length > config.longest_row:
         raise InputError(
-            f"--max_seq_length {request.length}: the model has {config.longest_row} positions"
+            f"--max_seq_length {request.max_seq_length}: the model has {config.longest_row} "
+            "positions"
         )
     dtype, stored = choose_dtypes(request, platform)
     hooks = list(choose_hooks(request, config).values())
-    check_hooks(hooks, config.sizes_with(request.length), stored)
+    check_hooks(hooks, config.sizes_with(request.max_seq_length), stored)
     return family.hooked(config, hooks, dtype, stored)
 
 
@@ -234,10 +240,10 @@ def choose_layout(
     family: ModelFamily, request: ModelRequest, model: HookedModel, devices: list[Any], hosts: int
 ) -> Layout:
     """Returns the mesh for a model that has no mesh yet. Raises InputError."""
-    config, total_rows = model.config, request.rows * hosts
+    config, total_rows = model.config, request.batch_size * hosts
 
     def automatic() -> tuple[dict[str, int], str]:
-        step = StepSizes(model, family.weight_table(model), total_rows, request.length)
+        step = StepSizes(model, family.weight_table(model), total_rows, request.max_seq_length)
         memory = request.memory
         if memory is None:
             memory = memory_of((own_devices(devices) or devices)[0])
@@ -245,14 +251,14 @@ def choose_layout(
 
     shape, why = choose_shape(
         request.mesh_type,
-        request.mesh_shape if request.every_device else None,
-        request.mesh_axes if request.every_device else None,
+        request.mesh_shape if request.use_data_parallel else None,
+        request.mesh_axes if request.use_data_parallel else None,
         devices=len(devices),
         hosts=hosts,
         automatic=automatic,
     )
     layout = build_layout(devices, shape, config.num_key_value_heads, why)
-    check_divisibility(layout, total_rows, request.length, config.sizes)
+    check_divisibility(layout, total_rows, request.max_seq_length, config.sizes)
     return layout
 
 
@@ -283,16 +289,16 @@ def choose_hooks(request: ModelRequest, config: QwenConfig) -> dict[Key, Hook]:
             )
         return {name: hook for name, hook in named.items()}
     layers: Sequence[int] = [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
-    if request.layers is not None:
-        layers = range(depth) if isinstance(request.layers, str) else request.layers
+    if (asked := request.layers_to_extract) is not None:
+        layers = range(depth) if isinstance(asked, str) else asked
     hooks = table.of_layers(layers, request.activation_type, depth)
     return {hook.layer: hook for hook in hooks}
 
 
 def log_hooks(request: ModelRequest, model: HookedModel) -> None:
     """Logs what is stored of every token, and how many bytes that takes."""
-    depth, sizes = model.config.num_hidden_layers, model.config.sizes_with(request.length)
-    default = request.layers is None and request.hook_names is None
+    depth, sizes = model.config.num_hidden_layers, model.config.sizes_with(request.max_seq_length)
+    default = request.layers_to_extract is None and request.hook_names is None
     first, last = DEFAULT_LAYERS[0], DEFAULT_LAYERS[-1]
     if default and depth <= last:
         clipped = "the default layers, %d to %d, are clipped: the model has layers 0 to %d"

@@ -75,16 +75,16 @@ def fit_rows(
     is continued, if any. All hosts must call this together, and all get the same number. If making
     or compiling the model fails on a host, and not for lack of memory, all of them raise.
     """
-    devices = _own_devices(request.every_device)
+    devices = _own_devices(request.use_data_parallel)
     kind, count = devices[0].device_kind, len(devices) * host.count
     stats = together(host, devices[0].memory_stats) or {}
     usable = USABLE * min(map(int, gather(host, str(stats.get("bytes_limit", 0)))))
     if not usable:
-        log.info("--batch_size auto: %d rows, the default on %s", request.rows, kind)
+        log.info("--batch_size auto: %d rows, the default on %s", request.batch_size, kind)
         return forward, None
     rows, why = _recorded_rows(host, earlier, kind, count), "as when the run began"
     if rows is not None:
-        asked = replace(request, rows=rows)
+        asked = replace(request, batch_size=rows)
         recorded = together(host, partial(prepare_model, families, asked, forward))
         meshes = [(found.get("auto_batch_size") or {}).get("mesh") for found in earlier]
         if any_host(host, [recorded.layout.shape in meshes])[0]:
@@ -128,7 +128,7 @@ def _search(
     """
     rows = least
     while True:
-        asked = replace(request, rows=rows)
+        asked = replace(request, batch_size=rows)
         tried = together(host, partial(prepare_model, families, asked, forward))
         why = _lacking_on_host(tried)
         fits = not any_host(host, [bool(why)])[0]

@@ -1,4 +1,4 @@
-"""Digests of files and the identity of an extraction show whether two runs are the same.
+"""Digests of files show whether two runs read the same.
 
 Every byte of a file counts, yet weights are read for this only once: the digest of a large file is
 kept in the user's cache folder until the file changes. A large file in the hub's cache is not read
@@ -6,35 +6,23 @@ at all, because its name there is its SHA-256.
 """
 
 import hashlib
-import json
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-import jax
 from tqdm import tqdm
 
-import activation_extraction
-from activation_extraction.cli.flags import FLAGS, Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import default_folder
-from activation_extraction.model.forward import Forward
-from activation_extraction.store.identity import Identity
 from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.sealed_json import DamagedError, seal, unseal
-from activation_extraction.text.batch import Worker
-from activation_extraction.text.chat import ChatTemplate
-from activation_extraction.text.file_list import TextFile, is_path
-from activation_extraction.text.rows import ATTENTION_MASK
 
 LARGE = 16 * 2**20  # bytes; smaller files are simply read
 CHUNK = 2**20  # bytes
@@ -43,109 +31,6 @@ READERS = 8  # files are read at the same time
 SETTLED = 3.0
 MOST_CACHED = 10_000  # files
 CACHE_NAME = "file_digests.json"
-
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
-SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
-# Flags that may differ between the hosts of a run. Files may have another path on each of them; the
-# hosts compare their content, and `mix_of` has the rest of a mixture.
-HOST_FIELDS = {
-    *("host_id", "coordinator_address", "output_dir", "verbose", "compilation_cache"),
-    *("model_path", "dataset_path", "mix", "chat_template"),
-}
-
-
-def identity_of(
-    config: Config,
-    forward: Forward,
-    data: str,
-    data_revision: str,
-    worker: Worker,
-    template: ChatTemplate | None,
-) -> Identity:
-    """Returns everything that decides the content of the shards, and must stay the same."""
-    model, seed = forward.model, config.shuffle_documents
-    has_top_logits = any(hook.name.startswith("logits.top_") for hook in model.hooks)
-    attends = config.mask_column == ATTENTION_MASK
-    files = [] if config.ids_column else forward.checkpoint.tokenizer_files()
-    return Identity(
-        model_digest=model_digest(forward.checkpoint),
-        tokenizer_digest=digest_files(files) if files else "",
-        data=data,
-        data_revision=data_revision,
-        text_column=config.text_column,
-        skip_bad_rows=config.skip_bad_rows,
-        max_seq_length=config.max_seq_length,
-        hooks=tuple(hook.name for hook in model.hooks),
-        integer_hooks=tuple(hook.name for hook in model.hooks if hook.kind.dtype == "int32"),
-        float32_hooks=tuple(hook.name for hook in model.hooks if hook.kind.dtype == "float32"),
-        keyed_by=forward.keyed_by,
-        dtype=str(model.dtype),
-        activation_dtype=str(model.activation_dtype),
-        shard_size_gb=config.shard_size_gb,
-        compress_shards=config.compress_shards,
-        shard_format=config.shard_format,
-        positions=config.positions,
-        drop_token_ids=config.drop_token_ids,
-        roles=config.roles,
-        id_column=config.id_column or "",
-        keep_columns=config.keep_columns,
-        messages_column=config.messages_column or "",
-        chat_template="" if template is None else template.digest,
-        ids_column=config.ids_column or "",
-        mask_column="" if attends else config.mask_column or "",
-        attention_mask=ATTENTION_MASK if attends else "",
-        long_documents=config.long_documents,
-        overlap=config.overlap,
-        shuffle_documents="" if seed is None else str(seed),
-        top_logits=config.top_logits if has_top_logits else 0,
-        total_machines=worker.machines,
-        num_hosts=worker.hosts,
-        machine=worker.machine,
-        host=worker.host,
-    )
-
-
-def settings_of(config: Config) -> dict[str, Any]:
-    """Returns what hosts must have in common before they prepare anything, by name."""
-    asked = config.to_json()
-    return {
-        **{f"--{name}": asked[name] for name in FLAGS if name not in HOST_FIELDS},
-        "--mix": mix_of(config),
-        **{f"version of {package}": found for package, found in package_versions().items()},
-        "devices": f"{jax.default_backend()} {jax.local_device_count()}",
-    }
-
-
-def mix_of(config: Config) -> list[tuple[str, float]]:
-    """Returns the weights of a mixture's sources, and the names of those that are not files."""
-    return [("" if is_path(source) else source, weight) for source, weight in config.mix]
-
-
-def step_of(forward: Forward) -> dict[str, Any]:
-    """Returns what hosts must have in common before they compile a step, by name."""
-    return {
-        "rows per host": forward.shape[0],
-        "mesh": json.dumps(forward.layout.shape),
-        **{name: choice.name for name, choice in forward.kernels.items()},
-    }
-
-
-def fingerprint(forward: Forward, identity: Identity, files: Sequence[TextFile]) -> dict[str, Any]:
-    """Returns what hosts must have in common before they compute, by name. files: of the data
-    set."""
-    package = Path(activation_extraction.__file__).parent
-    sources = [*(package.parent / name for name in SCRIPTS), *package.rglob("*.py")]
-    return {
-        **step_of(forward),
-        **identity.shared,
-        "data files": json.dumps([(file.name, file.size) for file in files]),
-        "source": digest_files(sources),
-    }
-
-
-def package_versions() -> dict[str, str]:
-    """Returns the versions of the packages that decide which bytes are stored."""
-    return {package: version(package) for package in PACKAGES}
 
 
 def model_digest(checkpoint: Checkpoint) -> str:

@@ -25,7 +25,6 @@ from activation_extraction.cli.flags import DATASET, Config
 from activation_extraction.common.encodings import FLOAT8, token_bytes
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.log import log
-from activation_extraction.common.positions import parse_positions
 from activation_extraction.common.visible import counted, say
 from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.checkpoint import Checkpoint
@@ -137,9 +136,9 @@ def planned_run(config: Config, families: Families) -> PlannedRun:
     jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
     raw, request = read_config(config), model_request(config, topology.described())
     if config.batch_size == "auto":
-        log.info("--batch_size auto: a run may take more than these %d rows", request.rows)
+        log.info("--batch_size auto: a run may take more than these %d rows", request.batch_size)
     model = program_of(families, request, raw).model
-    letters = model.config.sizes_with(request.length)
+    letters = model.config.sizes_with(request.max_seq_length)
     forms = [hook.kind.form(letters, model.activation_dtype) for hook in model.hooks]
     pack, ratio = pack_rate(config, model.activation_dtype)
     kind, chips, speeds = topology.kind, topology.chips / topology.hosts, dict[str, float]()
@@ -173,16 +172,16 @@ def program_of(families: Families, request: ModelRequest, raw: Mapping[str, Any]
     model, rows = build_model(family, request, config)
     if model.layout.size("pipeline") > 1:
         raise InputError("--mesh_type, --mesh_axes: --plan has no formula for a pipeline")
-    return Program(model, family.weight_table(model), rows, (request.rows, request.length))
+    return Program(model, family.weight_table(model), rows, request.shape)
 
 
 def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> MeshEstimate:
     """Estimates the run with this program, which is compiled if that is possible here."""
     layout, devices = program.layout, [*program.rows.mesh.devices.flat]
-    hosts, rows = program.rows.hosts, request.rows * program.rows.hosts
-    step = StepSizes(program.model, program.weights, rows, request.length)
+    hosts, rows = program.rows.hosts, request.batch_size * program.rows.hosts
+    step = StepSizes(program.model, program.weights, rows, request.max_seq_length)
     found, room = step.estimate(layout, devices), USABLE * (memory_of(devices[0]) or 0)
-    tokens, fits, compiled = rows * request.length, found.memory <= room, None
+    tokens, fits, compiled = rows * request.max_seq_length, found.memory <= room, None
     if run.topology.is_tpu and find_spec("libtpu") is None:
         log.info(
             "nothing is compiled: that needs libtpu, the TPU compiler (pip install -e '.[plan]')"
@@ -269,7 +268,7 @@ def data_size(config: Config) -> tuple[Range | None, float]:
     total, mean = sum(samples), sum(samples) / len(samples)
     # A piece of a document repeats tokens of the one before, which are not stored again.
     repeated = overlap * (len(samples) - len(DOCUMENTS)) / total
-    kept = sum(map(parse_positions(config.positions).expected, samples)) / total * (1 - repeated)
+    kept = sum(map(config.positions.expected, samples)) / total * (1 - repeated)
     documents = KNOWN.get((config.dataset_name or "", config.dataset_config or ""))
     low = high = (documents or math.inf) / config.total_machines * total / len(DOCUMENTS)
     if config.max_samples is not None:
@@ -284,7 +283,7 @@ def lines_of(run: PlannedRun, meshes: list[MeshEstimate], amounts: dict) -> Iter
     """Yields the estimate in words. amounts: as in JSON."""
     machine, request = run.topology, run.request
     hosts = f"{counted(machine.chips, 'chip')} on {counted(machine.hosts, 'host')}"
-    rows = f"{counted(request.rows, 'row')} of {counted(request.length, 'token')}"
+    rows = f"{counted(request.batch_size, 'row')} of {counted(request.max_seq_length, 'token')}"
     yield f"{machine.name}: {hosts}, each of which feeds {rows} per step"
     for mesh in meshes:
         compiled = mesh.compiled_gb and f", {short(mesh.compiled_gb)} by the compiler"
@@ -294,7 +293,8 @@ def lines_of(run: PlannedRun, meshes: list[MeshEstimate], amounts: dict) -> Iter
             f"speed: {short(mesh.step_ms)}; tokens/s: {short(*mesh.tokens_per_second)}, bound by "
             f"{BINDS[mesh.binds][0]}"
         )
-    made = request.rows * request.length * run.kept * run.token_bytes / 1e6 / meshes[0].step_ms
+    tokens = math.prod(request.shape) * run.kept
+    made = tokens * run.token_bytes / 1e6 / meshes[0].step_ms
     for name, speed in run.speeds.items():
         able = short(*(share * speed / 1e9 for share in BINDS[name][1]))
         yield f"{BINDS[name][0]}: {able} GB/s per host, which gets {short(made)} GB/s at peak speed"

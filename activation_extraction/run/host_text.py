@@ -1,22 +1,20 @@
-"""Makes batches of one host's share of a data set, as the configuration asks.
+"""Makes batches of one host's share of a data set, as the flags ask.
 
 A thread prepares the next batches while the devices compute.
 """
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from tokenizers import Tokenizer
 
-from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.run.open_data import Dataset
-from activation_extraction.store.identity import Identity
+from activation_extraction.run.open_data import Dataset, TextRequest
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.chat import ChatTemplate
@@ -97,50 +95,51 @@ class Prefetch(Generic[T]):
 
 
 def load_text_files(
-    asked: Mapping[str, Any], checkpoint: Checkpoint, vocabulary: int
+    request: TextRequest, checkpoint: Checkpoint, vocabulary: int
 ) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Loads what a configuration needs to make token ids: nothing if the data set has them, and a
+    """Loads what a request needs to make token ids: nothing if the data set has them, and a
     chat template for conversations alone. Raises InputError."""
-    if asked.get("ids_column"):
+    if request.ids_column:
         return None, None
     files, name = checkpoint.tokenizer_files(), checkpoint.model_path
-    if asked.get("messages_column"):
+    if request.messages_column:
         for beside in TEMPLATE_FILES:  # transformers looks for them when it loads the tokenizer
             checkpoint.find(beside)
     tokenizer = load_tokenizer(files, name, vocabulary)
-    if not asked.get("messages_column"):
+    if not request.messages_column:
         return tokenizer, None
-    own, arguments = pretrained(tokenizer_file(files, name)), dict(asked["chat_template_args"])
-    return tokenizer, ChatTemplate.load(own, name, asked["chat_template"], arguments)
+    own, arguments = pretrained(tokenizer_file(files, name)), dict(request.chat_template_args)
+    return tokenizer, ChatTemplate.load(own, name, request.chat_template, arguments)
 
 
-def row_form(asked: Mapping[str, Any], template: ChatTemplate | None, vocabulary: int) -> RowForm:
-    """Returns what the configuration reads of every row.
+def row_form(request: TextRequest, template: ChatTemplate | None, vocabulary: int) -> RowForm:
+    """Returns what is read of every row.
 
     template: of conversations. vocabulary: how many token ids the model has.
     """
-    reader: Reader = TextColumn(asked["text_column"])
-    if template is not None:
-        reader = MessagesColumn(asked["messages_column"], template)
-    elif asked.get("ids_column"):
-        reader = IdsColumn(asked["ids_column"], asked["mask_column"] or "", vocabulary)
-    return RowForm(reader, asked.get("id_column"), tuple(asked.get("keep_columns", ())))
+    reader: Reader = TextColumn(request.text_column)
+    if template is not None and request.messages_column:
+        reader = MessagesColumn(request.messages_column, template)
+    elif request.ids_column:
+        reader = IdsColumn(request.ids_column, request.mask_column or "", vocabulary)
+    return RowForm(reader, request.id_column, request.keep_columns)
 
 
-def sample_form(asked: Config | Identity) -> SampleForm:
-    """Returns how a configuration, or the identity of a run, makes samples of documents."""
-    choice = TokenChoice(asked.positions, asked.drop_token_ids, asked.roles)
-    return SampleForm(asked.max_seq_length, asked.long_documents == "split", asked.overlap, choice)
+def sample_form(request: TextRequest) -> SampleForm:
+    """Returns how samples are made of documents."""
+    choice = TokenChoice(request.positions, request.drop_token_ids, request.roles)
+    split = request.long_documents == "split"
+    return SampleForm(request.max_seq_length, split, request.overlap, choice)
 
 
 @dataclass(frozen=True)
 class HostText:
-    """Turns one host's share of a data set into batches, as the configuration asks.
+    """Turns one host's share of a data set into batches, as the flags ask.
 
     tokenizer: None if the data set has token ids. shape: rows of a batch, and tokens of a row.
     """
 
-    config: Config
+    request: TextRequest
     dataset: Dataset
     rows: RowForm
     tokenizer: Tokenizer | None
@@ -149,7 +148,7 @@ class HostText:
 
     @property
     def form(self) -> SampleForm:
-        return sample_form(self.config)
+        return sample_form(self.request)
 
     @property
     def choice(self) -> TokenChoice:
@@ -158,12 +157,12 @@ class HostText:
     @property
     def max_samples(self) -> int | None:
         """Returns the most samples that this host stores; None: no limit."""
-        return self._share(self.config.max_samples)
+        return self._share(self.request.max_samples)
 
     @property
     def max_tokens(self) -> int | None:
         """Returns the most tokens that this host stores; None: no limit."""
-        return self._share(self.config.max_tokens)
+        return self._share(self.request.max_tokens)
 
     def _share(self, limit: int | None) -> int | None:
         """Returns this host's share of a limit of the machine."""
@@ -192,9 +191,9 @@ class HostText:
 
     def _documents(self) -> Documents:
         """Returns the host's share of the documents, from the beginning."""
-        config = self.config
+        request = self.request
         return self.dataset.documents(
-            self.rows, self.worker, config.skip_bad_rows, config.shuffle_documents
+            self.rows, self.worker, request.skip_bad_rows, request.shuffle_documents
         )
 
     def _not_stored(self, documents: Documents, storage: ActivationStorage) -> Iterator[Batch]:

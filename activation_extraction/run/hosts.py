@@ -35,7 +35,7 @@ from activation_extraction.common.visible import say_error
 from activation_extraction.model.mesh import host_rows, usable_devices
 from activation_extraction.text.batch import Batch
 
-SHOWN = 60  # of a value with more characters, messages show a digest
+SHOWN = 400  # of a value with more characters, messages show a digest
 STEPS_AHEAD = 2
 LOOK_SECONDS = 1.0  # between two looks of the watchdog
 MOST_OF_A_ROW = 0.25  # how much of the host's memory the process may take in while it reads a row

@@ -14,6 +14,7 @@ import datasets
 
 from activation_extraction.cli.flags import DATASET
 from activation_extraction.common.errors import InputError
+from activation_extraction.common.positions import Positions
 from activation_extraction.common.visible import plain_url
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.store.commit import METADATA
@@ -32,6 +33,39 @@ from activation_extraction.text.sources import open_files, open_hub_dataset
 
 FILES = "files"  # what an identity calls a data set of files
 DATASET_SPLIT = DATASET[2]
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """Holds what the flags of the same names ask of the text.
+
+    max_samples, max_tokens: of the machine. drop_token_ids: ids, and names until the tokenizer is
+    read.
+    """
+
+    dataset_name: str | None
+    dataset_config: str | None
+    dataset_split: str
+    dataset_path: str | None
+    mix: tuple[tuple[str, float], ...]
+    text_column: str
+    messages_column: str | None
+    chat_template: str | None
+    chat_template_args: tuple[tuple[str, Any], ...]
+    ids_column: str | None
+    mask_column: str | None
+    id_column: str | None
+    keep_columns: tuple[str, ...]
+    long_documents: str
+    overlap: int
+    max_seq_length: int
+    shuffle_documents: int | None
+    skip_bad_rows: bool
+    max_samples: int | None
+    max_tokens: int | None
+    positions: Positions
+    roles: tuple[str, ...]
+    drop_token_ids: tuple[Any, ...]
 
 
 class Source(NamedTuple):
@@ -93,28 +127,29 @@ class Dataset:
 
 
 def open_dataset(
-    configuration: Mapping[str, Any],
+    request: TextRequest,
     columns: Columns,
     own: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]] = (),
     names: Sequence[str] = (),
 ) -> Dataset:
-    """Opens what a configuration asks for: files, a data set of the hub, or a mixture of both.
+    """Opens what is asked for: files, a data set of the hub, or a mixture of both.
 
     own, others: the metadata that this host and others have stored already. A hub data set is
     opened at the revision that it records; files must be those that it lists. names: what a mixture
-    calls its sources; () for what the configuration does. Raises InputError.
+    calls its sources; () for what the request does. Raises InputError.
     """
-    if configuration.get("mix"):
+    if request.mix:
         with _naming_mix():
-            return _open_mixture(configuration["mix"], columns, own, others, names)
-    path = configuration["dataset_path"]
+            return _open_mixture(request.mix, columns, own, others, names)
+    path = request.dataset_path
     if path is not None:
-        may_grow = configuration.get("shuffle_documents") is None
+        may_grow = request.shuffle_documents is None
         before = _of_data(FILES, own), _of_data(FILES, others)
         files = DataFiles.as_recorded(list_files(path), *before, may_grow)
         return Dataset((Source(open_files(path, columns, files.files)),), FILES, "", files)
-    name, config, split = (configuration[f"dataset_{x}"] for x in ("name", "config", "split"))
+    name, config, split = request.dataset_name, request.dataset_config, request.dataset_split
+    assert name is not None  # cli/config.py fills it in where no other source is given
     source = " ".join(filter(None, (name, config, split)))
     revision = _revision_of(source, [*own, *others])
     rows, revision = open_hub_dataset(name, config, split, revision or None)

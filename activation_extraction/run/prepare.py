@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.common.log import log
-from activation_extraction.common.positions import parse_positions
 from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import memory_of, use_compilation_cache
@@ -32,16 +31,17 @@ from activation_extraction.model.forward import (
 from activation_extraction.model.mesh import own_devices, usable_devices
 from activation_extraction.run.batch_size import default_rows, fit_rows
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
-from activation_extraction.run.digests import (
+from activation_extraction.run.host_text import HostText, Prefetch
+from activation_extraction.run.hosts import Host, Watchdog, gather, together
+from activation_extraction.run.inputs import (
+    Inputs,
     fingerprint,
     identity_of,
     package_versions,
     settings_of,
     step_of,
 )
-from activation_extraction.run.host_text import HostText, Prefetch, load_text_files, row_form
-from activation_extraction.run.hosts import Host, Watchdog, gather, together
-from activation_extraction.run.open_data import open_dataset
+from activation_extraction.run.open_data import TextRequest
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.run_folders import RunFolders, check_siblings, find_metadata
 from activation_extraction.store.folder import Folder
@@ -124,9 +124,11 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
         forward, facts["auto_batch_size"] = fit_rows(
             host, families, request, forward, output.earlier
         )
+    text = config.part(TextRequest)
+    inputs = Inputs(request, text, forward, output.own, output.earlier, sources)
     job, _ = together(
         host,
-        lambda: prepare(config, host, forward, output, sources, facts, watchdog),
+        lambda: prepare(config, host, inputs, output, facts, watchdog),
         lambda prepared: prepared[1],
     )
     if host.several:  # only now is it certain that they all have files of the same names
@@ -136,7 +138,7 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
         log_continuing(job)
     if not job.text.choice.everything:
         log.info("kept tokens: %s", job.text.choice)
-    if (mask := config.mask_column) is not None:
+    if (mask := job.text.request.mask_column) is not None:
         zeros = "are context, which the model reads"
         if mask == ATTENTION_MASK:
             zeros = "are padding, which the model does not read"
@@ -240,53 +242,50 @@ def prepare_forward(
     if config.demo:
         config = _with_demo(config, output.folders.folder, families)
     request = model_request(config)
-    request = replace(request, revision=commit or request.revision, memory=memory)
+    revision = commit or request.model_revision
+    request = replace(request, model_revision=revision, memory=memory)
     if config.repair and config.batch_size is None and output.own:
-        rows = output.own[0].get("configuration", {}).get("batch_size", request.rows)
-        request = replace(request, rows=rows)
+        rows = output.own[0].get("configuration", {}).get("batch_size", request.batch_size)
+        request = replace(request, batch_size=rows)
     return config, request, prepare_model(families, request)
 
 
 def prepare(
     config: Config,
     host: Host,
-    forward: Forward,
+    inputs: Inputs,
     output: Output,
-    sources: Sequence[str],
     facts: dict[str, Any],
     watchdog: Watchdog,
 ) -> tuple[Job, dict[str, Any]]:
     """Checks the rest of the request; returns the job, and what hosts compare.
 
-    sources: what all hosts call the sources of --mix, whose paths may be others here. facts: what
-    metadata.json records besides what this function knows. Raises InputError.
+    facts: what metadata.json records besides what this function knows. Raises InputError.
     """
-    folders, worker = output.folders, output.folders.worker
-    checkpoint, vocabulary = forward.checkpoint, forward.model.config.vocab_size
-    tokenizer, template = load_text_files(vars(config), checkpoint, vocabulary)
-    dropped = dropped_ids(config.drop_token_ids, tokenizer)
-    check_dropped(dropped, vocabulary)
+    folders, worker, forward = output.folders, output.folders.worker, inputs.forward
+    dropped = dropped_ids(config.drop_token_ids, inputs.tokenizer)
+    check_dropped(dropped, inputs.vocabulary)
     config = replace(config, drop_token_ids=dropped)
-    check_roles(config, template)
-    rows = row_form(vars(config), template, vocabulary)
-    dataset = open_dataset(vars(config), rows.columns, output.own, output.earlier, sources)
+    text, options = config.part(TextRequest), config.part(StorageOptions)
+    check_roles(text, inputs.template)
+    dataset = inputs.dataset
     with watchdog:
-        if template is not None:
-            template.check()
-        dataset.check(rows, config.skip_bad_rows)
-    identity = identity_of(config, forward, dataset.name, dataset.content, worker, template)
+        if inputs.template is not None:
+            inputs.template.check()
+        dataset.check(inputs.rows, text.skip_bad_rows)
+    identity = identity_of(inputs, text, options, worker)
     if not config.overwrite:
         for root in folders.roots:
             check_siblings(root, identity)
-    text = HostText(config, dataset, rows, tokenizer, worker, forward.shape)
+    host_text = HostText(text, dataset, inputs.rows, inputs.tokenizer, worker, forward.shape)
     facts, repair = {**describe_run(config, forward), **facts}, None
     if config.repair:
         local = Folder(str(folders.folder))
         repair = RepairPlanner(local, output.remote, identity, facts)
-    storage = open_storage(text, forward, output, identity, facts, repair)
-    documents, batches = text.open(storage, watchdog)
-    job = Job(host, forward, folders, storage, text, documents, batches, repair)
-    return job, fingerprint(forward, identity, dataset.files.files)
+    storage = open_storage(options, host_text, forward, output, identity, facts, repair)
+    documents, batches = host_text.open(storage, watchdog)
+    job = Job(host, forward, folders, storage, host_text, documents, batches, repair)
+    return job, fingerprint(inputs, identity)
 
 
 def model_request(config: Config, planned: Sequence[Any] | None = None) -> ModelRequest:
@@ -294,27 +293,12 @@ def model_request(config: Config, planned: Sequence[Any] | None = None) -> Model
 
     planned: the devices of a machine that is not here.
     """
-    rows, every = config.batch_size, config.use_data_parallel
+    request, rows = replace(config.part(ModelRequest), devices=planned), config.batch_size
     if not isinstance(rows, int):
-        rows = default_rows(config.max_seq_length, every, rows == "auto", planned)
-    return ModelRequest(
-        model_path=config.model_path,
-        revision=config.model_revision,
-        dtype=config.dtype,
-        activation_dtype=config.activation_dtype,
-        hook_names=config.hook_names,
-        layers=config.layers_to_extract,
-        activation_type=config.activation_type,
-        top_logits=config.top_logits,
-        rows=rows,
-        length=config.max_seq_length,
-        mesh_type=config.mesh_type,
-        mesh_shape=config.mesh_shape,
-        mesh_axes=config.mesh_axes,
-        every_device=every,
-        keep_weights=not config.multihost,  # a host of a pod may need only parts of them
-        devices=planned,
-    )
+        rows = default_rows(
+            request.max_seq_length, request.use_data_parallel, rows == "auto", planned
+        )
+    return replace(request, batch_size=rows)
 
 
 def dropped_ids(tokens: Sequence[int | str], tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -346,13 +330,13 @@ def check_dropped(token_ids: Sequence[int], vocabulary: int) -> None:
         raise InputError("--drop_token_ids: names every token of the model; nothing is left")
 
 
-def check_roles(config: Config, template: ChatTemplate | None) -> None:
+def check_roles(request: TextRequest, template: ChatTemplate | None) -> None:
     """Raises InputError if roles are asked for and the template's turns do not show them."""
     if template is None or template.has_roles:
         return
-    needed = f"--roles {' '.join(config.roles)}" if config.roles else ""
-    if parse_positions(config.positions).last_of_turn:
-        needed = f"--positions {config.positions}"
+    needed = f"--roles {' '.join(request.roles)}" if request.roles else ""
+    if request.positions.last_of_turn:
+        needed = f"--positions {request.positions}"
     if needed:
         raise InputError(
             f"{needed}: {template.where} writes no turns between {START} and {END}, by which the "
@@ -386,6 +370,7 @@ def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
 
 
 def open_storage(
+    options: StorageOptions,
     text: HostText,
     forward: Forward,
     output: Output,
@@ -394,21 +379,13 @@ def open_storage(
     repair: RepairPlanner | None,
 ) -> ActivationStorage:
     """Opens the output for this run. Raises InputError if nothing may be added to it."""
-    config, sizes = text.config, forward.sizes
+    # The flags limit what a machine stores, and this is one of its hosts.
+    options = replace(options, max_samples=text.max_samples, max_tokens=text.max_tokens)
+    sizes = forward.sizes
     return ActivationStorage(
         output.folders.folder,
         {key: hook.name for key, hook in forward.hooks.items()},
-        StorageOptions(
-            shard_size_gb=config.shard_size_gb,
-            shard_format=config.shard_format,
-            compress=config.compress_shards,
-            max_samples=text.max_samples,
-            max_tokens=text.max_tokens,
-            overwrite=config.overwrite,
-            keep_local=not config.delete_local_after_upload,
-            threads=config.writer_threads,
-            waiting_gb=config.waiting_shards_gb,
-        ),
+        options,
         identity,
         output.remote,
         RunFacts(

@@ -12,13 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from tokenizers import Tokenizer
 
+from activation_extraction.cli.flags import Config
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect.verify import Recompute
 from activation_extraction.inspect.verify_shard import ChosenSample
-from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.family import Families
 from activation_extraction.model.forward import (
@@ -28,15 +27,15 @@ from activation_extraction.model.forward import (
     compile_step,
     prepare_model,
 )
-from activation_extraction.run.digests import digest_files, model_digest
-from activation_extraction.run.host_text import load_text_files, row_form, sample_form
-from activation_extraction.run.open_data import Dataset, open_dataset
+from activation_extraction.run.host_text import sample_form
+from activation_extraction.run.inputs import Inputs, check_inputs
+from activation_extraction.run.open_data import TextRequest
 from activation_extraction.run.prepare import recorded_commit
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import identity_of
 from activation_extraction.text.packing import pack, samples_of
-from activation_extraction.text.rows import ATTENTION_MASK, RowForm
+from activation_extraction.text.rows import ATTENTION_MASK
 from activation_extraction.text.samples import samples
 
 OTHER_TEXT = "the data set now gives other tokens than those that are stored"
@@ -49,31 +48,28 @@ def load_for_recomputing(
 
     request: how to compute; the metadata says what to compute. dataset_path: where the data set is
     now; None: where the run had it. It is opened only if the run did not keep all tokens. Raises
-    InputError if the model is not the one that the stored activations came from.
+    InputError if an input that it takes is not the one that the stored activations came from.
     """
     identity = identity_of(metadata, METADATA)
     encoded = identity.activation_dtype == FLOAT8  # and decoded to float32
     request = replace(
         request,
-        revision=request.revision or recorded_commit(request.model_path, metadata),
-        layers=None,
+        model_revision=request.model_revision or recorded_commit(request.model_path, metadata),
+        layers_to_extract=None,
         hook_names=identity.hooks,
         top_logits=identity.top_logits or request.top_logits,
         dtype=identity.dtype,
         activation_dtype="float32" if encoded else identity.activation_dtype,
-        length=identity.max_seq_length,
+        max_seq_length=identity.max_seq_length,
     )
     with device_errors():
         forward = prepare_model(families, request)
-        if model_digest(forward.checkpoint) != identity.model_digest:
-            raise InputError(
-                f"--model_path {request.model_path}: is not the model that the stored activations "
-                "came from; give that one"
-            )
-        texts = None
-        if not identity.every_token:
-            vocabulary = forward.model.config.vocab_size
-            texts = _open_texts(metadata, forward.checkpoint, vocabulary, dataset_path)
+        text = Config.from_json(metadata.get("configuration", {})).part(TextRequest)
+        if dataset_path is not None:
+            text = replace(text, dataset_path=dataset_path, mix=())
+        inputs = Inputs(request, text, forward, own=[metadata])
+        check_inputs(inputs, identity, of_text=False)
+        texts = None if identity.every_token else _open_texts(inputs, identity, metadata)
         step = compile_step(forward)
 
     def recompute(chosen: list[ChosenSample]) -> list[dict[str, np.ndarray] | str]:
@@ -106,18 +102,14 @@ def _compute(
 
 @dataclass(frozen=True)
 class _Texts:
-    """The data set and the tokenizer have been checked to be those of the run.
+    """Reads the text of a run again.
 
-    limits: the most samples and tokens of a host, by name. shuffle: the seed of the documents'
-    order; None for the order of the data set.
+    inputs: those of the run, which has been checked. limits: the most samples and tokens of a host,
+    by name.
     """
 
-    dataset: Dataset
-    rows: RowForm
-    tokenizer: Tokenizer | None
-    identity: Identity
+    inputs: Inputs
     limits: Mapping[str, int | None]
-    shuffle: int | None
 
     def all_token_ids(self, chosen: Sequence[ChosenSample]) -> list[np.ndarray | None]:
         """Returns all token ids of every sample; None if its kept ones are not the stored ones."""
@@ -131,11 +123,13 @@ class _Texts:
 
     def _read(self, group: Sequence[ChosenSample]) -> dict[int, np.ndarray]:
         """Returns token ids by `sample_idx` for samples of one shard."""
-        identity, wanted = self.identity, {sample.row.sample_idx: sample.row for sample in group}
-        worker, start = group[0].worker, group[0].start
-        documents = self.dataset.documents(self.rows, worker, identity.skip_bad_rows, self.shuffle)
-        token_ids, form = {}, sample_form(identity)
-        for sample in samples(documents, self.tokenizer, form, start=start, **self.limits):
+        inputs, wanted = self.inputs, {sample.row.sample_idx: sample.row for sample in group}
+        worker, start, text = group[0].worker, group[0].start, inputs.text
+        documents = inputs.dataset.documents(
+            inputs.rows, worker, text.skip_bad_rows, text.shuffle_documents
+        )
+        token_ids, form = {}, sample_form(text)
+        for sample in samples(documents, inputs.tokenizer, form, start=start, **self.limits):
             if (row := wanted.get(sample.sample_idx)) is not None:
                 positions = sample.kept_positions
                 same = np.array_equal(sample.token_ids[positions], np.asarray(row.token_ids))
@@ -146,34 +140,12 @@ class _Texts:
         return token_ids
 
 
-def _open_texts(
-    metadata: Mapping[str, Any], checkpoint: Checkpoint, vocabulary: int, dataset_path: str | None
-) -> _Texts:
-    """Opens the data set and the tokenizer. Raises InputError if they are not those of the run.
-
-    dataset_path: where the data set is now; None: where the run had it.
-    """
-    identity, configuration = identity_of(metadata, METADATA), metadata["configuration"]
+def _open_texts(inputs: Inputs, identity: Identity, metadata: Mapping[str, Any]) -> _Texts:
+    """Opens the data set and the tokenizer. Raises InputError if they are not those of the run."""
     if identity.mask_column == ATTENTION_MASK:
         raise InputError(
             f"--model_path: this run is of a version for which zeros in {ATTENTION_MASK} were "
             "context, which the model read; it cannot be recomputed; leave --model_path out"
         )
-    files = checkpoint.tokenizer_files()
-    if identity.tokenizer_digest and digest_files(files) != identity.tokenizer_digest:
-        raise InputError(
-            f"--model_path {checkpoint.model_path}: its tokenizer is not the one that the stored "
-            "activations came from"
-        )
-    tokenizer, template = load_text_files(configuration, checkpoint, vocabulary)
-    if template is not None and template.digest != identity.chat_template:
-        raise InputError(f"{template.where}: is not the template that the run used")
-    rows = row_form(configuration, template, vocabulary)
-    path = dataset_path or configuration["dataset_path"]
-    configuration = {**configuration, "dataset_path": path}
-    dataset = open_dataset(configuration, rows.columns, own=[metadata])
-    if (dataset.name, dataset.content) != (identity.data, identity.data_revision):
-        raise InputError(f"--dataset_path {path}: is not the data set that the run read")
-    limits = {name: metadata.get(name) for name in ("max_samples", "max_tokens")}
-    seed = configuration.get("shuffle_documents")
-    return _Texts(dataset, rows, tokenizer, identity, limits, seed)
+    check_inputs(inputs, identity, of_text=True)
+    return _Texts(inputs, {name: metadata.get(name) for name in ("max_samples", "max_tokens")})

@@ -7,7 +7,7 @@ subject of inspect/status.py.
 from typing import Any
 
 from activation_extraction.cli.console import Clock, Progress
-from activation_extraction.common.positions import ALL, parse_positions
+from activation_extraction.common.positions import Positions
 from activation_extraction.common.visible import counted, say
 from activation_extraction.inspect.status import ranges
 from activation_extraction.model.devices import peak_flops
@@ -63,7 +63,7 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
             f"continued: {counted(before.samples, 'sample')} and {counted(before.tokens, 'token')} "
             f"were there before; new: {counted(samples, 'sample')} and {counted(tokens, 'token')}"
         )
-    if job.text.config.skip_bad_rows:
+    if job.text.request.skip_bad_rows:
         rows = counted(totals.skipped_rows, "row")
         say(f"skipped: {rows} that could not be used (--skip_bad_rows)")
     if totals.empty_rows:
@@ -74,7 +74,7 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
             f"{counted(totals.cut_tokens, 'token')}"
         )
     if totals.empty_samples:
-        mask = job.text.config.mask_column
+        mask = job.text.request.mask_column
         by = f"--mask_column {mask}, {job.text.choice}" if mask else str(job.text.choice)
         say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({by})")
     for shortfall in filter(None, shortfalls):
@@ -89,7 +89,7 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
 
 def _where_cut(text: HostText) -> str:
     """Says what may have cut samples."""
-    length = f"at {counted(text.config.max_seq_length, 'token')} (--max_seq_length)"
+    length = f"at {counted(text.request.max_seq_length, 'token')} (--max_seq_length)"
     limits = {"--max_tokens": text.max_tokens, "--max_samples": text.max_samples}
     splits = text.form.split
     given = [name for name in limits if limits[name] and (splits or name == "--max_tokens")]
@@ -149,7 +149,9 @@ def how_to_continue(hosts: int, overwrite: bool) -> str:
     return f"to continue, run the same command again{flags}"
 
 
-def list_hooks(table: HookTable, config: Any, dtype: Any, rule: str, length: int) -> list[str]:
+def list_hooks(
+    table: HookTable, config: Any, dtype: Any, rule: Positions, length: int
+) -> list[str]:
     """Returns lines with a model's hooks, all their names, and how much each of them stores.
 
     config: the model's; dtype: of stored activations; rule: --positions; length: of the longest
@@ -174,7 +176,7 @@ def list_hooks(table: HookTable, config: Any, dtype: Any, rule: str, length: int
         for row in rows
     ]
     lines.append(f"K is the layer, from 0 to {depth - 1}")
-    if rule != ALL:
-        kept = parse_positions(rule).expected(length)
+    if rule != Positions():
+        kept = rule.expected(length)
         lines.append(f"--positions {rule} keeps about {kept:,.0f} of a sample's {length:,} tokens")
     return [line.rstrip() for line in lines]

@@ -197,23 +197,23 @@ class StorageOptions:
     """How activations are stored.
 
     shard_size_gb: the size of a shard's activations before compression, in 10^9 bytes; a shard
-    holds at least one sample. shard_format: "pickle", which `compress` gzips, or "safetensors".
-    max_samples, max_tokens: the most samples, and tokens of them, to store. overwrite: deletes what
-    is stored already, instead of continuing it. keep_local: also writes local shards when there is
-    a bucket. threads: how many threads compress and sum; None means one for each core. waiting_gb:
-    how much may wait in memory to be stored; None means a quarter of the available memory, at most
-    16 GB, and at least two shards.
+    holds at least one sample. shard_format: "pickle", which `compress_shards` gzips, or
+    "safetensors". max_samples, max_tokens: the most samples, and tokens of them, to store.
+    overwrite: deletes what is stored already, instead of continuing it. delete_local_after_upload:
+    False also writes local shards when there is a bucket. writer_threads: how many threads compress
+    and sum; None means one for each core. waiting_shards_gb: how much may wait in memory to be
+    stored; None means a quarter of the available memory, at most 16 GB, and at least two shards.
     """
 
     shard_size_gb: float = 1.0
     shard_format: str = "pickle"
-    compress: bool = True
+    compress_shards: bool = True
     max_samples: int | None = None
     max_tokens: int | None = None
     overwrite: bool = False
-    keep_local: bool = False
-    threads: int | None = None
-    waiting_gb: float | None = None
+    delete_local_after_upload: bool = True
+    writer_threads: int | None = None
+    waiting_shards_gb: float | None = None
 
     @property
     def limits(self) -> dict[str, int | None]:
@@ -227,12 +227,12 @@ class StorageOptions:
     @property
     def waiting_bytes(self) -> float:
         """The most bytes that may wait in memory to be stored."""
-        if self.waiting_gb is not None:
-            return self.waiting_gb * GIGABYTE
+        if self.waiting_shards_gb is not None:
+            return self.waiting_shards_gb * GIGABYTE
         return max(min(available_memory() / 4, MAX_WAITING_BYTES), 2 * self.shard_bytes)
 
     @property
-    def writer_threads(self) -> int:
+    def threads(self) -> int:
         if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
-            return self.threads or len(os.sched_getaffinity(0))
-        return self.threads or os.cpu_count() or 1
+            return self.writer_threads or len(os.sched_getaffinity(0))
+        return self.writer_threads or os.cpu_count() or 1

@@ -65,9 +65,9 @@ class ActivationStorage:
     continue. A `planner` may decide otherwise, for a repair. The constructor only reads. Nothing is
     written before `open`, which is called on entering the context, or by the first sample.
 
-    remote: a folder in a bucket. Shards are then stored there, from memory, and locally only with
-    `keep_local`; metadata.json and metrics.jsonl are in both folders. facts: more facts for
-    metadata.json.
+    remote: a folder in a bucket. Shards are then stored there, from memory, and locally only
+    without `delete_local_after_upload`; metadata.json and metrics.jsonl are in both folders. facts:
+    more facts for metadata.json.
 
     `made` lists the shards that this process has stored. `waited` maps each phase of storing to the
     seconds for which the memory was full because the oldest shard was in that phase. `gauges()`
@@ -104,7 +104,7 @@ class ActivationStorage:
         for name in (hooks[key] + SCALE for key in self._encoded):
             if name in hooks.values():
                 raise InputError(f"hook {name}: has the name of another hook's scales")
-        self.format = chosen_format(options.shard_format, options.compress)
+        self.format = chosen_format(options.shard_format, options.compress_shards)
         check_output_dir(self.folder)
         owner = uuid.uuid4().hex
         self._local = Ownership(Folder(str(self.folder)), owner)
@@ -117,13 +117,13 @@ class ActivationStorage:
             self._local, self._remote, self._names, self._identity, options.limits, facts
         )
         self._writer = ShardWriter(
-            owners if options.keep_local else owners[-1:],
+            owners[-1:] if options.delete_local_after_upload else owners,
             self._names,
             self._encoded,
             self.format,
             self._identity,
             self._record,
-            options.writer_threads,
+            options.threads,
             options.waiting_bytes,
         )
         self.made, self.waited = self._writer.made, self._writer.waited

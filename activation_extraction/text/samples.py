@@ -80,12 +80,12 @@ class SampleForm:
 class Limits(NamedTuple):
     """The most samples of a worker, and the most tokens that they keep; None for no limit."""
 
-    samples: int | None
-    tokens: int | None
+    max_samples: int | None
+    max_tokens: int | None
 
     def reached(self, samples: int, tokens: int) -> bool:
         """Returns whether so many samples, or tokens, are enough."""
-        have = (samples, self.samples), (tokens, self.tokens)
+        have = (samples, self.max_samples), (tokens, self.max_tokens)
         return any(most is not None and count >= most for count, most in have)
 
 
@@ -265,7 +265,7 @@ def _sample(
         allowed = np.ones(len(ids), bool) if content.mask is None else content.mask[part].copy()
         allowed[: form.overlap if number else 0] = False
         kept = form.choice.kept(sample_idx, ids, labels, allowed)
-    most = None if limits.tokens is None else limits.tokens - cursor.tokens
+    most = None if limits.max_tokens is None else limits.max_tokens - cursor.tokens
     if most is not None and len(ids if kept is None else kept) > most:
         kept = None if kept is None else kept[:most]
         stop = most if kept is None else int(kept[-1]) + 1

@@ -11,20 +11,20 @@ from types import MappingProxyType
 import numpy as np
 
 from activation_extraction.common.choices import ROLES
-from activation_extraction.common.positions import ALL, parse_positions
+from activation_extraction.common.positions import Positions
 
 NO_LABELS: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """positions: a rule as --positions has it. dropped: token ids that are never kept. roles: the
+    """positions: the rule of --positions. dropped: token ids that are never kept. roles: the
     only ones whose tokens are kept; () for all.
 
     The rule counts the tokens of these roles, including those that are dropped.
     """
 
-    positions: str = ALL
+    positions: Positions = Positions()
     dropped: tuple[int, ...] = ()
     roles: tuple[str, ...] = ()
 
@@ -52,7 +52,7 @@ class TokenChoice:
         if self.roles:
             eligible = eligible & np.isin(labels["role"], [ROLES.index(r) for r in self.roles])
         positions = np.flatnonzero(eligible).astype(np.int32)
-        rule = parse_positions(self.positions)
+        rule = self.positions
         if rule.last_of_turn:
             turns = labels["turn"][positions]
             chosen = positions[np.diff(turns, append=-1) != 0]

@@ -1,0 +1,251 @@
+"""The inputs of a run: the model, its tokenizer, the chat template and the data set.
+
+Each is one entry of INPUTS, from which follows by what metadata.json knows it, which flags may
+differ between the hosts of a run, what the hosts compare, and what --verify compares before it
+recomputes samples. --repair and a run that continues compare the identity that is made here.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from tokenizers import Tokenizer
+
+import activation_extraction
+from activation_extraction.cli.flags import FLAGS, Config
+from activation_extraction.common.errors import InputError
+from activation_extraction.common.visible import plain_url
+from activation_extraction.model.forward import Forward, ModelRequest
+from activation_extraction.run.digests import digest_files, model_digest
+from activation_extraction.run.host_text import load_text_files, row_form
+from activation_extraction.run.open_data import Dataset, TextRequest, open_dataset
+from activation_extraction.store.identity import Identity, StorageOptions
+from activation_extraction.text.batch import Worker
+from activation_extraction.text.chat import ChatTemplate
+from activation_extraction.text.file_list import is_path
+from activation_extraction.text.rows import ATTENTION_MASK, RowForm
+
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
+SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of one run, which are opened when they are first needed; that raises InputError.
+
+    model, text: what the flags ask. forward: the checked model. own, others, names: see
+    `open_dataset`.
+    """
+
+    model: ModelRequest
+    text: TextRequest
+    forward: Forward
+    own: Sequence[Mapping[str, Any]] = ()
+    others: Sequence[Mapping[str, Any]] = ()
+    names: Sequence[str] = ()
+
+    @cached_property
+    def _text_files(self) -> tuple[Tokenizer | None, ChatTemplate | None]:
+        return load_text_files(self.text, self.forward.checkpoint, self.vocabulary)
+
+    @property
+    def vocabulary(self) -> int:
+        """Returns how many token ids the model has."""
+        return self.forward.model.config.vocab_size
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._text_files[0]
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        return self._text_files[1]
+
+    @cached_property
+    def rows(self) -> RowForm:
+        """Returns what is read of every row of the data set."""
+        return row_form(self.text, self.template, self.vocabulary)
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        return open_dataset(self.text, self.rows.columns, self.own, self.others, self.names)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a run.
+
+    flags: those that name it; a message shows the first one that is given. paths: those of them
+    that may differ between hosts, which must have the same content there. fields: those of Identity
+    by which it is known; known_by: returns their values. of_text: whether it decides token ids
+    alone, and does not matter where these are known.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    paths: tuple[str, ...]
+    fields: tuple[str, ...]
+    known_by: Callable[[Inputs], tuple[str, ...]]
+    of_text: bool = True
+
+    def is_that_of(self, identity: Identity, inputs: Inputs) -> bool:
+        """Returns whether a run with this identity had the same input."""
+        return self.known_by(inputs) == tuple(getattr(identity, field) for field in self.fields)
+
+
+def _tokenizer_digest(inputs: Inputs) -> tuple[str]:
+    files = [] if inputs.text.ids_column else inputs.forward.checkpoint.tokenizer_files()
+    return (digest_files(files) if files else "",)
+
+
+INPUTS = (
+    Input(
+        "model",
+        flags=("model_path", "model_revision"),
+        paths=("model_path",),
+        fields=("model_digest",),
+        known_by=lambda inputs: (model_digest(inputs.forward.checkpoint),),
+        of_text=False,
+    ),
+    Input(
+        "tokenizer",
+        flags=("model_path", "model_revision"),
+        paths=("model_path",),
+        fields=("tokenizer_digest",),
+        known_by=_tokenizer_digest,
+    ),
+    Input(
+        "chat template",
+        flags=("chat_template", "model_path", "chat_template_args"),
+        paths=("chat_template",),
+        fields=("chat_template",),
+        known_by=lambda inputs: ("" if inputs.template is None else inputs.template.digest,),
+    ),
+    Input(
+        "data set",
+        flags=("mix", "dataset_path", "dataset_name", "dataset_config", "dataset_split"),
+        paths=("dataset_path", "mix"),  # mix_of has what hosts compare of a mixture
+        fields=("data", "data_revision"),
+        known_by=lambda inputs: (inputs.dataset.name, inputs.dataset.content),
+    ),
+)
+
+# Flags that may differ between the hosts of a run.
+HOST_FIELDS = {
+    *("host_id", "coordinator_address", "output_dir", "verbose", "compilation_cache"),
+    *(path for each in INPUTS for path in each.paths),
+}
+
+
+def check_inputs(inputs: Inputs, identity: Identity, of_text: bool) -> None:
+    """Raises InputError unless the stored activations came from these inputs.
+
+    of_text: whether to compare the inputs that decide token ids, or else the others.
+    """
+    given = {**vars(inputs.model), **vars(inputs.text)}
+    for each in INPUTS:
+        if each.of_text == of_text and not each.is_that_of(identity, inputs):
+            flag = next(flag for flag in each.flags if given[flag])
+            value = f" {plain_url(given[flag])}" if isinstance(given[flag], str) else ""
+            raise InputError(
+                f"--{flag}{value}: the {each.name} is not the one that the stored activations came "
+                "from"
+            )
+
+
+def identity_of(
+    inputs: Inputs, text: TextRequest, options: StorageOptions, worker: Worker
+) -> Identity:
+    """Returns everything that decides the content of the shards, and must stay the same.
+
+    text: that of the inputs, with the ids of the tokens to drop.
+    """
+    forward, model, seed = inputs.forward, inputs.forward.model, text.shuffle_documents
+    has_top_logits = any(hook.name.startswith("logits.top_") for hook in model.hooks)
+    attends = text.mask_column == ATTENTION_MASK
+    known: dict[str, Any] = {}
+    for each in INPUTS:
+        known |= zip(each.fields, each.known_by(inputs), strict=True)
+    return Identity(
+        **known,
+        text_column=text.text_column,
+        skip_bad_rows=text.skip_bad_rows,
+        max_seq_length=text.max_seq_length,
+        hooks=tuple(hook.name for hook in model.hooks),
+        integer_hooks=tuple(hook.name for hook in model.hooks if hook.kind.dtype == "int32"),
+        float32_hooks=tuple(hook.name for hook in model.hooks if hook.kind.dtype == "float32"),
+        keyed_by=forward.keyed_by,
+        dtype=str(model.dtype),
+        activation_dtype=str(model.activation_dtype),
+        shard_size_gb=options.shard_size_gb,
+        compress_shards=options.compress_shards,
+        shard_format=options.shard_format,
+        positions=str(text.positions),
+        drop_token_ids=text.drop_token_ids,
+        roles=text.roles,
+        id_column=text.id_column or "",
+        keep_columns=text.keep_columns,
+        messages_column=text.messages_column or "",
+        ids_column=text.ids_column or "",
+        mask_column="" if attends else text.mask_column or "",
+        attention_mask=ATTENTION_MASK if attends else "",
+        long_documents=text.long_documents,
+        overlap=text.overlap,
+        shuffle_documents="" if seed is None else str(seed),
+        top_logits=inputs.model.top_logits if has_top_logits else 0,
+        total_machines=worker.machines,
+        num_hosts=worker.hosts,
+        machine=worker.machine,
+        host=worker.host,
+    )
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Returns what hosts must have in common before they prepare anything, by name."""
+    asked = config.to_json()
+    return {
+        **{f"--{name}": asked[name] for name in FLAGS if name not in HOST_FIELDS},
+        "--mix": mix_of(config),
+        **{f"version of {package}": found for package, found in package_versions().items()},
+        "devices": f"{jax.default_backend()} {jax.local_device_count()}",
+    }
+
+
+def mix_of(config: Config) -> list[tuple[str, float]]:
+    """Returns the weights of a mixture's sources, and the names of those that are not files."""
+    return [("" if is_path(source) else source, weight) for source, weight in config.mix]
+
+
+def step_of(forward: Forward) -> dict[str, Any]:
+    """Returns what hosts must have in common before they compile a step, by name."""
+    return {
+        "rows per host": forward.shape[0],
+        "mesh": json.dumps(forward.layout.shape),
+        **{name: choice.name for name, choice in forward.kernels.items()},
+    }
+
+
+def fingerprint(inputs: Inputs, identity: Identity) -> dict[str, Any]:
+    """Returns what hosts must have in common before they compute, by name."""
+    package = Path(activation_extraction.__file__).parent
+    sources = [*(package.parent / name for name in SCRIPTS), *package.rglob("*.py")]
+    shared = identity.shared
+    for each in INPUTS:
+        flags = " or ".join(f"--{path}" for path in each.paths)
+        shared |= {f"{field} ({flags})": shared.pop(field) for field in each.fields}
+    return {
+        **step_of(inputs.forward),
+        **shared,
+        "data files": json.dumps([(file.name, file.size) for file in inputs.dataset.files.files]),
+        "source": digest_files(sources),
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Returns the versions of the packages that decide which bytes are stored."""
+    return {package: version(package) for package in PACKAGES}
