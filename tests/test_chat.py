@@ -422,7 +422,7 @@ def test_bad_flags_end_with_one_line(model, write, tmp_path, capsys):
                 ["--messages_column", "talk", "--chat_template_args", f"enable_thinking={value}"],
                 f"--chat_template_args: {f'enable_thinking={value}'!r} is not NAME=VALUE with a",
             )
-            for value in ("NaN", "-Infinity", '{"a": [1e999]}', r'"\ud800"', "\udcff")
+            for value in ("NaN", "-Infinity", '{"a": [1e999]}', r'"\ud800"')
         ),
     ):
         assert main(*flags, *more) == 2

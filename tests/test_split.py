@@ -109,7 +109,10 @@ def test_hosts_of_one_machine_agree_on_their_number(tmp_path, check):
     extract(tmp_path, 0, 0, 1, 3, count=5)
     extract(tmp_path, 0, 1, 1, 2, count=5)
     extract(tmp_path, 0, 2, 1, 3, count=5)
-    assert check(tmp_path) == ["machine_000_host_01: belongs to another run: its num_hosts differs"]
+    assert check(tmp_path) == [
+        "machine_000_host_01: belongs to another run: its num_hosts differs",
+        "3 sample numbers stored more than once, such as 3",
+    ]
 
 
 def test_folders_without_metadata_tell_how_many_hosts_there_are(tmp_path):

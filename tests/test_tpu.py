@@ -229,7 +229,7 @@ def test_an_estimate_compiles_the_very_program_in_a_process_of_its_own(name, tmp
         memory = compile_for(small, flags, run.topology.name).memory
         given = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         assert found == given + 2 * memory.output_size_in_bytes
-        said = compile_elsewhere(run, replace(run.request, rows=2**17))
+        said = compile_elsewhere(run, replace(run.request, batch_size=2**17))
         assert isinstance(said, str) and "RESOURCE_EXHAUSTED" in said
 
 

@@ -211,7 +211,7 @@ def test_no_stream_changes_an_exit_status(stream, inputs, tmp_path):
     if stream != "closed":  # each would be a process of its own
         for flags in (["--status", "--json", *out], ["--verify", *out], ["--help"]):
             assert status_with(stream, *flags) == 0
-        for flags in (["--list_hooks", *inputs], ["--plan", "here", *inputs]):
+        for flags in (["--list_hooks", *inputs], ["--plan", "h100", *inputs]):
             assert status_with(stream, *flags) == 0
         (out[1] / "shard_0001.pkl.gz").unlink()
         assert status_with(stream, "--verify", *out) == 1
