@@ -207,7 +207,7 @@ def test_bad_requests_as_processes(typed, inputs, bad_files):
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_bytes_that_are_not_utf8_are_refused_in_every_flag(name, tmp_path, capsys):
-    """As Python has them in its arguments."""
+    """Python has such bytes as lone surrogates in its arguments."""
     told = f"argument --{name}: is not UTF-8: '"
     assert_refused(capsys, tmp_path, [f"--{name}", "a\udcff"], told)
     assert_refused(capsys, tmp_path, ["--verbose", f"--{name}=\udcff"], told)
@@ -276,7 +276,7 @@ extract_activations.script()
 
 @pytest.mark.long
 def test_a_user_without_a_home_has_caches_elsewhere(inputs, tmp_path):
-    """As with a user id in a container that its system does not know, and no HOME."""
+    """A container may run with a user id that its system does not know, and without HOME."""
     names = "HOME", "XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "HF_HOME"
     environment = {name: value for name, value in os.environ.items() if name not in names}
     flags = [str(flag) for flag in (*inputs, "--max_samples", 2, "--output_dir", tmp_path / "out")]
@@ -301,7 +301,7 @@ def test_a_user_without_a_home_has_caches_elsewhere(inputs, tmp_path):
 
 
 def test_the_variables_that_name_caches_may_have_a_tilde(tmp_path, monkeypatch):
-    """As those of a Dockerfile, which no shell has expanded."""
+    """No shell has expanded those of a Dockerfile."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "~/caches")
     assert default_folder().is_relative_to(tmp_path / "caches")

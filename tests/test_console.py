@@ -87,7 +87,7 @@ def test_a_line_of_progress_and_of_metrics_every_interval(clock, capsys):
     ],
 )
 def test_a_line_of_progress_counts_what_earlier_runs_have_stored(limits, told, clock, capsys):
-    """Of its samples and of its tokens, those that are stored. The speed is that of computing."""
+    """A line counts the samples and tokens that are stored; its speed is that of computing."""
     start_logging(False, 3, 0)
     progress = Progress(*limits, (40, 900), 30, 1, None, lambda: dict(GAUGES), lambda _: None)
     clock[0] += 10

@@ -341,7 +341,7 @@ def test_groups_that_threads_encode_change_nothing(tmp_path, monkeypatch):
 
 
 def test_a_run_of_int8_is_refused_in_one_line(tmp_path, capsys):
-    """As earlier versions stored it: with a scale for every 32 values."""
+    """Earlier versions stored such runs, with a scale for every 32 values."""
     store(tmp_path)
     edit(tmp_path / "metadata.json", lambda c: c["identity"].update(activation_dtype="int8"))
     change_json(tmp_path, lambda hook: hook.update(dtype="int8", scale=32))

@@ -145,7 +145,7 @@ class ChatTemplate:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether it writes the content of a message only if that is a list of parts."""
+        """Returns whether it writes the content of a message only if that is a list of parts."""
 
         def writes(messages: Sequence[dict[str, Any]]) -> bool:
             try:
