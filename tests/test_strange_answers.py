@@ -77,7 +77,7 @@ def test_a_bucket_that_never_answers_is_given_up_after_the_time_that_was_asked(b
         silent.listen()
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{silent.getsockname()[1]}")
         folder = Folder("gs://bucket/run", patience=0.3)
-        with pytest.raises(FolderError, match="listing kept failing for .* no answer"):
+        with pytest.raises(FolderError, match="listing kept failing for"):
             folder.files()
     assert folder.retries == 0
 
@@ -89,7 +89,7 @@ def test_so_is_a_file_whose_content_does_not_arrive(bucket, monkeypatch, tmp_pat
         monkeypatch.setitem(fsspec.config.conf, "gcs", {})  # requests have as long as in a run
         folder, began = Folder("gs://bucket/run", patience=2), time.monotonic()
         for get in (lambda: folder.read("file"), lambda: folder.fetch("file", tmp_path)):
-            with pytest.raises(FolderError, match="ing file kept failing for .* no answer"):
+            with pytest.raises(FolderError, match="ing file kept failing for"):
                 get()
         assert time.monotonic() - began < LONGEST
 
